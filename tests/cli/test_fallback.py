@@ -51,6 +51,46 @@ def test_a_script_gets_a_policy_file(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert not any(trained.steps.skipped[1:])  # the first one may look for its loss scale
 
 
+FOURIER = """
+import torch
+from torch import nn
+
+class Fourier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return torch.fft.fft(x).abs() * self.gain
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), Fourier(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(6):
+    loss = model(torch.randn(16, 8)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_module_whose_operation_takes_no_such_format_is_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "fourier.py"
+    script.write_text(FOURIER)
+    out = tmp_path / "out"
+    with children_in_this_process():
+        assert main(["run", "--policy", "bf16", "--out", str(tmp_path / "run"), str(script)]) != 0
+        assert f"mezzo fallback --policy bf16 {script}" in capfd.readouterr().out.replace("\n", " ").replace("  ", " ")
+        assert main(["fallback", "--policy", "bf16", "--fresh", "1", "--out", str(out), str(script)]) == 0
+        assert main(["run", "--policy", str(out / "policy.toml"), "--out", str(tmp_path / "kept"), str(script)]) == 0
+    record = read_record(out / "record.json")
+    assert isinstance(record, FallbackRecord)
+    assert (record.verdict, record.kept) == ("found", ["1"])
+
+
 def searched(*words: str, children: Children) -> tuple[int, int]:
     """Return the exit code and how many runs were made."""
     with children_in_this_process(before_each=children):

@@ -24,7 +24,7 @@ from mezzo.policy import Policy
 from mezzo.records import Environment, RunRecord, read_record, write_record
 from mezzo.report.sheets.shared import command_text
 from paths import SCRIPTS
-from record_builders import compare_record, run_record
+from record_builders import check_record, compare_record, run_record
 
 PLAIN = str(SCRIPTS / "plain.py")
 
@@ -410,6 +410,20 @@ def test_a_policy_is_parsed_once_in_each_process(
     assert policy_text(request.policy) == text
     assert Request.unpacked(request.packed()) == request
     assert parsed == ([] if asked is None else [text])
+
+
+def test_what_to_do_about_an_exported_notebook_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = run_record("fp32", num_steps=0, error="NameError: name 'get_ipython' is not defined", exit_code=1)
+    check = check_record()
+    assert check.comparison is not None
+    comparison = check.comparison.model_copy(update={"runs": [failed]})
+    for record in (failed, comparison, check.model_copy(update={"comparison": comparison})):
+        results._note_failure(record)
+        assert (
+            "mezzo: the script is an exported notebook: delete its lines with get_ipython()" in capsys.readouterr().err
+        )
+    results._note_failure(run_record("fp32"))
+    assert capsys.readouterr().err == ""
 
 
 def test_the_environment_of_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

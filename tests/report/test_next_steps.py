@@ -136,6 +136,19 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         run(error="ValueError: no", exit_code=1),
         [("see whether the script fails without Mezzo, too", f"python {TAIL}")],
     ),
+    "run refused by an operation": (
+        run(policy="bf16", error="RuntimeError: Unsupported dtype BFloat16", exit_code=1),
+        [
+            (
+                "an operation does not take the format of bf16; find the modules that must stay in FP32",
+                f"mezzo fallback --policy bf16 {TAIL}",
+            )
+        ],
+    ),
+    "run refused in fp32": (
+        run(policy="fp32", error="RuntimeError: Unsupported dtype BFloat16", exit_code=1),
+        [("see whether the script fails without Mezzo, too", f"python {TAIL}")],
+    ),
     "run interrupted": (run(error="ended by SIGINT", exit_code=130), []),
     "run not resumed": (run(error="there is no snapshot in 'runs/mine/snapshots'", exit_code=9), []),
     "run stopped after a snapshot": (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mezzo.cli.standins import note_for
+from mezzo.measure.advice import advice_for
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,7 +73,7 @@ def finish(
 
     write_record(record, folder / "record.json")
     write_html(record, folder / "report.html")
-    _note_stand_in(record)
+    _note_failure(record)
     with readers_may_go():
         _print(record, folder, as_json=as_json, after_script=after_script)
     track(record, folder / "record.json", folder / "report.html", log_to)
@@ -118,8 +119,11 @@ def note_metric(record: RunRecord) -> None:
         note(f"--metric {record.metric.pattern!r} matched nothing in the output of {record.script}")
 
 
-def _note_stand_in(record: AnyRecord) -> None:
-    runs: list[RunRecord] = getattr(record, "runs", None) or [getattr(record, "run", record)]
-    found = next(filter(None, (note_for(getattr(run, "error", None) or "") for run in runs)), None)
+def _note_failure(record: AnyRecord) -> None:
+    """Note what to do about an error of the script."""
+    of_all = getattr(record, "comparison", None) or record
+    runs: list[RunRecord] = getattr(of_all, "runs", None) or [getattr(record, "run", record)]
+    errors = [getattr(run, "error", None) or "" for run in runs]
+    found = next(filter(None, (note_for(error) or advice_for(error) for error in errors)), None)
     if found is not None:
         note(found)

@@ -81,6 +81,11 @@ def _caller_of(file: str) -> Caller | None:
     return "policy" if inside or Path(file).name in _POLICY else "mezzo"
 
 
+def is_of_mezzo(file: str) -> bool:
+    """Return whether a file is Mezzo's own."""
+    return file.startswith(_MEZZO + os.sep)
+
+
 def script_line(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
     """Return the innermost line outside torch, Keras and Mezzo as ``file:line``, and their functions that it called."""
     callers: list[str] = []

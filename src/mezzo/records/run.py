@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import PurePath
 from typing import Literal
 
@@ -89,6 +90,11 @@ class Memory(Value):
 
 
 _LOWER_NOTHING = ("fp32", "tf32")
+_REFUSED = re.compile(
+    r"\b(?:Runtime|NotImplemented|Type|Value)Error: .*"
+    r"(?:\bdtype|scalar type|not implemented for|bias type)",
+    re.DOTALL,
+)
 _FP8_FORMATS = {"e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"}
 WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
 
@@ -298,3 +304,8 @@ class RunRecord(WholeRecord):
         if name == "fp8" and effective.flops_by_format and not set(effective.flops_by_format) & _FP8_FORMATS:
             return "computed nothing in FP8"
         return ""
+
+
+def refuses_format(error: str) -> bool:
+    """Return whether an operation refused its operands' format: there is no kernel for it, or another operand has another one."""
+    return _REFUSED.search(error) is not None

@@ -22,7 +22,7 @@ from mezzo.records import (
     Row,
     RunRecord,
 )
-from mezzo.records.run import WIDE
+from mezzo.records.run import WIDE, refuses_format
 from mezzo.report import formatting as fmt
 from mezzo.report import trained_elsewhere
 from mezzo.report.commands import (
@@ -39,6 +39,7 @@ from mezzo.report.commands import (
 MOST = 3
 _WRITTEN = re.compile(r'(?:.*  # )?policy = "([^"]*)"')
 """A fix of a diagnosis that is a policy, perhaps after what stands for it in the script's framework."""
+_REFUSED = "an operation does not take the format of {policy}; find the modules that must stay in FP32"
 _MANY_SKIPS = 0.05
 _NOTHING_LOWERED = ("A101", "A108")
 """The findings that a script's mixed precision is missing or off: a policy is the fix."""
@@ -139,6 +140,8 @@ def _after_failure(record: RunRecord, commands: _Commands, policy: str) -> Itera
         yield NextStep(why="see which formats each device of this machine computes in", command="mezzo doctor")
     elif record.exit_code in (_FLOOR, _NOT_FINITE):
         yield from commands.step("find the first value that is not finite", "diagnose", policy=policy)
+    elif preset_of(record.policy) not in WIDE and refuses_format(record.error or ""):
+        yield from commands.step(_REFUSED.format(policy=policy), "fallback", policy=policy)
     elif record.exit_code not in (_NOT_A_TRAINING, _SNAPSHOT, _GUARD):
         yield from commands.alone("see whether the script fails without Mezzo, too")
 
@@ -200,6 +203,10 @@ def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator
         yield from commands.step(f"{policy} diverged{where}; find the first bad value", "diagnose", policy=policy)
     elif row.verdict == "stopped_learning":
         yield from commands.step(f"{policy} stopped learning; find out why", "diagnose", policy=policy)
+    elif row.verdict == "failed" and any(
+        refuses_format(run.error or "") for run in record.runs if run.policy == row.policy
+    ):
+        yield from commands.step(_REFUSED.format(policy=policy), "fallback", policy=policy)
     elif row.verdict == "failed":
         yield from commands.step(f"{policy} failed; see its output", "run", policy=policy)
     elif row.verdict == "different" and row.policy == AS_IS:

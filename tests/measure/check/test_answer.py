@@ -240,6 +240,16 @@ def test_a_policy_that_changes_nothing_is_no_open_question() -> None:
     assert found.why.startswith("mixed precision changes nothing here: bf16 changed nothing")
 
 
+def test_a_script_in_float64_stays_there() -> None:
+    double = Effective(flops_by_format={"fp64": 1000}, num_lowered=0)
+    runs = [trained(policy, effective=double) for policy in ("fp32", "bf16", "fp16")]
+    found = answered(case(*runs, gpu=None))
+    assert (found.decision, found.policy, found.others) == ("stay", "fp64", [])
+    assert found.why.startswith("the script computes in float64, which no policy lowers")
+    assert found.next_command.startswith("mezzo audit")
+    assert answered(case(trained("fp32"), *runs[1:], gpu=None)).policy == "fp32"
+
+
 def test_an_open_question_that_is_not_worth_an_answer() -> None:
     ends = (1.02, 1.15, 0.9)
     size = Memory(parameters_bytes=0, gradients_bytes=0, optimizer_bytes=0, activations_bytes=980 << 20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from mezzo.measure.predict.plan import predict
 from mezzo.measure.predict.script_plan import ScriptPlan, script_plan
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
-from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.tape import Tape, _at
 from mezzo.policy import Policy
 
 HEAD = """
@@ -348,3 +348,65 @@ def test_a_smaller_last_batch_is_not_the_step_that_counts(tmp_path: Path) -> Non
     assert plan.batch == 8
     assert len(plan.tapes["fp32"].one.step_starts) == 3
     assert next(op.shape.rows for op in plan.tapes["fp32"].one.operations if op.name == "addmm") == 8
+
+
+PAIRS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+model = nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in DataLoader(torch.randn(256, 8), batch_size=8):
+    z = model(x)
+    loss = nn.functional.cross_entropy(z @ z.t(), torch.arange(len(x)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_a_loss_of_all_pairs_grows_with_the_square_of_the_batch(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(PAIRS)
+    plan = script_plan(str(path), [], ["fp32"])
+    assert "compare samples with each other, with its square" in _said(plan, "other batch sizes")
+    for batch in (2, 32, 128):
+        text = PAIRS.replace("batch_size=8", f"batch_size={batch}")
+        path = tmp_path / f"train{batch}.py"
+        path.write_text(text)
+        wanted = recorded(TapeRequest(script=str(path), arguments=[], policy="fp32"), Policy.parse("fp32")).tape
+        assert wanted is not None
+        found = plan.tapes["fp32"].at(batch)
+        for one, other in zip(found.operations, wanted.operations, strict=True):
+            assert (one.name, one.flops, one.shape) == (other.name, other.flops, other.shape)
+            assert one.written_bytes == other.written_bytes
+        assert [block.size_bytes for block in found.blocks] == [block.size_bytes for block in wanted.blocks]
+    largest = predict(plan.tapes, gpu_named("t4"), "fp32", batch=8, channels_last=False).largest_batch
+    assert largest is not None
+    assert 4 * largest**2 < 16 * 2**30
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        lambda b: 4 * b,
+        lambda b: 100 + 3 * b,
+        lambda b: 7,
+        lambda b: 0,
+        lambda b: 8 * (b - 1),  # neighbours
+        lambda b: b * b,
+        lambda b: 4 * b * b + 8 * b,
+        lambda b: b * (b - 1) // 2,  # pairs
+    ],
+)
+@pytest.mark.parametrize("sizes", [(32, 16), (32, 48), (9, 4)])
+def test_a_size_at_another_batch(size: Callable[[int], int], sizes: tuple[int, int]) -> None:
+    one, other = ((b, size(b)) for b in sizes)
+    for batch in (2, 7, 64, 1000):
+        assert _at(batch, one, other) == size(batch)
+
+
+def test_half_a_batch_rounded_down_grows_evenly() -> None:
+    assert _at(1000, (7, 3), (3, 1)) == 499  # the line through both

@@ -113,14 +113,6 @@ def test_a_larger_batch_computes_more(tmp_path: Path) -> None:
             "the size of a result depends on them at train.py:2",
         ),
         (
-            "import torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
-            "def loss(p, x): return torch.func.functional_call(model, p, (x,)).sum()\nfor _ in range(3):\n"
-            "    p = dict(model.named_parameters())\n"
-            "    g = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(p, torch.randn(8, 4))\n"
-            "    for name, one in p.items(): one.grad = g[name].mean(0)\n    optimizer.step()\n",
-            "torch.func computes its gradients, and nothing inside is seen",
-        ),
-        (
             "import os\nos.kill(os.getpid(), 11)",
             "native code of its own, as an optimizer's kernels, reads the memory of tensors",
         ),
@@ -161,3 +153,50 @@ def test_a_script_is_traced_as_one_process(tmp_path: Path, monkeypatch: pytest.M
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert _recorded(str(tmp_path / "train.py"), "fp32").step_starts
+
+
+TRAINED = """
+import torch
+from torch import nn
+model = nn.Sequential(SETUP)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(INPUT).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "data", "policy", "message", "hint"),
+    [
+        (
+            "nn.Linear(8, 4, dtype=torch.float64)",
+            "torch.randn(16, 8, dtype=torch.float64)",
+            "fp32",
+            "100% of its FLOPs are in float64",
+            "convert model and data to float32",
+        ),
+        (
+            "nn.Embedding(9, 8, sparse=True), nn.Linear(8, 4)",
+            "torch.randint(0, 9, (16,))",
+            "fp32",
+            "its gradients are sparse",
+            "sparse=False in its nn.Embedding",
+        ),
+        (
+            "nn.Linear(8, 4), type('M', (nn.Linear,), {'forward': lambda m, x: torch.zeros(x.shape).scatter("
+            "1, torch.zeros(16, 1, dtype=torch.int64), nn.functional.linear(x, m.weight))})(4, 1)",
+            "torch.randn(16, 8)",
+            "bf16",
+            r"fails under bf16: .*train.py:4: RuntimeError: .*dtype",
+            "mezzo fallback --policy bf16",
+        ),
+    ],
+)
+def test_what_a_trace_cannot_price_is_said(
+    setup: str, data: str, policy: str, message: str, hint: str, tmp_path: Path
+) -> None:
+    script = _written(tmp_path, TRAINED.replace("SETUP", setup).replace("INPUT", data))
+    with pytest.raises(UsageError, match=message) as told:
+        _recorded(script, policy)
+    assert hint in told.value.hint

@@ -206,6 +206,7 @@ def test_what_vanished_before_gives_the_record_its_format() -> None:
 
 # --- one run ---------------------------------------------------------------------------------------------------------------------
 
+NO_KERNEL = "RuntimeError: scatter(): Expected self.dtype to be equal to src.dtype"
 FAULTY = {"bad_steps": [2, 3], "faulty_steps": [2, 3]}
 RUNS: list[tuple[Evidence, RunRecord, tuple[str, str, int]]] = [
     # what it showed, how it ended, verdict, phase and step
@@ -221,6 +222,9 @@ RUNS: list[tuple[Evidence, RunRecord, tuple[str, str, int]]] = [
     (Evidence(**FAULTY, lost_step=3), record_of(exit_code=1, error="E"), (INVALID, "forward", 3)),
     (Evidence(**FAULTY, located=at(2)), record_of(), (RANGE, "forward", 2)),
     (Evidence(located=at(1)), record_of(0, exit_code=1, error="E"), (RANGE, "forward", 1)),
+    (Evidence(located=at(1)), record_of(0, exit_code=1, error=NO_KERNEL), ("unfinished", "", 0)),
+    (Evidence(located=at(5)), record_of(4, exit_code=1, error=NO_KERNEL), ("unfinished", "", 0)),
+    (Evidence(located=at(2)), record_of(4, exit_code=1, error=NO_KERNEL), (RANGE, "forward", 2)),
 ]
 
 
@@ -244,7 +248,7 @@ def test_only_gradients_depend_on_the_loss_scale(phase: Direction, origin: Origi
 def test_one_run_is_judged(evidence: Evidence, run: RunRecord, expected: tuple[str, str, int]) -> None:
     record = diagnosis([ran("first", evidence, run=run)])
     assert (record.verdict, record.phase, record.step) == expected
-    assert record.located == (evidence.located is not None)
+    assert record.located == (evidence.located is not None and expected[0] != "unfinished")
     assert (record.bad_steps, record.faulty_steps) == (evidence.bad_steps, evidence.faulty_steps)
 
 

@@ -433,3 +433,29 @@ def test_a_script_that_never_trains_says_so(tmp_path: Path, capfd: pytest.Captur
     printed = capfd.readouterr()
     assert "it never called backward()" in re.sub(r"\s+", " ", printed.err)
     assert "idle.py failed before a step could be watched" in printed.out
+
+
+@BOTH_WAYS
+def test_values_inside_transforms_are_counted() -> None:
+    """A loss of four tasks, each adapted by a gradient of its own: all tasks count."""
+    model = nn.Sequential(nn.Linear(6, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def loss_of_task(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        loss: Tensor = torch.func.functional_call(model, weights, (x,)).pow(2).mean()
+        return loss
+
+    def adapted(weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        found = torch.func.grad(loss_of_task)(weights, x)
+        return loss_of_task({name: w - 0.1 * found[name] for name, w in weights.items()}, x)
+
+    def train() -> None:
+        for step in range(3):
+            tasks = torch.stack(BATCHES[4 * step : 4 * step + 4])
+            optimizer.zero_grad()
+            torch.vmap(adapted, in_dims=(None, 0))(dict(model.named_parameters()), tasks).mean().backward()
+            optimizer.step()
+
+    record = mezzo.ranges(train, steps=3)
+    assert histogram(record, "activations", "0").total == 3 * 2 * 4 * 8 * 4  # steps, calls, tasks, samples, outputs
+    assert histogram(record, "weight gradients", "0.weight").total == 3 * 24

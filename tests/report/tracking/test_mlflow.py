@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import record_builders as build
 from mezzo import cli
 from mezzo.records import Metric, RunRecord, Steps, write_record
+from mezzo.report.tracking import mlflow
 
 pytest.importorskip("mlflow")
 
@@ -93,24 +95,40 @@ def test_two_commands_stay_apart_and_the_environment_is_honoured(store: Any, mon
 
 
 @pytest.mark.parametrize(
-    ("uri", "hint"),
+    ("uri", "skinny", "why", "hint"),
     [
-        ("sqlite:///mlflow.db", "pip install mlflow (mlflow-skinny has no database), or name another store"),
+        (
+            "sqlite:///mlflow.db",
+            True,
+            "mlflow-skinny has no database\n",
+            "set MLFLOW_ALLOW_FILE_STORE=true and name a folder, as in --log-to mlflow:runs/mlflow, or type pip install mlflow",
+        ),
+        ("./mlruns", True, "", "set MLFLOW_ALLOW_FILE_STORE=true for a store of files, or type pip install mlflow for"),
         (
             "./mlruns",
-            "set MLFLOW_ALLOW_FILE_STORE=true for a store of files, or name a database: --log-to mlflow:sqlite:///",
+            False,
+            "",
+            "set MLFLOW_ALLOW_FILE_STORE=true for a store of files, or name a database: --log-to mlflow:",
         ),
+        ("sqlite:///no/such/folder/mlflow.db", False, "", "check the address of the database, or name another store"),
     ],
 )
 def test_a_store_that_cannot_be_used_is_refused_before_the_script(
-    uri: str, hint: str, store: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    uri: str,
+    skinny: bool,
+    why: str,
+    hint: str,
+    store: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if uri.startswith("sqlite"):
-        monkeypatch.setitem(__import__("sys").modules, "sqlalchemy", None)
+    monkeypatch.setattr(mlflow, "find_spec", lambda _: None if skinny else object())
+    if skinny:
+        monkeypatch.setitem(sys.modules, "sqlalchemy", None)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")
     Path("train.py").write_text("open('ran', 'w')\n")
     assert cli.main(["run", "--log-to", f"mlflow:{uri}", "train.py"]) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"mezzo: --log-to mlflow cannot use the store {uri}: ")
+    assert said.startswith(f"mezzo: --log-to mlflow cannot use the store {uri}: {why}")
     assert f"hint: {hint}" in said
     assert not Path("ran").exists()

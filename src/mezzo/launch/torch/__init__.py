@@ -31,6 +31,7 @@ from mezzo.launch.torch.sessions import record_sessions
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tf32_switches import keep_fp32_products
 from mezzo.launch.torch.updates import Updates
+from mezzo.launch.torch.warned_lines import at_script_line
 from mezzo.launch.torch.watching import Watch, watched
 from mezzo.launch.torch.weights_digest import WeightsDigest
 from mezzo.launch.trace_request import TraceRequest
@@ -98,6 +99,7 @@ def switched(
         with warnings.catch_warnings():
             # Our hooks skip what torch.compile traces and count depth, so firing once more for the wrapper is harmless.
             warnings.filterwarnings("ignore", message=".*there are global hooks on modules.*")
+            warnings.showwarning = at_script_line(warnings.showwarning)
             yield run, counted
         with suppress(StopScript):
             run.close_update()

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mezzo.engine.direct_pass import DirectPass
 from mezzo.engine.gradients import all_finite, total_norm
 from mezzo.engine.scaling import Scale
+from mezzo.engine.transforms import unwrapped
 from mezzo.errors import NonFiniteLossError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.batched_unscaling import ACCUMULATES
@@ -160,8 +161,8 @@ class BackwardPasses:
         if not retrieve_all_functorch_interpreters() or len(roots) != 1 or roots[0].numel() != 1:
             return
         own = {p.data_ptr() for o in self._run.optimizers for group in o.param_groups for p in group["params"]}
-        if any(_plain(leaf).data_ptr() in own for leaf in leaves):
-            self._run.transformed.append(_plain(roots[0]).detach().mean())
+        if any(unwrapped(leaf).data_ptr() in own for leaf in leaves):
+            self._run.transformed.append(unwrapped(roots[0]).detach().mean())
 
     def _inner_gradients(
         self, run_engine: Callable[..., Any], roots: list[Tensor], inputs: Any, given: Any, *args: Any, **kwargs: Any
@@ -323,13 +324,6 @@ class BackwardPasses:
         if gradients and self._run.updated(total_norm(gradients)):
             torch._foreach_zero_(gradients)  # the script's own update then changes nothing
         self._run.update_made(None)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return the tensor inside all wrappers of ``torch.func``."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def _is_vmapped() -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mezzo.formats import FP64
 from mezzo.gpus import Gpu
 from mezzo.measure.check.gains import bounded_gain, measured_gain, predicted_gain
 from mezzo.measure.check.preference import Candidate, order_of_trust, preferred
@@ -69,6 +70,12 @@ class Case:
         found = {row.policy: row for row in self.comparison.rows if row.policy != self.baseline}
         return [found[policy] for policy in order_of_trust(list(found))]
 
+    @property
+    def in_double(self) -> bool:
+        """Whether every counted product of the script runs in float64, which no policy lowers."""
+        counted = [run.effective.flops_by_format for run in self.comparison.runs]
+        return any(counted) and all(set(formats) <= {FP64.name} for formats in counted)
+
     def gains(self, row: Row) -> list[Gain]:
         """Return what a policy gains: as measured, and on the GPU as predicted, or at most where it cannot be predicted."""
         measured = measured_gain(row, device=self.device)
@@ -100,7 +107,7 @@ def answered(case: Case) -> Answer:
         return _stay(case, why, row) if (why := _no_gain(case, row)) else _use(case, row, alike)
     open_rows = [row for row in case.rows if row.verdict == "undecided" and not _is_void(case, row)]
     if not open_rows:
-        return _stay(case, _none_trains_alike(case), None)
+        return _in_double(case) if case.in_double else _stay(case, _none_trains_alike(case), None)
     promising = [row for row in open_rows if not (case.gains(row) and case.worth(row).none)]
     if not promising:
         row = open_rows[0]
@@ -183,6 +190,17 @@ def _stay(case: Case, why: str, row: Row | None) -> Answer:
         others=_others(case, "" if row is None else row.policy),
         next_command=command,
         next_why=then,
+    )
+
+
+def _in_double(case: Case) -> Answer:
+    return Answer(
+        decision="stay",
+        policy=FP64.name,
+        why="the script computes in float64, which no policy lowers, so mixed precision changes nothing; if float32 is accurate "
+        "enough for it, convert model and data (model.float(), torch.set_default_dtype) and check again",
+        next_command=case.command("audit"),
+        next_why="shows which operations run in float64",
     )
 
 

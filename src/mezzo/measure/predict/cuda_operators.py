@@ -1,4 +1,4 @@
-"""Operations that a GPU computes by other kernels than a CPU: dropout and attention, replaced while a step is recorded.
+"""Operations that a GPU computes by other kernels than a CPU, replaced while a step is recorded: dropout, attention, recurrent layers.
 
 On a CPU dropout multiplies by a mask of floating-point numbers; a GPU saves a mask of booleans. Attention takes the path that
 keeps all scores on a CPU; a GPU uses flash attention in 16 bits, and the memory-efficient kernel in FP32. The functions of
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mezzo.engine.half import HALF
+from mezzo.measure.predict.recurrent_layers import recurrent_layers
 
 aten: Any = torch.ops.aten
 _FLASH_HEAD = 256
@@ -29,7 +30,8 @@ def cuda_operators() -> Iterator[None]:
     own = F.dropout, F.scaled_dot_product_attention
     F.dropout, F.scaled_dot_product_attention = _dropout, _attention
     try:
-        yield
+        with recurrent_layers(_cast):
+            yield
     finally:
         F.dropout, F.scaled_dot_product_attention = own
 
@@ -73,7 +75,7 @@ def _attention(
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    # Autocast's list for CUDA has attention in the lower precision; the operators called here are not on it.
+    # Autocast's lists for CUDA have attention and recurrent layers in the lower precision; what is called here is not on them.
     if not torch.is_autocast_enabled("cpu"):
         return tensors
     dtype = torch.get_autocast_dtype("cpu")

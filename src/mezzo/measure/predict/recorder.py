@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.transforms import unwrapped
 from mezzo.formats import format_of
 from mezzo.measure.predict.cudnn_workspaces import copied_bytes, trial_bytes
 from mezzo.measure.predict.operations import operations_of
@@ -147,7 +148,7 @@ class Recorder(TorchDispatchMode):
 
     def _allocated(self, tensor: Tensor) -> int | None:
         """Return the number of the tensor's block, allocated now if it is new; None for one that takes no memory."""
-        storage = tensor.untyped_storage()
+        storage = unwrapped(tensor).untyped_storage()
         key = storage._cdata
         if key in self._numbers:
             return self._numbers[key]
@@ -169,7 +170,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(unwrapped(tensor).untyped_storage()._cdata)
 
 
 def _is_scalar(tensor: Tensor) -> bool:

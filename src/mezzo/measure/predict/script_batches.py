@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from mezzo.engine.transforms import unwrapped
+
 
 class ScriptBatches:
     """Watches a script's loaders; those of size ``own`` yield batches of size ``wanted`` instead."""
@@ -60,8 +62,9 @@ def first_size(values: Iterable[Any]) -> int | None:
     """Return the first dimension of the first tensor inside ``values`` that has one; None if there is none."""
     for value in values:
         if isinstance(value, Tensor):
-            if value.dim():
-                return int(value.shape[0])
+            whole = unwrapped(value)  # inside vmap, value is one sample
+            if whole.dim():
+                return int(whole.shape[0])
             continue
         inside = value.values() if hasattr(value, "values") and callable(value.values) else value
         if isinstance(inside, (str, bytes)) or not isinstance(inside, Iterable):

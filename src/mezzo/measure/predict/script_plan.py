@@ -12,7 +12,7 @@ from mezzo.measure.predict.batch_sources import batch_sources
 from mezzo.measure.predict.plan import Tapes
 from mezzo.measure.predict.script_data import MOST_OPERATIONS
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
-from mezzo.measure.predict.tape import Tape, check_same_steps
+from mezzo.measure.predict.tape import Tape, check_same_steps, grow_unevenly
 from mezzo.records import Reason
 from mezzo.records.run import BATCH
 
@@ -89,12 +89,14 @@ def script_plan(
             hint=f"leave --batch out; {_WRITE_BATCH}",
         )
     followed = all(pair.other is not None for pair in tapes.values())
+    uneven = followed and any(grow_unevenly(pair.one, pair.other) for pair in tapes.values() if pair.other is not None)
+    at = others[0].size_at if others else ""
     return ScriptPlan(
         tapes=tapes,
         batch=batch or size or 1,
         unit="samples" if size is not None else "steps",
         optimizer=known.optimizer or "no optimizer",
-        assumptions=_assumptions(known, named, followed=followed, why=why, at=others[0].size_at if others else ""),
+        assumptions=_assumptions(known, named, followed=followed, uneven=uneven, why=why, at=at),
         channels_last=_layout(known),
     )
 
@@ -214,7 +216,9 @@ def _layout(known: ScriptTape) -> bool | None:
     return known.channels_last if any(op.name == "convolution" for op in operations) else None
 
 
-def _assumptions(known: ScriptTape, named: int | None, *, followed: bool, why: str, at: str = "") -> list[Reason]:
+def _assumptions(
+    known: ScriptTape, named: int | None, *, followed: bool, uneven: bool, why: str, at: str
+) -> list[Reason]:
     size, num = named or known.batch, known.num_batches
     where = f", read at {', '.join(known.read_at)}" if known.read_at else ""
     found = [
@@ -245,6 +249,8 @@ def _assumptions(known: ScriptTape, named: int | None, *, followed: bool, why: s
         where = f"set by {at}; " if at else ""
         sizes = f"{max(1, size // 2)} to {max(2, size)}"
         how = f"{where}each operation's cost and each tensor's bytes grow evenly with the batch, as from {sizes}"
+        if uneven:
+            how += "; those of tensors that compare samples with each other, with its square"
         found.append(Reason(what="other batch sizes", value="follow", reason=how))
     else:
         found.append(Reason(what="other batch sizes", value="do not follow", reason=f"{why}; {_WRITE_BATCH}"))

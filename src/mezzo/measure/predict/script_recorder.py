@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,16 +14,20 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.distributions import Distribution
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.conversion import cast_model
 from mezzo.engine.master import MasterWeights
 from mezzo.measure.predict.cuda_operators import cuda_operators
+from mezzo.measure.predict.packed import longest_sequences
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.script_amp import own_amp_left_out
 from mezzo.measure.predict.script_batches import ScriptBatches, first_size
+from mezzo.measure.predict.script_copies import copies_without_numbers
 from mezzo.measure.predict.script_data import CountedFakeMode, before_first_module
 from mezzo.measure.predict.script_sizes import largest_sizes
 from mezzo.measure.predict.tape import Tape
@@ -116,9 +121,19 @@ class ScriptRecorder:
                 stack.enter_context(patch.object(torch.autograd, "backward", backward))
                 stack.enter_context(patch.object(nn.Module, "__call__", call))
                 stack.enter_context(patch.object(nn.Module, "_apply", _converted))
-                sizes = largest_sizes(lambda: self._note_size(script))
-                watched = (self._stand_ins(script), self.batches.watching(), own_amp_left_out(), cuda_operators())
-                for one in (*watched, sizes):
+                validated = patch.object(Distribution, "_validate_args", False)  # by conditions on numbers
+                noted = partial(self._note_size, script)
+                watched: list[AbstractContextManager[Any]] = [
+                    validated,
+                    self._stand_ins(script),
+                    self.batches.watching(),
+                    own_amp_left_out(),
+                    cuda_operators(),
+                    largest_sizes(noted),
+                    longest_sequences(noted),
+                    copies_without_numbers(),
+                ]
+                for one in watched:
                     stack.enter_context(one)
 
                 def without_numbers() -> None:
@@ -236,24 +251,38 @@ class ScriptRecorder:
     @contextmanager
     def _stand_ins(self, script: str) -> Iterator[None]:
         """Answer each question for a number with 1.0, 0 or False; an optimizer that divides by its step counter must not get 0."""
+        offsets = WeakTensorKeyDictionary()
+        """What was added to a stand-in: ``x[i : i + 8]`` has 8 rows wherever it begins."""
 
         def number(tensor: Tensor) -> Any:
-            return 1.0 if tensor.is_floating_point() else False if tensor.dtype is torch.bool else 0
+            return (
+                1.0 if tensor.is_floating_point() else False if tensor.dtype is torch.bool else offsets.get(tensor, 0)
+            )
+
+        def shifted(own: Callable[..., Any]) -> Callable[..., Any]:
+            def sum_of(tensor: Tensor, other: Any) -> Any:
+                result = own(tensor, other)
+                if type(other) is int and isinstance(result, FakeTensor) and result.dim() == 0:
+                    offsets[result] = offsets.get(tensor, 0) + other
+                return result
+
+            return sum_of
 
         def zeros(tensor: Tensor) -> Any:
             return number(tensor) if tensor.dim() == 0 else [zeros(tensor[0])] * tensor.shape[0] if len(tensor) else []
 
-        answers: dict[str, Callable[[Tensor], Any]] = {
+        answers: dict[str, Callable[..., Any]] = {
             "item": number,
             "__float__": lambda tensor: 1.0,
-            "__int__": lambda tensor: 0,
-            "__index__": lambda tensor: 0,
+            "__int__": lambda tensor: offsets.get(tensor, 0),
+            "__index__": lambda tensor: offsets.get(tensor, 0),
             "__bool__": lambda tensor: False,
             "tolist": zeros,
+            "__format__": lambda tensor, how: format(number(tensor), how) if tensor.dim() == 0 else str(tensor),
             "numpy": lambda tensor, **_: __import__("numpy").array(zeros(tensor)),
         }
 
-        def noted(answer: Callable[[Tensor], Any], own: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(answer: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
             def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
                 if self._numbers_first and not isinstance(tensor, FakeTensor):
                     with _disable_current_modes():
@@ -264,6 +293,8 @@ class ScriptRecorder:
             return asked
 
         with ExitStack() as stack:
+            for name in ("__add__", "__radd__"):
+                stack.enter_context(patch.object(Tensor, name, shifted(getattr(Tensor, name))))
             for name, answer in answers.items():
                 for kind in (Tensor, torch._subclasses.FakeTensor):
                     if name in vars(kind) or kind is Tensor:

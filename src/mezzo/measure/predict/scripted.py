@@ -18,13 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mezzo.errors import UsageError
+from mezzo.formats import FP64
+from mezzo.measure.advice import advice_for
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS
-from mezzo.records.run import BATCH
+from mezzo.records.run import BATCH, refuses_format
 
 OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables by which a launcher tells a script that it is one of several processes."""
 _TAIL = 4
+_MOST_DOUBLE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +119,7 @@ def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None 
                 f"{request.script} never trains: it ended after {one.num_steps} of {STEPS} optimizer steps on a model in training mode",
                 hint="name the script that trains, with the arguments that make it train for two steps",
             )
+        _check_formats(request.script, one.tape)
     return found
 
 
@@ -165,6 +169,19 @@ def _died(request: TapeRequest, output: str, code: int) -> UsageError:
     )
 
 
+def _check_formats(script: str, tape: Tape) -> None:
+    """Raise UsageError for a training whose products run in a format that has no rate here."""
+    counted, double = 0, 0
+    for operation in tape.operations:
+        counted += operation.flops
+        double += operation.flops if operation.format == FP64.name else 0
+    if double > _MOST_DOUBLE * counted:
+        raise UsageError(
+            f"{script} cannot be predicted: {double / counted:.0%} of its FLOPs are in float64, and GPUs are listed without its rates",
+            hint="convert model and data to float32 (model.float(), torch.set_default_dtype), or measure it with mezzo run",
+        )
+
+
 def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
     if one.exited:  # as argparse ends a script that does not know an option
         printed = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing")
@@ -174,20 +191,23 @@ def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
         )
     if one.needs_numbers:
         hint = "pass the size where it takes one, as output_size= of repeat_interleave, or predict the model by name with --model"
-        if "_pack_padded_sequence" in one.error:
-            hint = "give the recurrent layer the padded batch instead of the packed one for a prediction: it is what memory is at most"
         return UsageError(
             f"{request.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",
             hint=hint,
         )
-    if "TensorWrapper" in one.error or "BatchedTensor" in one.error:
+    if "SparseTensorImpl" in one.error:
         return UsageError(
-            f"{request.script} cannot be predicted: torch.func computes its gradients, and nothing inside is seen ({one.error})",
-            hint="measure it with mezzo run, or predict its model by name with --model",
+            f"{request.script} cannot be predicted: its gradients are sparse, and what they take depends on numbers ({one.error})",
+            hint="trace it with sparse=False in its nn.Embedding, which is the most that it takes, or measure it with mezzo run",
+        )
+    if (advice := advice_for(one.error)) or request.policy == "fp32" or not refuses_format(one.error):
+        return UsageError(
+            f"{request.script} cannot be traced without numbers: {one.error}",
+            hint=advice or "run it by itself first; if it works, predict its model by name with --model",
         )
     return UsageError(
-        f"{request.script} cannot be traced without numbers: {one.error}",
-        hint="run it by itself first; if it works, predict its model by name with --model",
+        f"{request.script} fails under {request.policy}: {one.error}",
+        hint=f"find the modules that need FP32: mezzo fallback --policy {request.policy} …; or predict the rest: --policies fp32,tf32",
     )
 
 

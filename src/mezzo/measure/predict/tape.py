@@ -2,7 +2,7 @@
 
 A *tape* has no tensors. It is recorded once (``recorder``) and then read by pure functions: replayed through an allocator, and
 priced on a GPU. Two tapes of the same steps at different batch sizes give every other batch size, because the size of each block
-and the cost of each operation is a constant plus a multiple of the batch.
+and the cost of each operation is a constant plus a multiple of the batch, or of its square where samples are compared with each other.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Shape(NamedTuple):
 
 
 _NO_SHAPE = Shape()
+_LEFT_OUT = 2
 
 
 @dataclass(slots=True)
@@ -95,7 +96,7 @@ class Tape:
         check_same_steps(self, other)
 
         def scaled(low: int, high: int) -> int:
-            return low + round((high - low) * (batch - self.batch) / (other.batch - self.batch))
+            return _at(batch, (self.batch, low), (other.batch, high))
 
         return Tape(
             batch=batch,
@@ -123,6 +124,30 @@ class Tape:
             tries_algorithms=self.tries_algorithms,
             units=self.units,
         )
+
+
+def grow_unevenly(one: Tape, other: Tape) -> bool:
+    """Return whether the bytes of a block grow faster than the batch."""
+    pairs = zip(one.blocks, other.blocks, strict=True)
+    return any(_is_curved((one.batch, a.size_bytes), (other.batch, b.size_bytes)) for a, b in pairs)
+
+
+def _at(batch: int, one: tuple[int, int], other: tuple[int, int]) -> int:
+    """Return the size at ``batch`` of what has these sizes at two others: a constant plus a multiple of the batch, or of its square too."""
+    (b1, y1), (b2, y2) = one, other
+    if _is_curved(one, other):
+        square = (y2 / b2 - y1 / b1) / (b2 - b1)
+        found = round(batch * (y1 / b1 + square * (batch - b1)))
+    else:
+        found = y1 + round((y2 - y1) * (batch - b1) / (b2 - b1))
+    return max(min(1, y1), found)
+
+
+def _is_curved(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Return whether a line through two sizes has nothing left at more samples than neighbours or halves leave out of a batch."""
+    (b1, y1), (b2, y2) = one, other
+    slope = (y2 - y1) / (b2 - b1)
+    return min(y1, y2) > 0 and slope * b1 - y1 > slope * _LEFT_OUT
 
 
 def check_same_steps(one: Tape, other: Tape) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, ScriptError
 from mezzo.observe.settings import FallbackSettings
 from mezzo.records import ModuleError, RunRecord, Value
+from mezzo.records.run import refuses_format
 
 _OVERFLOWS = (NonFiniteLossError.exit_code, ScaleFloorError.exit_code)
 _TOP_EXPONENT = 14  # a quarter of FP16's largest number, because gradients vary between batches
@@ -98,7 +99,7 @@ def checked(measured: Measured, run: RunRecord, *, where: str, role: str) -> Mea
             f"the gradients of {run.script} cannot be compared between precisions: {measured.problem}",
             hint="train with an optimizer that needs no closure while modules are searched",
         )
-    if not measured.steps and not (role == "check" and has_overflowed(run)):
+    if not measured.steps and not (role == "check" and (has_overflowed(run) or refuses_format(run.error or ""))):
         raise ScriptError(
             f"{run.script} made no training step that could be compared: {run.error or 'it ended before'}",
             hint=run.hint or f"run it by itself first; {where}",

@@ -27,6 +27,7 @@ from mezzo.observe.nonfinite.offers import Offer
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Diagnosed, DiagnoseRecord, Pass, RunRecord, TrendStep
+from mezzo.records.run import refuses_format
 
 Role: TypeAlias = Literal["first", "suspects", "skips", "scale of 1", "fp32", "fix", "fp32 later"]
 """What a run is for: the script's own; to inspect the steps that were not finite; to inspect skips that the loss scale does not
@@ -147,7 +148,7 @@ def judged(ran: ScriptRun) -> DiagnoseRecord:
         forced_eager=evidence.forced_eager,
         notes=words.notes(evidence),
     )
-    if evidence.located is not None:
+    if evidence.located is not None and not _refused(run, evidence.located):
         return _of_fault(record, evidence.located)
     if evidence.faulty_steps:
         return _of_unseen(record, evidence)
@@ -164,6 +165,11 @@ def verdict_on(located: Located) -> Diagnosed:
     if not located.fits_fp32:
         return "invalid_operation"
     return "scale_overflow" if located.fits_unscaled else "range_overflow"
+
+
+def _refused(run: RunRecord, located: Located) -> bool:
+    """Return whether an operation that does not take the format ended the step: a mask of infinities before it is no fault."""
+    return located.step > len(run.steps) and refuses_format(run.error or "")
 
 
 def _of_fault(record: DiagnoseRecord, located: Located) -> DiagnoseRecord:

@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -29,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.kernels import exponents
 from mezzo.engine.shards import local
+from mezzo.engine.transforms import unwrapped
 from mezzo.formats import BF16, FP16
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.casts import Counts
@@ -59,6 +61,10 @@ class Tally:
 
     def keep(self) -> None:
         """Keep the counts since the last mark."""
+        with temporarily_clear_interpreter_stack():  # a gradient of torch.func ends a backward pass inside it
+            self._keep()
+
+    def _keep(self) -> None:
         for key, table in self._fresh.items():
             if key in self._kept:
                 self._kept[key] += table
@@ -244,10 +250,10 @@ class Ranges(Observer):
             self._add(key, gradient)
 
     def _add(self, key: Key, tensor: Tensor) -> None:
-        values = local(tensor.detach())  # the kernels read memory, of which a shared tensor has a part here
+        values = unwrapped(local(tensor.detach()))  # the kernels read memory, of which a shared tensor has a part here
         if values.layout is torch.sparse_coo:
             values = values.coalesce().values()
-        with torch.no_grad():
+        with torch.no_grad(), temporarily_clear_interpreter_stack():  # inside torch.func new tensors are wrapped
             exponents.add([values], [self._tables.fresh(key, self._zeros(values)[0])])
 
     def _update(self, new: Tensor, old: Tensor, name: str) -> None:

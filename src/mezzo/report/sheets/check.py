@@ -148,7 +148,7 @@ def _answer(record: CheckRecord) -> list[Fact]:
         rows = [] if record.comparison is None else record.comparison.rows
         is_open = any(one.verdict == "undecided" and answer.evidence in one.reason for one in rows)
         kept = "not decided" if is_open else "kept"
-        lines.append(Fact(what="accuracy", value=f"{kept}: {fmt.clean(answer.evidence)}{_seeds(row)}."))
+        lines.append(Fact(what="accuracy", value=f"{kept}: {fmt.clean(answer.evidence)}{_seeds(row, rows)}."))
     if row is not None and (memory := _memory(record, row)):
         lines.append(Fact(what="memory", value=memory))
     lines += [Fact(what="speed", value=_gain(gain)) for gain in answer.gains]
@@ -174,8 +174,12 @@ def _row(record: CheckRecord) -> Row | None:
     ) or next((row for row in named if row.policy not in listed), None)
 
 
-def _seeds(row: Row | None) -> str:
-    return "" if row is None else f"; {fmt.plural(row.num_runs, 'seed')}"
+def _seeds(row: Row | None, rows: Sequence[Row]) -> str:
+    """Return how many seeds both the row and the baseline have: a policy may be one ahead when time is up."""
+    if row is None:
+        return ""
+    paired = min([row.num_runs, *(one.num_runs for one in rows if one.verdict == "baseline")])
+    return f"; {fmt.plural(paired, 'seed')}"
 
 
 def _memory(record: CheckRecord, row: Row) -> str:

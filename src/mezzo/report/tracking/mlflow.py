@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
 PACKAGE = INSTALL = "mlflow"
 _AT_ONCE = 1000
 """How many metrics MLflow takes in one call."""
-_DATABASE = "pip install mlflow (mlflow-skinny has no database), or name another store in MLFLOW_TRACKING_URI"
+_SKINNY = "mlflow-skinny has no database"
+_FOLDER = "set MLFLOW_ALLOW_FILE_STORE=true and name a folder, as in --log-to mlflow:runs/mlflow"
+_DATABASE = "check the address of the database, or name another store in MLFLOW_TRACKING_URI"
 _FILES = "set MLFLOW_ALLOW_FILE_STORE=true for a store of files, or name a database: --log-to mlflow:sqlite:///runs/mlflow.db"
+_FILES_ALONE = "set MLFLOW_ALLOW_FILE_STORE=true for a store of files, or type pip install mlflow for a database"
 _LONGEST_VALUE = 500
 """Of a parameter, in every kind of store."""
 
@@ -39,10 +43,12 @@ def check(place: str) -> None:
     try:
         _client(place).search_experiments(max_results=1)
     except Exception as error:  # of MLflow, or of the database's library
-        raise UsageError(
-            f"--log-to mlflow cannot use the store {uri}: {str(error).splitlines()[0]}",
-            hint=_FILES if urlsplit(uri).scheme in ("", "file") else _DATABASE,
-        ) from None
+        is_folder, skinny = urlsplit(uri).scheme in ("", "file"), find_spec("sqlalchemy") is None
+        why = str(error).strip().partition("\n")[0] if is_folder or not skinny else _SKINNY
+        hint = _FILES_ALONE if skinny else _FILES
+        if not is_folder:
+            hint = f"{_FOLDER}, or type pip install mlflow" if skinny else _DATABASE
+        raise UsageError(f"--log-to mlflow cannot use the store {uri}: {why}", hint=hint) from None
 
 
 def send(what: Logged, job: Job, place: str) -> str:

@@ -1,0 +1,15 @@
+"""What to do about an error of a script whose cause does not show in its text. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+
+_ADVICE = {
+    r"NameError: name 'get_ipython' is not defined": "the script is an exported notebook: delete its lines with get_ipython(), which only "
+    "IPython has (magics and shell commands, not training), or put %%mezzo above the cell that trains, in the notebook",
+}
+
+
+def advice_for(error: str) -> str:
+    """Return what to do about ``error``, as it is recorded; empty if its text says enough."""
+    return next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, error)), "")

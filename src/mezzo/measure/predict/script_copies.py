@@ -1,0 +1,34 @@
+"""Deep copies of tensors without numbers, as a moving average of a model's weights makes one.
+
+``Tensor.__deepcopy__`` asks where the numbers lie and copies the memory. A fake tensor has none there: torch fails for some, and writes
+to memory that is not its own for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+
+@contextmanager
+def copies_without_numbers() -> Iterator[None]:
+    """Let ``copy.deepcopy`` copy the shape of such tensors for the block."""
+    own = Tensor.__deepcopy__
+
+    def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        if not isinstance(tensor, FakeTensor) or not tensor.is_leaf:
+            return own(tensor, memo)
+        if id(tensor) not in memo:
+            copy: Tensor = tensor.detach().clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            needed = tensor.requires_grad
+            memo[id(tensor)] = nn.Parameter(copy, needed) if is_parameter else copy.requires_grad_(needed)
+        return memo[id(tensor)]
+
+    with patch.object(Tensor, "__deepcopy__", deepcopy):
+        yield

@@ -1,0 +1,22 @@
+"""What to do about errors whose cause does not show in their text."""
+
+from __future__ import annotations
+
+import pytest
+
+from mezzo.measure.advice import advice_for
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("NameError: name 'get_ipython' is not defined", "delete its lines with get_ipython()"),
+        ("train.py:3: NameError: name 'get_ipython' is not defined", "put %%mezzo above the cell that trains"),
+        ("NameError: name 'ipython' is not defined", ""),
+        ("", ""),
+    ],
+)
+def test_an_error_is_followed_by_what_to_do(error: str, said: str) -> None:
+    advice = advice_for(error)
+    assert said in advice
+    assert bool(said) == bool(advice)
