@@ -12,6 +12,10 @@ from mezzo.devices import has_fp64
 from mezzo.formats import FP32
 
 
+_FP32 = FP32.dtype
+_ZERO_GRAD = torch.optim.Optimizer.zero_grad
+
+
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients of ``parameters``, not copied; of a sparse gradient its values.
 
@@ -57,7 +61,11 @@ def multiply(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply ``tensors``, on whatever devices they are, by one number in place."""
     devices = {t.device for t in tensors}
     if len(devices) == 1 and factor.device in devices:  # almost always: no list is built
-        torch._foreach_mul_(tensors, factor)
+        if factor.is_cpu and factor.dtype is _FP32 and all([t.dtype is _FP32 for t in tensors]):
+            # One operation, where foreach on a CPU makes one of each tensor; the products are the same, to the bit.
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.empty_like(factor), factor)
+        else:
+            torch._foreach_mul_(tensors, factor)
         return
     for here in by_device(tensors):
         if here:
@@ -95,6 +103,17 @@ def set_aside(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Te
     for parameter, _ in aside:
         parameter.grad = None
     return aside
+
+
+def drop_gradients(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Set all gradients to None, as ``zero_grad`` does; by that method where it was replaced, overridden or wrapped."""
+    for optimizer in optimizers:
+        if type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer):
+            optimizer.zero_grad(set_to_none=True)
+            continue
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def put_back(aside: list[tuple[nn.Parameter, Tensor]]) -> None:

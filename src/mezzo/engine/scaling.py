@@ -52,6 +52,10 @@ class NoScale:
         """Return ``loss``."""
         return loss
 
+    def start(self, loss: Tensor) -> Tensor | None:
+        """Return the gradient to begin a backward pass of ``loss`` with, None for that of ``scale(loss)``."""
+        return None
+
     def inverse(self) -> Tensor | None:
         """Return the factor that unscales a gradient, None for 1."""
         return None
@@ -100,9 +104,18 @@ class StaticScale(NoScale):
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the scale."""
-        scale = self._scale
+        scale = self.on_device()
         # A model that is spread over several devices has its loss on another one than its first layer.
         return loss * (scale if scale.device == loss.device else scale.to(loss.device))
+
+    def start(self, loss: Tensor) -> Tensor | None:
+        """Return the scale as the gradient to begin with: what ``scale(loss)`` would hand on, without its two multiplications.
+
+        A copy: a parameter's gradient may be a view of it. None where the loss has another format or device, or is of a subclass.
+        """
+        scale = self.on_device()
+        alike = type(loss) is Tensor and loss.dtype is scale.dtype and loss.device == scale.device
+        return scale.clone() if alike and loss.dim() == 0 else None
 
     def inverse(self) -> Tensor | None:
         """Return 1 / scale as an FP32 tensor on the device: an IEEE division, rounded once."""

@@ -20,6 +20,7 @@ optimizer is not Mezzo's, the flag once an update (only with a loss scale). Noth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -32,7 +33,7 @@ from mezzo.engine.casting import Casting
 from mezzo.engine.descriptions import session_text
 from mezzo.engine.distributed import processes_for
 from mezzo.engine.firstwindows import FirstWindows, NoWatch
-from mezzo.engine.gradients import by_device, clip_factor, multiply, not_finite, put_back, set_aside, total_norm, wide
+from mezzo.engine.gradients import by_device, clip_factor, drop_gradients, multiply, not_finite, put_back, set_aside, total_norm, wide
 from mezzo.engine.graphs import CapturedStep, Parts
 from mezzo.engine.guardrails.session_guard import guard_of
 from mezzo.engine.kernels.choice import choose
@@ -114,9 +115,9 @@ class Session(Resumable):
         trained = all_parameters(self.models, self.optimizers)
         self.processes = processes_for(self.models, trained, self.policy, accumulate=accumulate, num_losses=num_losses)
         self.casting = Casting.of(self.policy, self.device.type)
-        self.scales = [scale_for(self.policy, self.device) for _ in range(num_losses)]
-        self._watch: NoWatch = FirstWindows(self) if self.is_whole_loop else NoWatch()
         self._one_pass, self._way_of_updating = choose_update(self.optimizers, self.device, clip_value, self.policy)
+        self.scales = [scale_for(self.policy, self.device, known=not self._one_pass) for _ in range(num_losses)]
+        self._watch: NoWatch = FirstWindows(self) if self.is_whole_loop else NoWatch()
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
         self.processes.reduce_in(self.policy)
         self._ownership = Ownership(self.models)
@@ -174,7 +175,8 @@ class Session(Resumable):
         self._watch.before_backward(loss, opens=self._window.calls == 0)
         if weight is not None or loss_id or self._window.unscaled:
             checks.check_backward(weight, loss_id, len(self.scales), unscaled=self._window.unscaled is not None)
-        share = self._window.share(weight, loss_id, unit=self.processes.unit(weight))
+        plain = weight is None and self.accumulate == 1
+        share = 1.0 if plain else self._window.share(weight, loss_id, unit=self.processes.unit(weight))
         if self._guard is not None:
             self._guard.backward(loss, share)
         trained = all_parameters(self.models, self.optimizers) if len(self.scales) > 1 else []
@@ -188,9 +190,10 @@ class Session(Resumable):
         self._watch.after_backward()
 
     def _differentiate(self, loss: Tensor, share: float, *, loss_id: int = 0, retain_graph: bool = False) -> None:
-        scaled = self.scales[loss_id].scale(loss if share == 1.0 else loss * share)
+        scale, averaged = self.scales[loss_id], loss if share == 1.0 else loss * share
+        start = scale.start(averaged)
         with self.casting.backward():
-            scaled.backward(retain_graph=retain_graph)
+            (averaged if start is not None else scale.scale(averaged)).backward(start, retain_graph=retain_graph)
 
     def capture(
         self, compute_loss: Callable[..., Any], *examples: Any, other_shapes: Literal["error", "eager"] = "error"
@@ -230,7 +233,8 @@ class Session(Resumable):
         reduced = self._reduce(gradients)
         if reduced.factor is not None:
             multiply(gradients, reduced.factor)
-        self._window.unscaled, self._progress.norm = reduced, reduced.norm
+        self._window.unscaled = reduced
+        self._progress.took(reduced.norm, reduced.factor)
 
     def update(self, *optimizers: Optimizer) -> None:
         """Close the window: clip, step the optimizers or skip, step the schedulers, drop the gradients.
@@ -267,9 +271,9 @@ class Session(Resumable):
             norm, factor = reduced.norm, reduced.factor
         else:  # the gradients may have been changed since, or be more than those updated
             norm, factor = self.processes.norm(gradients, self._norm_here), None
-        self._progress.norm = norm
+        self._progress.took(norm, factor)
         if self.clip_norm is not None:
-            factor = clip_factor(norm, self.clip_norm, factor)
+            factor = clip_factor(self._progress.norm, self.clip_norm, factor)
         learned = self._window.learned(self.scales, reduced.found)
         if reduced.overflowed is None:
             flag = self._one if rehearsal else reduced.found
@@ -281,7 +285,10 @@ class Session(Resumable):
             skipped = False
             self._by_step(chosen, gradients, factor)
         for scale, one in learned:
-            scale.update(one)
+            if self._window.found or isinstance(skipped, Tensor):
+                scale.update(one)
+            else:
+                scale.updated(skipped=skipped)
         return skipped
 
     def _close(self, chosen: list[Optimizer], skipped: Tensor | bool, *, keep_gradients: bool = False) -> None:
@@ -291,8 +298,7 @@ class Session(Resumable):
         if isinstance(skipped, Tensor) and self.scales[0].checks and self._progress.floor.reached():
             raise checks.floor_error(self.policy, self.models, self.masters)
         if not keep_gradients:
-            for optimizer in self.optimizers:
-                optimizer.zero_grad(set_to_none=True)
+            drop_gradients(self.optimizers)
         self._progress.windows += 1
         self._open_window()
         if self._guard is not None:
@@ -376,18 +382,20 @@ class Session(Resumable):
             checks.refuse_half_gradients_to_hooks(gradients)
             on_device = False
         found, overflowed = None, None if on_device else False
-        if self.scales[0].checks:
+        if self.scales[0].checks and (on_device or self._window.found):
             found = not_finite(norm)
             if self._window.found:
                 found = torch.maximum(found, self._window.found_any())
-            if not on_device:
-                overflowed = bool(found)  # the one host read of an update, where GradScaler waits as well
-                if overflowed and self.processes.all_finite(gradients):
-                    overflowed, found = False, self._zero  # only the sum of squares left FP32's range
-                    norm = self.processes.norm([wide(g) for g in gradients], total_norm)
+        if self.scales[0].checks and not on_device:
+            # The one host read of an update, where GradScaler waits as well.
+            overflowed = not math.isfinite(norm.item()) if found is None else bool(found)
+            if overflowed and self.processes.all_finite(gradients):
+                overflowed = False  # only the sum of squares left FP32's range
+                norm = self.processes.norm([wide(g) for g in gradients], total_norm)
+            found = self._one if overflowed else self._zero
         share, inverse = self._window.total(), self.scales[0].inverse()
         factor = inverse if share is None else (self._one if inverse is None else inverse).to(norm.dtype) / share
-        return Reduction(norm if factor is None else norm * factor, factor, found, overflowed)
+        return Reduction(norm, factor, found, overflowed)
 
     def _norm_here(self, gradients: list[Tensor]) -> Tensor:
         if not gradients:

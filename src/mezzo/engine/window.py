@@ -21,7 +21,7 @@ class Reduction(NamedTuple):
     """The result of reading every gradient of an update once."""
 
     norm: Tensor
-    """The norm of the gradients, unscaled and averaged."""
+    """The norm of the gradients as they are; times ``factor`` that of unscaled and averaged ones."""
     factor: Tensor | None = None
     """What the gradients are multiplied by to unscale and average them, None for 1."""
     found: Tensor | None = None
