@@ -42,7 +42,9 @@ class Setting(NamedTuple):
     """What is compared with the loop by hand: a session, or a second loop by hand."""
 
 
-SETTINGS = {f"{policy}{', clipping' if clip else ''}": Setting(policy, clip) for policy in DTYPES for clip in (None, 1.0)}
+SETTINGS = {
+    f"{policy}{', clipping' if clip else ''}": Setting(policy, clip) for policy in DTYPES for clip in (None, 1.0)
+}
 SETTINGS["fp16, by hand against itself"] = Setting("fp16", second="hand")
 
 

@@ -61,7 +61,11 @@ ELSEWHERE = "; the output above may say why, and `torchrun ... -m mezzo` in plac
         (None, 1, f"rank 1: it ended with exit code 1{ELSEWHERE}"),
         (None, -9, f"rank 1: it ended with signal SIGKILL{ELSEWHERE}"),
         ("ValueError: bad label", 1, "rank 1: ValueError: bad label"),
-        ({"message": "ValueError: bad label", "extraInfo": {"py_callstack": "Trace", "timestamp": "5"}}, 1, "rank 1: ValueError: bad label"),
+        (
+            {"message": "ValueError: bad label", "extraInfo": {"py_callstack": "Trace", "timestamp": "5"}},
+            1,
+            "rank 1: ValueError: bad label",
+        ),
     ],
 )
 def test_torchrun_gives_the_first_failure(left: object, exit_code: int, expected: str, tmp_path: Path) -> None:

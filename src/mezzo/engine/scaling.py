@@ -52,10 +52,6 @@ class NoScale:
         """Return ``loss``."""
         return loss
 
-    def start(self, loss: Tensor) -> Tensor | None:
-        """Return the gradient to begin a backward pass of ``loss`` with, None for that of ``scale(loss)``."""
-        return None
-
     def inverse(self) -> Tensor | None:
         """Return the factor that unscales a gradient, None for 1."""
         return None
@@ -96,7 +92,7 @@ class StaticScale(NoScale):
     checks = True
 
     def __init__(self, value: float, device: torch.device | str = "cpu") -> None:
-        self._scale = torch.full((), value, dtype=FP32.dtype, device=device)
+        self._scale = self._there = torch.full((), value, dtype=FP32.dtype, device=device)
         self._known = c_float(value).value  # rounded as on the device, and nothing read
 
     def __repr__(self) -> str:
@@ -104,18 +100,9 @@ class StaticScale(NoScale):
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the scale."""
-        scale = self.on_device()
+        scale = self._there
         # A model that is spread over several devices has its loss on another one than its first layer.
         return loss * (scale if scale.device == loss.device else scale.to(loss.device))
-
-    def start(self, loss: Tensor) -> Tensor | None:
-        """Return the scale as the gradient to begin with: what ``scale(loss)`` would hand on, without its two multiplications.
-
-        A copy: a parameter's gradient may be a view of it. None where the loss has another format or device, or is of a subclass.
-        """
-        scale = self.on_device()
-        alike = type(loss) is Tensor and loss.dtype is scale.dtype and loss.device == scale.device
-        return scale.clone() if alike and loss.dim() == 0 else None
 
     def inverse(self) -> Tensor | None:
         """Return 1 / scale as an FP32 tensor on the device: an IEEE division, rounded once."""
@@ -127,7 +114,7 @@ class StaticScale(NoScale):
 
     def on_device(self) -> Tensor:
         """Return the scale without waiting for the device; the tensor changes with the scale."""
-        return self._scale
+        return self._there
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale."""
@@ -284,10 +271,6 @@ class KnownScale(DynamicScale):
     def value(self) -> float:
         """Return the scale."""
         return self._known
-
-    def on_device(self) -> Tensor:
-        """Return the scale on its device; the tensor changes with the scale."""
-        return self._there
 
     def update(self, found_inf: Tensor) -> None:
         """Update the scale after an update; waits for the device.

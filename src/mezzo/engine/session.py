@@ -33,12 +33,11 @@ from mezzo.engine.casting import Casting
 from mezzo.engine.descriptions import session_text
 from mezzo.engine.distributed import processes_for
 from mezzo.engine.firstwindows import FirstWindows, NoWatch
-from mezzo.engine.gradients import by_device, clip_factor, drop_gradients, multiply, not_finite, put_back, set_aside, total_norm, wide
+from mezzo.engine.gradients import clamp, clip_factor, drop_gradients, multiply, put_back, set_aside, total_norm, wide
 from mezzo.engine.graphs import CapturedStep, Parts
 from mezzo.engine.guardrails.session_guard import guard_of
-from mezzo.engine.kernels.choice import choose
 from mezzo.engine.microbatches import MicroBatch, MicroBatches
-from mezzo.engine.onepass import OnePass
+from mezzo.engine.onepass import OnePass, norm_by_kernels
 from mezzo.engine.ownership import Ownership
 from mezzo.engine.parameters import all_parameters, parameters_of, trained_by
 from mezzo.engine.preparation import choose_update, explained, listed, prepare
@@ -175,8 +174,7 @@ class Session(Resumable):
         self._watch.before_backward(loss, opens=self._window.calls == 0)
         if weight is not None or loss_id or self._window.unscaled:
             checks.check_backward(weight, loss_id, len(self.scales), unscaled=self._window.unscaled is not None)
-        plain = weight is None and self.accumulate == 1
-        share = 1.0 if plain else self._window.share(weight, loss_id, unit=self.processes.unit(weight))
+        share = self._window.share(weight, loss_id, unit=self.processes.unit(weight))
         if self._guard is not None:
             self._guard.backward(loss, share)
         trained = all_parameters(self.models, self.optimizers) if len(self.scales) > 1 else []
@@ -190,10 +188,12 @@ class Session(Resumable):
         self._watch.after_backward()
 
     def _differentiate(self, loss: Tensor, share: float, *, loss_id: int = 0, retain_graph: bool = False) -> None:
-        scale, averaged = self.scales[loss_id], loss if share == 1.0 else loss * share
-        start = scale.start(averaged)
+        scaled = self.scales[loss_id].scale(loss if share == 1.0 else loss * share)
+        if self.casting.table is None:  # nothing to set, and a context is five calls
+            scaled.backward(retain_graph=retain_graph)
+            return
         with self.casting.backward():
-            (averaged if start is not None else scale.scale(averaged)).backward(start, retain_graph=retain_graph)
+            scaled.backward(retain_graph=retain_graph)
 
     def capture(
         self, compute_loss: Callable[..., Any], *examples: Any, other_shapes: Literal["error", "eager"] = "error"
@@ -284,11 +284,7 @@ class Session(Resumable):
         else:
             skipped = False
             self._by_step(chosen, gradients, factor)
-        for scale, one in learned:
-            if self._window.found or isinstance(skipped, Tensor):
-                scale.update(one)
-            else:
-                scale.updated(skipped=skipped)
+        self._window.teach(learned, skipped)
         return skipped
 
     def _close(self, chosen: list[Optimizer], skipped: Tensor | bool, *, keep_gradients: bool = False) -> None:
@@ -327,8 +323,7 @@ class Session(Resumable):
         if factor is not None:
             multiply(gradients, factor)
         if gradients and self.clip_value is not None:
-            torch._foreach_clamp_min_(gradients, -self.clip_value)
-            torch._foreach_clamp_max_(gradients, self.clip_value)
+            clamp(gradients, self.clip_value)
         for optimizer in chosen:
             optimizer.step()
         self.masters.push()
@@ -383,9 +378,7 @@ class Session(Resumable):
             on_device = False
         found, overflowed = None, None if on_device else False
         if self.scales[0].checks and (on_device or self._window.found):
-            found = not_finite(norm)
-            if self._window.found:
-                found = torch.maximum(found, self._window.found_any())
+            found = self._window.overflowed(norm)
         if self.scales[0].checks and not on_device:
             # The one host read of an update, where GradScaler waits as well.
             overflowed = not math.isfinite(norm.item()) if found is None else bool(found)
@@ -400,9 +393,7 @@ class Session(Resumable):
     def _norm_here(self, gradients: list[Tensor]) -> Tensor:
         if not gradients:
             return self._zero
-        if not self._one_pass:
-            norm = total_norm(gradients)
-            return norm if norm.device == self.device else norm.to(self.device)
-        squares = [choose(here[0].device.type)[0].sum_of_squares(here) for here in by_device(gradients)]
-        total: Tensor = squares[0] if len(squares) == 1 else torch.stack([s.to(self.device) for s in squares]).sum()
-        return total.to(self.device).sqrt()
+        if self._one_pass:
+            return norm_by_kernels(gradients, self.device)
+        norm = total_norm(gradients)
+        return norm if norm.device == self.device else norm.to(self.device)

@@ -90,7 +90,8 @@ def observe_child(request: Request, *, output: Path | None = None, limit_s: floa
         record = run_alone(request, output=output, limit_s=limit_s)
     else:
         record = lead.run(request, output=output, limit_s=limit_s, run_one=run_alone)
-    REASON.text = getattr(record, "run", record).error or REASON.text
+    error: str | None = getattr(getattr(record, "run", record), "error", None)
+    REASON.text = error or REASON.text
     return record
 
 

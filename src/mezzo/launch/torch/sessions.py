@@ -81,7 +81,6 @@ def _record_backward(run: Run, original: Callable[..., None]) -> Callable[..., N
         if self.scales[loss_id].checks:
             known = scales.setdefault(self, {})
             run.record_scaler(known.setdefault(loss_id, _ScaleOfLoss(self, loss_id)))
-            run.scaled_by_script = self.scales[loss_id].start(loss) is None  # else the scale is not in the loss
         try:
             original(self, loss, share, loss_id=loss_id, **how)
         finally:
