@@ -49,7 +49,7 @@ def test_other_errors_are_type_and_message() -> None:
     assert sentence_of(KeyError("lr")) == "KeyError: 'lr'"
     assert sentence_of(AssertionError()) == "AssertionError"
     ended = ProcessExitedException("process 1 terminated with signal SIGKILL", 1, 7, -9, "SIGKILL")
-    assert sentence_of(ended) == "ProcessExitedException: process 1 terminated with signal SIGKILL"
+    assert sentence_of(ended) == "process 1 terminated with signal SIGKILL"
 
 
 ELSEWHERE = "; the output above may say why, and `torchrun ... -m mezzo` in place of mezzo around it does"

@@ -22,6 +22,8 @@ def sentence_of(error: BaseException) -> str:
             return _of_torchrun(error)
         if kind.__name__ == "ProcessRaisedException":
             return f"process {getattr(error, 'error_index', '?')}: {raised(str(error))}"
+        if kind.__name__ == "ProcessExitedException":
+            return str(error)
     return f"{kind.__name__}: {error}".rstrip(": ")
 
 
