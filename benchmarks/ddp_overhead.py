@@ -1,39 +1,55 @@
-"""What a Session's step costs under DistributedDataParallel beside the hand-written DDP + GradScaler loop: calls, collectives, CPU time.
+"""What a Session's step costs under DistributedDataParallel beside the hand-written DDP + GradScaler loop: CPU time, calls, collectives.
 
-Two gloo processes train the same models in turns, round by round; the CPU time is that of the whole process, so that the threads of
-autograd and gloo count. Both processes measure, and the larger ratio of the two medians is quoted.
+Two gloo processes train the same models in turns, block by block, so that both loops see the same load. Counted is the CPU time of the
+threads that train: forward and backward pass, hooks and update run in a process's first thread. What gloo's threads take depends on how
+long processes wait for each other, and is shown apart. A pair of blocks gives one ratio, of the sums over both processes. Both loops are
+built anew several times, as the place of their memory favours one or the other; the interval is that of the builds' medians. The
+hand-written loop against itself shows what the measurement can tell apart.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
-from benchmarks.harness import ratio, report, spread
-from benchmarks.loops import STEPS, Loop, calls_a_step, repeated, step_by_hand, step_of_a_session
+from benchmarks.harness import report
+from benchmarks.loops import LR, STEPS, Loop, calls_a_step, repeated, step_by_hand, step_of_a_session
 from benchmarks.models import mlp
 
-ROUNDS, WORLD = 15, 2
+BUILDS, PAIRS, WORLD = 12, 12, 2
+OUTSIDE = 2
+"""Builds left out at either end of the interval: 96% of the intervals from the 3rd to the 10th of 12 hold the true median."""
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
+
+
+class Setting(NamedTuple):
+    """Two loops that are compared."""
+
+    policy: str
+    clip: float | None = None
+    second: str = "session"
+    """What is compared with the loop by hand: a session, or a second loop by hand."""
+
+
 SETTINGS = {
-    f"{policy}{', clipping' if clip else ''}": (policy, dtype, clip)
-    for policy, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16))
-    for clip in (None, 1.0)
+    f"{policy}{', clipping' if clip else ''}": Setting(policy, clip) for policy in DTYPES for clip in (None, 1.0)
 }
+SETTINGS["fp16, by hand against itself"] = Setting("fp16", second="hand")
 
 
 def main() -> None:
-    """Measure with and without clipping, FP16 and BF16, the same torch optimizer on both sides."""
+    """Measure with and without clipping in three formats, the same torch optimizer on both sides."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.ddp_overhead", folder]
         started = [subprocess.Popen([*command, str(rank)]) for rank in range(WORLD)]
@@ -42,48 +58,100 @@ def main() -> None:
             raise SystemExit("a process failed")
         found = [json.loads((Path(folder) / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(WORLD)]
     rows, data = [], {}
-    for what in SETTINGS:
-        worst = max((one[what] for one in found), key=lambda one: float(one["cpu"]["median"]))
-        calls, collectives = worst["calls"], worst["collectives"]
-        target = "1.0 or less" if what.startswith("fp16") or "clipping" in what else "(takes the gradient norm)"
-        rows.append((f"{what}: process CPU time", spread(worst["cpu"]), target))
-        text = f"{calls['session']:.0f} and {calls['hand']:.0f} ({calls['session'] / calls['hand']:.3f}x)"
-        rows.append(
-            (f"{what}: Python calls a step, session and by hand", text, "1.0 or less" if "1.0" in target else "")
-        )
-        text = f"{collectives['session']:g} and {collectives['hand']:g}"
-        rows.append((f"{what}: collectives a step, session and by hand", text, "the same"))
-        data[what] = worst
+    for what, setting in SETTINGS.items():
+        one = joined([of_rank[what] for of_rank in found])
+        rows += _rows(what, setting, one)
+        data[what] = one
     report("ddp_overhead", rows, data)
 
 
-def _loops(policy: str, dtype: torch.dtype, clip: float | None) -> dict[str, Loop]:
-    """Return 30 steps by hand, and with a session."""
-    (first, loss_of), (second, _) = mlp(), mlp()
-    model = DistributedDataParallel(first)
-    wrapped = DistributedDataParallel(second)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)
-    session = mezzo.Session(wrapped, optimizer, policy=f"{policy}:op_lists=device", clip_norm=clip)
+def joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the comparison over all processes: a pair's ratio is that of the sums over the processes."""
+    builds = []
+    for build in range(len(ranks[0]["training_ms"])):
+        pairs = zip(*(rank["training_ms"][build] for rank in ranks), strict=True)
+        builds.append([sum(second for _, second in pair) / sum(hand for hand, _ in pair) for pair in pairs])
+    medians = sorted(statistics.median(build) for build in builds)
     return {
-        "hand": repeated(step_by_hand(model, loss_of, dtype, clip)),
-        "session": repeated(step_of_a_session(wrapped, loss_of, session)),
+        "ratio": statistics.median(medians),
+        "interval": [medians[OUTSIDE], medians[-1 - OUTSIDE]],
+        "medians_of_builds": [round(median, 4) for median in medians],
+        "step_ms": [_median_ms(ranks, "training_ms", side) for side in (0, 1)],
+        "other_threads_step_ms": [_median_ms(ranks, "other_ms", side) for side in (0, 1)],
+        "calls": ranks[0]["calls"],
+        "collectives": ranks[0]["collectives"],
     }
 
 
-def _measured(loops: dict[str, Loop]) -> dict[str, Any]:
-    calls = {name: calls_a_step(run) for name, run in loops.items()}
-    collectives = {name: collectives_a_step(run) for name, run in loops.items()}
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for number in range(ROUNDS):
-        for name in sorted(loops, reverse=bool(number % 2)):
-            dist.barrier()
-            began = time.process_time()
-            loops[name]()
-            times[name].append(time.process_time() - began)
-    return {"calls": calls, "collectives": collectives, "cpu": ratio(times, "session", "hand")}
+def _median_ms(ranks: list[dict[str, Any]], what: str, side: int) -> float:
+    return round(statistics.median(pair[side] for rank in ranks for build in rank[what] for pair in build) / STEPS, 4)
 
 
-def collectives_a_step(run: Callable[[], None]) -> float:
+def _rows(what: str, setting: Setting, one: dict[str, Any]) -> list[tuple[str, str, str]]:
+    low, high = one["interval"]
+    text = f"{one['ratio']:.3f}x ({low:.3f} to {high:.3f})"
+    if setting.second == "hand":
+        return [(f"{what}: CPU time of the training threads", text, "the interval holds 1")]
+    target = "1.0 or less" if setting.policy == "fp16" or setting.clip else "(takes the gradient norm)"
+    rows = [(f"{what}: CPU time of the training threads", text, target)]
+    for label, name in (("other threads, ms a step", "other_threads_step_ms"), ("Python calls a step", "calls")):
+        rows.append((f"{what}: {label}", f"{one[name][1]:g} and {one[name][0]:g} by hand", ""))
+    collectives = "{1:g} and {0:g} by hand".format(*one["collectives"])
+    return [*rows, (f"{what}: collectives a step", collectives, "the same")]
+
+
+def _loops(setting: Setting, *, session_first: bool) -> list[Loop]:
+    """Return 30 steps by hand, and 30 of what is compared with them."""
+
+    def by_hand() -> Loop:
+        model, loss_of = mlp()
+        return repeated(
+            step_by_hand(DistributedDataParallel(model), loss_of, DTYPES[setting.policy], setting.clip, lr=LR)
+        )
+
+    def with_session() -> Loop:
+        bare, loss_of = mlp()
+        model = DistributedDataParallel(bare)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        policy = setting.policy if setting.policy == "fp32" else f"{setting.policy}:op_lists=device"
+        session = mezzo.Session(model, optimizer, policy=policy, clip_norm=setting.clip)
+        return repeated(step_of_a_session(model, loss_of, session))
+
+    second = by_hand if setting.second == "hand" else with_session
+    if session_first:
+        other = second()
+        return [by_hand(), other]
+    return [by_hand(), second()]
+
+
+def _measured(setting: Setting) -> dict[str, Any]:
+    found: dict[str, Any] = {"training_ms": [], "other_ms": []}
+    for build in range(BUILDS):
+        loops = _loops(setting, session_first=bool(build % 2))
+        if build == 0:
+            found["calls"] = [round(calls_a_step(run)) for run in loops]
+            found["collectives"] = [collectives_a_step(run) for run in loops]
+        for run in loops:
+            run()
+        pairs = [_pair(loops, second_first=bool(number % 2)) for number in range(PAIRS)]
+        found["training_ms"].append([training for training, _ in pairs])
+        found["other_ms"].append([other for _, other in pairs])
+    return found
+
+
+def _pair(loops: list[Loop], *, second_first: bool) -> tuple[list[float], list[float]]:
+    """Return the milliseconds that a block of each loop took: of the training thread, and of this process's other threads."""
+    training, other = [0.0, 0.0], [0.0, 0.0]
+    for side in (1, 0) if second_first else (0, 1):
+        dist.barrier()
+        thread, process = time.thread_time(), time.process_time()
+        loops[side]()
+        training[side] = (time.thread_time() - thread) * 1e3
+        other[side] = max((time.process_time() - process) * 1e3 - training[side], 0.0)
+    return training, other
+
+
+def collectives_a_step(run: Loop) -> float:
     """Return the collectives that gloo runs in one step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         run()
@@ -93,7 +161,7 @@ def collectives_a_step(run: Callable[[], None]) -> float:
 def _rank(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=WORLD)
-    found = {what: _measured(_loops(*setting)) for what, setting in SETTINGS.items()}
+    found = {what: _measured(setting) for what, setting in SETTINGS.items()}
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 

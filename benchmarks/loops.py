@@ -18,9 +18,13 @@ Loop = Callable[[], None]
 LossOf = Callable[[nn.Module], Tensor]
 
 
-def step_by_hand(model: nn.Module, loss_of: LossOf, dtype: torch.dtype, clip: float | None, *, lr: float = LR) -> Loop:
-    """Return a step of autocast, GradScaler (for FP16) and clipping as torch's documentation writes them."""
+def step_by_hand(
+    model: nn.Module, loss_of: LossOf, dtype: torch.dtype | None, clip: float | None, *, lr: float = LR
+) -> Loop:
+    """Return a step of autocast, GradScaler (for FP16) and clipping as torch's documentation writes them; without a dtype plain FP32."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    if dtype is None:
+        return _plain_step(model, loss_of, optimizer, clip)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
 
     def step() -> None:
@@ -32,6 +36,17 @@ def step_by_hand(model: nn.Module, loss_of: LossOf, dtype: torch.dtype, clip: fl
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _plain_step(model: nn.Module, loss_of: LossOf, optimizer: torch.optim.Optimizer, clip: float | None) -> Loop:
+    def step() -> None:
+        loss_of(model).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
         optimizer.zero_grad()
 
     return step

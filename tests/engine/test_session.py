@@ -513,7 +513,7 @@ def test_only_the_scale_of_the_overflowing_loss_backs_off(policy: str, bad: int)
 def test_two_losses_add_up_whatever_their_scales_are(policy: str, name: str) -> None:
     model, single = mlp(6, 8, 3), mlp(6, 8, 3)
     session = Session(model, OURS[name](list(model.parameters())), policy=policy, num_losses=2)
-    session.scales[1]._scale.fill_(2.0**10)  # as if it had overflowed six times
+    session.scales[1].load_state_dict({"scale": 2.0**10})  # as if it had overflowed six times
     summed = Session(single, OURS[name](list(single.parameters())), policy=policy)
     for batch in batches(5):
         first, second = losses(session, model, batch)
@@ -540,7 +540,7 @@ def test_a_scale_grows_by_its_own_losses_only() -> None:
 
 def test_the_floor_of_one_scale_is_no_error_while_another_overflows() -> None:
     session, model = two_losses("fp16:min_scale=1024")
-    session.scales[0]._scale.fill_(1024.0)
+    session.scales[0].load_state_dict({"scale": 1024.0})
     first, second = losses(session, model, batches(1)[0])
     session.backward(first, loss_id=0, retain_graph=True)
     session.backward(spoil(second), loss_id=1)
@@ -715,7 +715,7 @@ def test_a_parameter_outside_the_models_is_trained_too(num_losses: int) -> None:
     model, extra = Line(), nn.Parameter(torch.zeros(2))
     optimizer = SGD([*model.parameters(), extra], lr=1.0)
     session = Session(model, optimizer, policy="fp16", num_losses=num_losses)
-    session.scales[-1]._scale.fill_(256.0)
+    session.scales[-1].load_state_dict({"scale": 256.0})
     for loss_id in range(num_losses):
         session.backward(cast(session, model, 1.0) + (extra * 3.0).sum(), loss_id=loss_id)
     session.update()

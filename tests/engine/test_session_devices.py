@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo import SessionError
-from mezzo.engine import session
+from mezzo.engine import onepass
 from mezzo.engine.arguments import device_of
 from mezzo.engine.gradients import multiply, total_norm
 from mezzo.engine.kernels import fused, gpu
@@ -110,7 +110,7 @@ def test_each_devices_own_kernels_take_its_norm(monkeypatch: pytest.MonkeyPatch)
         asked.append(device_type)
         return fused, "chosen by the test"
 
-    monkeypatch.setattr(session, "choose", choose)
+    monkeypatch.setattr(onepass, "choose", choose)
     spread: Any = SimpleNamespace(_one_pass=True, device=torch.device("cuda:0"))
     norm = Session._norm_here(spread, on("cuda:1", "cpu", "cuda:0", "cuda:1"))
     assert asked == ["cuda", "cpu", "cuda"]

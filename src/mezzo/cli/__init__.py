@@ -30,6 +30,7 @@ from mezzo.cli.usage import usage_error
 from mezzo.cli.words import WORDS
 from mezzo.errors import MezzoError
 from mezzo.launch.process.command_signals import Stopped
+from mezzo.launch.ranks.told import REASON, tell
 from mezzo.version import VERSION
 
 app = typer.Typer(
@@ -87,8 +88,10 @@ def main(arguments: list[str] | None = None) -> int:
     token = WORDS.set(tuple(words))
     try:
         return in_ranks(words, lambda: _exit_code(list(words)))
-    except MezzoError as error:
-        return _failed(error)  # of the processes, before the command began
+    except MezzoError as error:  # of the processes, before the command began
+        exit_code = _failed(error)
+        tell(exit_code, words[0])
+        return exit_code
     finally:
         WORDS.reset(token)
 
@@ -119,4 +122,5 @@ def _exit_code(words: list[str]) -> int:
 
 def _failed(error: MezzoError) -> int:
     print(f"mezzo: {error}", file=sys.stderr)
+    REASON.text = str(error)
     return error.exit_code

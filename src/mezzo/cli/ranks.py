@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mezzo.errors import ScriptError
 from mezzo.launch.ranks.launched import PADDLES, Launched, launched
+from mezzo.launch.ranks.told import tell
 
 _TOGETHER = ("run", "watch", "compare", "audit", "diagnose", "ranges", "fallback")
 """Commands that run a script in all processes at once."""
@@ -36,7 +37,9 @@ def in_ranks(words: Sequence[str], command: Callable[[], int]) -> int:
     _refuse_paddles_launcher()
     one = launched(os.environ, command=words)
     if one is None:
-        return command()
+        exit_code = command()
+        tell(exit_code, words[0])
+        return exit_code
     if words[0] in _ALONE:
         raise ScriptError(
             f"{one.launcher} started mezzo {words[0]} in {one.size} processes; allowed: one", hint=_ALONE[words[0]]
@@ -63,10 +66,13 @@ def _together(one: Launched, words: Sequence[str], command: Callable[[], int]) -
     out = _value_of_out(words)
     meeting = Meeting(one, meeting_place(one, shared=Path("runs") if out is None else Path(out).parent))
     if one.rank:
-        return follow(meeting)
+        exit_code = follow(meeting)
+        tell(exit_code, words[0], own_rank=one.rank)
+        return exit_code
     with leading(meeting) as leader:
         leader.exit_code = 1  # unless it gets to its end
         leader.exit_code = command()
+        tell(leader.exit_code, words[0], own_rank=0)  # before the others end: torchrun then stops this process too
     return leader.exit_code
 
 

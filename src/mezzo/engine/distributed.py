@@ -179,12 +179,9 @@ class Processes(OneProcess):
     def check_loss(self, loss: Any, *, first: bool) -> None:
         """Refuse what cannot be a loss; when the window closes, all processes learn whether the first was finite."""
         checks.check_loss(loss, first=False)
-        if True in [replica.model._join_config.enable for replica in self._replicas]:
-            raise SessionError(
-                "a session in join(), where a process without batches makes no updates and answers nothing that a session exchanges; "
-                "allowed: as many backward passes in every process",
-                hint="give each process as many batches (DistributedSampler, drop_last=True) and leave join() out",
-            )
+        for replica in self._replicas:
+            if replica.model._join_config.enable:
+                raise _in_join()
         if first:
             self._first_loss = loss.detach()
 
@@ -306,6 +303,14 @@ class Processes(OneProcess):
                 f"the loss {where} before the first update",
                 hint="no loss scale can help: check the data and the forward pass, and compare with policy fp32",
             )
+
+
+def _in_join() -> SessionError:
+    return SessionError(
+        "a session in join(), where a process without batches makes no updates and answers nothing that a session exchanges; "
+        "allowed: as many backward passes in every process",
+        hint="give each process as many batches (DistributedSampler, drop_last=True) and leave join() out",
+    )
 
 
 def processes_for(

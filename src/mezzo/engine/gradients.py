@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from mezzo.devices import has_fp64
 from mezzo.formats import FP32
 
+_FP32 = FP32.dtype
+_ZERO_GRAD = torch.optim.Optimizer.zero_grad
+
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients of ``parameters``, not copied; of a sparse gradient its values.
@@ -19,7 +22,10 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """
     given = list(parameters)
     found = [gradient for p in given if (gradient := p.grad) is not None]
-    if True not in [gradient.is_sparse for gradient in found]:
+    for gradient in found:
+        if gradient.is_sparse:
+            break
+    else:
         return found
     for parameter in given:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -38,7 +44,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     16-bit gradients are squared in FP32: their squares leave FP16's range from 256 on.
     """
     widest = None if gradients[0].element_size() > 2 else FP32.dtype
-    norms = list(torch._foreach_norm(gradients, dtype=widest))
+    norms: tuple[Tensor, ...] | list[Tensor] = torch._foreach_norm(gradients, dtype=widest)
     if len({n.device for n in norms}) > 1:
         norms = [n.to(norms[0].device) for n in norms]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -55,6 +61,15 @@ def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def multiply(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply ``tensors``, on whatever devices they are, by one number in place."""
+    if (
+        tensors
+        and factor.is_cpu
+        and factor.dtype is _FP32
+        and False not in [t.is_cpu and t.dtype is _FP32 for t in tensors]
+    ):
+        # One operation, where foreach on a CPU makes one of each tensor; the products are the same, to the bit.
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.empty_like(factor), factor)
+        return
     devices = {t.device for t in tensors}
     if len(devices) == 1 and factor.device in devices:  # almost always: no list is built
         torch._foreach_mul_(tensors, factor)
@@ -62,6 +77,12 @@ def multiply(tensors: list[Tensor], factor: Tensor) -> None:
     for here in by_device(tensors):
         if here:
             torch._foreach_mul_(here, factor.to(here[0].device))
+
+
+def clamp(tensors: list[Tensor], largest: float) -> None:
+    """Bring every element to at most ``largest`` in magnitude, in place."""
+    torch._foreach_clamp_min_(tensors, -largest)
+    torch._foreach_clamp_max_(tensors, largest)
 
 
 def clip_factor(norm: Tensor, largest: float, factor: Tensor | None) -> Tensor:
@@ -95,6 +116,17 @@ def set_aside(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Te
     for parameter, _ in aside:
         parameter.grad = None
     return aside
+
+
+def drop_gradients(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Set all gradients to None, as ``zero_grad`` does; by that method where it was replaced, overridden or wrapped."""
+    for optimizer in optimizers:
+        if type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer):
+            optimizer.zero_grad(set_to_none=True)
+            continue
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def put_back(aside: list[tuple[nn.Parameter, Tensor]]) -> None:

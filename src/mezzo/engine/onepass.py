@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine.descriptions import one_pass_text
+from mezzo.engine.gradients import by_device
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.kernels.layout import gradient_as, laid_out_as, refuse_gaps
@@ -323,6 +324,13 @@ class OnePass(torch.optim.Optimizer):
 
     def _settings(self, group: dict[str, Any]) -> AdamWSettings | SGDSettings:
         raise NotImplementedError
+
+
+def norm_by_kernels(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Return the norm of gradients, of any formats and devices, on ``device``."""
+    squares = [choose(here[0].device.type)[0].sum_of_squares(here) for here in by_device(gradients)]
+    total: Tensor = squares[0] if len(squares) == 1 else torch.stack([s.to(device) for s in squares]).sum()
+    return total.to(device).sqrt()
 
 
 def _taken_up(value: Any, weight: Tensor, kind: str, *, signed: bool) -> Any:

@@ -24,9 +24,25 @@ class Progress:
         self.windows = 0
         """Updates, skipped ones included."""
         self.skips = torch.zeros((), device=device)
-        self.norm = torch.full((), math.nan, device=device)
-        """The norm of the last update's gradients, unscaled and before clipping."""
+        self._norm = torch.full((), math.nan, device=device)
+        self._factor: Tensor | None = None
+        """What ``_norm`` is still to be multiplied by: most loops read no norm."""
         self.floor = FloorWatch(device, together=together)
+
+    @property
+    def norm(self) -> Tensor:
+        """The norm of the last update's gradients, unscaled and before clipping."""
+        if self._factor is not None:
+            self._norm, self._factor = self._norm * self._factor, None
+        return self._norm
+
+    @norm.setter
+    def norm(self, norm: Tensor) -> None:
+        self._norm, self._factor = norm, None
+
+    def took(self, norm: Tensor, factor: Tensor | None) -> None:
+        """Note the norm of gradients that ``factor`` unscales and averages; None for 1."""
+        self._norm, self._factor = norm, factor
 
     def in_place(self) -> Iterable[Tensor]:
         """Return the tensors that an update changes in place."""

@@ -92,7 +92,7 @@ class StaticScale(NoScale):
     checks = True
 
     def __init__(self, value: float, device: torch.device | str = "cpu") -> None:
-        self._scale = torch.full((), value, dtype=FP32.dtype, device=device)
+        self._scale = self._there = torch.full((), value, dtype=FP32.dtype, device=device)
         self._known = c_float(value).value  # rounded as on the device, and nothing read
 
     def __repr__(self) -> str:
@@ -100,7 +100,7 @@ class StaticScale(NoScale):
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the scale."""
-        scale = self._scale
+        scale = self._there
         # A model that is spread over several devices has its loss on another one than its first layer.
         return loss * (scale if scale.device == loss.device else scale.to(loss.device))
 
@@ -114,7 +114,7 @@ class StaticScale(NoScale):
 
     def on_device(self) -> Tensor:
         """Return the scale without waiting for the device; the tensor changes with the scale."""
-        return self._scale
+        return self._there
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale."""
@@ -271,10 +271,6 @@ class KnownScale(DynamicScale):
     def value(self) -> float:
         """Return the scale."""
         return self._known
-
-    def on_device(self) -> Tensor:
-        """Return the scale on its device; the tensor changes with the scale."""
-        return self._there
 
     def update(self, found_inf: Tensor) -> None:
         """Update the scale after an update; waits for the device.

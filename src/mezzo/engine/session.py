@@ -20,6 +20,7 @@ optimizer is not Mezzo's, the flag once an update (only with a loss scale). Noth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -32,12 +33,11 @@ from mezzo.engine.casting import Casting
 from mezzo.engine.descriptions import session_text
 from mezzo.engine.distributed import processes_for
 from mezzo.engine.firstwindows import FirstWindows, NoWatch
-from mezzo.engine.gradients import by_device, clip_factor, multiply, not_finite, put_back, set_aside, total_norm, wide
+from mezzo.engine.gradients import clamp, clip_factor, drop_gradients, multiply, put_back, set_aside, total_norm, wide
 from mezzo.engine.graphs import CapturedStep, Parts
 from mezzo.engine.guardrails.session_guard import guard_of
-from mezzo.engine.kernels.choice import choose
 from mezzo.engine.microbatches import MicroBatch, MicroBatches
-from mezzo.engine.onepass import OnePass
+from mezzo.engine.onepass import OnePass, norm_by_kernels
 from mezzo.engine.ownership import Ownership
 from mezzo.engine.parameters import all_parameters, parameters_of, trained_by
 from mezzo.engine.preparation import choose_update, explained, listed, prepare
@@ -114,9 +114,9 @@ class Session(Resumable):
         trained = all_parameters(self.models, self.optimizers)
         self.processes = processes_for(self.models, trained, self.policy, accumulate=accumulate, num_losses=num_losses)
         self.casting = Casting.of(self.policy, self.device.type)
-        self.scales = [scale_for(self.policy, self.device) for _ in range(num_losses)]
-        self._watch: NoWatch = FirstWindows(self) if self.is_whole_loop else NoWatch()
         self._one_pass, self._way_of_updating = choose_update(self.optimizers, self.device, clip_value, self.policy)
+        self.scales = [scale_for(self.policy, self.device, known=not self._one_pass) for _ in range(num_losses)]
+        self._watch: NoWatch = FirstWindows(self) if self.is_whole_loop else NoWatch()
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
         self.processes.reduce_in(self.policy)
         self._ownership = Ownership(self.models)
@@ -189,6 +189,9 @@ class Session(Resumable):
 
     def _differentiate(self, loss: Tensor, share: float, *, loss_id: int = 0, retain_graph: bool = False) -> None:
         scaled = self.scales[loss_id].scale(loss if share == 1.0 else loss * share)
+        if self.casting.table is None:  # nothing to set, and a context is five calls
+            scaled.backward(retain_graph=retain_graph)
+            return
         with self.casting.backward():
             scaled.backward(retain_graph=retain_graph)
 
@@ -230,7 +233,8 @@ class Session(Resumable):
         reduced = self._reduce(gradients)
         if reduced.factor is not None:
             multiply(gradients, reduced.factor)
-        self._window.unscaled, self._progress.norm = reduced, reduced.norm
+        self._window.unscaled = reduced
+        self._progress.took(reduced.norm, reduced.factor)
 
     def update(self, *optimizers: Optimizer) -> None:
         """Close the window: clip, step the optimizers or skip, step the schedulers, drop the gradients.
@@ -267,9 +271,9 @@ class Session(Resumable):
             norm, factor = reduced.norm, reduced.factor
         else:  # the gradients may have been changed since, or be more than those updated
             norm, factor = self.processes.norm(gradients, self._norm_here), None
-        self._progress.norm = norm
+        self._progress.took(norm, factor)
         if self.clip_norm is not None:
-            factor = clip_factor(norm, self.clip_norm, factor)
+            factor = clip_factor(self._progress.norm, self.clip_norm, factor)
         learned = self._window.learned(self.scales, reduced.found)
         if reduced.overflowed is None:
             flag = self._one if rehearsal else reduced.found
@@ -280,8 +284,7 @@ class Session(Resumable):
         else:
             skipped = False
             self._by_step(chosen, gradients, factor)
-        for scale, one in learned:
-            scale.update(one)
+        self._window.teach(learned, skipped)
         return skipped
 
     def _close(self, chosen: list[Optimizer], skipped: Tensor | bool, *, keep_gradients: bool = False) -> None:
@@ -291,8 +294,7 @@ class Session(Resumable):
         if isinstance(skipped, Tensor) and self.scales[0].checks and self._progress.floor.reached():
             raise checks.floor_error(self.policy, self.models, self.masters)
         if not keep_gradients:
-            for optimizer in self.optimizers:
-                optimizer.zero_grad(set_to_none=True)
+            drop_gradients(self.optimizers)
         self._progress.windows += 1
         self._open_window()
         if self._guard is not None:
@@ -321,8 +323,7 @@ class Session(Resumable):
         if factor is not None:
             multiply(gradients, factor)
         if gradients and self.clip_value is not None:
-            torch._foreach_clamp_min_(gradients, -self.clip_value)
-            torch._foreach_clamp_max_(gradients, self.clip_value)
+            clamp(gradients, self.clip_value)
         for optimizer in chosen:
             optimizer.step()
         self.masters.push()
@@ -376,25 +377,23 @@ class Session(Resumable):
             checks.refuse_half_gradients_to_hooks(gradients)
             on_device = False
         found, overflowed = None, None if on_device else False
-        if self.scales[0].checks:
-            found = not_finite(norm)
-            if self._window.found:
-                found = torch.maximum(found, self._window.found_any())
-            if not on_device:
-                overflowed = bool(found)  # the one host read of an update, where GradScaler waits as well
-                if overflowed and self.processes.all_finite(gradients):
-                    overflowed, found = False, self._zero  # only the sum of squares left FP32's range
-                    norm = self.processes.norm([wide(g) for g in gradients], total_norm)
+        if self.scales[0].checks and (on_device or self._window.found):
+            found = self._window.overflowed(norm)
+        if self.scales[0].checks and not on_device:
+            # The one host read of an update, where GradScaler waits as well.
+            overflowed = not math.isfinite(norm.item()) if found is None else bool(found)
+            if overflowed and self.processes.all_finite(gradients):
+                overflowed = False  # only the sum of squares left FP32's range
+                norm = self.processes.norm([wide(g) for g in gradients], total_norm)
+            found = self._one if overflowed else self._zero
         share, inverse = self._window.total(), self.scales[0].inverse()
         factor = inverse if share is None else (self._one if inverse is None else inverse).to(norm.dtype) / share
-        return Reduction(norm if factor is None else norm * factor, factor, found, overflowed)
+        return Reduction(norm, factor, found, overflowed)
 
     def _norm_here(self, gradients: list[Tensor]) -> Tensor:
         if not gradients:
             return self._zero
-        if not self._one_pass:
-            norm = total_norm(gradients)
-            return norm if norm.device == self.device else norm.to(self.device)
-        squares = [choose(here[0].device.type)[0].sum_of_squares(here) for here in by_device(gradients)]
-        total: Tensor = squares[0] if len(squares) == 1 else torch.stack([s.to(self.device) for s in squares]).sum()
-        return total.to(self.device).sqrt()
+        if self._one_pass:
+            return norm_by_kernels(gradients, self.device)
+        norm = total_norm(gradients)
+        return norm if norm.device == self.device else norm.to(self.device)

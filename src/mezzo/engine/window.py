@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engine import checks
-from mezzo.engine.gradients import any_not_finite, multiply
+from mezzo.engine.gradients import any_not_finite, multiply, not_finite
 from mezzo.engine.scaling import Scale
 
 Learned: TypeAlias = list[tuple[Scale, Tensor]]
@@ -21,7 +21,7 @@ class Reduction(NamedTuple):
     """The result of reading every gradient of an update once."""
 
     norm: Tensor
-    """The norm of the gradients, unscaled and averaged."""
+    """The norm of the gradients as they are; times ``factor`` that of unscaled and averaged ones."""
     factor: Tensor | None = None
     """What the gradients are multiplied by to unscale and average them, None for 1."""
     found: Tensor | None = None
@@ -122,6 +122,11 @@ class Window:
         """Return 1 where any loss's gradients overflowed, else 0."""
         return torch.stack(list(self.found.values())).amax()
 
+    def overflowed(self, norm: Tensor) -> Tensor:
+        """Return 1 where ``norm``, of all gradients, is not finite or a loss's gradients overflowed, else 0."""
+        found = not_finite(norm)
+        return torch.maximum(found, self.found_any()) if self.found else found
+
     def learned(self, scales: Sequence[Scale], found: Tensor | None) -> Learned:
         """Return the flag for each scale of this window's losses; all are set if only the sum of the losses overflows."""
         if found is None:
@@ -130,6 +135,15 @@ class Window:
             return [(scales[0], found)]
         only_sum = found * (self.found_any() == 0)
         return [(scales[loss_id], torch.maximum(one, only_sum)) for loss_id, one in self.found.items()]
+
+    def teach(self, learned: Learned, skipped: Tensor | bool) -> None:
+        """Update the scales of this window's losses, without their flags where the host knows the only one."""
+        knows = not self.found and not isinstance(skipped, Tensor)
+        for scale, one in learned:
+            if knows:
+                scale.updated(skipped=bool(skipped))
+            else:
+                scale.update(one)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the window holds besides gradients."""

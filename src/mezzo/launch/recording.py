@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mezzo.errors import MezzoError
+from mezzo.launch.children_failed import sentence_of
 from mezzo.launch.frameworks import Training
 from mezzo.launch.process.script_signals import EndedBySignal
 from mezzo.launch.ranks.merged import alone
@@ -129,4 +130,4 @@ def _sentence(error: BaseException | None) -> str | None:
         return None
     if isinstance(error, EndedBySignal):
         return error.sentence
-    return error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    return error.message if isinstance(error, MezzoError) else sentence_of(error)

@@ -25,6 +25,7 @@ from mezzo.launch.process.group import Guarded, Process
 from mezzo.launch.progress import followed
 from mezzo.launch.ranks.leading import Interrupted, leader
 from mezzo.launch.ranks.places import ASKS
+from mezzo.launch.ranks.told import REASON
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import environment_without_torch
 from mezzo.observe.fallback.evidence import measured_path
@@ -86,8 +87,12 @@ def observe_child(request: Request, *, output: Path | None = None, limit_s: floa
     """
     lead = leader()
     if lead is None:
-        return run_alone(request, output=output, limit_s=limit_s)
-    return lead.run(request, output=output, limit_s=limit_s, run_one=run_alone)
+        record = run_alone(request, output=output, limit_s=limit_s)
+    else:
+        record = lead.run(request, output=output, limit_s=limit_s, run_one=run_alone)
+    error: str | None = getattr(getattr(record, "run", record), "error", None)
+    REASON.text = error or REASON.text
+    return record
 
 
 def run_alone(

@@ -11,6 +11,7 @@ from mezzo.launch.ranks.leading import POLL_S
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.places import place_left
 from mezzo.launch.ranks.requests import beside, for_rank, record_path
+from mezzo.launch.ranks.told import REASON
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_alone, several_runs
 
@@ -38,11 +39,13 @@ def _follow(meeting: Meeting, stop: Stop) -> int:
     while True:
         over, asked = meeting.get("over"), meeting.get(f"run-{number}")
         if over is not None:
+            REASON.text, REASON.rank = over["reason"], over["rank"]
             return stop.exit_code or int(over["exit_code"])
         if asked is not None:
             _run(meeting, number, asked, stop)
             number += 1
         if meeting.gone(0):
+            REASON.text, REASON.rank = "rank 0: its process vanished", 0
             return stop.exit_code or _LEFT_ALONE
         if stop.stopped:  # rank 0 has the signal as well, and says when the records are written
             end_s = min(end_s, time.monotonic() + 3 * GRACE_S)

@@ -25,6 +25,7 @@ from mezzo.launch.ranks.merged import merged
 from mezzo.launch.ranks.places import Place, place_left
 from mezzo.launch.ranks.ports import free_port
 from mezzo.launch.ranks.requests import counts_path, for_rank, record_path
+from mezzo.launch.ranks.told import REASON
 from mezzo.launch.request import Request
 from mezzo.observe.ranges.counts_file import read_values, values_of_all
 from mezzo.observe.ranges.table import ObservedValues, ranges_record
@@ -140,7 +141,10 @@ class Leader:
         ends = [replace(end, updates=_updates(records.get(end.rank))) for end in ends]
         hosts = {rank: self._meeting.host_of(rank) for rank in self._meeting.others} | {0: socket.gethostname()}
         limit = f"stopped at its limit of {limit_s:g} s: " if run.over_limit else ""
-        record = merged(records, ends=ends, blame=blamed(ends), hosts=hosts, prefix=limit)
+        blame = blamed(ends)
+        record = merged(records, ends=ends, blame=blame, hosts=hosts, prefix=limit)
+        if blame is not None:
+            REASON.rank = blame[0]
         if isinstance(record, RangesRecord) and (counted := self._counts(run)):
             record = ranges_record(record.run, values_of_all(counted), policy=Policy.parse(record.policy))
         write_record(record, Path(request.record_path))
@@ -149,7 +153,7 @@ class Leader:
     def dismiss(self) -> None:
         """Tell the other processes that the command is over, and wait until they have left."""
         with suppress(OSError):
-            self._meeting.put("over", {"exit_code": self.exit_code})
+            self._meeting.put("over", {"exit_code": self.exit_code, "reason": REASON.text, "rank": REASON.rank})
         end = time.monotonic() + _STOPPING_S
         left = list(
             self._meeting.others

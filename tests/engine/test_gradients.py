@@ -1,0 +1,51 @@
+"""Gradients of many parameters: scaling them and dropping them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mezzo.engine.gradients import drop_gradients, multiply
+
+KINDS = [[torch.float32], [torch.float16], [torch.float64], [torch.float32, torch.float16], []]
+
+
+@pytest.mark.parametrize("factor", [2.0**-16, 1 / 3, 1.0, 0.0])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_a_product_is_one_rounding_of_the_product(kinds: list[torch.dtype], factor: float) -> None:
+    torch.manual_seed(0)
+    tensors = [(torch.randn(5, 7) * 2.0**16).clamp(-6e4, 6e4).to(kind) for kind in kinds]
+    if tensors:
+        tensors[0][0, :2] = torch.tensor([float("inf"), float("nan")])
+    one = torch.tensor(factor)
+    expected = [(tensor.double() * one.double()).to(tensor.dtype) for tensor in tensors]
+    multiply(tensors, one)
+    torch.testing.assert_close(tensors, expected, rtol=0, atol=0, equal_nan=True)
+
+
+class Told(torch.optim.SGD):
+    told = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.told += 1
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Told])
+def test_gradients_are_dropped_by_an_optimizers_own_method_where_it_has_one(kind: Any) -> None:
+    weights = [torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)]
+    weights[0].grad = torch.ones(2)
+    optimizer = kind(weights, lr=1.0)
+    drop_gradients([optimizer])
+    assert [weight.grad for weight in weights] == [None, None]
+    assert getattr(optimizer, "told", 1) == 1
+
+
+def test_a_replaced_zero_grad_is_called() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
+    asked: list[bool] = []
+    optimizer.zero_grad = lambda set_to_none=True: asked.append(set_to_none)  # type: ignore[method-assign]
+    drop_gradients([optimizer])
+    assert asked == [True]
