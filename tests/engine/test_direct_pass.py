@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine.direct_pass import DirectPass, runs_torchs_own
+from mezzo.engine.direct_pass import DirectPasses
 
 PLAIN = (None, False)
 
 
-class Passes(DirectPass):
+class Passes(DirectPasses):
     """Passes that note whether torch prepared the last one."""
 
     def __init__(self) -> None:
@@ -157,12 +157,29 @@ def test_a_gradient_that_was_written_into_is_not_used_again() -> None:
         assert torch.equal(a, b)
 
 
-def test_functions_that_another_tool_replaced_are_not_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert runs_torchs_own()
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.autograd, "backward", lambda *args, **kwargs: None)
-        assert not runs_torchs_own()
-    with monkeypatch.context() as patched:
-        patched.setattr(Tensor, "backward", lambda *args, **kwargs: None)
-        assert not runs_torchs_own()
-    assert runs_torchs_own()
+@pytest.mark.parametrize("retain_graph", [False, True])
+@pytest.mark.parametrize("replaced", ["", "torch.autograd.backward", "torch.Tensor.backward"])
+def test_a_session_tells_other_tools_of_every_pass(
+    replaced: str, retain_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, told = model(), []
+    passes = Passes()
+    for _ in range(2):
+        passes.from_loss(loss_of(net), retain_graph=False)
+    net.zero_grad()
+    passes.by_torch = False
+    if replaced:
+        home, name = (torch.autograd if "autograd" in replaced else Tensor), "backward"
+        own = getattr(home, name)
+        monkeypatch.setattr(home, name, lambda *args, **kwargs: (told.append(replaced), own(*args, **kwargs)))
+    loss = loss_of(net)
+    passes.from_loss(loss, retain_graph=retain_graph)
+    assert told == [replaced] * bool(replaced)
+    assert not passes.by_torch
+    if retain_graph:
+        passes.from_loss(loss, retain_graph=False)
+    theirs = model()
+    for _ in range(1 + retain_graph):
+        loss_of(theirs).backward()
+    for a, b in zip(gradients(theirs), gradients(net), strict=True):
+        assert torch.equal(a, b)

@@ -29,12 +29,7 @@ _ARE_TORCHS = _BACKWARD.__globals__ is vars(torch.autograd) and _OF_TENSORS.__gl
 """Whether nothing had replaced them when this file was imported."""
 
 
-def runs_torchs_own() -> bool:
-    """Return whether ``loss.backward()`` runs torch's own functions: other tools replace them, and must be told of every pass."""
-    return torch.autograd.backward is _BACKWARD and Tensor.backward is _OF_TENSORS and _ARE_TORCHS
-
-
-class DirectPass:
+class DirectPasses:
     """Backward passes from one scalar."""
 
     def __init__(self, run_engine: Callable[..., None]) -> None:
@@ -68,3 +63,15 @@ class DirectPass:
                 return
             self._one = torch.ones_like(loss.detach())
         self._run_engine(loss, gradient, *args, **kwargs)
+
+    def from_loss(self, loss: Tensor, *, retain_graph: bool) -> None:
+        """Run ``loss.backward(retain_graph=retain_graph)``."""
+        if retain_graph or not _runs_torchs_own():
+            loss.backward(retain_graph=retain_graph)
+        else:
+            self(loss)
+
+
+def _runs_torchs_own() -> bool:
+    """Return whether ``loss.backward()`` runs torch's own functions: other tools replace them, and must be told of every pass."""
+    return torch.autograd.backward is _BACKWARD and Tensor.backward is _OF_TENSORS and _ARE_TORCHS

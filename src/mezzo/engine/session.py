@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from mezzo.engine import arguments, checks
 from mezzo.engine.casting import Casting
 from mezzo.engine.descriptions import session_text
+from mezzo.engine.direct_pass import DirectPasses
 from mezzo.engine.distributed import processes_for
 from mezzo.engine.firstwindows import FirstWindows, NoWatch
 from mezzo.engine.gradients import clamp, clip_factor, drop_gradients, multiply, put_back, set_aside, total_norm, wide
@@ -120,6 +121,7 @@ class Session(Resumable):
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
         self.processes.reduce_in(self.policy)
         self._ownership = Ownership(self.models)
+        self._passes = DirectPasses(Tensor.backward)
         self._schedules = Schedules(self.schedulers, self.device)
         self._progress = Progress(self.device, together=self.processes.several)
         self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
@@ -190,10 +192,10 @@ class Session(Resumable):
     def _differentiate(self, loss: Tensor, share: float, *, loss_id: int = 0, retain_graph: bool = False) -> None:
         scaled = self.scales[loss_id].scale(loss if share == 1.0 else loss * share)
         if self.casting.table is None:  # nothing to set, and a context is five calls
-            scaled.backward(retain_graph=retain_graph)
+            self._passes.from_loss(scaled, retain_graph=retain_graph)
             return
         with self.casting.backward():
-            scaled.backward(retain_graph=retain_graph)
+            self._passes.from_loss(scaled, retain_graph=retain_graph)
 
     def capture(
         self, compute_loss: Callable[..., Any], *examples: Any, other_shapes: Literal["error", "eager"] = "error"
@@ -395,5 +397,4 @@ class Session(Resumable):
             return self._zero
         if self._one_pass:
             return norm_by_kernels(gradients, self.device)
-        norm = total_norm(gradients)
-        return norm if norm.device == self.device else norm.to(self.device)
+        return total_norm(gradients).to(self.device)

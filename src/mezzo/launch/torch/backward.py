@@ -24,7 +24,7 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.engine.direct_pass import DirectPass
+from mezzo.engine.direct_pass import DirectPasses
 from mezzo.engine.gradients import all_finite, total_norm
 from mezzo.engine.scaling import Scale
 from mezzo.engine.transforms import unwrapped
@@ -69,7 +69,7 @@ class BackwardPasses:
         run_engine = ENTERED.get(original, original)  # under a function mode, torch's own would call this replacement
         run, steady, batched = self._run, self._run.steady, self._run.steady.batched
 
-        run_steady = DirectPass(run_engine) if original in ENTERED else run_engine
+        run_steady = DirectPasses(run_engine) if original in ENTERED else run_engine
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
