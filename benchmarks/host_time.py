@@ -6,8 +6,9 @@ A small MLP, so that the host's time is most of the step: on a GPU with small ke
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness import interleave, median_ms, ratio, report, spread
+from benchmarks.harness import report
+from benchmarks.processes import Loop, in_turn, ratio
 from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.torch import switched
 from mezzo.launch.torch.guarding import ScriptGuard
 from mezzo.policy import Policy
 
-ROUNDS, STEPS, UNTIMED_STEPS = 30, 50, 110  # 50 steps contain their share of what a run does every 10 or 25 steps
+STEPS, UNTIMED_STEPS = 50, 110  # 50 steps contain their share of what a run does every 10, 25 or 32 steps
 SIZES = (64, 256, 256, 10)
 Step = Callable[[], Any]
 
@@ -74,58 +76,45 @@ def script(format: torch.dtype | None, *, scales: bool) -> Step:
     return step
 
 
-class Piece:
-    """A loop that is set up outside of the timing and runs ``STEPS`` steps in it."""
-
-    def __init__(self, make: Callable[[], Step], around: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make, self._around = make, around
-        self._step: Step = make
+def loops(case: Case) -> dict[str, Loop]:
+    """Return the two loops of a case, past the step that is inspected and the first 100, in which the loop is checked for misuse."""
 
     @contextmanager
-    def set_up(self) -> Iterator[None]:
-        """Begin a run as a script does, past the step that is inspected and the first 100, in which the loop is checked for misuse."""
-        with ExitStack() as stack:
-            stack.enter_context(self._around())
-            self._step = self._make()
-            for _ in range(UNTIMED_STEPS):
-                self._step()
-            yield
-
-    def __call__(self) -> None:
-        """Run the steps."""
-        for _ in range(STEPS):
-            self._step()
-
-
-def pieces(case: Case) -> dict[str, Piece]:
-    """Return the two loops of a case."""
-    own = case.format if case.own_amp else None
-
-    @contextmanager
-    def run() -> Iterator[None]:
+    def mezzo() -> Iterator[Step]:
         """Run as ``mezzo run`` does, its guard included."""
         with switched(None if case.policy is None else Policy.of(case.policy)) as (run, _):
             run.guard = ScriptGuard(run, GuardRequest(), on_stop=list)
-            yield
+            yield _block(script(case.format if case.own_amp else None, scales=case.own_amp and case.scales))
 
-    return {
-        "mezzo": Piece(lambda: script(own, scales=case.own_amp and case.scales), run),
-        "hand": Piece(lambda: script(case.format, scales=case.scales), nullcontext),
-    }
+    @contextmanager
+    def hand() -> Iterator[Step]:
+        yield _block(script(case.format, scales=case.scales))
+
+    return {"mezzo": mezzo, "hand": hand}
+
+
+def _block(step: Step) -> Step:
+    for _ in range(UNTIMED_STEPS):
+        step()
+
+    def block() -> None:
+        for _ in range(STEPS):
+            step()
+
+    return block
 
 
 def main() -> None:
-    """Measure all cases, each in rounds of its own."""
-    torch.set_num_threads(1)
+    """Measure all cases, each in builds of its own."""
     rows, data = [], {}
     for case in CASES:
-        both = pieces(case)
-        times = interleave(both, rounds=ROUNDS, around={name: piece.set_up for name, piece in both.items()})
-        quotient = ratio(times, "mezzo", "hand")
-        least = min(times["mezzo"]) / min(times["hand"])  # what another process's load changes least
-        rows.append((f"{case.name}: thread CPU time a step", spread(quotient), f"{case.target} or less"))
-        rows.append((f"{case.name}: least time over least time", f"{least:.3f}x", f"{case.target} or less"))
-        data[case.name] = {"ratio": quotient, "least_ratio": least, f"median_ms_of_{STEPS}_steps": median_ms(times)}
+        builds = in_turn(loops(case))
+        found = ratio(builds, "mezzo", "hand")
+        low, high = found["interval"]
+        text = f"{found['ratio']:.3f}x ({low:.3f} to {high:.3f})"
+        rows.append((f"{case.name}: thread CPU time a step", text, f"{case.target} or less"))
+        by_hand_us = statistics.median([ms for build in builds for ms in build["hand"]]) / STEPS * 1e3
+        data[case.name] = {**found, "by_hand_us_a_step": round(by_hand_us, 1)}
     report("host_time", rows, data)
 
 

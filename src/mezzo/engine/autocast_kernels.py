@@ -242,13 +242,16 @@ class Region:
         """
         kind, table = self._device_type, self._table
         outer = _LOCAL.open
-        self._before = outer, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        before = torch.get_autocast_dtype(kind)
+        self._before = outer, torch.is_autocast_enabled(kind), before
         if table is not outer.table:
             _encode(table)
-        node = torch._C._current_autograd_node()
-        _LOCAL.open = _Open(table, outer.depth + 1, torch.autocast_increment_nesting(), node)
+        node = None if table is None else torch._C._current_autograd_node()  # for a table's operations alone
+        inner = (table, outer.depth + 1, torch.autocast_increment_nesting(), node)
+        _LOCAL.open = tuple.__new__(_Open, inner)  # not _Open(...), a call of Python
         torch.set_autocast_enabled(kind, self._enabled)
-        torch.set_autocast_dtype(kind, self._dtype)
+        if before is not self._dtype:
+            torch.set_autocast_dtype(kind, self._dtype)
 
     def __exit__(self, *error: object) -> None:
         """Restore the previous state."""

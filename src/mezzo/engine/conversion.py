@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from mezzo.engine.half import HALF
 from mezzo.errors import PolicyError, nearest
 from mezzo.formats import FP32
 from mezzo.policy import Policy
@@ -176,7 +177,8 @@ def cast_ends(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwargs: 
 def to_format(values: Any, dtype: torch.dtype) -> Any:
     """Return ``values`` with every FP32 or 16-bit tensor in it cast to ``dtype``; integers and FP64 stay."""
     if type(values) is Tensor:  # ``cast`` without its call: every step ends here
-        if not values.is_floating_point() or values.element_size() not in (2, 4):
+        own = values.dtype
+        if own is dtype or not (own is FP32.dtype or own in HALF):
             return values
         return values.float() if dtype is FP32.dtype else values.to(dtype)  # float() is one quarter cheaper
 

@@ -21,9 +21,6 @@ from torch.autograd.graph import _engine_run_backward
 from mezzo.formats import FP32
 
 _FP32 = FP32.dtype
-_PLAIN: tuple[tuple[Any, ...], ...] = ((), (None, False), (False, False))
-"""What follows the gradient where ``Tensor.backward`` or a script passes nothing special: ``retain_graph``, ``create_graph``."""
-_NO_INPUTS = {"inputs": None}
 _BACKWARD, _OF_TENSORS = torch.autograd.backward, Tensor.backward
 _ARE_TORCHS = _BACKWARD.__globals__ is vars(torch.autograd) and _OF_TENSORS.__globals__ is vars(torch._tensor)
 """Whether nothing had replaced them when this file was imported."""
@@ -37,18 +34,21 @@ class DirectPasses:
         self._run_engine = run_engine
         self._one: Tensor | None = None
 
-    def __call__(self, loss: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass of ``loss``.
-
-        Args:
-            loss: where the pass starts.
-            gradient: its gradient; None for 1.
-            args: further positional arguments of ``torch.autograd.backward``.
-            kwargs: its arguments by name.
-        """
-        plain = args in _PLAIN and (not kwargs or kwargs == _NO_INPUTS) and type(loss) is Tensor
+    def __call__(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        """Run the backward pass of ``loss``; takes what ``torch.autograd.backward`` takes."""
         if (
-            plain
+            not (retain_graph or create_graph)
+            and grad_variables is None
+            and inputs is None
+            and type(loss) is Tensor
             and loss.dtype is _FP32
             and loss.dim() == 0
             and loss.grad_fn is not None
@@ -62,7 +62,7 @@ class DirectPasses:
                 _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
                 return
             self._one = torch.ones_like(loss.detach())
-        self._run_engine(loss, gradient, *args, **kwargs)
+        self._run_engine(loss, gradient, retain_graph, create_graph, grad_variables, inputs)
 
     def from_loss(self, loss: Tensor, *, retain_graph: bool) -> None:
         """Run ``loss.backward(retain_graph=retain_graph)``."""

@@ -121,7 +121,7 @@ class Session(Resumable):
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
         self.processes.reduce_in(self.policy)
         self._ownership = Ownership(self.models)
-        self._passes = DirectPasses(Tensor.backward)
+        self._passes = DirectPasses(torch.autograd.backward)
         self._schedules = Schedules(self.schedulers, self.device)
         self._progress = Progress(self.device, together=self.processes.several)
         self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)

@@ -253,7 +253,7 @@ OWN_CALLS = [
 
 
 GUARD_CALLS = 8.0
-"""What the guard of ``mezzo run`` adds: every 16th step inspects the 16 before, one after the other."""
+"""What the guard of ``mezzo run`` adds: every 32nd step inspects the 32 before, one after the other."""
 
 
 @pytest.mark.parametrize("guarded", [False, True], ids=["no guard", "guarded"])

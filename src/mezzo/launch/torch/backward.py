@@ -68,16 +68,23 @@ class BackwardPasses:
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         run_engine = ENTERED.get(original, original)  # under a function mode, torch's own would call this replacement
         run, steady, batched = self._run, self._run.steady, self._run.steady.batched
-
         run_steady = DirectPasses(run_engine) if original in ENTERED else run_engine
 
         @functools.wraps(original)
-        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+        def backward(
+            tensors: Any,
+            grad_tensors: Any = None,
+            retain_graph: bool | None = None,
+            create_graph: bool = False,
+            grad_variables: Any = None,
+            inputs: Any = None,
+        ) -> None:
+            rest = retain_graph, create_graph, grad_variables, inputs
             begins = run.stepped and not (run.in_backward or run.in_closure)
             optimizer, start = steady.optimizer() if begins else None, None
             if optimizer is not None and run.scale.checks:
-                usual = grad_tensors is None and not any(args) and kwargs.get("inputs") is None
-                if usual and run.found is False and run.scale.calm > 0 and not kwargs.get("create_graph"):
+                usual = grad_tensors is None and inputs is None and not (retain_graph or create_graph)
+                if usual and run.found is False and run.scale.calm > 0:
                     start = batched.start_of(tensors, optimizer)
                 optimizer = None if start is None else optimizer
             if optimizer is not None and run.recorder.turn(tensors):
@@ -89,43 +96,50 @@ class BackwardPasses:
                     run.check_limit()
                 run.in_backward = True
                 try:
-                    run_steady(tensors, grad_tensors if start is None else start, *args, **kwargs)
+                    run_steady(tensors, grad_tensors if start is None else start, *rest)
                 finally:
                     run.in_backward = False
                     if start is not None:
                         batched.unscale(optimizer, self._unscaled_now)
                 return
             batched.forget()
-            outputs = _listed(tensors)
-            if run.premade:
-                run.premade.reached(leaves_of([t for t in outputs if isinstance(t, Tensor)]), run.num_updates)
-            if run.in_backward or False in [isinstance(t, Tensor) for t in outputs]:
-                self._hook_recomputed(outputs)
-                run_engine(tensors, grad_tensors, *args, **kwargs)
-                return
-            self._begin(outputs)
-            run.lint.backward_begins(outputs, grad_tensors, keeps_graph=_keeps_graph(args, kwargs))
-            by_hand = () if run.optimizers else self._leaves_updated_by_hand(outputs)
-            casting = run.main_casting
-            before = self._communication.before_backward(lambda: _parameters_in(leaves_of(outputs)))
-            if run.scale.checks:
-                with self._scaling(outputs, kwargs.get("inputs")), self._under_policy():
-                    run_engine(outputs, self._scaled(outputs, grad_tensors, run.scale), *args, **kwargs)
-            elif casting is not None and casting.table is not None:
-                with self._under_policy():
-                    run_engine(outputs, grad_tensors, *args, **kwargs)
-            else:  # nothing to set, so three contexts need not be entered
-                run.in_backward = True
-                try:
-                    run_engine(outputs, grad_tensors, *args, **kwargs)
-                finally:
-                    self._end()
-            self._communication.after_backward(before)
-            run.lint.backward_ended()
-            if by_hand and not run.optimizers:  # a backward pass inside this one may have reached one
-                self._update_by_hand([p.grad for p in by_hand if p.grad is not None])
+            self._pass_in_full(run_engine, tensors, grad_tensors, rest)
 
         return backward
+
+    def _pass_in_full(
+        self, run_engine: Callable[..., Any], tensors: Any, grad_tensors: Any, rest: tuple[Any, Any, Any, Any]
+    ) -> None:
+        """Run a backward pass with all hooks; ``rest`` is what ``torch.autograd.backward`` is given beside outputs and gradients."""
+        run, (retain_graph, create_graph, _, inputs) = self._run, rest
+        outputs = _listed(tensors)
+        if run.premade:
+            run.premade.reached(leaves_of([t for t in outputs if isinstance(t, Tensor)]), run.num_updates)
+        if run.in_backward or False in [isinstance(t, Tensor) for t in outputs]:
+            self._hook_recomputed(outputs)
+            run_engine(tensors, grad_tensors, *rest)
+            return
+        self._begin(outputs)
+        run.lint.backward_begins(outputs, grad_tensors, keeps_graph=bool(retain_graph or create_graph))
+        by_hand = () if run.optimizers else self._leaves_updated_by_hand(outputs)
+        casting = run.main_casting
+        before = self._communication.before_backward(lambda: _parameters_in(leaves_of(outputs)))
+        if run.scale.checks:
+            with self._scaling(outputs, inputs), self._under_policy():
+                run_engine(outputs, self._scaled(outputs, grad_tensors, run.scale), *rest)
+        elif casting is not None and casting.table is not None:
+            with self._under_policy():
+                run_engine(outputs, grad_tensors, *rest)
+        else:  # nothing to set, so three contexts need not be entered
+            run.in_backward = True
+            try:
+                run_engine(outputs, grad_tensors, *rest)
+            finally:
+                self._end()
+        self._communication.after_backward(before)
+        run.lint.backward_ended()
+        if by_hand and not run.optimizers:  # a backward pass inside this one may have reached one
+            self._update_by_hand([p.grad for p in by_hand if p.grad is not None])
 
     def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
         run_engine = ENTERED.get(original, original)
@@ -366,10 +380,6 @@ def unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:
         return gradient
     result = gradient * (inverse if inverse.device == gradient.device else inverse.to(gradient.device))
     return result.add_(gradient, alpha=0) if result.layout is torch.strided else result
-
-
-def _keeps_graph(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    return bool(args[0] if args else kwargs.get("retain_graph") or kwargs.get("create_graph"))
 
 
 def _listed(values: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """Watch a script's recorded numbers for alarms, and stop it, or ask for a return to a snapshot, if that was asked for.
 
 Reads what the recorder keeps anyway, and nothing of the device: on a CPU the numbers' memory itself, after every step; in the steady
-state, where a step records next to nothing, after every 16th. On a GPU the numbers are sent to the host every 32 steps without
+state, where a step records next to nothing, after every 32nd. On a GPU the numbers are sent to the host every 32 steps without
 waiting, and are read once they have arrived, so that an alarm comes up to some 64 steps late there. In several processes all act
 on an alarm of any of them, after the same step: about once a second they tell each other (``engine.agreement``).
 """
@@ -19,7 +19,7 @@ from mezzo.launch.torch.state import Run
 from mezzo.observe.stopping import StopScript
 from mezzo.records import Alarm, Guardrails, Rewind, Steps
 
-_STEADY_EVERY, _SEND_EVERY = 16, 32
+_STEADY_EVERY, _SEND_EVERY = 32, 32
 _NO_PLACE = 50
 """Steps after which a script that has asked for no batch of a DataLoader since the alarm is ended: it cannot return."""
 

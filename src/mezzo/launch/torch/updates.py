@@ -105,8 +105,8 @@ class Updates:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         run = self._run
-        if self._stepping not in (None, optimizer):  # a wrapper that steps other optimizers: one update
-            return None
+        if self._stepping is not None and self._stepping is not optimizer:
+            return None  # a wrapper that steps other optimizers: one update
         self._stepping, self._casts_again = optimizer, False
         if run.transformed:
             run.begin_transformed()
@@ -241,6 +241,8 @@ def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def step(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if closure is None and not args and not kwargs:
+            return original(optimizer)  # the usual call: the hooks then see nothing to look through
         if closure is None or isinstance(closure, Evaluated) or torch.compiler.is_compiling():
             return original(optimizer, closure, *args, **kwargs)
         with torch.enable_grad():
