@@ -13,6 +13,8 @@ from mezzo.measure.advice import advice_for
         ("NameError: name 'get_ipython' is not defined", "delete its lines with get_ipython()"),
         ("train.py:3: NameError: name 'get_ipython' is not defined", "put %%mezzo above the cell that trains"),
         ("NameError: name 'ipython' is not defined", ""),
+        ("AssertionError: Torch not compiled with CUDA enabled", "mezzo predict says what it would do on GPUs"),
+        ("RuntimeError: No CUDA GPUs are available", "torch.cuda.is_available()"),
         ("", ""),
     ],
 )

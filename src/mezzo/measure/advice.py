@@ -7,6 +7,9 @@ import re
 _ADVICE = {
     r"NameError: name 'get_ipython' is not defined": "the script is an exported notebook: delete its lines with get_ipython(), which only "
     "IPython has (magics and shell commands, not training), or put %%mezzo above the cell that trains, in the notebook",
+    r"Torch not compiled with CUDA enabled|not linked with support for cuda|No CUDA GPUs are available|Found no NVIDIA driver": "the "
+    "script asks for a GPU, and this machine has none: mezzo predict says what it would do on GPUs that are not here; to train here, write "
+    'device = "cuda" if torch.cuda.is_available() else "cpu" and use that',
 }
 
 

@@ -29,6 +29,7 @@ from mezzo.measure.predict.script_amp import own_amp_left_out
 from mezzo.measure.predict.script_batches import ScriptBatches, first_size
 from mezzo.measure.predict.script_copies import copies_without_numbers
 from mezzo.measure.predict.script_data import CountedFakeMode, before_first_module
+from mezzo.measure.predict.script_devices import gpu_on_cpu
 from mezzo.measure.predict.script_sizes import largest_sizes
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of, units_of
@@ -128,6 +129,7 @@ class ScriptRecorder:
                     self._stand_ins(script),
                     self.batches.watching(),
                     own_amp_left_out(),
+                    gpu_on_cpu(),
                     cuda_operators(),
                     largest_sizes(noted),
                     longest_sequences(noted),
