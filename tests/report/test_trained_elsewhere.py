@@ -20,8 +20,9 @@ TOO_LARGE = ON_T4.model_copy(
 HOPELESS = TOO_LARGE.model_copy(update={"memory_bytes": {"parameters": 18 * GIB, "activations": GIB}})
 
 CASES = {
-    "it fits": (
-        [ON_T4],
+    "it fits with room to spare": ([ON_T4], ["mezzo check --gpu t4 train.py --batch-size 64"]),
+    "it just fits": (
+        [ON_T4.model_copy(update={"device_bytes": 9 * GIB})],
         [
             "mezzo check --gpu t4 train.py --batch-size 64",
             "mezzo compare --policies fp16 --checkpoint full train.py --batch-size 64",

@@ -1,4 +1,4 @@
-"""What to type after a prediction: a check of the script for the fastest GPU, and checkpointing where it does not fit."""
+"""What to type after a prediction: a check of the script for the fastest GPU, and checkpointing where memory is short."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ _RUNS = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16-pur
 _SPARE = 0.13
 """Share of a GPU's memory that stays free for what a prediction may miss."""
 _LEAST_GIB = 0.1
+_MUCH = 0.5
+"""Share of a GPU's memory from which on activations that are not kept are worth a slower step."""
 
 
 def steps(record: PredictRecord) -> Iterator[tuple[str, str]]:
@@ -33,7 +35,7 @@ def steps(record: PredictRecord) -> Iterator[tuple[str, str]]:
         one, kept = max(budgets, key=lambda pair: pair[0].throughput)
         why = f"on {one.gpu} in {one.policy} it does not fit; keep less for the backward pass"
         yield why, script.under("run", policy=one.policy, checkpoint=kept)
-    elif best is not None and best.policy in _RUNS:
+    elif best is not None and best.policy in _RUNS and best.device_bytes > _MUCH * (best.gpu_bytes or 0):
         why = "see what checkpointing costs and saves here, on the same batch"
         yield why, script.under("compare", policies=best.policy, checkpoint="full")
 
