@@ -23,13 +23,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
-from benchmarks.harness import report
+from benchmarks.harness import BUILDS, over_builds, report
 from benchmarks.loops import LR, STEPS, Loop, calls_a_step, repeated, step_by_hand, step_of_a_session
 from benchmarks.models import mlp
 
-BUILDS, PAIRS, WORLD = 12, 12, 2
-OUTSIDE = 2
-"""Builds left out at either end of the interval: 96% of the intervals from the 3rd to the 10th of 12 hold the true median."""
+PAIRS, WORLD = 12, 2
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": None}
 
 
@@ -71,11 +69,8 @@ def joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     for build in range(len(ranks[0]["training_ms"])):
         pairs = zip(*(rank["training_ms"][build] for rank in ranks), strict=True)
         builds.append([sum(second for _, second in pair) / sum(hand for hand, _ in pair) for pair in pairs])
-    medians = sorted(statistics.median(build) for build in builds)
     return {
-        "ratio": statistics.median(medians),
-        "interval": [medians[OUTSIDE], medians[-1 - OUTSIDE]],
-        "medians_of_builds": [round(median, 4) for median in medians],
+        **over_builds(builds),
         "step_ms": [_median_ms(ranks, "training_ms", side) for side in (0, 1)],
         "other_threads_step_ms": [_median_ms(ranks, "other_ms", side) for side in (0, 1)],
         "calls": ranks[0]["calls"],

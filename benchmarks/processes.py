@@ -9,7 +9,6 @@ or the other by a percent or two, so there are several, and the interval is that
 from __future__ import annotations
 
 import multiprocessing
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -18,9 +17,9 @@ from typing import Any
 
 import torch
 
-BUILDS, BLOCKS = 12, 24
-OUTSIDE = 2
-"""Builds left out at either end of the interval: 96% of the intervals from the 3rd to the 10th of 12 hold the true median."""
+from benchmarks.harness import BUILDS, over_builds
+
+BLOCKS = 24
 Loop = Callable[[], AbstractContextManager[Callable[[], Any]]]
 """Returns the context in which its block runs."""
 
@@ -35,12 +34,7 @@ def in_turn(loops: Mapping[str, Loop]) -> list[dict[str, list[float]]]:
 
 def ratio(builds: list[dict[str, list[float]]], of: str, to: str) -> dict[str, Any]:
     """Return the median over builds of the median ratio of two loops, and the interval of the builds' medians."""
-    medians = sorted(statistics.median([a / b for a, b in zip(build[of], build[to], strict=True)]) for build in builds)
-    return {
-        "ratio": statistics.median(medians),
-        "interval": [medians[OUTSIDE], medians[-1 - OUTSIDE]],
-        "medians_of_builds": [round(median, 4) for median in medians],
-    }
+    return over_builds([a / b for a, b in zip(build[of], build[to], strict=True)] for build in builds)
 
 
 def _build(loops: Mapping[str, Loop]) -> dict[str, list[float]]:

@@ -52,7 +52,7 @@ def test_other_errors_are_type_and_message() -> None:
     assert sentence_of(ended) == "process 1 terminated with signal SIGKILL"
 
 
-ELSEWHERE = "; the output above may say why, and `torchrun ... -m mezzo` in place of mezzo around it does"
+ELSEWHERE = "; see the output above; `torchrun ... -m mezzo` would record the reason"
 
 
 @pytest.mark.parametrize(

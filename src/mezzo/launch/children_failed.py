@@ -36,7 +36,7 @@ def _of_torchrun(error: Any) -> str:
     if Path(failure.error_file).name == _ERROR_FILE:
         return f"rank {rank}: {message}"
     how = f"signal {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-    return f"rank {rank}: it ended with {how}; the output above may say why, and `torchrun ... -m mezzo` in place of mezzo around it does"
+    return f"rank {rank}: it ended with {how}; see the output above; `torchrun ... -m mezzo` would record the reason"
 
 
 def raised(text: str) -> str:

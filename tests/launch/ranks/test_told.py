@@ -38,7 +38,7 @@ def test_torchrun_names_the_process_to_blame_and_its_reason(tmp_path: Path) -> N
 
 def test_a_verdict_is_no_crash(tmp_path: Path) -> None:
     tell(4, "compare", own_rank=0, variables=variables(tmp_path))
-    expected = "mezzo compare: exit code 4, which is an answer and no crash: the report above has it"
+    expected = "mezzo compare: exit code 4, which is an answer, not a crash: see the report above"
     assert failure(tmp_path, 0).message["message"] == expected  # type: ignore[index]
 
 

@@ -45,7 +45,7 @@ def tell(
     place = variables.get(_FILE, "")
     if not exit_code or not place or Path(place).exists():
         return
-    text = REASON.text or f"exit code {exit_code}, which is an answer and no crash: the report above has it"
+    text = REASON.text or f"exit code {exit_code}, which is an answer, not a crash: see the report above"
     text = f"mezzo {command}: {text}"
     at_s = int(time.time()) - (own_rank == REASON.rank)
     extra = {"py_callstack": text, "timestamp": str(at_s)}
