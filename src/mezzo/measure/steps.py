@@ -51,6 +51,8 @@ class StepRecorder:
         self._turns_on: Numbers | None = None
         self._made_by: Owners = frozenset()
         self._turns_scale: float | None = None
+        self._turns_also = 0
+        """Numbers that ``turn`` keeps of a step beside its loss."""
         self.apart: LossesApart[Losses] = LossesApart(lambda one, other: one + other)
         """The separate losses of a script that has several."""
         self.measures = True
@@ -128,19 +130,22 @@ class StepRecorder:
         if ended[0] >= self.reports.due_s:
             self._send(ended[0])
 
-    def begin_turns(self, made_by: Owners, *, scale: float | None = None) -> None:
+    def begin_turns(self, made_by: Owners, *, scale: float | None = None, also: int = 0) -> None:
         """Let ``turn`` record the following steps where the last loss was recorded.
 
         Args:
             made_by: the optimizers that make their updates.
-            scale: the loss scale after each; None if there is none.
+            scale: the loss scale after each; None if there is none, or only the device knows it.
+            also: how many tensors ``turn`` is given beside each loss: 1 for the loss scale, 2 for a flag and the loss scale.
         """
         self.settle()
-        self._made_by, self._turns_scale = made_by, scale
+        self._made_by, self._turns_scale, self._turns_also = made_by, scale, also
         self._turns_on = self._loss[-1][-1].where if self._loss and self._loss[-1] else None
 
-    def turn(self, loss: Any) -> bool:
+    def turn(self, loss: Any, also: tuple[Any, ...] = ()) -> bool:
         """Close a step that was not skipped and left the scale, and add the next one's first loss, as ``close`` and ``loss`` do.
+
+        ``also`` are numbers of the step that is closed, as ``begin_turns`` was told: a flag above 0 if it was skipped, and its scale.
 
         Return False, with nothing done, for what is no scalar on the device of the losses before. Most steps of a run end and
         begin like this. By then a model's arithmetic has emptied the caches, so that each object that is touched costs some 0.1 us
@@ -150,10 +155,22 @@ class StepRecorder:
         if numbers is None or type(loss) is not Tensor or loss.dim() or loss.device != numbers.device:
             return False
         free, clock = numbers.free, self.clock
+        if also or self._turns_also:
+            if len(also) != self._turns_also or also[-1].device != numbers.device:
+                return False
+            if len(free) <= len(also):
+                free.clear()  # a step's numbers are neighbours
         if not free:
             self.settle()
             numbers.grow()
-        element, cells = free.pop(), numbers.cells
+        cells = numbers.cells
+        for value in also:
+            kept = free.pop()
+            if cells is None:
+                kept.copy_(value)
+            else:
+                cells[CHUNK - 1 - len(free)] = value.item()
+        element = free.pop()
         if cells is None:
             element.copy_(loss.detach())
         else:
@@ -176,13 +193,19 @@ class StepRecorder:
         assert where is not None
         room = len(where) + len(where.free)  # whatever adds a chunk settles before
         kept: list[Losses] = [(new(Kept, (where, room - free - 1)),) for _, free in turned]
-        others = len(turned) - 1
+        others, also = len(turned) - 1, self._turns_also
         self.apart.turns(kept, len(self._loss) + 1, made_by=self._made_by)
         self._loss += [self._open_loss, *kept[:-1]]
         self._weight += [self._open_weight] + [1.0] * others
         self._norm += [self._open_norms] + [()] * others  # a norm settles before it is added
-        self._skipped += [False] * len(turned)
-        self._scale += [self._turns_scale] * len(turned)
+        if also < 2:
+            self._skipped += [False] * len(turned)
+        else:
+            self._skipped += [new(Kept, (where, room - free - 3)) for _, free in turned]
+        if also < 1:
+            self._scale += [self._turns_scale] * len(turned)
+        else:
+            self._scale += [new(Kept, (where, room - free - 2)) for _, free in turned]
         self.clock.add(*[ended for ended, _ in turned])
         self._open_loss, self._open_norms, self._open_weight = kept[-1], (), 1.0
 

@@ -42,6 +42,7 @@ class Training:
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 1))
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scaler: torch.amp.GradScaler | None = None
+        self.steps = 0
 
     def loss(self) -> torch.Tensor:
         x = torch.randn(8, 4)
@@ -189,9 +190,139 @@ def loss_changed_in_place(training: Training) -> None:
     training.optimizer.step()
 
 
+def overflows(training: Training) -> None:
+    with torch.no_grad():
+        training.model[0].weight[0, 0] += 0  # type: ignore[operator, index]
+    training.optimizer.zero_grad()
+    loss = training.loss() * float("inf")
+    (loss if training.scaler is None else training.scaler.scale(loss)).backward()
+    step(training)
+
+
+def step(training: Training) -> None:
+    if training.scaler is None:
+        training.optimizer.step()
+    else:
+        training.scaler.step(training.optimizer)
+        training.scaler.update()
+
+
+def clips(training: Training) -> None:
+    training.optimizer.zero_grad()
+    loss = training.loss()
+    if training.scaler is None:
+        loss.backward()
+    else:
+        training.scaler.scale(loss).backward()
+        training.scaler.unscale_(training.optimizer)
+    nn.utils.clip_grad_norm_(training.model.parameters(), 0.1)
+    step(training)
+
+
+def unscales_twice(training: Training) -> None:
+    clips(training)
+    assert training.scaler is not None
+    training.scaler.scale(training.loss()).backward()
+    training.scaler.unscale_(training.optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        training.scaler.unscale_(training.optimizer)
+    step(training)
+
+
+def steps_twice(training: Training) -> None:
+    assert training.scaler is not None
+    training.optimizer.zero_grad()
+    training.scaler.scale(training.loss()).backward()
+    training.scaler.step(training.optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        training.scaler.step(training.optimizer)
+    training.scaler.update()
+
+
+def updates_twice(training: Training) -> None:
+    assert training.scaler is not None
+    training.step()
+    with pytest.raises(AssertionError, match="No inf checks"):
+        training.scaler.update()
+
+
+def sets_the_scale(training: Training) -> None:
+    assert training.scaler is not None
+    training.step()
+    training.scaler.update(32.0)
+
+
+def reads_the_scale(training: Training) -> None:
+    assert training.scaler is not None
+    training.step()
+    assert training.scaler.get_scale() > 0
+
+
+def steps_without_the_scaler(training: Training) -> None:
+    training.optimizer.zero_grad()
+    training.loss().backward()
+    training.optimizer.step()
+
+
+def scales_two_losses(training: Training) -> None:
+    assert training.scaler is not None
+    training.optimizer.zero_grad()
+    training.scaler.scale(training.loss()).backward()
+    training.scaler.scale(training.loss() / 3).backward()
+    step(training)
+
+
+def scales_a_list(training: Training) -> None:
+    assert training.scaler is not None
+    training.optimizer.zero_grad()
+    sum(training.scaler.scale([training.loss(), training.loss()])).backward()
+    step(training)
+
+
+def scales_a_part(training: Training) -> None:
+    assert training.scaler is not None
+    training.optimizer.zero_grad()
+    (training.scaler.scale(training.loss()) + 1.0).backward()
+    step(training)
+
+
+def second_scaler(training: Training) -> None:
+    training.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    training.step()
+
+
+def schedule_after_each(training: Training) -> None:
+    if training.steps % 3 == 0:
+        overflows(training)
+    else:
+        training.step()
+    scheduler(training)
+
+
+def fused(training: Training) -> None:
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-3, fused=True)
+    training.step()
+
+
 CHANGES = [plain, accumulates, two_updates_a_pass, closure, new_optimizer, second_optimizer, own_scaler, several_roots]
 CHANGES += [not_finite, nested, session, new_module, one_element_loss, nan_loss, scheduler, failing_backward]
 CHANGES += [failing_step, model_zero_grad, loss_changed_in_place]
+
+
+OWN_CHANGES = [plain, overflows, clips, unscales_twice, steps_twice, updates_twice, sets_the_scale, reads_the_scale]
+OWN_CHANGES += [steps_without_the_scaler, scales_two_losses, scales_a_list, scales_a_part, second_scaler]
+OWN_CHANGES += [
+    schedule_after_each,
+    fused,
+    scheduler,
+    new_optimizer,
+    second_optimizer,
+    nested,
+    new_module,
+    failing_step,
+]
+OWN_CHANGES += [accumulates, several_roots, not_finite, loss_changed_in_place, failing_backward, session, nan_loss]
+"""Changes of a script with a GradScaler of its own."""
 
 
 @contextmanager
@@ -201,11 +332,20 @@ def never_steady() -> Iterator[None]:
         yield
 
 
-def recorded(change: Callable[[Training], None], policy: str | None, *, once: bool) -> tuple[dict[str, Any], Run, int]:
-    """Return the steps without their times, the run, and in how many of them it was steady."""
+def recorded(
+    change: Callable[[Training], None], policy: str | None, *, once: bool, own: dict[str, bool] | None = None
+) -> tuple[dict[str, Any], Run, int]:
+    """Return the steps without their times, the run, and in how many of them it was steady.
+
+    ``own`` are AdamW's settings in a script with a GradScaler, which changes its scale every 7 updates; None for a script without one.
+    """
     with switched(None if policy is None else Policy.of(policy)) as (run, _):
         training, steady = Training(), 0
+        if own is not None:
+            training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-2, **own)
+            training.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
         for number in range(STEPS):
+            training.steps = number
             changed = number == CHANGED_AT or (number > CHANGED_AT and not once)
             (change if changed else plain)(training)
             steady += run.steady.optimizer() is not None
@@ -236,18 +376,37 @@ def test_a_steady_run_records_the_same(change: Callable[[Training], None], polic
     assert [f.code for f in run.lint.findings()] == [f.code for f in other.lint.findings()]
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:Detected call of `lr_scheduler")
+@pytest.mark.parametrize(("own", "once"), [({}, True), ({"fused": True}, False)], ids=["plain AdamW", "fused AdamW"])
+@pytest.mark.parametrize("change", OWN_CHANGES)
+def test_a_steady_run_with_a_scaler_of_its_own_records_the_same(
+    change: Callable[[Training], None], own: dict[str, bool], once: bool
+) -> None:
+    found, run, steady = recorded(change, None, once=once, own=own)
+    with never_steady():
+        expected, other, never = recorded(change, None, once=once, own=own)
+    assert repr(found) == repr(expected)  # NaN is equal to itself
+    assert len(found["loss"]) >= STEPS - 2
+    assert len(set(found["loss_scale"])) > 5
+    assert (steady > 10, never) == (True, 0)
+    findings = [[f.model_dump(exclude={"message"}) for f in one.lint.findings()] for one in (run, other)]
+    assert findings[0] == findings[1]
+
+
 @pytest.mark.parametrize("policy", ["fp16:arithmetic=emulated", "fp16-master:arithmetic=emulated"])
 def test_a_run_with_a_loss_scale_is_never_steady(policy: str) -> None:
     assert recorded(plain, policy, once=True)[2] == 0
 
 
 OWN_CALLS = [
+    # (policy, whether the script has a GradScaler of its own, calls)
     # as-is and fp32 take the loss, the time, and the hooks around the optimizer's step: see StepRecorder.turn
-    (None, 7.0),
-    ("fp32", 12.0),
-    ("bf16:op_lists=device", 12.0),
+    (None, False, 7.0),
+    (None, True, 13.0),
+    ("fp32", False, 12.0),
+    ("bf16:op_lists=device", False, 12.0),
     # and with a scale the walk through the graph, and the gradients before and after they are unscaled
-    ("fp16:op_lists=device", 19.0),
+    ("fp16:op_lists=device", False, 19.0),
 ]
 """Python calls of the launcher and its recorder a step, at most, sorting into columns and an occasional norm included."""
 
@@ -257,8 +416,8 @@ GUARD_CALLS = 8.0
 
 
 @pytest.mark.parametrize("guarded", [False, True], ids=["no guard", "guarded"])
-@pytest.mark.parametrize(("policy", "most"), OWN_CALLS, ids=str)
-def test_calls_a_step_of_a_steady_run(policy: str | None, most: float, guarded: bool) -> None:
+@pytest.mark.parametrize(("policy", "scaler", "most"), OWN_CALLS, ids=str)
+def test_calls_a_step_of_a_steady_run(policy: str | None, scaler: bool, most: float, guarded: bool) -> None:
     """Each call costs some 2 us of a step whose arithmetic has emptied the caches; counted, because a time would be noise."""
     calls: Counter[str] = Counter()
 
@@ -268,6 +427,8 @@ def test_calls_a_step_of_a_steady_run(policy: str | None, most: float, guarded: 
 
     with switched(None if policy is None else Policy.of(policy)) as (run, _):
         training = Training()
+        if scaler:
+            training.scaler = torch.amp.GradScaler("cpu")
         if guarded:
             run.guard = ScriptGuard(run, GuardRequest(), on_stop=list)
         for _ in range(CHANGED_AT):
@@ -284,17 +445,24 @@ def test_calls_a_step_of_a_steady_run(policy: str | None, most: float, guarded: 
 
 
 WHOLE_CALLS = [
-    # (policy, the loop by hand: its format, whether it scales, Python calls a step that Mezzo may add)
-    (None, None, False, -3.0),
-    ("fp32", None, False, 3.0),
-    ("bf16:op_lists=device", torch.bfloat16, False, 4.0),
-    ("fp16:op_lists=device", torch.float16, True, -12.0),
+    # (policy, the loop by hand: its format, whether it scales, whether the script is that loop, Python calls a step that Mezzo may add)
+    (None, None, False, True, -3.0),
+    (None, torch.bfloat16, True, True, 5.0),
+    (None, torch.float16, True, True, 4.0),
+    ("fp32", None, False, False, 3.0),
+    ("bf16:op_lists=device", torch.bfloat16, False, False, 4.0),
+    ("fp16:op_lists=device", torch.float16, True, False, -12.0),
 ]
 
 
-@pytest.mark.parametrize(("policy", "format", "scales", "most"), WHOLE_CALLS, ids=str)
+@pytest.mark.parametrize(("policy", "format", "scales", "same", "most"), WHOLE_CALLS, ids=str)
 def test_calls_a_step_beside_the_loop_by_hand(
-    policy: str | None, format: torch.dtype | None, scales: bool, most: float, monkeypatch: pytest.MonkeyPatch
+    policy: str | None,
+    format: torch.dtype | None,
+    scales: bool,
+    same: bool,
+    most: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All calls, torch's own included, without the guard."""
     monkeypatch.setattr("benchmarks.host_time.SIZES", (4, 8, 8, 2))  # the benchmark's layers, narrower
@@ -318,4 +486,5 @@ def test_calls_a_step_beside_the_loop_by_hand(
 
     by_hand = counted(script(format, scales=scales))
     with switched(None if policy is None else Policy.of(policy)):
-        assert counted(script(None, scales=False)) - by_hand <= most
+        ours = script(format, scales=scales) if same else script(None, scales=False)
+        assert counted(ours) - by_hand <= most

@@ -81,6 +81,8 @@ def switched(
             keep_fp32_products(policy, patches, run.note_left_alone)
         replace_amp(run, patches)
         report_to_lint(run.lint, patches, as_is=policy is None)
+        if policy is None:
+            run.steady.own.install(patches)
         record_sessions(run, patches)
         regions.install(patches)
         communication.install(patches)

@@ -67,7 +67,7 @@ class BackwardPasses:
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         run_engine = ENTERED.get(original, original)  # under a function mode, torch's own would call this replacement
-        run, steady, batched = self._run, self._run.steady, self._run.steady.batched
+        run, steady, batched, own = self._run, self._run.steady, self._run.steady.batched, self._run.steady.own
         run_steady = DirectPasses(run_engine) if original in ENTERED else run_engine
 
         @functools.wraps(original)
@@ -87,8 +87,12 @@ class BackwardPasses:
                 if usual and run.found is False and run.scale.calm > 0:
                     start = batched.start_of(tensors, optimizer)
                 optimizer = None if start is None else optimizer
-            if optimizer is not None and run.recorder.turn(tensors):
-                run.stepped = False
+            loss, also = tensors, ()
+            if optimizer is not None and own.scaler is not None:
+                optimizer = optimizer if tensors is own.scaled else None
+                loss, also = own.taken()
+            if optimizer is not None and run.recorder.turn(loss, also):
+                run.stepped = run.open_skipped = False
                 if start is not None:
                     run.found = None
                     run.scale.calm -= 1

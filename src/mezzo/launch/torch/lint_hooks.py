@@ -19,12 +19,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 
+from mezzo.formats import FP16
 from mezzo.launch.patches import Patches
 from mezzo.observe.lint.observer import Lint
 
 _ENABLED = 5
 """Position of GradScaler's argument ``enabled``, from 0."""
 
+_FP16 = FP16.dtype
 _LIMITS = ("max_norm", "clip_value")
 
 Listener = Callable[..., Any]
@@ -42,7 +44,7 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     for name, listener in listeners.items():
         patches.wrap(GradScaler, name, functools.partial(listener, lint))
     patches.around(GradScaler, "__init__", functools.partial(_made, lint))
-    patches.wrap(autocast, "__init__", _asking)
+    patches.wrap(autocast, "__init__", functools.partial(_asking, lint, as_is))
     patches.wrap(autocast, "__enter__", functools.partial(_entering, lint, as_is))
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
         home = vars(clip_grad).get(name) or getattr(torch.nn.utils, name)
@@ -115,8 +117,11 @@ def _get_scale(lint: Lint, original: Listener) -> Listener:
 # --- autocast ----------------------------------------------------------------------------------------------------------------
 
 
-def _asking(original: Listener) -> Listener:
-    """Record the region that the script asks for: a policy may open another in its place."""
+def _asking(lint: Lint, as_is: bool, original: Listener) -> Listener:
+    """Record the region that the script asks for: a policy may open another in its place.
+
+    In a run as it is, only until the first updates have been checked; then calls go straight to torch.
+    """
 
     @functools.wraps(original)
     def init(
@@ -131,6 +136,8 @@ def _asking(original: Listener) -> Listener:
         default = None if device_type == "cpu" else torch.get_autocast_dtype(device_type)
         self._mezzo_asked = default if dtype is None else dtype, enabled
         original(self, device_type, dtype, enabled, cache_enabled, **kwargs)
+        if as_is and lint.over and vars(autocast)["__init__"] is init:  # not replaced since
+            autocast.__init__ = original  # type: ignore[method-assign]
 
     return init
 
@@ -138,6 +145,11 @@ def _asking(original: Listener) -> Listener:
 def _entering(lint: Lint, as_is: bool, original: Listener) -> Listener:
     @functools.wraps(original)
     def enter(self: Any) -> Any:
+        if as_is and lint.over:  # of the later regions, only the first in FP16 changes a finding
+            if self.fast_dtype is not _FP16:
+                return original(self)
+            if lint.has_fp16_regions and vars(autocast)["__enter__"] is enter:
+                autocast.__enter__ = original  # type: ignore[method-assign]
         result = original(self)
         if not torch.compiler.is_compiling():
             dtype, on = getattr(self, "_mezzo_asked", (self.fast_dtype, self._enabled))

@@ -23,6 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 from mezzo.engine.autocast_kernels import open_table
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.steady_scaler import found_on_device
 
 
 def replace_amp(run: Run, patches: Patches) -> None:
@@ -161,8 +162,7 @@ def _skipped(scaler: Any, optimizer: Any, recorded: _RecordedStep) -> bool | Ten
     """Return whether a step was skipped: a bool if the host knows, a device flag if the optimizer itself skips."""
     if recorded.decided:
         return not recorded.stepped
-    found = [*scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()]
-    flag = sum((other.to(found[0].device) for other in found[1:]), start=found[0])
+    flag = found_on_device(scaler, optimizer)
     return flag if getattr(optimizer, "_step_supports_amp_scaling", False) else bool(flag)
 
 

@@ -113,7 +113,7 @@ class Run:
         self._lock = threading.Lock()
         self.found: bool | None = None
         """Whether a gradient of the open update was not finite; None if none was checked."""
-        self._skipped: bool | Tensor = False
+        self.open_skipped: bool | Tensor = False
         """Whether the open update was skipped; if only the device knows, a tensor that is above 0 if so."""
 
     # --- forward ---------------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Run:
         if self.scale.checks and (norm is not None or finite is not None):
             self.skips = bool(not_finite(norm)) if norm is not None and finite is None else not finite
             self.found = self.skips or bool(self.found)
-            self._skipped = self._skipped or self.skips
+            self.open_skipped = self.open_skipped or self.skips
         return self.skips
 
     @property
@@ -314,19 +314,19 @@ class Run:
             skipped = bool(skipped)
         if isinstance(skipped, Tensor):
             self.stepped = True
-            if isinstance(self._skipped, Tensor):
-                self._skipped = self._skipped + skipped.to(self._skipped.device)
+            if isinstance(self.open_skipped, Tensor):
+                self.open_skipped = self.open_skipped + skipped.to(self.open_skipped.device)
             else:
-                self._skipped = self._skipped or skipped
+                self.open_skipped = self.open_skipped or skipped
         elif skipped:
-            self.stepped = self._skipped = True
+            self.stepped = self.open_skipped = True
         if self.observer is not None:
             self.updates.append(Update(scaler=id(scaler), optimizer=id(optimizer), skipped=bool(skipped)))
 
     def record_scaler(self, scaler: Any) -> None:
         """Record that the script's own GradScaler is about to scale a loss."""
-        self.steady.end()
         if self.script_scaler is not scaler:
+            self.steady.end()
             self.script_scaler = scaler
             if self.observer is not None:
                 self.observer.scaler_met(scaler)
@@ -344,12 +344,12 @@ class Run:
         floor_error = None
         scale = None if self.script_scaler is None else scale_on_device(self.script_scaler)
         if self.scale.checks:
-            floor_error = self.floor_error() if self._skipped and self.scale.at_floor() else None
+            floor_error = self.floor_error() if self.open_skipped and self.scale.at_floor() else None
             if self.found is not None:
                 self.scale.updated(skipped=self.found)
             scale = self.scale.value()
-        self.recorder.close(skipped=self._skipped, scale=scale, made_by=self.steady.made_by | self.made_by)
-        self.stepped, self.found, self._skipped = False, None, False
+        self.recorder.close(skipped=self.open_skipped, scale=scale, made_by=self.steady.made_by | self.made_by)
+        self.stepped, self.found, self.open_skipped = False, None, False
         self.made_by.clear()
         for watcher in tuple(self.watchers):
             watcher.step_closed(len(self.recorder))

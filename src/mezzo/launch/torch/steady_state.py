@@ -1,10 +1,10 @@
 """Detect when only losses, times and an occasional norm are left to record, and record only those.
 
-The first hundred updates of a script are checked for everything that can go wrong. After that, with one optimizer and without a
-GradScaler of the script, most hooks around each step and backward pass have nothing to do, and finding that out takes a
-tenth of a small model's step. Anything new in the script (an optimizer, a GradScaler, compiled code, a session) ends the steady state
-until another update has been recorded in full. With a loss scale, a pass that cannot be unscaled at once (``batched_unscaling``) and an
-update that is skipped or changes the scale are recorded in full, too.
+The first hundred updates of a script are checked for everything that can go wrong. After that, with one optimizer, most hooks around
+each step and backward pass have nothing to do, and finding that out takes a tenth of a small model's step. Anything new in the script
+(an optimizer, a GradScaler, compiled code, a session) ends the steady state until another update has been recorded in full. With a loss
+scale, a pass that cannot be unscaled at once (``batched_unscaling``) and an update that is skipped or changes the scale are recorded in
+full, too. Calls of the script's own GradScaler have a file of their own (``steady_scaler``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 
 from mezzo.launch.torch.batched_unscaling import BatchedUnscaling
+from mezzo.launch.torch.steady_scaler import SteadyScaler
 from mezzo.launch.torch.thread_state import nothing
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Steady:
         self.made_by: frozenset[int] = frozenset()
         """The number of ``optimizer``: the updates it makes are not noted one by one."""
         self.batched = BatchedUnscaling(run)
+        self.own = SteadyScaler(run)
+        """The script's own GradScaler."""
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = nothing
         """Returns the script's only optimizer while the run is steady; None otherwise."""
         self._last: Callable[[], torch.optim.Optimizer | None] = nothing
@@ -45,8 +48,7 @@ class Steady:
     def begin(self) -> None:
         """Become steady if the checks of the first hundred updates can find nothing more."""
         run = self._run
-        scaled = run.scaled_by_script or run.script_scaler is not None
-        if scaled or run.observer is not None or run.compiles or not run.lint.over or len(run.optimizers) != 1:
+        if run.observer is not None or run.compiles or not run.lint.over or len(run.optimizers) != 1:
             return
         if run.applied is not None and run.applied.world > 1:
             return  # every backward pass has a reduction to emulate
@@ -56,10 +58,14 @@ class Steady:
         number, casting = run.owners.number(optimizer), run.main_casting
         if number is None or (casting is not None and casting.table is not None):
             return  # with a cast table, a backward pass has a region of its own
-        if all(watcher.done(optimizer) for watcher in run.watchers):
+        if not all(watcher.done(optimizer) for watcher in run.watchers):
+            return
+        also = 0 if run.script_scaler is None else self.own.begin(run.script_scaler, optimizer)
+        if also is not None:
             self.optimizer = ref(optimizer)
             self.made_by = frozenset((number,))
-            run.recorder.begin_turns(self.made_by, scale=run.scale.value() if run.scale.checks else None)
+            scale = run.scale.value() if run.scale.checks else None
+            run.recorder.begin_turns(self.made_by, scale=scale, also=also)
 
     def end(self) -> None:
         """Record everything again."""
@@ -67,10 +73,11 @@ class Steady:
             self._run.made_by |= self.made_by
         self.optimizer = self._last = nothing
         self.made_by = frozenset()
+        self.own.end()
 
     def close(self) -> bool:
         """Close the open update; return False if the full path is needed."""
-        if self.optimizer() is None or self._run.scale.checks:
+        if self.optimizer() is None or self._run.scale.checks or self.own.scaler is not None:
             return False
         self._run.recorder.close(skipped=False, scale=None, made_by=self.made_by)
         return True

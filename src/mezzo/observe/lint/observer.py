@@ -105,6 +105,11 @@ class Lint:
         if on and dtype is not None and torch.is_grad_enabled():
             self._formats[dtype] += 1
 
+    @property
+    def has_fp16_regions(self) -> bool:
+        """Whether the script has opened an FP16 region with gradients."""
+        return self._formats[FP16.dtype] > 0
+
     # --- backward ----------------------------------------------------------------------------------------------------------------
 
     def backward_begins(self, roots: list[Tensor], given: Any, *, keeps_graph: bool) -> None:
@@ -146,7 +151,7 @@ class Lint:
             return False
         first = len(self._run.recorder) < _WALKS
         weights = (p for o in self._optimizers for p in parameters_of(o)) if first else ()
-        return self._formats[FP16.dtype] > 0 or any(p.dtype == FP16.dtype for p in weights)
+        return self.has_fp16_regions or any(p.dtype == FP16.dtype for p in weights)
 
     def backward_ended(self) -> None:
         """Record that the backward pass has ended."""
@@ -229,6 +234,15 @@ class Lint:
             self._in_scaler -= 1
         self.scalers.stepped(scaler, optimizer)
         self._ended(optimizer, skipped=self._skipped)
+
+    def held(self, optimizer: Optimizer) -> Held:
+        """Return what is known of an optimizer's gradients and steps."""
+        return self._gradients.of(optimizer)
+
+    def scaler_skipped(self, optimizer: Optimizer) -> None:
+        """Record a skipped step of the script's GradScaler, whose calls are in order, after all gradients have been checked."""
+        self._gradients.of(optimizer).skipped += 1
+        self.scalers.num_steps += 1
 
     def skipped(self) -> None:
         """Record that the script's own active GradScaler has found non-finite gradients."""

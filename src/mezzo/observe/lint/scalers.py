@@ -13,7 +13,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
 from mezzo.formats import FP16
@@ -22,7 +22,8 @@ from mezzo.observe.lint.losses import found_in, sequences_of
 from mezzo.observe.lint.noticed import Noticed
 from mezzo.observe.observer import ObservedRun
 
-_METHODS = ("scale", "unscale_", "step", "update")
+METHODS = ("scale", "unscale_", "step", "update")
+"""The calls of a GradScaler in a step."""
 _MOST_PRODUCTS = 64
 _NEAR = 1e-2
 """A clipping limit of at least this many loss scales was meant for scaled gradients."""
@@ -67,7 +68,7 @@ class Scalers:
         if not on:
             return None
         known = self._known.get(scaler)
-        if known is None and all(getattr(type(scaler), name) is getattr(GradScaler, name) for name in _METHODS):
+        if known is None and all(getattr(type(scaler), name) is getattr(GradScaler, name) for name in METHODS):
             known = self._known[scaler] = _Known()
         return known
 
@@ -172,6 +173,15 @@ class Scalers:
             return
         known.epoch, known.checked = known.epoch + 1, False
         known.stages.clear()
+
+    def catch_up(self, scaler: GradScaler) -> None:
+        """Take the calls since the last update from a scaler's own record of them: they were not reported one by one."""
+        known = self._known[scaler]
+        for optimizer in self._run.optimizers:
+            stage = scaler._per_optimizer_states.get(id(optimizer), {}).get("stage", OptState.READY)
+            if stage is not OptState.READY:
+                known.stages[optimizer] = "unscaled" if stage is OptState.UNSCALED else "stepped"
+                known.checked = True
 
     # --- the state of the gradients ------------------------------------------------------------------------------------------------
 
