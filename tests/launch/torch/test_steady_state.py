@@ -444,23 +444,29 @@ def test_calls_a_step_of_a_steady_run(policy: str | None, scaler: bool, most: fl
     assert 5 <= per_step <= most + GUARD_CALLS * guarded, calls
 
 
+PLAIN, FP16_AMP, BF16_AMP = (None, False), (torch.float16, True), (torch.bfloat16, False)
 WHOLE_CALLS = [
-    # (policy, the loop by hand: its format, whether it scales, whether the script is that loop, Python calls a step that Mezzo may add)
-    (None, None, False, True, -3.0),
-    (None, torch.bfloat16, True, True, 5.0),
-    (None, torch.float16, True, True, 4.0),
-    ("fp32", None, False, False, 3.0),
-    ("bf16:op_lists=device", torch.bfloat16, False, False, 4.0),
-    ("fp16:op_lists=device", torch.float16, True, False, -12.0),
+    # (policy, the loop by hand and the script: autocast's format and whether a GradScaler scales, Python calls a step that Mezzo may add)
+    (None, PLAIN, PLAIN, -3.0),
+    (None, FP16_AMP, FP16_AMP, 4.0),
+    (None, (torch.bfloat16, True), (torch.bfloat16, True), 5.0),
+    ("fp32", PLAIN, PLAIN, 3.0),
+    ("bf16:op_lists=device", BF16_AMP, PLAIN, 4.0),
+    (
+        "bf16:op_lists=device",
+        BF16_AMP,
+        FP16_AMP,
+        18.0,
+    ),  # the script's own regions are the policy's, and its scaler is off
+    ("fp16:op_lists=device", FP16_AMP, PLAIN, -12.0),
 ]
 
 
-@pytest.mark.parametrize(("policy", "format", "scales", "same", "most"), WHOLE_CALLS, ids=str)
+@pytest.mark.parametrize(("policy", "by_hand", "ours", "most"), WHOLE_CALLS, ids=str)
 def test_calls_a_step_beside_the_loop_by_hand(
     policy: str | None,
-    format: torch.dtype | None,
-    scales: bool,
-    same: bool,
+    by_hand: tuple[torch.dtype | None, bool],
+    ours: tuple[torch.dtype | None, bool],
     most: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -484,7 +490,6 @@ def test_calls_a_step_beside_the_loop_by_hand(
             sys.setprofile(None)
         return calls / NUM_COUNTED
 
-    by_hand = counted(script(format, scales=scales))
+    expected = counted(script(by_hand[0], scales=by_hand[1]))
     with switched(None if policy is None else Policy.of(policy)):
-        ours = script(format, scales=scales) if same else script(None, scales=False)
-        assert counted(ours) - by_hand <= most
+        assert counted(script(ours[0], scales=ours[1])) - expected <= most

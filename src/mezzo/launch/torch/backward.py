@@ -87,7 +87,8 @@ class BackwardPasses:
                 if usual and run.found is False and run.scale.calm > 0:
                     start = batched.start_of(tensors, optimizer)
                 optimizer = None if start is None else optimizer
-            loss, also = tensors, ()
+            loss: Any = tensors
+            also: tuple[Any, ...] = ()
             if optimizer is not None and own.scaler is not None:
                 optimizer = optimizer if tensors is own.scaled else None
                 loss, also = own.taken()

@@ -1,7 +1,7 @@
 """Report a script's calls to the lint: those of its GradScaler and autocast, of torch's clipping, and those that clear gradients.
 
 The hooks on optimizers, schedulers, backward passes and modules, elsewhere in this folder, report to the lint themselves. Nothing is
-changed here: every call proceeds as the script made it.
+changed here: every call proceeds as the script made it. Once the first updates have been checked, most calls go straight to torch again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
         "get_scale": _get_scale,
     }
     for name, listener in listeners.items():
-        patches.wrap(GradScaler, name, functools.partial(listener, lint))
+        make = functools.partial(listener, lint)
+        patches.wrap(GradScaler, name, make if as_is else functools.partial(_until_over, lint, name, make))
     patches.around(GradScaler, "__init__", functools.partial(_made, lint))
     patches.wrap(autocast, "__init__", functools.partial(_asking, lint, as_is))
     patches.wrap(autocast, "__enter__", functools.partial(_entering, lint, as_is))
@@ -56,6 +57,29 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     patches.wrap(nn.Module, "zero_grad", functools.partial(_clearing, lint, nn.Module))
     patches.around(AveragedModel, "update_parameters", functools.partial(_averaging, lint))
     patches.on_undo(lint.close)
+
+
+def _until_over(lint: Lint, name: str, make: Callable[[Listener], Listener], original: Listener) -> Listener:
+    """Report calls of a GradScaler that the policy has turned off until the first updates have been checked.
+
+    Those of one that is on are checked to the end: where a run is steady, by ``steady_scaler``.
+    """
+    reporting = make(original)
+
+    @functools.wraps(original)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not lint.over:
+            return reporting(self, *args, **kwargs)
+        _restore(GradScaler, name, called, original)
+        return original(self, *args, **kwargs)
+
+    return called
+
+
+def _restore(owner: Any, name: str, own: Listener, original: Listener) -> None:
+    """Let calls go straight to ``original``, unless another tool has replaced the method since."""
+    if vars(owner)[name] is own:
+        setattr(owner, name, original)
 
 
 # --- GradScaler --------------------------------------------------------------------------------------------------------------
@@ -118,10 +142,7 @@ def _get_scale(lint: Lint, original: Listener) -> Listener:
 
 
 def _asking(lint: Lint, as_is: bool, original: Listener) -> Listener:
-    """Record the region that the script asks for: a policy may open another in its place.
-
-    In a run as it is, only until the first updates have been checked; then calls go straight to torch.
-    """
+    """Record the region that the script asks for: a policy may open another in its place."""
 
     @functools.wraps(original)
     def init(
@@ -136,8 +157,8 @@ def _asking(lint: Lint, as_is: bool, original: Listener) -> Listener:
         default = None if device_type == "cpu" else torch.get_autocast_dtype(device_type)
         self._mezzo_asked = default if dtype is None else dtype, enabled
         original(self, device_type, dtype, enabled, cache_enabled, **kwargs)
-        if as_is and lint.over and vars(autocast)["__init__"] is init:  # not replaced since
-            autocast.__init__ = original  # type: ignore[method-assign]
+        if lint.over and (as_is or not lint.regions_matter):
+            _restore(autocast, "__init__", init, original)
 
     return init
 
@@ -145,11 +166,12 @@ def _asking(lint: Lint, as_is: bool, original: Listener) -> Listener:
 def _entering(lint: Lint, as_is: bool, original: Listener) -> Listener:
     @functools.wraps(original)
     def enter(self: Any) -> Any:
-        if as_is and lint.over:  # of the later regions, only the first in FP16 changes a finding
-            if self.fast_dtype is not _FP16:
+        if lint.over:
+            if not lint.regions_matter:
+                _restore(autocast, "__enter__", enter, original)
                 return original(self)
-            if lint.has_fp16_regions and vars(autocast)["__enter__"] is enter:
-                autocast.__enter__ = original  # type: ignore[method-assign]
+            if as_is and self.fast_dtype is not _FP16:  # only one in FP16 changes the finding that is pending
+                return original(self)
         result = original(self)
         if not torch.compiler.is_compiling():
             dtype, on = getattr(self, "_mezzo_asked", (self.fast_dtype, self._enabled))
@@ -192,8 +214,8 @@ def _clearing(lint: Lint, owner: type, original: Listener) -> Listener:
             return
         if lint.awake:
             lint.model_cleared(self) if isinstance(self, nn.Module) else lint.cleared([self])
-        elif vars(owner)["zero_grad"] is zero_grad:  # not replaced since
-            owner.zero_grad = original  # type: ignore[attr-defined]
+        else:
+            _restore(owner, "zero_grad", zero_grad, original)
 
     return zero_grad
 

@@ -39,11 +39,24 @@ def replace_amp(run: Run, patches: Patches) -> None:
     patches.around(GradScaler, "__init__", _turned_off)
 
 
-def _dtype_under(run: Run) -> torch.dtype | None:
-    return run.applied.storage.dtype if run.applied is not None and run.applied.lowers else None
+def _dtype_under(run: Run) -> Callable[[], torch.dtype | None]:
+    """Return a function that returns the format of the policy's regions, None for FP32; the policy changes at a fallback only."""
+    known: Any = None
+    dtype: torch.dtype | None = None
+
+    def current() -> torch.dtype | None:
+        nonlocal known, dtype
+        if run.applied is not known:
+            known = run.applied
+            dtype = known.storage.dtype if known is not None and known.lowers else None
+        return dtype
+
+    return current
 
 
 def _in_policy(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    dtype_under = _dtype_under(run)
+
     @functools.wraps(original)
     def init(
         self: Any,
@@ -53,7 +66,7 @@ def _in_policy(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
         cache_enabled: Any = None,
         **kwargs: Any,
     ) -> None:
-        asked, dtype = kwargs.pop("dtype", dtype_asked), _dtype_under(run)
+        asked, dtype = kwargs.pop("dtype", dtype_asked), dtype_under()
         on = enabled and dtype is not None
         self._mezzo_turned_off, self._mezzo_left_off = enabled and not on, not enabled
         original(self, device_type, dtype=dtype if on else asked, enabled=on, cache_enabled=cache_enabled, **kwargs)
@@ -62,10 +75,12 @@ def _in_policy(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    dtype_under = _dtype_under(run)
+
     @functools.wraps(original)
     def enter(self: Any) -> Any:
         if run.changed_policy is not None and self._enabled and run.applied is not None:  # made under the policy before
-            dtype = _dtype_under(run)
+            dtype = dtype_under()
             self._enabled, self._mezzo_turned_off = dtype is not None, dtype is None
             self.fast_dtype = dtype or self.fast_dtype
         result = original(self)

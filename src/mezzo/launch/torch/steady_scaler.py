@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
 
 from mezzo.launch.patches import Patches
 from mezzo.observe.lint.gradients import Held
@@ -32,7 +33,7 @@ class SteadyScaler:
         self._run = run
         self._torchs: dict[str, Callable[..., Any]] = {name: getattr(GradScaler, name) for name in METHODS}
         """The methods without our hooks, which are set later."""
-        self.scaler: GradScaler | None = None
+        self.scaler: Any = None
         """The scaler; None unless the run is steady and has one."""
         self.scaled: Tensor | None = None
         """What ``scale`` returned last, until its backward pass."""
@@ -102,12 +103,12 @@ class SteadyScaler:
         run = self._run
 
         @functools.wraps(original)
-        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self.scaler is not None:
                 if (
                     self.scaler is scaler
                     and not run.stepped
-                    and run.steady.optimizer() is optimizer
+                    and optimizer is run.steady.optimizer()
                     and not kwargs
                     and (not args or args == (None,))
                     and scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.STEPPED

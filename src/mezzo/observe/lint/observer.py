@@ -1,7 +1,7 @@
 """Record the calls of a script's training loop and detect misuse of its own mixed precision.
 
-Everything is derived from calls, identities and versions on the host: no device is read. Checks that read every gradient's identity run
-in the first updates only, since a loop does the same in each; the order of a scaler's calls and the schedule are checked to the end.
+Everything is derived from calls, identities and versions on the host: no device is read. Most checks run in the first updates only,
+since a loop does the same in each. To the end are checked the schedule and, where the script's GradScaler is on, the order of its calls.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from mezzo.records import Finding
 _AWAKE_UPDATES = 64
 _AWAKE_PASSES = 4096
 """In backward passes, because a script may make its updates where they are not recorded."""
+_FP16 = FP16.dtype
 _WALKS = 2
 """Number of searches of the whole graph for FP16 gradients."""
 
@@ -63,7 +64,7 @@ class Lint:
         """Step and line of the first ``step`` of a scaler that is on."""
         self._statistics = Statistics(self._noticed)
         self.over = False
-        """Whether only scalers and schedules are checked from now on: nothing else may slow the steps of a long run.
+        """Whether only schedules and scalers that are on are checked from now on: nothing else may slow the steps of a long run.
 
         Until then module calls matter: the mode that shows calls by hand can be removed there, but not inside a backward pass.
         """
@@ -106,9 +107,9 @@ class Lint:
             self._formats[dtype] += 1
 
     @property
-    def has_fp16_regions(self) -> bool:
-        """Whether the script has opened an FP16 region with gradients."""
-        return self._formats[FP16.dtype] > 0
+    def regions_matter(self) -> bool:
+        """Whether a later FP16 region would show that the script's GradScaler is of use; others are not counted after the first updates."""
+        return self._needless is not None and _FP16 not in self._formats
 
     # --- backward ----------------------------------------------------------------------------------------------------------------
 
@@ -151,7 +152,7 @@ class Lint:
             return False
         first = len(self._run.recorder) < _WALKS
         weights = (p for o in self._optimizers for p in parameters_of(o)) if first else ()
-        return self.has_fp16_regions or any(p.dtype == FP16.dtype for p in weights)
+        return _FP16 in self._formats or any(p.dtype == FP16.dtype for p in weights)
 
     def backward_ended(self) -> None:
         """Record that the backward pass has ended."""
@@ -225,7 +226,8 @@ class Lint:
         self._hands.judge()
         self.scalers.step(scaler, optimizer, awake=self.awake)
         self._begins(optimizer, raises=self._run.applied is None)
-        self._needless = self._needless or (self._step, here())
+        if not self.over:
+            self._needless = self._needless or (self._step, here())
         self._skipped = False
         self._in_scaler += 1
         try:
@@ -346,7 +348,7 @@ class Lint:
 
     def findings(self) -> list[Finding]:
         """Return the misuse that was found."""
-        if self._needless is not None and self._formats[BF16.dtype] and not self._formats[FP16.dtype]:
+        if self._needless is not None and self._formats[BF16.dtype] and _FP16 not in self._formats:
             (step, line), self._needless = self._needless, None
             detail = "every autocast region with gradients is BF16, and a GradScaler is on"
             self._noticed.add("A615", detail, step=step, line=line, count=self.scalers.num_steps)
