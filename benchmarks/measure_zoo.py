@@ -5,12 +5,9 @@ Plain torch, timm and transformers; nothing is downloaded and Mezzo is not neede
 scaling, gradients set to None before the forward pass, outputs kept until the next one. ``fp32`` computes all products in FP32, ``tf32``
 all in TF32, ``fp16`` and ``bf16`` are torch's autocast with TF32 for the rest.
 
-A case runs in a process of its own, forked after the imports. Its row is written as soon as it is measured; cases that FILE has already
-are skipped. ``--history DIR`` also keeps what the allocator did in the first two steps, a file a case.
-
-``--cases holdout`` measures other models than ``zoo``, and FP16. Their predictions were stored before they were measured:
-``results/h100/holdout_predicted.csv``, by ``predict_zoo.py --cases holdout``.
-
+A case runs in a process of its own, forked after the imports. Its row is written at once; cases that FILE has already are skipped.
+``--history DIR`` also keeps what the allocator did in the first two steps, a file a case.
+``--cases holdout`` measures other models, whose predictions ``predict_zoo.py --cases holdout`` stored before.
 ``python benchmarks/predict_zoo.py --rows zoo.csv`` prints predicted against measured.
 """
 
@@ -229,9 +226,14 @@ class Training:
         return outputs.loss, outputs
 
 
+def allow_tf32(policy: str) -> None:
+    """Let torch compute FP32 products and convolutions in TF32, unless ``policy`` is FP32."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = policy != "fp32"
+
+
 def measure(case: Case, *, benchmark: bool, idle_bytes: int, history: Path | None) -> Measured:
     """Train ``case`` on the GPU and return its row; runs in a process of its own."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = case.policy != "fp32"
+    allow_tf32(case.policy)
     torch.backends.cudnn.benchmark = benchmark
     library = case.model.split(":")[0]
     row = Measured(
@@ -259,7 +261,7 @@ def measure(case: Case, *, benchmark: bool, idle_bytes: int, history: Path | Non
     now = row.total_bytes - free - idle_bytes
     row.device_bytes = now + row.reserved_bytes - torch.cuda.memory_reserved()
     row.retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    row.clock_mhz = _asked("clocks.sm")
+    row.clock_mhz = asked("clocks.sm")
     return row
 
 
@@ -299,7 +301,7 @@ def _with_history(case: Case, folder: Path) -> Training:
     return training
 
 
-def _asked(what: str) -> int:
+def asked(what: str) -> int:
     """Return a whole number that nvidia-smi shows of the first GPU; 0 if it shows none."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
@@ -356,7 +358,7 @@ def main() -> None:
     import transformers  # noqa: F401
 
     begin, longest = time.monotonic(), 0.0
-    idle_bytes = _asked("memory.used") << 20
+    idle_bytes = asked("memory.used") << 20
     wanted = [case for case in CASES[options.cases]() if case.policy in options.policies.split(",")]
     wanted = [case for case in wanted if any(part in case.model for part in options.models.split(","))]
     done = _keys(options.out)
