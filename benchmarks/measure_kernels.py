@@ -245,8 +245,8 @@ def step_ms(step: Callable[[], None], device: str) -> float:
     return statistics.median(found)
 
 
-def traced(step: Callable[[], None], device: str, path: Path) -> dict[str, Any]:
-    """Return the Chrome trace of ``step``, marked; ``path`` is where torch writes it."""
+def write_trace(step: Callable[[], None], device: str, path: Path) -> None:
+    """Write the Chrome trace of ``step``, which is marked in it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -257,8 +257,6 @@ def traced(step: Callable[[], None], device: str, path: Path) -> dict[str, Any]:
             step()
         _wait(device)
     profiler.export_chrome_trace(str(path))
-    trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return trace
 
 
 def measure(case: Case, device: str, out: Path) -> Step:
@@ -278,11 +276,16 @@ def measure(case: Case, device: str, out: Path) -> Step:
         clock_mhz=asked("clocks.sm"),
     )
     path = out / "trace.json"
-    trace = traced(training.step, device, path)
-    with zipfile.ZipFile(out / "traces.zip", "a", zipfile.ZIP_DEFLATED) as file:
-        file.write(path, f"{name_of(case)}.json")
+    write_trace(training.step, device, path)
+    text = path.read_text(encoding="utf-8", errors="replace")
     path.unlink()
-    kernels = rows_of(trace)
+    with zipfile.ZipFile(out / "traces.zip", "a", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(f"{name_of(case)}.json", text)
+    try:
+        kernels = rows_of(json.loads(text, strict=False))
+    except (KeyError, ValueError) as error:  # the step's time is worth a row, and the trace is kept
+        print(f"{' '.join(case.key)}: no kernels were read: {type(error).__name__}: {error}", flush=True)
+        return row
     _append(out / "kernels.csv.gz", ({**asdict(case), **asdict(kernel)} for kernel in kernels))
     return with_kernels(row, kernels)
 
@@ -328,7 +331,7 @@ def kept(out: Path) -> Iterator[tuple[Case, list[Kernel]]]:
     with zipfile.ZipFile(out / "traces.zip") as file:
         for case in CASES:
             if f"{name_of(case)}.json" in file.namelist():
-                yield case, rows_of(json.loads(file.read(f"{name_of(case)}.json")))
+                yield case, rows_of(json.loads(file.read(f"{name_of(case)}.json"), strict=False))
 
 
 def main() -> None:
