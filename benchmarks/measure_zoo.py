@@ -5,9 +5,9 @@ Plain torch, timm and transformers; nothing is downloaded and Mezzo is not neede
 scaling, gradients set to None before the forward pass, outputs kept until the next one. ``fp32`` computes all products in FP32, ``tf32``
 all in TF32, ``fp16`` and ``bf16`` are torch's autocast with TF32 for the rest.
 
-A case runs in a process of its own, forked after the imports. Its row is written as soon as it is measured; cases that FILE has already
-are skipped. ``--history DIR`` also keeps what the allocator did in the first two steps, a file a case.
-
+A case runs in a process of its own, forked after the imports. Its row is written at once; cases that FILE has already are skipped.
+``--history DIR`` also keeps what the allocator did in the first two steps, a file a case.
+``--cases holdout`` measures other models, whose predictions ``predict_zoo.py --cases holdout`` stored before.
 ``python benchmarks/predict_zoo.py --rows zoo.csv`` prints predicted against measured.
 """
 
@@ -81,11 +81,43 @@ LAST = ("timm:resnet50", "timm:mobilenetv3_large_100", "timm:efficientnet_b0", "
 """Models that are measured channels-last as well."""
 
 
-def cases() -> list[Case]:
-    """Return all cases, those of the greatest worth first."""
+HOLDOUT: tuple[tuple[str, int, int, str], ...] = (
+    ("timm:resnet50", 224, 256, "fp16"),
+    ("transformers:gpt2", 1024, 8, "fp16"),
+    ("transformers:roberta-base", 512, 16, "bf16 tf32"),
+    ("timm:resnext50_32x4d", 224, 128, "bf16 tf32"),
+    ("timm:deit_small_patch16_224", 224, 256, "bf16 tf32"),
+    ("transformers:EleutherAI/gpt-neo-125m", 1024, 8, "bf16 fp32"),
+    ("timm:wide_resnet50_2", 224, 128, "bf16 fp32"),
+    ("timm:mobilenetv2_100", 224, 256, "fp16 bf16 fp32"),
+    ("transformers:EleutherAI/pythia-160m", 1024, 8, "bf16 fp16"),
+    ("timm:efficientnetv2_s", 224, 64, "bf16 tf32"),
+    ("transformers:t5-small", 512, 16, "bf16 fp32"),
+    ("timm:mixer_b16_224", 224, 64, "bf16 tf32"),
+    ("transformers:bert-base-uncased", 128, 32, "fp16"),
+    ("timm:regnetx_032", 224, 128, "bf16 tf32"),
+    ("timm:inception_v3", 299, 64, "bf16 fp32"),
+    ("timm:deit_small_patch16_224", 224, 256, "fp32"),
+    ("transformers:roberta-base", 512, 16, "fp16"),
+    ("timm:densenet121", 224, 64, "bf16 tf32"),
+    ("transformers:Qwen/Qwen2.5-0.5B", 512, 8, "bf16"),
+)
+"""Models that no version of the predictor had seen when their predictions were stored, with their policies, by the worth of their rows."""
+
+
+def zoo() -> list[Case]:
+    """Return the cases of the first rows, those of the greatest worth first."""
     first = [Case(*one, policy) for one in SIZES for policy in ("fp32", "tf32", "bf16")]
     layouts = [Case(*one, "bf16", True) for one in SIZES if one[0] in LAST]
     return [*first[:30], *layouts[:3], *first[30:], *layouts[3:], *(Case(*one, "fp16") for one in SIZES)]
+
+
+def holdout() -> list[Case]:
+    """Return the cases that are predicted before they are measured, those of the greatest worth first."""
+    return [Case(*one, policy) for *one, policies in HOLDOUT for policy in policies.split()]
+
+
+CASES: dict[str, Callable[[], list[Case]]] = {"zoo": zoo, "holdout": holdout}
 
 
 @dataclass
@@ -134,7 +166,11 @@ def build(name: str) -> tuple[nn.Module, int]:
     here = Path(__file__).parents[1] / "src" / "mezzo" / "measure" / "predict" / "models.json"
     fact = json.loads(here.read_text(encoding="utf-8"))[model] if here.exists() else _FACTS[model]
     config = transformers.AutoConfig.for_model(fact["type"], **fact["config"])
-    heads = {"masked": transformers.AutoModelForMaskedLM, "causal": transformers.AutoModelForCausalLM}
+    heads = {
+        "masked": transformers.AutoModelForMaskedLM,
+        "causal": transformers.AutoModelForCausalLM,
+        "sequence": transformers.AutoModelForSeq2SeqLM,
+    }
     return heads[fact["task"]].from_config(config), config.vocab_size
 
 
@@ -190,9 +226,14 @@ class Training:
         return outputs.loss, outputs
 
 
+def allow_tf32(policy: str) -> None:
+    """Let torch compute FP32 products and convolutions in TF32, unless ``policy`` is FP32."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = policy != "fp32"
+
+
 def measure(case: Case, *, benchmark: bool, idle_bytes: int, history: Path | None) -> Measured:
     """Train ``case`` on the GPU and return its row; runs in a process of its own."""
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = case.policy != "fp32"
+    allow_tf32(case.policy)
     torch.backends.cudnn.benchmark = benchmark
     library = case.model.split(":")[0]
     row = Measured(
@@ -220,7 +261,7 @@ def measure(case: Case, *, benchmark: bool, idle_bytes: int, history: Path | Non
     now = row.total_bytes - free - idle_bytes
     row.device_bytes = now + row.reserved_bytes - torch.cuda.memory_reserved()
     row.retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
-    row.clock_mhz = _asked("clocks.sm")
+    row.clock_mhz = asked("clocks.sm")
     return row
 
 
@@ -254,13 +295,13 @@ def _with_history(case: Case, folder: Path) -> Training:
     events = [(e["action"], e.get("addr", 0), e["size"]) for e in memory._snapshot()["device_traces"][0]]
     memory._record_memory_history(None)
     folder.mkdir(parents=True, exist_ok=True)
-    name = "-".join(case.key).replace(":", "-")
+    name = "-".join(case.key).replace(":", "-").replace("/", "-")
     with gzip.open(folder / f"{name}.json.gz", "wt", encoding="utf-8") as file:
         json.dump({"case": asdict(case), "num_setup_events": num_setup, "events": events}, file)
     return training
 
 
-def _asked(what: str) -> int:
+def asked(what: str) -> int:
     """Return a whole number that nvidia-smi shows of the first GPU; 0 if it shows none."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
@@ -302,6 +343,7 @@ def one_case(case: Case, options: dict[str, Any], start: Literal["fork", "spawn"
 def main() -> None:
     """Measure the cases that FILE lacks until the minutes are over."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", choices=CASES, default="zoo", help="which list of cases")
     parser.add_argument("--out", type=Path, default=Path("zoo.csv"), help="rows are added to this file")
     parser.add_argument("--minutes", type=float, default=9.0, help="no case begins that may end later")
     parser.add_argument("--policies", default="fp32,tf32,bf16,fp16")
@@ -316,8 +358,8 @@ def main() -> None:
     import transformers  # noqa: F401
 
     begin, longest = time.monotonic(), 0.0
-    idle_bytes = _asked("memory.used") << 20
-    wanted = [case for case in cases() if case.policy in options.policies.split(",")]
+    idle_bytes = asked("memory.used") << 20
+    wanted = [case for case in CASES[options.cases]() if case.policy in options.policies.split(",")]
     wanted = [case for case in wanted if any(part in case.model for part in options.models.split(","))]
     done = _keys(options.out)
     for case in wanted:

@@ -2,20 +2,31 @@
 
 FILE is what ``measure_zoo.py`` wrote. Each row is predicted as ``mezzo predict --model`` does, with the constants that ship and no
 calibration of the GPU. timm and transformers are needed, best in the versions that the rows name.
+
+``--cases holdout --out holdout_predicted.csv`` predicts a list of ``measure_zoo.py`` that nobody has measured yet, on ``--gpu``, and
+stores it with the commit. Where ``zoo_predicted.csv`` lies beside ``zoo.csv``, the stored predictions are compared too: with what was
+measured, and with today's.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
+import subprocess
 from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
 from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from measure_zoo import CASES, Case
 from mezzo.errors import UsageError
 from mezzo.gpus import Gpu, find_gpu
+from mezzo.measure.predict.libraries import imported
 from mezzo.measure.predict.named import named_model, tape_of
 from mezzo.measure.predict.plan import Tapes, predict, recorded_as
 from mezzo.records import Prediction
@@ -46,14 +57,108 @@ def predicted(cells: Cells, gpu: Gpu) -> Prediction:
     return predict(both, gpu, cells["policy"], batch=batch, channels_last=channels_last)
 
 
+@dataclass
+class Stored:
+    """A prediction as it is kept until it is measured."""
+
+    model: str
+    size: int
+    batch: int
+    policy: str
+    channels_last: bool
+    gpu: str
+    step_ms: float
+    throughput: float
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    commit: str
+    """What predicted it."""
+    date: str
+    torch: str
+    library: str
+
+
+def store(cases: list[Case], gpu: Gpu, path: Path) -> None:
+    """Predict ``cases`` on ``gpu`` and write them to ``path``."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--abbrev=40", "--dirty"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Stored)], lineterminator="\n")
+        writer.writeheader()
+        for case in cases:
+            library = case.model.split(":")[0]
+            cells = {key: str(value) for key, value in asdict(case).items()}
+            found = predicted(cells, gpu)
+            row = Stored(
+                **asdict(case),
+                gpu=gpu.name,
+                step_ms=found.step_ms,
+                **{field: getattr(found, field) for field in MEASURES.values()},
+                commit=commit,
+                date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                torch=str(torch.__version__),
+                library=f"{library} {imported(library).__version__}",
+            )
+            writer.writerow(asdict(row))
+            print(f"{label(cells)}: predicted {found.step_ms:7.2f} ms, {found.reserved_bytes >> 20} MiB", flush=True)
+
+
+def stored_beside(path: Path) -> dict[tuple[str, ...], Cells]:
+    """Return the predictions that were stored for the rows of ``path``, by case and GPU; empty if there are none."""
+    path = path.with_name(f"{path.stem}_predicted.csv")
+    if not path.exists():
+        return {}
+    with path.open(encoding="utf-8", newline="") as file:
+        return {key_of(cells): cells for cells in csv.DictReader(file)}
+
+
+def key_of(cells: Cells) -> tuple[str, ...]:
+    """Return what tells rows apart: the case and the GPU."""
+    gpu = find_gpu(cells["gpu"])
+    return (*(cells[field.name] for field in fields(Case)), gpu.name if gpu is not None else cells["gpu"])
+
+
+def label(cells: Cells) -> str:
+    """Return the case of a row in words."""
+    layout = " channels-last" if cells["channels_last"] == "True" else ""
+    return f"{cells['model']:36} {cells['size']:>4} b{cells['batch']:4} {cells['policy']}{layout}"
+
+
+Row = tuple[Cells, dict[str, float]]
+"""A row with predicted over measured values."""
+
+
 def main() -> None:
-    """Print each row, the gains of 16 bits, and the errors."""
+    """Compare the rows of a file with their predictions, or store predictions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=Path, required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--rows", type=Path, help="what measure_zoo.py wrote")
+    what.add_argument("--cases", choices=CASES, help="predict this list of measure_zoo.py and store it in --out")
+    parser.add_argument("--gpu", default="h100-sxm", help="the GPU of --cases")
+    parser.add_argument("--out", type=Path, default=Path("holdout_predicted.csv"), help="the file of --cases")
     options = parser.parse_args()
-    rows: list[tuple[Cells, dict[str, float]]] = []
+    if options.rows is not None:
+        compare(options.rows)
+        return
+    gpu = find_gpu(options.gpu)
+    if gpu is None:
+        parser.error(f"--gpu {options.gpu!r} is not a GPU of mezzo/gpus.csv")
+    store(CASES[options.cases](), gpu, options.out)
+
+
+def compare(path: Path) -> None:
+    """Print each row of ``path``, the gains of 16 bits, and the errors; of stored predictions too, where they are not today's."""
+    rows: list[Row] = []
+    then: list[Row] = []
     reasons = Counter[str]()
-    with options.rows.open(encoding="utf-8", newline="") as file:
+    stored, changed = stored_beside(path), 0
+    with path.open(encoding="utf-8", newline="") as file:
         for cells in csv.DictReader(file):
             gpu = find_gpu(cells["gpu"])
             if gpu is None or cells["status"] != "ok":
@@ -64,17 +169,39 @@ def main() -> None:
             except UsageError as error:
                 reasons[str(error)] += 1
                 continue
-            ratios = {name: getattr(found, field) / float(cells[field]) for name, field in MEASURES.items()}
-            rows.append((cells, ratios))
-            layout = " channels-last" if cells["channels_last"] == "True" else ""
-            errors = "  ".join(f"{name} {100 * (ratio - 1):+6.1f}%" for name, ratio in ratios.items())
+            today = {name: float(getattr(found, field)) for name, field in MEASURES.items()}
+            rows.append((cells, over_measured(today, cells)))
+            before = stored.get(key_of(cells))
+            beside = "" if not stored else "  not stored"
+            if before is not None:
+                kept = {name: float(before[field]) for name, field in MEASURES.items()}
+                then.append((cells, over_measured(kept, cells)))
+                differ = [name for name in MEASURES if not math.isclose(kept[name], today[name], rel_tol=1e-6)]
+                changed += bool(differ)
+                beside = f"  stored {float(before['step_ms']):.2f} ms: {', '.join(differ) or 'nothing'} differs"
+            errors = "  ".join(f"{name} {100 * (ratio - 1):+6.1f}%" for name, ratio in rows[-1][1].items())
             print(
-                f"{cells['model']:36} {cells['size']:>4} b{cells['batch']:4} {cells['policy']}{layout}: "
-                f"measured {float(cells['step_ms']):7.2f} ms predicted {found.step_ms:7.2f} ms  {errors}",
+                f"{label(cells)}: "
+                f"measured {float(cells['step_ms']):7.2f} ms predicted {found.step_ms:7.2f} ms  {errors}{beside}",
                 flush=True,
             )
     for reason, count in reasons.most_common():
         print(f"not predicted ({count}): {reason}")
+    summarize(rows)
+    if stored:
+        commits = ", ".join(sorted({cells["commit"] for cells in stored.values()}))
+        print(f"stored before measuring, at {commits}: {len(then)} of {len(rows)} rows, {changed} differ from today's")
+    if changed:
+        summarize(then)
+
+
+def over_measured(values: dict[str, float], cells: Cells) -> dict[str, float]:
+    """Return predicted ``values`` over those that a row measured."""
+    return {name: value / float(cells[MEASURES[name]]) for name, value in values.items()}
+
+
+def summarize(rows: list[Row]) -> None:
+    """Print the errors of gains, and of each measure."""
     for name, base in (("speed", "fp32"), ("speed", "tf32"), ("memory", "fp32")):
         errors = gains(rows, "throughput" if name == "speed" else "allocated", base)
         print(f"{name} of 16 bits over {base}: {said(errors)} of {len(errors)} pairs")
@@ -82,7 +209,7 @@ def main() -> None:
         print(f"{name}: {said([100 * (ratios[name] - 1) for _, ratios in rows])} of {len(rows)} rows")
 
 
-def gains(rows: list[tuple[Cells, dict[str, float]]], measure: str, base: str) -> list[float]:
+def gains(rows: list[Row], measure: str, base: str) -> list[float]:
     """Return the errors in percent of predicted ratios of 16 bits over ``base``, channels-first both."""
     groups: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for cells, ratios in rows:

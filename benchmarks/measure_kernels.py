@@ -1,0 +1,379 @@
+"""Time every kernel of a training step on one GPU: python benchmarks/measure_kernels.py --seconds 120 --out DIR.
+
+Plain torch, timm and transformers; Mezzo is not needed. The cases are trained as ``measure_zoo.py`` trains them, all in one process. Of
+each, DIR gets
+
+- a row of ``steps.csv``: the step without a profiler, the host's share of it (the same step with next to no data, which the host
+  bounds), and how long kernels ran in one step under torch's profiler,
+- a row of ``kernels.csv.gz`` for each kernel of that step: the operation that launched it, with the shapes, formats and strides of its
+  operands, the kind of operation, when it was launched, when it began and how long it took,
+- its trace in ``traces.zip``, from which ``--read`` writes the rows again.
+
+``python benchmarks/predict_kernels.py DIR`` prints predicted beside measured milliseconds by kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import gzip
+import json
+import statistics
+import time
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from measure_zoo import WARM_UP, Case, Training, allow_tf32, asked
+
+CASES = (
+    Case("timm:resnet50", 224, 256, "bf16"),
+    Case("transformers:bert-base-uncased", 128, 32, "bf16"),
+    Case("transformers:gpt2", 1024, 8, "bf16"),
+    Case("timm:vit_base_patch16_224", 224, 128, "bf16"),
+    Case("timm:vgg16", 224, 64, "bf16"),
+    Case("timm:resnet50", 224, 64, "fp32"),
+    Case("timm:efficientnet_b0", 224, 128, "bf16"),
+    Case("timm:convnext_tiny", 224, 64, "tf32"),
+    Case("transformers:gpt2", 1024, 8, "tf32"),
+    Case("timm:resnet50", 224, 64, "bf16"),
+    Case("timm:mobilenetv3_large_100", 224, 512, "bf16"),
+    Case("timm:vgg16", 224, 64, "tf32"),
+    Case("transformers:bert-base-uncased", 128, 32, "tf32"),
+    Case("timm:vit_base_patch16_224", 224, 128, "tf32"),
+    Case("timm:efficientnet_b0", 224, 128, "fp16"),
+    Case("timm:resnet50", 224, 256, "bf16", True),
+)
+"""Trainings of ``measure_zoo.py``'s first list, those of the greatest worth first."""
+_MEASURED = "the step whose kernels count"
+_BY_HOST, _ON_DEVICE = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of a trace's events."""
+_TINY_BATCH, _TINY_TOKENS = 2, 16
+"""Of the step that the host bounds; batch normalisation needs two samples."""
+_BLOCKS, _BLOCK_S = 5, 0.2
+_LONGEST_TEXT = 400
+"""Shapes of the optimizer's lists are cut here."""
+
+
+def _of(kind: str, names: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), kind)
+
+
+_ATTENTION = (
+    "scaled_dot_product_flash_attention scaled_dot_product_efficient_attention scaled_dot_product_cudnn_attention"
+)
+_KINDS = {
+    **_of("convolution", "convolution convolution_backward convolution_input_gradient convolution_weight_gradient"),
+    **_of("product", "mm addmm bmm baddbmm"),
+    **_of("attention", " ".join(f"_{name} _{name}_backward" for name in _ATTENTION.split())),
+    **_of("batch norm", "native_batch_norm native_batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward"),
+    **_of("layer norm", "native_layer_norm native_layer_norm_backward"),
+    **_of("softmax", "_softmax _softmax_backward_data _log_softmax _log_softmax_backward_data"),
+    **_of("softmax", "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward"),
+    **_of("pooling", "max_pool2d_with_indices max_pool2d_with_indices_backward avg_pool2d avg_pool2d_backward"),
+    **_of("pooling", "_adaptive_avg_pool2d _adaptive_avg_pool2d_backward"),
+    **_of("reduction", "sum mean mean_backward amax amin any all"),
+    **_of("cast or copy", "_to_copy clone copy_ cat stack split_with_sizes_copy constant_pad_nd as_strided_"),
+    **_of("index", "embedding embedding_dense_backward index index_select gather scatter index_put_ index_add_"),
+    **_of("elementwise", "add add_ sub mul mul_ div div_ pow tanh tanh_backward gelu gelu_backward relu relu_"),
+    **_of("elementwise", "threshold_backward silu silu_ silu_backward sigmoid sigmoid_backward native_dropout"),
+    **_of("elementwise", "native_dropout_backward hardtanh hardtanh_ hardtanh_backward hardswish hardswish_"),
+    **_of("elementwise", "hardswish_backward hardsigmoid hardsigmoid_backward neg rsqrt where masked_fill"),
+    **_of("fill", "zeros zero_ zeros_like ones ones_like fill_ full new_zeros new_ones select_backward arange"),
+}
+
+
+def kind_of(operation: str, phase: str) -> str:
+    """Return the kind of an operation, by the name that torch's dispatcher and a tape give it."""
+    return "optimizer" if phase == "optimizer" else _KINDS.get(operation, "other")
+
+
+@dataclass
+class Kernel:
+    """One kernel, copy or fill of the device in one step; times are from the step's begin on the host."""
+
+    place: int
+    """Number of the operation in the step, by the order in which operations began."""
+    phase: str
+    kind: str
+    operation: str
+    shapes: str
+    formats: str
+    strides: str
+    numbers: str
+    """The operation's other arguments, such as a convolution's stride and padding."""
+    kernel: str
+    launched_us: float
+    began_us: float
+    took_us: float
+
+
+@dataclass
+class Step:
+    """What a step took; the first fields are the case."""
+
+    model: str
+    size: int
+    batch: int
+    policy: str
+    channels_last: bool
+    gpu: str
+    torch: str
+    library: str
+    step_ms: float
+    """Median of blocks of steps, without a profiler."""
+    host_ms: float
+    """The same of a step with next to no data, which is as long as the host needs."""
+    profiled_ms: float = 0.0
+    """From the first kernel's begin to the last one's end under the profiler, whose records slow the host."""
+    kernels_ms: float = 0.0
+    """Sum of the kernels' times."""
+    num_kernels: int = 0
+    clock_mhz: int = 0
+
+
+def rows_of(trace: dict[str, Any]) -> list[Kernel]:
+    """Return the kernels that the marked step of a Chrome trace launched, in the order of their begins."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "cat" in event]
+    marks = [event for event in events if event["name"] == _MEASURED and event["cat"] == "user_annotation"]
+    if len(marks) != 1:
+        raise ValueError(f"the trace has {len(marks)} marked steps instead of one")
+    begin, end = float(marks[0]["ts"]), float(marks[0]["ts"]) + float(marks[0]["dur"])
+    launches = {
+        event["args"]["correlation"]: event
+        for event in events
+        if event["cat"] in _BY_HOST and begin <= float(event["ts"]) <= end and "correlation" in event["args"]
+    }
+    stacks = _stacks(events, launches)
+    found: list[tuple[float, Kernel]] = []
+    for event in events:
+        number = event["args"].get("correlation") if event["cat"] in _ON_DEVICE else None
+        if number not in launches:
+            continue
+        operation, phase = _operation(stacks[number])
+        args = operation["args"] if operation is not None else {}
+        name = _bare(operation["name"]) if operation is not None else ""
+        at = float(operation["ts"]) if operation is not None else float(launches[number]["ts"])
+        kernel = Kernel(
+            place=0,
+            phase=phase,
+            kind=kind_of(name, phase),
+            operation=name,
+            shapes=_text(args.get("Input Dims")),
+            formats=" ".join(args.get("Input type", []))[:_LONGEST_TEXT],
+            strides=_text(args.get("Input Strides")),
+            numbers=_text(args.get("Concrete Inputs")),
+            kernel=event["name"][:_LONGEST_TEXT],
+            launched_us=float(launches[number]["ts"]) - begin,
+            began_us=float(event["ts"]) - begin,
+            took_us=float(event["dur"]),
+        )
+        found.append((at, kernel))
+    numbers = {at: number for number, at in enumerate(sorted({at for at, _ in found}))}
+    placed = [replace(kernel, place=numbers[at]) for at, kernel in found]
+    return sorted(placed, key=lambda kernel: kernel.began_us)
+
+
+def _stacks(events: Iterable[dict[str, Any]], launches: dict[int, dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """Return for each launch the operations that were running in its thread, the outermost first."""
+    threads: dict[Any, list[tuple[float, float, int, Any]]] = defaultdict(list)
+    for event in events:
+        if event["cat"] in ("cpu_op", "user_annotation"):
+            threads[event["tid"]].append((float(event["ts"]), -float(event["dur"]), 0, event))
+    for number, event in launches.items():
+        threads[event["tid"]].append((float(event["ts"]), 0.0, 1, number))
+    found: dict[int, list[dict[str, Any]]] = {}
+    for entries in threads.values():
+        stack: list[dict[str, Any]] = []
+        for at, _, is_launch, what in sorted(entries, key=lambda entry: entry[:3]):
+            while stack and float(stack[-1]["ts"]) + float(stack[-1]["dur"]) < at:
+                stack.pop()
+            if is_launch:
+                found[what] = list(stack)
+            else:
+                stack.append(what)
+    return found
+
+
+def _operation(stack: Sequence[dict[str, Any]]) -> tuple[dict[str, Any] | None, str]:
+    """Return the operation that a tape would name, and the phase: the outermost known one, else the innermost of torch's."""
+    phase = "forward"
+    if any(event["name"].startswith("Optimizer.step") for event in stack):
+        phase = "optimizer"
+    elif any(event["name"].startswith("autograd::engine") for event in stack):
+        phase = "backward"
+    own = [event for event in stack if event["name"].startswith("aten::")]
+    known = (event for event in own if _bare(event["name"]) in _KINDS)
+    return next(known, own[-1] if own else None), phase
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("aten::")
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))[:_LONGEST_TEXT] if value else ""
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def step_ms(step: Callable[[], None], device: str) -> float:
+    """Return the milliseconds of a step, the median of blocks between two waits for the device."""
+    for _ in range(WARM_UP):
+        step()
+    _wait(device)
+    found, num = [], 1
+    for block in range(_BLOCKS + 1):
+        begin = time.perf_counter()
+        for _ in range(num):
+            step()
+        _wait(device)
+        each_s = (time.perf_counter() - begin) / num
+        if block == 0:
+            num = max(3, min(50, int(_BLOCK_S / each_s)))
+        else:
+            found.append(1e3 * each_s)
+    return statistics.median(found)
+
+
+def write_trace(step: Callable[[], None], device: str, path: Path) -> None:
+    """Write the Chrome trace of ``step``, which is marked in it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
+        step()  # the first one pays for the profiler's buffers
+        _wait(device)
+        with torch.profiler.record_function(_MEASURED):
+            step()
+        _wait(device)
+    profiler.export_chrome_trace(str(path))
+
+
+def measure(case: Case, device: str, out: Path) -> Step:
+    """Train ``case``, write its trace and kernels, and return what its step took."""
+    allow_tf32(case.policy)
+    library = case.model.split(":")[0]
+    few = replace(case, batch=_TINY_BATCH, size=case.size if library == "timm" else _TINY_TOKENS)
+    host_ms = step_ms(Training(few, device).step, device)
+    training = Training(case, device)
+    row = Step(
+        **asdict(case),
+        gpu=torch.cuda.get_device_name() if device == "cuda" else device,
+        torch=str(torch.__version__),
+        library=f"{library} {__import__(library).__version__}",
+        step_ms=step_ms(training.step, device),
+        host_ms=host_ms,
+        clock_mhz=asked("clocks.sm"),
+    )
+    path = out / "trace.json"
+    write_trace(training.step, device, path)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    path.unlink()
+    with zipfile.ZipFile(out / "traces.zip", "a", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(f"{name_of(case)}.json", text)
+    try:
+        kernels = rows_of(json.loads(text, strict=False))
+    except (KeyError, ValueError) as error:  # the step's time is worth a row, and the trace is kept
+        print(f"{' '.join(case.key)}: no kernels were read: {type(error).__name__}: {error}", flush=True)
+        return row
+    _append(out / "kernels.csv.gz", ({**asdict(case), **asdict(kernel)} for kernel in kernels))
+    return with_kernels(row, kernels)
+
+
+def with_kernels(row: Step, kernels: Sequence[Kernel]) -> Step:
+    """Return ``row`` with the sums of its kernels."""
+    if not kernels:
+        return row
+    ends = max(kernel.began_us + kernel.took_us for kernel in kernels)
+    return replace(
+        row,
+        profiled_ms=(ends - kernels[0].began_us) / 1e3,
+        kernels_ms=sum(kernel.took_us for kernel in kernels) / 1e3,
+        num_kernels=len(kernels),
+    )
+
+
+def name_of(case: Case) -> str:
+    """Return a name for the files of ``case``."""
+    return "-".join(case.key).replace(":", "-").replace("/", "-")
+
+
+def _append(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    names = [field.name for field in (*fields(Case), *fields(Kernel))]
+    is_new = not path.exists()
+    with gzip.open(path, "at", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})
+
+
+def _write_steps(path: Path, rows: Sequence[Step]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Step)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))
+
+
+def kept(out: Path) -> Iterator[tuple[Case, list[Kernel]]]:
+    """Yield the cases of ``traces.zip`` with their kernels, read anew."""
+    with zipfile.ZipFile(out / "traces.zip") as file:
+        for case in CASES:
+            if f"{name_of(case)}.json" in file.namelist():
+                yield case, rows_of(json.loads(file.read(f"{name_of(case)}.json"), strict=False))
+
+
+def main() -> None:
+    """Measure cases until the seconds are over, or read their traces again."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("kernels"), help="the folder of the files")
+    parser.add_argument("--seconds", type=float, default=120.0, help="no case begins that may end later")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="a CPU has no kernels to show")
+    parser.add_argument("--read", action="store_true", help="write kernels.csv.gz again from traces.zip")
+    options = parser.parse_args()
+    out: Path = options.out
+    if options.read:
+        (out / "kernels.csv.gz").unlink(missing_ok=True)
+        for case, kernels in kept(out):
+            _append(out / "kernels.csv.gz", ({**asdict(case), **asdict(kernel)} for kernel in kernels))
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    if any((out / name).exists() for name in ("steps.csv", "kernels.csv.gz", "traces.zip")):
+        parser.error(f"--out {out} has measurements already: name another folder")
+    begin, longest, rows = time.monotonic(), 0.0, []
+    for case in CASES:
+        if time.monotonic() - begin + longest > options.seconds:
+            print(f"the seconds are over before {' '.join(case.key)}", flush=True)
+            break
+        at = time.monotonic()
+        try:
+            rows.append(measure(case, options.device, out))
+        except Exception as error:  # it is said, and the next case runs
+            print(f"{' '.join(case.key)}: not measured: {type(error).__name__}: {error}", flush=True)
+            continue
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+            longest = max(longest, time.monotonic() - at)
+        _write_steps(out / "steps.csv", rows)
+        one = rows[-1]
+        print(
+            f"{' '.join(case.key)}: step {one.step_ms:.2f} ms, host {one.host_ms:.2f} ms, "
+            f"{one.num_kernels} kernels {one.kernels_ms:.2f} ms, {time.monotonic() - at:.1f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
