@@ -102,8 +102,6 @@ PLANS = {
     ("cuda", "mlp"): Plan("cuda", "mlp", _GPU_CASES, blocks=8, shown=_GPU_CLOCKS, seconds=130),
     ("cuda", "gpt2"): Plan("cuda", "gpt2", (AS_IS, BF16, FP16), steps=25, blocks=3, shown=_GPU_CLOCKS, seconds=105),
 }
-IMPORTED_BY_STEPS = {"mlp": ("torch._dynamo",), "gpt2": ("torch._dynamo", "transformers.models.gpt2.modeling_gpt2")}
-"""What the first steps import; a fork inherits it."""
 
 
 def mlp(device: str) -> Training:
@@ -126,13 +124,14 @@ def gpt2(device: str, *, tiny: bool = False) -> Training:
 
 
 MODELS: dict[str, Callable[[str], Training]] = {"mlp": mlp, "gpt2": gpt2}
+_LEARNING_RATES = {"mlp": 1e-3, "gpt2": 1e-4}
 
 
 def script(format: torch.dtype | None, *, scales: bool, device: str = "cpu", model: str = "mlp") -> Step:
     """Return a training step of a script: with autocast and a GradScaler of its own if asked."""
     torch.manual_seed(0)
     network, loss_of = MODELS[model](device)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATES[model])
     scaler = torch.amp.GradScaler(device) if scales else None
 
     def step() -> None:
@@ -202,11 +201,6 @@ def on_cpu(plan: Plan) -> Iterator[list[Build]]:
                 pass  # it imports here what each build would import anew
         builds += [build(pair, blocks=plan.blocks) for _ in range(BUILDS)]
         yield builds
-
-
-def _import(plan: Plan) -> None:
-    for module in IMPORTED_BY_STEPS[plan.model]:
-        importlib.import_module(module)
 
 
 def on_gpu(plan: Plan, *, began_s: float, start: str) -> Iterator[list[Build]]:
@@ -280,7 +274,9 @@ def main(argv: Sequence[str] = ()) -> None:
     if plan.device == "cpu":
         facts, folder, so_far = {**facts, "environment": surroundings("cpu")}, RESULTS, on_cpu(plan)
     else:
-        _import(plan)
+        # The first optimizer imports it, and a fork inherits it. Nothing else is imported here: transformers' models import torchao where
+        # it is installed, which asks CUDA's driver, and then no fork could use the GPU.
+        importlib.import_module("torch._dynamo")
         try:
             where = answer_of(gpu, start=args.start)
         except NoAnswerError as error:
