@@ -8,6 +8,7 @@ smallest and the largest.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import time
@@ -21,6 +22,8 @@ import torch
 from mezzo.measure.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
+Row = tuple[str, str, str]
+"""What was measured, what came out, and what it should be."""
 OF_ONE_MACHINE: dict[str, Any] = {"folder": True, "variables": {"TORCHINDUCTOR_CACHE_DIR": True, "PYTHONPATH": True}}
 """What of the environment is a path that says nothing to anybody else."""
 
@@ -57,18 +60,28 @@ def ratio(times: Mapping[str, list[float]], of: str, to: str) -> dict[str, float
 
 BUILDS = 12
 """How often both sides of a comparison are built anew: how memory happens to lie favours one of them by a percent or two."""
-_OUTSIDE = 2
-"""Builds left out at either end of the interval: 96% of the intervals from the 3rd to the 10th of 12 hold the true median."""
+CONFIDENCE = 0.95
 
 
 def over_builds(ratios: Iterable[Iterable[float]]) -> dict[str, Any]:
-    """Return the median over builds of each build's median ratio, and the interval of these medians."""
+    """Return the median over builds of each build's median ratio, and the interval of these medians.
+
+    The interval is the narrowest one between two of them that holds the true median in 95% of all cases or more: from the 3rd to the 10th
+    of 12. With fewer than six there is none, and it is from the least to the greatest; ``confidence`` is what it has.
+    """
     medians = sorted(statistics.median(build) for build in ratios)
+    outside = max((k for k in range(len(medians) // 2) if _confidence(len(medians), k) >= CONFIDENCE), default=0)
     return {
         "ratio": statistics.median(medians),
-        "interval": [medians[_OUTSIDE], medians[-1 - _OUTSIDE]],
+        "interval": [medians[outside], medians[-1 - outside]],
+        "confidence": round(_confidence(len(medians), outside), 3),
         "medians_of_builds": [round(median, 4) for median in medians],
     }
+
+
+def _confidence(builds: int, outside: int) -> float:
+    """Return how often the true median lies between the builds' medians, with ``outside`` of them left out at either end."""
+    return 1 - 2 * sum(math.comb(builds, k) for k in range(outside + 1)) / 2**builds
 
 
 def median_ms(times: Mapping[str, list[float]]) -> dict[str, float]:
@@ -81,21 +94,38 @@ def spread(value: Mapping[str, float], unit: str = "x") -> str:
     return f"{value['median']:.2f}{unit} ({value['min']:.2f} to {value['max']:.2f})"
 
 
-def report(name: str, rows: list[tuple[str, str, str]], data: dict[str, Any]) -> None:
+def report(name: str, rows: list[Row], data: dict[str, Any]) -> None:
     """Print rows of (what, measured, target) and write them with the environment to ``results/NAME.json``."""
+    show(name, rows)
+    where = surroundings("cuda" if torch.cuda.is_available() else "cpu")
+    write(RESULTS / f"{name}.json", rows, {"command": f"python -m benchmarks {name}", "environment": where, **data})
+
+
+def show(name: str, rows: list[Row]) -> None:
+    """Print rows of (what, measured, target)."""
     width = max(len(what) for what, _, _ in rows)
     print(f"\n{name}")
     for what, measured, target in rows:
-        print(f"  {what:{width}}  {measured:34}  {target}")
-    RESULTS.mkdir(exist_ok=True)
+        print(f"  {what:{width}}  {measured:34}  {target}", flush=True)
+
+
+def write(path: Path, rows: list[Row], facts: Mapping[str, Any]) -> None:
+    """Write rows to a result's file: behind the command and the environment, before all else."""
+    facts = dict(facts)
     record = {
-        "name": name,
-        "command": f"python -m benchmarks {name}",
-        "environment": environment("cuda" if torch.cuda.is_available() else "cpu").model_dump(exclude=OF_ONE_MACHINE),
+        "name": path.stem,
+        "command": facts.pop("command"),
+        "environment": facts.pop("environment"),
         "rows": [{"what": what, "measured": measured, "target": target} for what, measured, target in rows],
-        **data,
+        **facts,
     }
-    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def surroundings(device: str) -> dict[str, Any]:
+    """Return the environment of what is measured on a device; on a GPU this asks the driver."""
+    return environment(device).model_dump(exclude=OF_ONE_MACHINE)
 
 
 def chosen(argv: list[str]) -> list[str]:

@@ -1,68 +1,170 @@
-"""Time two loops against each other, each in processes of its own, as a script runs: its hooks are set once, and nobody takes them back.
+"""Time loops against each other, each in a process of its own, as a script runs: its hooks are set once, and nobody takes them back.
 
 In one process that sets and undoes the hooks between blocks, Python forgets what it had learned of the types that they change, and the
-loop with more Python pays most for that: 2% of a small step, which no script pays. The processes are forked from one, so they
-have the same imports. They run their blocks in turn. Each pair of processes is one build; how memory happens to lie favours one side
-or the other by a percent or two, so there are several, and the interval is that of their medians.
+loop with more Python pays most for that: 2% of a small step, which no script pays. The processes of a build are forked from one, so they
+have the same imports. They run their blocks in turn. How memory happens to lie favours one loop or another by a percent or two, so
+there are several builds, and the interval is that of their medians.
+
+A process that has asked CUDA's driver anything, or run a backward pass of a build for CUDA, has no forks that can use the GPU. So where the
+loops train on a GPU, the process that forks runs none of them: it imports, and asks in a process that it throws away.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.harness import BUILDS, over_builds
+from benchmarks.harness import over_builds
 
-BLOCKS = 24
+SLOWEST_S = 120.0
+"""A process that does not answer for so long has failed."""
 Loop = Callable[[], AbstractContextManager[Callable[[], Any]]]
-"""Returns the context in which its block runs."""
+"""Returns the context in which its block runs; has to be picklable where processes are not forked."""
 
 
-def in_turn(loops: Mapping[str, Loop]) -> list[dict[str, list[float]]]:
-    """Return, for each build, the milliseconds of thread CPU time of every loop's blocks."""
-    for loop in loops.values():
-        with loop():
-            pass  # it imports here what each build would import anew
-    return [_build(loops) for _ in range(BUILDS)]
+class Spent(NamedTuple):
+    """What one block took, in milliseconds."""
+
+    thread_ms: float
+    """CPU time of the thread that trains. On a GPU the backward pass is not in it: autograd has a thread of its own for that."""
+    process_ms: float
+    """CPU time of all threads of the process."""
+    wall_ms: float
 
 
-def ratio(builds: list[dict[str, list[float]]], of: str, to: str) -> dict[str, Any]:
-    """Return the median over builds of the median ratio of two loops, and the interval of the builds' medians."""
-    return over_builds([a / b for a, b in zip(build[of], build[to], strict=True)] for build in builds)
+@dataclass(frozen=True)
+class Build:
+    """What the blocks of each loop took, and why loops have none."""
+
+    times: dict[str, list[Spent]]
+    failed: dict[str, str] = field(default_factory=dict)
 
 
-def _build(loops: Mapping[str, Loop]) -> dict[str, list[float]]:
-    context = multiprocessing.get_context("fork")
-    lines = {}
-    for name, loop in loops.items():
-        lines[name], theirs = context.Pipe()
-        context.Process(target=_serve, args=(loop, theirs), daemon=True).start()
-    times: dict[str, list[float]] = {name: [] for name in loops}
-    for line in lines.values():
-        line.recv()  # set up
-    for _ in range(BLOCKS):
-        for name, line in lines.items():
-            line.send(True)
-            times[name].append(line.recv())
-    for line in lines.values():
-        line.send(False)
-        line.recv()
-    return times
+class NoAnswerError(Exception):
+    """Say why a process gave no answer."""
 
 
-def _serve(loop: Loop, line: Connection) -> None:
-    """Run a block whenever ``line`` asks for one; answer with its milliseconds."""
+class Served:
+    """A process, and the line on which it answers."""
+
+    def __init__(self, start: str, serve: Callable[..., None], *arguments: Any) -> None:
+        context: Any = multiprocessing.get_context(start)
+        self._line, theirs = context.Pipe()
+        self._process = context.Process(target=_answering, args=(theirs, serve, *arguments), daemon=True)
+        self._process.start()
+        theirs.close()  # so that the line ends with the process
+
+    def answer(self) -> Any:
+        """Return the next answer.
+
+        Raises:
+            NoAnswerError: the process failed, ended, or takes too long.
+        """
+        if not self._line.poll(SLOWEST_S):
+            raise NoAnswerError(f"no answer within {SLOWEST_S:.0f} s")
+        try:
+            kind, value = self._line.recv()
+        except EOFError:
+            self._process.join(10)
+            raise NoAnswerError(f"the process ended with exit code {self._process.exitcode}") from None
+        if kind == "failed":
+            raise NoAnswerError(value)
+        return value
+
+    def ask(self, again: bool) -> Any:
+        """Ask for a block, or for the end, and return the answer."""
+        try:
+            self._line.send(again)
+        except OSError:
+            raise NoAnswerError("the process has ended") from None
+        return self.answer()
+
+    def close(self) -> None:
+        """End the process if it has not ended."""
+        self._line.close()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(10)
+
+
+def answer_of(call: Callable[[], Any], *, start: str = "fork") -> Any:
+    """Return what ``call`` returns in a process that is thrown away.
+
+    Raises:
+        NoAnswerError: it failed there.
+    """
+    process = Served(start, _call, call)
+    try:
+        return process.answer()
+    finally:
+        process.close()
+
+
+def build(loops: Mapping[str, Loop], *, blocks: int, start: str = "fork") -> Build:
+    """Set up every loop in a process of its own and run their blocks in turn; one that fails is left out from then on."""
+    processes = {name: Served(start, _serve, loop) for name, loop in loops.items()}
+    found = Build({name: [] for name in loops})
+
+    def of_all(ask: Callable[[Served], Any]) -> dict[str, Any]:
+        answers = {}
+        for name in [name for name in loops if name not in found.failed]:
+            try:
+                answers[name] = ask(processes[name])
+            except NoAnswerError as error:
+                found.failed[name] = str(error)
+                del found.times[name]
+        return answers
+
+    try:
+        of_all(Served.answer)  # set up
+        for _ in range(blocks):
+            for name, spent in of_all(lambda process: process.ask(True)).items():
+                found.times[name].append(spent)
+        of_all(lambda process: process.ask(False))
+    finally:
+        for process in processes.values():
+            process.close()
+    return found
+
+
+def ratio(builds: list[Build], of: str, to: str, clock: str = "thread_ms") -> dict[str, Any]:
+    """Return the median over builds of the median ratio of two loops by one clock, and the interval of the builds' medians."""
+    return over_builds(
+        [getattr(a, clock) / getattr(b, clock) for a, b in zip(one.times[of], one.times[to], strict=True)]
+        for one in builds
+    )
+
+
+def _answering(line: Connection, serve: Callable[..., None], *arguments: Any) -> None:
+    try:
+        serve(line, *arguments)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{last.filename.rpartition('/')[2]}:{last.lineno}"
+        line.send(("failed", f"{type(error).__name__} at {where}: {str(error)[:600]}"))
+
+
+def _call(line: Connection, call: Callable[[], Any]) -> None:
+    line.send(("answer", call()))
+
+
+def _serve(line: Connection, loop: Loop) -> None:
+    """Run a block whenever ``line`` asks for one; answer with what it took."""
     torch.set_num_threads(1)
     with loop() as block:
-        line.send(None)
+        line.send(("answer", None))
         while line.recv():
-            began_s = time.thread_time()
+            began = time.thread_time(), time.process_time(), time.perf_counter()
             block()
-            line.send((time.thread_time() - began_s) * 1e3)
-    line.send(None)
+            ended = time.thread_time(), time.process_time(), time.perf_counter()
+            line.send(("answer", Spent(*((b - a) * 1e3 for a, b in zip(began, ended, strict=True)))))
+    line.send(("answer", None))

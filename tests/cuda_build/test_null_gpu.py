@@ -167,3 +167,18 @@ def test_the_benchmark_runs_its_ways_captured_too(kernels: Path, tmp_path: Path)
     assert all(
         value.endswith("% of a copy") or value.startswith("the profiler returned no kernel") for value in passes[1:]
     )
+
+
+@pytest.mark.parametrize(("model", "start"), [("mlp", "fork"), ("gpt2", "fork")])
+def test_host_time_is_measured_in_processes_that_have_the_gpu(model: str, start: str, tmp_path: Path) -> None:
+    """No driver call before a fork: seen first with transformers' GPT-2, whose import asks the driver where torchao is installed."""
+    if model == "gpt2":
+        pytest.importorskip("transformers")
+    done = null_gpu.run(str(HERE / "null_host_time.py"), str(tmp_path), model, start, folder=tmp_path)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert done.stdout.splitlines()[-1] == "driver calls of the process that forks: 0"
+    (path,) = tmp_path.glob("*.json")
+    found = json.loads(path.read_text())
+    assert found["environment"]["gpu"] == "a GPU that computes nothing"
+    cases = 6 if model == "mlp" else 3
+    assert [row["measured"].partition(" ")[2][:4] for row in found["rows"]] == ["(one"] * 2 * cases
