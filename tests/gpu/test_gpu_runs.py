@@ -66,7 +66,11 @@ ON_A_CPU = ("plain bf16", "plain fp16:op_lists=device", "scaler as-is own fp16",
 every_run = pytest.mark.parametrize(
     ("case", "device"),
     [
-        *(pytest.param(case, "cpu", id=f"{case} cpu", marks=pytest.mark.slow) for case in CASES if str(case) in ON_A_CPU),
+        *(
+            pytest.param(case, "cpu", id=f"{case} cpu", marks=pytest.mark.slow)
+            for case in CASES
+            if str(case) in ON_A_CPU
+        ),
         *(pytest.param(case, "cuda", id=f"{case} cuda", marks=NEEDS_A_GPU) for case in CASES),
     ],
 )
