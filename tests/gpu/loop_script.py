@@ -1,8 +1,8 @@
 """A training loop for commands on a GPU: ``python loop_script.py DEVICE VARIANT [PRECISION]``.
 
-It computes in FP32, or with PRECISION in what it sets by hand: ``tf32``, ``bf16`` or ``fp16``, the last with a GradScaler. The losses of two
-batches are a million times as large: at the scales of a run, FP16 gradients overflow there and nowhere else. Losses are read once, at
-the end. From the 30th step on CUDA the device is kept busy for 2e8 cycles, a tenth of a second, while the host goes on.
+It computes in FP32, or with PRECISION in what it sets by hand: ``tf32``, ``bf16`` or ``fp16``, the last with a GradScaler. The losses
+of two batches are a million times as large: at the scales of a run, FP16 gradients overflow there and nowhere else. Losses are read
+once, at the end. From the 30th step on CUDA the device is kept busy for 2e8 cycles, a tenth of a second, while the host goes on.
 """
 
 from __future__ import annotations
