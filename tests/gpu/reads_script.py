@@ -1,7 +1,8 @@
 """Count in which steps the host waits for its GPU: ``python reads_script.py DEVICE plain|own|fused STEPS``.
 
 ``own`` and ``fused`` are loops with autocast and a GradScaler of their own; ``fused`` and ``plain`` have a fused optimizer. Torch
-warns of each wait ("sync debug mode"); then some steps run under torch's profiler, which sees the calls of CUDA's runtime. Prints both, as JSON.
+warns of each wait ("sync debug mode"); then some steps run under torch's profiler, which sees the calls of CUDA's runtime. Prints
+both, as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A loop in a stream that it chose: ``python streams_script.py DEVICE stream|default|"out of memory"``; every fifth step is long."""
+"""A loop in a stream that it chose: ``python streams_script.py DEVICE KIND``; every fifth step is long.
+
+KIND is ``stream``, ``default`` for no other stream, or ``out of memory``.
+"""
 
 from __future__ import annotations
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
 import torch
 from gpu_jobs import CUDA, NEEDS_A_GPU, Ask, Job, mezzo, plan
+
+from paths import TESTS
+
+sys.path.insert(0, str(TESTS / "engine"))
+
 from test_graphs import batches, built, eager_step, everything, loss_of
 
 POLICIES = ["fp32", "tf32", "bf16", "fp16", "bf16-master", "fp16-master", "bf16-pure", "fp16-pure"]
