@@ -17,7 +17,7 @@ export PYTHONPATH="$PWD:$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 # name, seconds that it may take, what it needs beside torch, command
 STEPS=(
   # The machine's other packages may warn: their warnings are no errors here, as they are in CI.
-  "tests|240|pytest|$PYTHON -m pytest -q -m gpu -p no:cacheprovider -o filterwarnings=default --continue-on-collection-errors tests"
+  "tests|480|pytest|$PYTHON -m pytest -q -m gpu -p no:cacheprovider -o filterwarnings=default --continue-on-collection-errors tests"
   "sanitizer|180|compute-sanitizer|compute-sanitizer --tool memcheck --error-exitcode 9 $PYTHON -m benchmarks.contest.first kernels"
   "waits|120||$PYTHON -m benchmarks.contest.first waits"
   "benchmark|$(awk "BEGIN { print int($MINUTES * 60 + 60) }")||$PYTHON benchmarks/gpu.py --minutes $MINUTES --out $OUT"

@@ -276,7 +276,7 @@ def test_annotations_are_no_kernels() -> None:
 
 
 def test_a_profile_tells_annotations_from_kernels() -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as found:
         torch.zeros(4).add(1)
     assert all(isinstance(e.is_user_annotation, bool) for e in found.key_averages())
     assert kernels.busy_us(found.key_averages()) == 0.0

@@ -392,8 +392,8 @@ def constants_defined_twice(sources: dict[str, str]) -> dict[str, list[str]]:
     return {f"{name} = {value}": paths for (name, value), paths in found.items() if len(paths) > 1}
 
 
-OTHER_TESTS = ("project", "frameworks", "cuda_build", "oracles", "scripts", "faults")
-"""Folders under tests/ beside those of the source: the project as a whole, other environments, and what tests run."""
+OTHER_TESTS = ("project", "frameworks", "cuda_build", "gpu/", "oracles", "scripts", "faults")
+"""Folders under tests/ beside those of the source: the project as a whole, other environments and devices, and what tests run."""
 
 
 def strangers(tests: list[str], sources: dict[str, str]) -> list[str]:

@@ -139,6 +139,12 @@ class Observer(ABC):
     def end(self) -> None:
         """Stop observing and keep what precedes the last mark."""
 
+    def profile_begins(self, profile: object) -> None:  # noqa: B027 - most observers do nothing here
+        """Note that the script is about to begin a profile of torch's profiler."""
+
+    def profile_ended(self, profile: object) -> None:  # noqa: B027 - most observers do nothing here
+        """Note that a profile has ended."""
+
     @abstractmethod
     def record(self, run: RunRecord) -> AnyRecord:
         """Return the observer's record, which includes that of the whole run."""

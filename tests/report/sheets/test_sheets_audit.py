@@ -194,7 +194,7 @@ def traced(net: nn.Module) -> tuple[Tracer, Any]:
     tracer, x = Tracer(OperandFormats(), device_type="cpu"), torch.randn(4, 8, 6, 6, requires_grad=True)
     net(x).sum().backward()
     tracer.start()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         net(x).sum().backward()
     tracer.stop()
     return tracer, profiler

@@ -27,6 +27,7 @@ from mezzo.launch.torch.lint_hooks import report_to_lint
 from mezzo.launch.torch.model_changes import ChangedModels
 from mezzo.launch.torch.observers import observer_for
 from mezzo.launch.torch.own_amp import replace_amp
+from mezzo.launch.torch.script_profiles import note_script_profiles
 from mezzo.launch.torch.sessions import record_sessions
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tf32_switches import keep_fp32_products
@@ -95,6 +96,7 @@ def switched(
         else:  # one observer at a time: two would have to leave the dispatch mode stack in reverse order
             run.observer = observer_for(observe, run)
             run.watchers.append(run.observer)
+            note_script_profiles(run.observer, patches)
             run.observer.start()
             patches.on_undo(run.observer.close)
         _keep_autocast(patches)

@@ -12,6 +12,7 @@ A kernel whose name has none of these words counts as one without Tensor Cores; 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ _TENSOR_CORE_NAMES = re.compile(
     r"|fmha|flash_(fwd|bwd)|pytorch_flash|cudnn_generated_fort_native_sdpa|triton_tem_|_MI\d+x\d+",
     re.IGNORECASE,
 )
+_DISCARD = "mezzo: what precedes belongs to an earlier step"
 _SIMT_NAMES = re.compile(r"simt|_sgemm|_dgemm|ffma", re.IGNORECASE)
 _NO_OPERATION = ("overhead", "cuda_runtime", "cuda_driver")
 _CALLED = {"convolution": "aten::convolution", "convolution_backward": "aten::convolution_backward"}
@@ -51,18 +53,51 @@ class Launch:
 
 
 class KernelWatch:
-    """A profile of a device while a step runs."""
+    """A profile of a device while a step runs.
+
+    Torch has one profiler a process: where two overlap, the second end raises or finds nothing. So the script's own goes first. And
+    whatever began under one profile must not end under the next one: torch would write its end into the first one's memory, which is
+    freed by then. So ``restart``, which is called inside an optimizer's step, leaves the profile running.
+    """
 
     def __init__(self) -> None:
         self._profiler: Any = None
+        self._is_starting = False
+        self._of_script: set[int] = set()
+        """The script's open profiles, by identity."""
+        self.gave_way = False
+        """Whether a profile of the script kept this one from recording."""
+
+    def profile_begins(self, profile: object) -> None:
+        """Give way to a profile of the script; call it before the profile prepares."""
+        if not self._is_starting:
+            self.gave_way |= self._profiler is not None
+            self.drop()
+            self._of_script.add(id(profile))
+
+    def profile_ended(self, profile: object) -> None:
+        """Note the end of a profile."""
+        self._of_script.discard(id(profile))
 
     def start(self) -> None:
-        """Start profiling; discard an earlier profile."""
+        """Start profiling unless the script does; discard an earlier profile."""
         self.drop()
+        if self._of_script:
+            self.gave_way = True
+            return
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         # Without acc_events, torch warns that the events of one cycle are dropped at the end of the next.
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
-        self._profiler.__enter__()
+        self._is_starting = True
+        try:
+            self._profiler.__enter__()
+        finally:
+            self._is_starting = False
+
+    def restart(self) -> None:
+        """Discard what was recorded so far."""
+        with torch._C._profiler._RecordFunctionFast(_DISCARD):
+            pass
 
     def drop(self) -> None:
         """Stop and discard the profile."""
@@ -77,7 +112,13 @@ class KernelWatch:
         torch.cuda.synchronize()
         profiler = self._profiler
         self.drop()
-        return launches(profiler.events())
+        return launches(_kept(profiler.events()))
+
+
+def _kept(events: Sequence[Any]) -> list[Any]:
+    """Return the events after the last one that says to discard what precedes it."""
+    begin = max((event.time_range.end for event in events if event.name == _DISCARD), default=-math.inf)
+    return [event for event in events if event.time_range.start >= begin]
 
 
 def launches(events: Iterable[Any]) -> list[Launch]:

@@ -64,7 +64,7 @@ class Audit(Observer):
         """Discard what was recorded."""
         assert self._tracer is not None
         self._tracer.turn(len(self._tracer.trace.operations))
-        self._watch_kernels()
+        self._kernels.restart()
 
     def mark(self) -> None:
         """Mark everything recorded so far as belonging to the step."""
@@ -76,6 +76,14 @@ class Audit(Observer):
         assert self._tracer is not None
         self._keep(self._tracer.turn(self._marked))
         self._marked = 0
+
+    def profile_begins(self, profile: object) -> None:
+        """Let the script profile in place of the audit."""
+        self._kernels.profile_begins(profile)
+
+    def profile_ended(self, profile: object) -> None:
+        """Let the audit profile again."""
+        self._kernels.profile_ended(profile)
 
     def end(self) -> None:
         """Stop the tracer and keep the step."""
@@ -98,6 +106,7 @@ class Audit(Observer):
             device_type=self.run.device_type or "cpu",
             launches=self._launches,
             forced_eager=self.forced_eager,
+            gave_way=self._kernels.gave_way,
         )
         seen = Lowering()
         for trace, step in zip(self._traces, self.watched, strict=False):  # the last one may not have ended
@@ -127,6 +136,7 @@ def audit_record(
     device_type: str,
     launches: Sequence[kernels.Launch],
     forced_eager: bool,
+    gave_way: bool = False,
 ) -> AuditRecord:
     """Return the record of observed steps.
 
@@ -139,6 +149,7 @@ def audit_record(
         device_type: torch's device type that the model ran on.
         launches: the kernels that ran, in order; empty if no profiler ran.
         forced_eager: whether compiled code was run eagerly.
+        gave_way: whether the script's own profiler ran instead.
     """
     seen = [one for step in steps for one in step]
     products = totals.products(seen)
@@ -165,11 +176,11 @@ def audit_record(
         products=products,
         kernels=kernels.totals(launches, seen),
         findings=[*run.findings, *findings(watched)],
-        notes=_notes(device_type, forced_eager=forced_eager, profiled=bool(launches)),
+        notes=_notes(device_type, forced_eager=forced_eager, profiled=bool(launches), gave_way=gave_way),
     )
 
 
-def _notes(device_type: str, *, forced_eager: bool, profiled: bool) -> list[Reason]:
+def _notes(device_type: str, *, forced_eager: bool, profiled: bool, gave_way: bool) -> list[Reason]:
     notes = []
     if forced_eager:
         why = (
@@ -179,6 +190,9 @@ def _notes(device_type: str, *, forced_eager: bool, profiled: bool) -> list[Reas
     if device_type != "cuda":
         why = f"the model ran on {device_type}; what the operations' shapes allow is judged, not what a GPU ran"
         notes.append(Reason(what="kernels", value="not recorded", reason=why))
+    elif gave_way:
+        why = "the script's own profiler ran in these steps, and torch has one a process; audit steps that it does not profile"
+        notes.append(Reason(what="kernels", value="recorded in part" if profiled else "not recorded", reason=why))
     elif not profiled:
         notes.append(Reason(what="kernels", value="not recorded", reason="the profiler returned no kernel"))
     return notes
