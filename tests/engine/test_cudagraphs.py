@@ -68,6 +68,10 @@ class Cuda:
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+        self.cleared_after: list[int] = []
+        """How many captures had begun when the workspaces of cuBLAS were cleared."""
+        clear = "_cuda_clearCublasWorkspaces"
+        monkeypatch.setattr(torch._C, clear, lambda: self.cleared_after.append(len(self.captured_on)), raising=False)
 
     def stream(self, stream: Stream) -> Current:
         return Current(self, stream)
@@ -102,6 +106,10 @@ def test_rehearsals_and_captures_of_a_session_share_one_stream_on_its_own_device
         assert cuda.current is cuda.outside
     assert [s.device for s in on] == [torch.device("cuda", 0), torch.device("cuda", 1)]
     assert cuda.captured_on == [on[0], on[0], on[1], on[1]]
+    assert cuda.cleared_after == [
+        0,
+        2,
+    ]  # before the first of each session: later ones use what that has put into the pool
     assert on[0].waited == [cuda.outside] * 3
     assert cuda.outside.waited == [on[0]] * 3 + [on[1]] * 3
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gpu_jobs import CUDA, NEEDS_A_GPU, Ask, Job, mezzo, plan
 
+import mezzo as package
 from paths import TESTS
 
 sys.path.insert(0, str(TESTS / "engine"))
@@ -126,3 +127,19 @@ def test_peaks_are_recorded_with_expandable_segments(ended: Ask, device: str) ->
     assert 0 < one["cuda_allocated_bytes"] <= one["cuda_reserved_bytes"]
     assert one["cuda_allocated_bytes"] == pytest.approx(other["cuda_allocated_bytes"], rel=0.1)
     assert ended("expandable", device).record["environment"]["variables"].items() >= EXPANDABLE.items()
+
+
+@on_a_gpu
+def test_a_replay_survives_that_cublas_workspaces_are_cleared(device: str) -> None:
+    """``torch.compile(mode="reduce-overhead")`` clears them: a graph must not use one that then belongs to others."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16384, 64, bias=False, device=device)  # a long sum, which cuBLAS splits over a workspace
+    session = package.Session(model, package.SGD(model.parameters(), lr=0.0), policy="bf16")
+    batch = torch.randn(64, 16384, device=device)
+    step = session.capture(lambda x: model(x).square().mean(), batch)
+    before = step(batch).item()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    canary = torch.full((2**26,), 7.0, device=device)
+    assert [step(batch).item() for _ in range(5)] == [before] * 5
+    assert bool((canary == 7.0).all())

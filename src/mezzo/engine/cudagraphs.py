@@ -1,7 +1,9 @@
 """CUDA graphs: rehearse and capture on one stream, and report what broke a capture, with what to do about it.
 
 A session has one stream for its rehearsals and captures, on its own device. Rehearsing on the capture's stream leaves autograd's
-nodes there and needs only one cuBLAS workspace. torch creates its default capture stream once per process, on the device of
+nodes there. cuBLAS keeps a workspace for each stream, which a graph uses by its address: one that the rehearsal has left in ordinary memory
+is freed by whoever clears the workspaces (``torch.compile(mode="reduce-overhead")`` does), and a replay would write into memory of others. So
+they are cleared before the first capture, which then puts its own into the graphs' pool. torch creates its default capture stream once per process, on the device of
 the first capture: a second session on another GPU would capture nothing.
 
 ``torch.cuda.graph`` raises two errors when a capture fails: the one that broke it, then one because the capture cannot be ended. The
@@ -74,6 +76,8 @@ class CudaGraphs:
                 raise
 
         with self._aside(), _later_streams():
+            if self._pool is None:
+                torch._C._cuda_clearCublasWorkspaces()
             graph = torch.cuda.CUDAGraph()
             try:
                 # thread_local: a data loader's pinning thread may allocate meanwhile.
