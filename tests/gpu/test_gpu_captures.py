@@ -10,7 +10,7 @@ import pytest
 import torch
 from gpu_jobs import CUDA, NEEDS_A_GPU, Ask, Job, mezzo, plan
 
-import mezzo as package
+from mezzo import SGD, Session
 from paths import TESTS
 
 sys.path.insert(0, str(TESTS / "engine"))
@@ -134,7 +134,7 @@ def test_a_replay_survives_that_cublas_workspaces_are_cleared(device: str) -> No
     """``torch.compile(mode="reduce-overhead")`` clears them: a graph must not use one that then belongs to others."""
     torch.manual_seed(0)
     model = torch.nn.Linear(16384, 64, bias=False, device=device)  # a long sum, which cuBLAS splits over a workspace
-    session = package.Session(model, package.SGD(model.parameters(), lr=0.0), policy="bf16")
+    session = Session(model, SGD(model.parameters(), lr=0.0), policy="bf16")
     batch = torch.randn(64, 16384, device=device)
     step = session.capture(lambda x: model(x).square().mean(), batch)
     before = step(batch).item()
