@@ -71,6 +71,45 @@ def test_compiled_code_skips_an_overflow(what: str) -> None:
     assert found.losses[-1] < found.losses[0]
 
 
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+@quiet
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("scales", [False, True], ids=["", "GradScaler"])
+@pytest.mark.parametrize("policy", [None, "bf16:op_lists=device", "fp16:op_lists=device"], ids=str)
+@pytest.mark.parametrize("what", ["module", "in-place", "step"])
+def test_compiled_code_goes_on_once_everything_has_been_checked(what: str, policy: str | None, scales: bool) -> None:
+    """After 64 and after 100 updates, hooks are removed that compiled code may have kept."""
+    with switched(None if policy is None else Policy.of(policy)) as (run, _):
+        model: Any = OneLayer()
+        if what == "module":
+            model = torch.compile(model, backend="aot_eager")
+        elif what == "in-place":
+            model.compile(backend="aot_eager")
+        loss_of = lambda x: model(x).float().square().mean()  # noqa: E731
+        if what == "step":
+            loss_of = torch.compile(loss_of, backend="aot_eager")
+        sgd, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", enabled=scales)
+        for _ in range(120):
+            sgd.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=scales):
+                loss = loss_of(torch.ones(2, 4))
+            scaler.scale(loss).backward()
+            scaler.step(sgd)
+            scaler.update()
+        run.close_update()
+        losses = run.recorder.steps().loss
+    assert len(losses) == 120
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.slow
 @quiet
 @pytest.mark.usefixtures("compiler")

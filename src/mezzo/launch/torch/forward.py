@@ -109,8 +109,8 @@ class Regions:
                 return original(module, *args, **kwargs)
             if not run.lint.over:
                 run.lint.called(args, kwargs)
-            elif self._counted and run.changed is None and run.called is None:
-                self._remove()
+            elif self._counted and run.changed is None and run.called is None and not run.compiles:
+                self._remove()  # not from compiled modules, which keep this function: theirs would begin inside torch.compile's frames
             if run.called is not None:
                 run.called(module, (args, kwargs))
             if run.changed is not None:
