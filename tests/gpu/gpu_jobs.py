@@ -26,7 +26,6 @@ from paths import ROOT
 HERE = Path(__file__).parent
 NEEDS_A_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 CUDA = pytest.param("cuda", marks=NEEDS_A_GPU)
-SLOW_ON_A_CPU = [pytest.param("cpu", marks=pytest.mark.slow), CUDA]
 LIMIT_S = 150
 
 

@@ -61,7 +61,7 @@ plan(
     },
     by_hand=Job(("{here}/loop_script.py", "{device}", "by-hand")),
 )
-ON_A_CPU = ("plain bf16", "plain fp16:op_lists=device", "scaler as-is own fp16", "clip fp16", "loader as-is")
+ON_A_CPU = ("scaler as-is own fp16", "clip fp16")
 """Each takes ten seconds there."""
 every_run = pytest.mark.parametrize(
     ("case", "device"),
