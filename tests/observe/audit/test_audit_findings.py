@@ -149,6 +149,23 @@ def test_a_weight_is_known_by_its_part_of_a_storage(name: str) -> None:
     assert found == ([f"{again} casts of weights that the same forward pass had cast before"] if again else [])
 
 
+def test_a_recurrent_layer_casts_each_weight_once_where_its_weights_share_a_storage() -> None:
+    layer = nn.LSTM(16, 32, 2)
+    flat, begin = torch.nn.utils.parameters_to_vector(layer.parameters()).detach(), 0
+    for weight in layer.parameters():
+        weight.data = flat[begin : begin + weight.numel()].view_as(weight)
+        begin += weight.numel()
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs, _ = layer(torch.zeros(3, 2, 16))
+        outputs.float().sum().backward()
+
+    record = mezzo.audit(step)
+    assert [cast.count for cast in record.casts if cast.of == "weight"] == [8]
+    assert "A302" not in [finding.code for finding in record.findings]
+
+
 # --- what only a GPU shows -----------------------------------------------------------------------
 
 KERNELS = {
