@@ -249,7 +249,7 @@ def _sensitive(audited: AuditedSteps) -> Part | None:
         and not one.noted.within
         and listed_precision(one.op) == "fp32"
         and any(name in _HALF for name in one.inputs[:1])
-        and any(name in _HALF for name in one.outputs[:1])  # CUDA's kernels may read 16 bits and compute in FP32
+        and any(name in _HALF for name in one.outputs[:1])  # else it reads 16 bits and computes in FP32
         and any(meta[2] > 2 for meta in one.noted.ins)
     ]
     if not own:
