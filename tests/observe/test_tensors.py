@@ -1,12 +1,17 @@
-"""The memory of tensors: of plain ones, views, and those that have none of their own."""
+"""The memory of tensors: of plain ones, views and parts, and those that have none of their own."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
+from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from mezzo.observe.lint.by_hand import GradientView
-from mezzo.observe.tensors import storage, storage_of
+from mezzo.observe.lint.by_hand import AverageView, GradientView
+from mezzo.observe.tensors import region, storage, storage_of
+from mezzo.observe.trace import Region
 
 
 def test_a_view_has_the_memory_of_what_it_is_a_view_of() -> None:
@@ -27,3 +32,33 @@ def test_a_view_of_gradients_is_shown_wrappers() -> None:
     arriving = AsyncCollectiveTensor(torch.ones(2))
     view.inspect_call("contiguous", [arriving], arriving)
     assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("view", "part"),
+    [
+        (lambda t: t, (0, 4, (1, 24))),
+        (lambda t: t.t(), (0, 4, (1, 24))),
+        (lambda t: t.view(-1), (0, 4, (1, 24))),
+        (lambda t: t.view(4, 1, 6), (0, 4, (1, 24))),
+        (lambda t: t[1:3], (6, 4, (1, 12))),
+        (lambda t: t[:, 3:], (3, 4, (1, 3), (6, 4))),
+        (lambda t: t[::2], (0, 4, (1, 6), (12, 2))),
+        (lambda t: t.view(torch.bfloat16)[0], (0, 2, (1, 12))),
+        (lambda t: t[0, 0], (0, 4)),
+        (lambda t: t.to_sparse(), ()),
+    ],
+)
+def test_the_part_of_a_storage_that_a_tensor_is_made_of(view: Callable[[Tensor], Tensor], part: Region) -> None:
+    assert region(view(torch.zeros(4, 6))) == part
+
+
+def test_an_average_is_of_the_weight_that_it_reads_where_weights_share_a_storage() -> None:
+    flat = torch.zeros(16)
+    weights = [flat[:8], flat[8:]]
+    found: list[Tensor] = []
+    view = AverageView(weights, averaged=found.append)
+    average = torch.zeros(8, dtype=torch.bfloat16)
+    for weight in weights:
+        view.inspect_call("lerp_", (average, weight.detach(), 0.1), average)
+    assert [one.data_ptr() for one in found] == [one.data_ptr() for one in weights]

@@ -72,8 +72,8 @@ HOW = {
     )
     + _EVERY,
     "A302": (
-        "`mezzo audit` knows the memory that each cast reads: the same parameter was cast to the same format "
-        "twice in one forward pass of a module."
+        "`mezzo audit` knows the part of memory that each cast reads: the same parameter was cast to the same format "
+        "twice in one forward pass of a module. Parameters that share one storage count as one each."
     )
     + _EVERY,
     "A303": (
@@ -87,7 +87,8 @@ HOW = {
     "A401": "`mezzo audit` records the operations of `optimizer.step()`: one wrote into a 16-bit parameter." + _EVERY,
     "A402": (
         "`mezzo audit` compares each operation of the forward pass with the portable op lists: one that they "
-        "keep in FP32 read a 16-bit operand."
+        "keep in FP32 read a 16-bit operand and made a 16-bit result. One with an FP32 result is not meant: CUDA's "
+        "autocast computes many in FP32 of 16-bit operands. Nor is `cross_entropy`, which the lists leave in its operand's format."
     )
     + _EVERY,
     "A501": "`mezzo audit` reads the names of the kernels from torch's profiler, on CUDA only." + _LEAST,

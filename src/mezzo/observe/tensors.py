@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from mezzo.devices import has_fp64
 from mezzo.engine.shards import local
 from mezzo.formats import format_of
+from mezzo.observe.trace import Region
 from mezzo.records import Operand
 
 
@@ -104,3 +105,21 @@ def storage_size(tensor: Tensor) -> int:
     """Return the bytes of a tensor's storage; -1 if it has none of its own."""
     own = storage(tensor)
     return -1 if own is None else own.nbytes()
+
+
+def region(tensor: Tensor) -> Region:
+    """Return the part of its storage that a tensor is made of; () if it has no strides.
+
+    Dimensions that follow each other without a gap are one, so a matrix, its transpose and its rows end to end are the same part.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return ()
+    spans: list[tuple[int, int]] = []
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if spans and stride == spans[-1][0] * spans[-1][1]:
+            spans[-1] = spans[-1][0], spans[-1][1] * size
+        else:
+            spans.append((stride, size))
+    return tensor.storage_offset(), tensor.itemsize, *spans

@@ -13,6 +13,9 @@ from torch import nn
 Meta: TypeAlias = tuple[int, torch.dtype, int]
 """The address of a tensor's storage, its dtype and its size in bytes."""
 
+Region: TypeAlias = tuple[Any, ...]
+"""The elements of a storage that a tensor is made of: where they begin, then sizes and strides. Equal for views of the same elements."""
+
 LAST_NUMBER = 2**64 - 1
 """Sequence number of the nodes that accumulate a parameter's gradient: the greatest one, so that they run first."""
 
@@ -85,6 +88,10 @@ class Noted(NamedTuple):
     """Whether it is not part of the training: Mezzo's own, or one that the emulated device would not run."""
     by_policy: bool
     """Whether the policy, not the script, cast here."""
+    region: Region
+    """The part of its storage that a cast reads, () for other operations: one storage may hold many weights."""
+    within: str
+    """The function of torch that the script called, where torch makes it of this operation in the format of its operand."""
 
 
 @dataclass

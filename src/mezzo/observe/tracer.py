@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,7 @@ from mezzo.formats import BF16, FP16, FP32, FP64, TF32
 from mezzo.measure.flops import COUNTS, OperandFormats
 from mezzo.observe.backward_nodes import BackwardNodes, ThreadNodes
 from mezzo.observe.source_lines import caller, script_line
+from mezzo.observe.tensors import region
 from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Trace, TracedProduct
 
 _node_running = torch._C._current_autograd_node
@@ -169,7 +171,7 @@ class Tracer(TorchDispatchMode):
             kind = self._kinds[id(func)] = self._meet(func)
         if self._stepping and kind <= _PLAIN:  # half of a small model's operations, with nothing more to record
             if kind == _PLAIN:
-                self._note((func, NOWHERE, None, *_both(args, result), True, False, None, "", False, False))
+                self._note((func, NOWHERE, None, *_both(args, result), True, False, None, "", False, False, (), ""))
             return result
         running, again, number = _node_running(), False, _next_number()
         local = self._local
@@ -193,13 +195,13 @@ class Tracer(TorchDispatchMode):
                 self._backward_nodes.await_node(local, args, flat_tensors((result,)))
         if kind == _SILENT:
             if node is not None and node.number == LAST_NUMBER:  # the first value of a gradient that was None
-                self._note((func, entry, node, *_both(args, result), False, False, None, "", True, False))
+                self._note((func, entry, node, *_both(args, result), False, False, None, "", True, False, (), ""))
             return result
-        product, line, hidden, by_policy = None, "", False, False
+        product, line, hidden, by_policy, read, within = None, "", False, False, (), ""
         if entry is NOWHERE or kind == _CASTS:  # inside modules, only casts can come from elsewhere than the script
             whose = caller(sys._getframe().f_back)  # None in autograd's own thread, where no Python frame called it
             if whose == "mezzo":
-                self._note((func, entry, node, *_both(args, result), False, again, None, "", True, False))
+                self._note((func, entry, node, *_both(args, result), False, again, None, "", True, False, (), ""))
                 return result
             by_policy = whose == "policy"
         if self._emulates:
@@ -209,10 +211,15 @@ class Tracer(TorchDispatchMode):
                 return result
         if kind == _COUNTED:
             product = self._product(func, result, args)
-        if kind != _PLAIN and (node is None or again):
+        elif kind == _CASTS:
+            read = region(args[1] if func.overloadpacket.__name__.startswith("copy") else args[0])
+        elif kind == _PARTS:
+            within = _within(func, sys._getframe().f_back)
+        if kind not in (_PLAIN, _PARTS) and (node is None or again):
             torchs = self._is_torchs(entry)
             line = self._where(None if torchs else product) if not torchs or _says_little(entry) else ""
-        self._note((func, entry, node, *_both(args, result), self._stepping, again, product, line, hidden, by_policy))
+        metas = _both(args, result)
+        self._note((func, entry, node, *metas, self._stepping, again, product, line, hidden, by_policy, read, within))
         return result
 
     def _note(self, noted: tuple[Any, ...]) -> None:
@@ -233,6 +240,8 @@ class Tracer(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.is_view or name in _WITHOUT_WORK or func.namespace == "profiler":
             return _SILENT
+        if name in _PART_OF:
+            return _PARTS
         return _CASTS if name in CASTS else _PLAIN
 
     def _place(self, number: int, entry: Entry) -> None:
@@ -290,7 +299,16 @@ def _says_little(entry: Entry) -> bool:
     return type(outer.module) is nn.Sequential and (outer.outer is None or outer.outer.module is None)
 
 
-_SILENT, _PLAIN, _CASTS, _COUNTED = range(4)
+def _within(func: Any, frame: FrameType | None) -> str:
+    """Return the function of torch that makes itself of the running operation, if the script called it."""
+    whole = _PART_OF[func.overloadpacket.__name__]
+    return whole if whole in script_line(frame)[1] else ""
+
+
+_SILENT, _PLAIN, _PARTS, _CASTS, _COUNTED = range(5)
+
+_PART_OF = {"_log_softmax": "cross_entropy"}
+"""Operations of which torch makes another in the format of its operand, past autocast's rule: the op lists judge the other."""
 
 _WITHOUT_WORK = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "detach_", "alias"}

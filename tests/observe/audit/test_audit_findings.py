@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import mezzo
 from helpers_audit import audited
 from helpers_engine import casting
 from mezzo.observe.audit.findings import RULES, AuditedSteps, findings
@@ -84,6 +88,82 @@ def test_every_code_has_a_case_and_a_page() -> None:
         assert text.startswith(f"# {rule.code}: {rule.title}\n")
         heads = re.findall(r"^## (.*)$", text, re.M)
         assert heads == ["Cause", "What it costs", "Example", "How it is found", "In the output", "Fix"]
+
+
+# --- which casts are of one weight ---------------------------------------------------------------
+
+
+class Flat(nn.Module):
+    """Weights that are views of one storage, as cuDNN's recurrent layers and FSDP1 keep them; ``use`` casts them."""
+
+    def __init__(self, use: Callable[[Flat], Tensor]) -> None:
+        super().__init__()
+        self.use = use
+        self.flat = torch.zeros(2 * 64 + 8)
+        self.weights = nn.ParameterList(
+            [self.flat[:64].view(8, 8), self.flat[64:128].view(8, 8), self.flat[128:].view(8)]
+        )
+
+    def forward(self) -> Tensor:
+        return self.use(self)
+
+
+def cast_each(model: Flat) -> Tensor:
+    return torch.cat([w.to(torch.bfloat16).reshape(-1) for w in model.weights])
+
+
+def cast_into_one_buffer(model: Flat) -> Tensor:
+    """What autocast does with the weights of a recurrent layer of cuDNN."""
+    buffer = torch.zeros(model.flat.numel(), dtype=torch.bfloat16)
+    for weight in model.weights:
+        begin = weight.storage_offset()
+        buffer[begin : begin + weight.numel()].view(weight.shape).copy_(weight)
+    return buffer
+
+
+def cast_first(*views: Callable[[Tensor], Tensor]) -> Callable[[Flat], Tensor]:
+    return lambda model: torch.cat([view(model.weights[0]).to(torch.bfloat16).reshape(-1) for view in views])
+
+
+CASTS: dict[str, tuple[Callable[[Flat], Tensor], int]] = {
+    "each once": (cast_each, 0),
+    "each once, into one buffer": (cast_into_one_buffer, 0),
+    "each twice": (lambda model: cast_each(model) + cast_each(model), 3),
+    "each twice, into two buffers": (lambda model: cast_into_one_buffer(model) + cast_into_one_buffer(model), 3),
+    "one twice": (cast_first(lambda w: w, lambda w: w), 1),
+    "one and its transpose": (cast_first(lambda w: w, lambda w: w.t()), 1),
+    "one and its rows end to end": (cast_first(lambda w: w, lambda w: w.view(-1)), 1),
+    "halves of the rows": (cast_first(lambda w: w[:4], lambda w: w[4:]), 0),
+    "halves of the columns": (cast_first(lambda w: w[:, :4], lambda w: w[:, 4:]), 0),
+    "the first row and the first column": (cast_first(lambda w: w[0], lambda w: w[:, 0]), 0),
+    "the same slice twice": (cast_first(lambda w: w[2:4], lambda w: w[2:4]), 1),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_a_weight_is_known_by_its_part_of_a_storage(name: str) -> None:
+    use, again = CASTS[name]
+    model = Flat(use)
+    with torch.no_grad():
+        found = [f.detail for f in mezzo.audit(model).findings if f.code == "A302"]
+    assert found == ([f"{again} casts of weights that the same forward pass had cast before"] if again else [])
+
+
+def test_a_recurrent_layer_casts_each_weight_once_where_its_weights_share_a_storage() -> None:
+    layer = nn.LSTM(16, 32, 2)
+    flat, begin = torch.nn.utils.parameters_to_vector(layer.parameters()).detach(), 0
+    for weight in layer.parameters():
+        weight.data = flat[begin : begin + weight.numel()].view_as(weight)
+        begin += weight.numel()
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs, _ = layer(torch.zeros(3, 2, 16))
+        outputs.float().sum().backward()
+
+    record = mezzo.audit(step)
+    assert [cast.count for cast in record.casts if cast.of == "weight"] == [8]
+    assert "A302" not in [finding.code for finding in record.findings]
 
 
 # --- what only a GPU shows -----------------------------------------------------------------------
@@ -170,6 +250,6 @@ def one_product(flops: int, *, form: str = "bf16") -> list[object]:
     from mezzo.observe.trace import TracedProduct as Running
 
     running = Running(form, flops, [], 0)
-    noted = Noted(None, NOWHERE, None, [], [], False, False, running, "", False, False)
+    noted = Noted(None, NOWHERE, None, [], [], False, False, running, "", False, False, (), "")
     row = {"op": "mm", "module": "a", "phase": "forward", "inputs": (form,), "outputs": (form,), "bytes": 1}
     return [TracedOperation(**row, noted=noted, flops=flops, format=form, product=running)]

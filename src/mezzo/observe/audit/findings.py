@@ -10,7 +10,7 @@ Less than a hundredth of the step's FLOPs or bytes is not worth a finding.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mezzo.formats import BF16, FP16, FP32
@@ -184,11 +184,11 @@ def _needless_trips(audited: AuditedSteps) -> Part | None:
 
 
 def _cast_again(audited: AuditedSteps) -> Part | None:
-    groups: dict[tuple[int, str, int], list[TracedOperation]] = defaultdict(list)
+    groups: dict[Hashable, list[TracedOperation]] = defaultdict(list)
     for one in audited.seen:
         if one.cast is not None and one.cast.of == "weight" and one.reads_parameter and one.phase == "forward":
             calls = one.noted.entry.calls
-            groups[one.cast.storage, one.cast.target, id(calls[-1])].append(one)
+            groups[one.cast.place, one.cast.target, id(calls[-1])].append(one)
     again = [one for group in groups.values() for one in group[1:]]
     if not again:
         return None
@@ -246,8 +246,10 @@ def _sensitive(audited: AuditedSteps) -> Part | None:
         if one.phase == "forward"
         and one.product is None
         and not one.noted.stepping
+        and not one.noted.within
         and listed_precision(one.op) == "fp32"
         and any(name in _HALF for name in one.inputs[:1])
+        and any(name in _HALF for name in one.outputs[:1])  # else it reads 16 bits and computes in FP32
         and any(meta[2] > 2 for meta in one.noted.ins)
     ]
     if not own:

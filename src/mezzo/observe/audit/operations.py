@@ -24,7 +24,7 @@ from mezzo.formats import format_of
 from mezzo.observe.audit.merged import Row
 from mezzo.observe.module_names import Names
 from mezzo.observe.tensors import storage_of
-from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Noted, Trace, TracedProduct
+from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Noted, Region, Trace, TracedProduct
 from mezzo.records import Phase
 
 _PRECISION = {oplists.python_name(op).strip("_"): f.precision for f in oplists.FAMILIES for op in f.ops}
@@ -65,8 +65,8 @@ class Cast:
     bytes: int
     of: Literal["weight", "activation", "gradient"]
     """``weight``, ``activation`` or ``gradient``."""
-    storage: int
-    """The address of the value that is cast."""
+    place: tuple[int, Region]
+    """The address of the storage that the cast value lies in, and the part of it."""
     back_to: TracedOperation | None = None
     """The cast that this one undoes, if the value came from this format."""
     needless: bool = False
@@ -194,7 +194,7 @@ class _Reader:
         weight = source[0] in self._weights or target[0] in self._parameters
         of: Literal["weight", "activation", "gradient"]
         of = "weight" if weight else "gradient" if phase in _BOTH else "activation"
-        return Cast(dtype_name(source[1]), dtype_name(target[1]), source[2] + target[2], of, source[0])
+        return Cast(dtype_name(source[1]), dtype_name(target[1]), source[2] + target[2], of, (source[0], noted.region))
 
 
 @dataclass

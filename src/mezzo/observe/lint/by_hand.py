@@ -16,7 +16,9 @@ from torch.utils import _device
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.half import HALF
-from mezzo.observe.tensors import storage
+from mezzo.engine.shards import local
+from mezzo.observe.tensors import region, storage
+from mezzo.observe.trace import Region
 
 _NORMS = frozenset(
     ("norm", "vector_norm", "linalg_vector_norm", "_foreach_norm", "frobenius_norm", "pow", "__pow__", "square")
@@ -153,8 +155,9 @@ class AverageView:
     """
 
     def __init__(self, parameters: Iterable[Tensor], *, averaged: Callable[[Tensor], None]) -> None:
-        self._parameters = {_place(p): p for p in parameters}
-        self._parameters.pop(0, None)
+        held = [p for p in parameters if _place(p)]
+        self._parameters = {_place(p): p for p in held}
+        self._parts = {_part(p): p for p in held}
         self._averaged = averaged
         self._derived = WeakTensorKeyDictionary()
 
@@ -203,7 +206,7 @@ class AverageView:
             self._averaged(source.parameter)
 
     def _source(self, tensor: Tensor) -> _Source:
-        parameter = self._parameters.get(_place(tensor))
+        parameter = self._parts.get(_part(tensor), self._parameters.get(_place(tensor)))
         if parameter is not None:
             return _Source(parameter, half=False)
         found: _Source | None = self._derived.get(tensor)
@@ -236,6 +239,11 @@ def _place(tensor: Tensor) -> int:
     """Return the address of a tensor's memory, 0 if it has none."""
     own = storage(tensor)
     return 0 if own is None else own.data_ptr()
+
+
+def _part(tensor: Tensor) -> tuple[int, Region]:
+    """Return the address of a tensor's memory and the part of it: the weights of a recurrent layer of cuDNN share theirs."""
+    return _place(tensor), region(local(tensor))
 
 
 def _insert_below(mode: TorchFunctionMode) -> bool:
