@@ -1,10 +1,13 @@
 """CUDA graphs: rehearse and capture on one stream, and report what broke a capture, with what to do about it.
 
 A session has one stream for its rehearsals and captures, on its own device. Rehearsing on the capture's stream leaves autograd's
-nodes there. cuBLAS keeps a workspace for each stream, which a graph uses by its address: one that the rehearsal has left in ordinary memory
-is freed by whoever clears the workspaces (``torch.compile(mode="reduce-overhead")`` does), and a replay would write into memory of others. So
-they are cleared before the first capture, which then puts its own into the graphs' pool. torch creates its default capture stream once per process, on the device of
-the first capture: a second session on another GPU would capture nothing.
+nodes there. torch creates its default capture stream once per process, on the device of the first capture: a second session on another
+GPU would capture nothing.
+
+cuBLAS keeps a workspace for each stream, which a graph uses by its address. One that a rehearsal has left in ordinary memory is freed by
+whoever clears the workspaces, as ``torch.compile(mode="reduce-overhead")`` does, and a replay would write into the memory of others. So
+they are cleared before the first capture, which puts its own into the graphs' pool. Limit: cleared again between two captures of a
+session, a workspace leaves that pool to the second one's tensors.
 
 ``torch.cuda.graph`` raises two errors when a capture fails: the one that broke it, then one because the capture cannot be ended. The
 second hides the first and leaves the capture's stream current. Here the stream is restored and the first error is raised.
