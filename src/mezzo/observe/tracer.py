@@ -351,7 +351,17 @@ def _both(args: Sequence[Any], result: Any) -> tuple[list[Meta], list[Meta]]:
 
 
 def _bare_metas(values: Iterable[Any]) -> list[Meta]:
-    return [(0, t.dtype, t.numel() * t.itemsize) for t in flat_tensors(values)]
+    return [(_address(t), t.dtype, t.numel() * t.itemsize) for t in flat_tensors(values)]
+
+
+def _address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage, of the first tensor inside if it is a wrapper; 0 if there is none."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def _alignment(tensor: Tensor) -> int:

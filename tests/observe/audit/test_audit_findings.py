@@ -253,3 +253,27 @@ def one_product(flops: int, *, form: str = "bf16") -> list[object]:
     noted = Noted(None, NOWHERE, None, [], [], False, False, running, "", False, False, (), "")
     row = {"op": "mm", "module": "a", "phase": "forward", "inputs": (form,), "outputs": (form,), "bytes": 1}
     return [TracedOperation(**row, noted=noted, flops=flops, format=form, product=running)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_products_of_fp8_layers_have_their_phases() -> None:
+    """torchao's layers multiply wrappers around scaled casts, and both gradients in one function of their own."""
+    float8 = pytest.importorskip("torchao.float8")
+    model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 16, bias=False)).bfloat16()
+    float8.convert_to_float8_training(model)
+    inputs = torch.randn(48, 32, dtype=torch.bfloat16)
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(inputs).sum().backward()
+
+    found = {(p.module, p.phase, p.format, p.m, p.n, p.k) for p in mezzo.audit(step).products}
+    assert found == {
+        ("0", "forward", "e4m3", 48, 64, 32),
+        ("0", "dgrad", "e4m3", 48, 32, 64),  # nobody needs it, and torchao computes it
+        ("0", "wgrad", "e4m3", 64, 32, 48),
+        ("2", "forward", "e4m3", 48, 16, 64),
+        ("2", "dgrad", "e4m3", 48, 64, 16),
+        ("2", "wgrad", "e4m3", 16, 64, 48),
+    }

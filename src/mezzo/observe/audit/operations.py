@@ -5,7 +5,7 @@ Phases are ``forward``, ``recompute`` (a forward pass repeated by activation che
 modules: unscaling, clipping, the update).
 
 The operands show which of a product's two gradients an operation computes: the gradient of the input reads the
-weight, the gradient of the weight does not. Weights and their casts are identified by their storage. Other
+weight, the gradient of the weight does not. Weights, their casts and what FP8 scales of them are identified by their storage. Other
 operations of a backward pass count as ``wgrad`` if their first result, cast or not, is added to a parameter's gradient; the
 rest counts as ``dgrad``, including a norm's backward kernel, which computes both.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from mezzo import oplists
-from mezzo.formats import format_of
+from mezzo.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, format_of
 from mezzo.observe.audit.merged import Row
 from mezzo.observe.module_names import Names
 from mezzo.observe.tensors import storage_of
@@ -169,7 +169,8 @@ class _Reader:
             return [(p, 2) for p in _BOTH]
         if op.endswith("_backward") or any(meta[0] in self._weights for meta in noted.ins):
             return [("dgrad", 1)]
-        return [("wgrad" if node.number in self._weight_nodes else "dgrad", 1)]
+        # FP8 products are linear layers', whose backward function is torchao's and has no number of a forward pass.
+        return [("wgrad" if node.number in self._weight_nodes or noted.product.format in _FP8 else "dgrad", 1)]
 
     def _follow_weights(self, noted: Noted) -> None:
         """Update the set of storages that hold weights."""
@@ -178,7 +179,7 @@ class _Reader:
         if product is not None and reads and (noted.node is None or noted.again):
             self._weight_nodes.add(product.number)
         made = {meta[0] for meta in noted.outs} - self._parameters
-        if reads and noted.func.overloadpacket.__name__ in (*CASTS, "clone"):
+        if reads and (noted.func.overloadpacket.__name__ in (*CASTS, "clone") or _scales(noted, self._weights)):
             self._weights |= made
         else:
             self._weights -= made
@@ -267,6 +268,8 @@ class _Flow:
 
 
 _BOTH: tuple[Phase, Phase] = ("dgrad", "wgrad")
+_SCALING, _ONE_NUMBER_BYTES = ("mul", "div", "clamp"), 8
+_FP8 = tuple(f.name for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ))
 
 
 def _to_parameters(operations: list[Noted]) -> set[int]:
@@ -289,6 +292,15 @@ def _to_parameters(operations: list[Noted]) -> set[int]:
             if noted.func.overloadpacket.__name__ in (*CASTS, "clone"):
                 gradients.update(meta[0] for meta in noted.ins)
     return found
+
+
+def _scales(noted: Noted, weights: set[int]) -> bool:
+    """Return whether an operation multiplies a weight by one number or clamps it, as FP8 does before it casts."""
+    return (
+        noted.func.overloadpacket.__name__ in _SCALING
+        and noted.ins[0][0] in weights
+        and all(size <= _ONE_NUMBER_BYTES for _, _, size in noted.ins[1:])
+    )
 
 
 def _dtypes(metas: list[Meta]) -> tuple[str, ...]:
