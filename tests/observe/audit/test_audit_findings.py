@@ -257,7 +257,7 @@ def one_product(flops: int, *, form: str = "bf16") -> list[object]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_products_of_fp8_layers_have_their_phases() -> None:
-    """torchao's layers multiply wrappers around scaled casts, and both gradients in one function of their own."""
+    """Layers of torchao multiply wrappers around scaled casts, and both gradients in one function of their own."""
     float8 = pytest.importorskip("torchao.float8")
     model = nn.Sequential(nn.Linear(32, 64, bias=False), nn.ReLU(), nn.Linear(64, 16, bias=False)).bfloat16()
     float8.convert_to_float8_training(model)
