@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,6 +95,7 @@ def predict(
     headroom: float = HEADROOM,
     job: Job = ALONE,
     calibration: Calibration | None = None,
+    refused: Mapping[str, str] | None = None,
 ) -> Prediction:
     """Return the prediction for ``policy`` on ``gpu``.
 
@@ -107,8 +108,9 @@ def predict(
         headroom: share of the memory that the largest batch leaves free.
         job: how many GPUs train together; ``batch`` is that of each.
         calibration: rates measured on a GPU of this kind; None for the constants that ship.
+        refused: why there is no tape, by recorded policy, where the script fails.
     """
-    why = impossible(gpu, policy)
+    why = impossible(gpu, policy) or (refused or {}).get(recorded_as(policy), "")
     if why:
         return Prediction(gpu=gpu.name, gpu_bytes=gpu.memory_bytes, policy=policy, possible=False, reason=why)
     where = Conditions(gpu=gpu, channels_last=channels_last, job=job, calibration=calibration).covering(policy)

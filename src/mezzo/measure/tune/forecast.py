@@ -76,8 +76,12 @@ def forecasts(
         arguments = [word.replace("{run}", "predict") for word in playing[0].arguments(own)]
         try:
             policies = to_record([one.policy for one in playing])
-            traced = script_plan(script, arguments, policies, as_module=as_module, scaled=False)
-            found |= {one: _forecast(traced, one, gpu) for one in playing}
+            traced = script_plan(script, arguments, policies, as_module=as_module, scaled=False, on_gpu=gpu is not None)
+            for one in playing:
+                if why := traced.refused.get(recorded_as(one.policy), ""):
+                    notes.append(Reason(what="not predicted", value=one.name, reason=why))
+                else:
+                    found[one] = _forecast(traced, one, gpu)
         except MezzoError as error:
             why = error.message.partition("\n")[0]
             notes.append(Reason(what="not predicted", value=shown, reason=why))
