@@ -338,7 +338,7 @@ def test_a_command_begins_with_them_as_a_shell_takes_them() -> None:
     assert VARIABLES.items() <= json.loads(shown.stdout).items()
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_records_what_the_shell_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
     text = "import os, tempfile\nos.environ['CUDA_VISIBLE_DEVICES'] = '7'\nos.chdir(tempfile.mkdtemp())\n"
     (tmp_path / "train.py").write_text(text + ("os._exit(3)" if dies else ""))

@@ -242,7 +242,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=folder)
 
 
-@pytest.mark.parametrize("as_module", [False, True])
+@pytest.mark.parametrize("as_module", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_script_that_imports_apex_runs_unchanged(tmp_path: Path, as_module: bool) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "own.py").write_text("here = True")

@@ -197,6 +197,6 @@ def test_what_a_trace_cannot_price_is_said(
     setup: str, data: str, policy: str, message: str, hint: str, tmp_path: Path
 ) -> None:
     script = _written(tmp_path, TRAINED.replace("SETUP", setup).replace("INPUT", data))
-    with pytest.raises(UsageError, match=message) as told:
+    with traced_in_forks(), pytest.raises(UsageError, match=message) as told:
         _recorded(script, policy)
     assert hint in told.value.hint

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from helpers_predict import traced_in_forks
 from mezzo.gpus import GPUS
 from mezzo.measure.tune.configurations import Configuration, grid
 from mezzo.measure.tune.forecast import Forecast, forecasts, not_predicted, predictable, ruled_out
 
 GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _in_forks() -> Iterator[None]:
+    with traced_in_forks():
+        yield
+
+
 NOW, FP32, BF16 = Configuration(), Configuration(policy="fp32"), Configuration(policy="bf16")
 LARGE = Configuration(policy="bf16", settings=(("batch", "64"),))
 LARGE_FP32 = replace(LARGE, policy="fp32")
