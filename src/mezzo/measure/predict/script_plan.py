@@ -142,7 +142,7 @@ def _others(
         for request in requests
     ]
     try:
-        found = recorded_tapes(made, deadline_s=deadline_s)
+        found = _all_recorded(made, deadline_s)
     except UsageError as error:
         return [], f"at batch {other} {error.message}"
     if named is not None:
@@ -153,6 +153,19 @@ def _others(
     elif found[0].batch != other:
         return _by_its_source(requests, known, size, other, deadline_s=deadline_s)
     return found, ""
+
+
+def _all_recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> list[ScriptTape]:
+    """Return the tapes of ``requests``; they are all there, and the script was told what it was told at its own batch size.
+
+    Raises:
+        UsageError: a tape is missing, or was told otherwise.
+    """
+    found = recorded_tapes(requests, deadline_s=deadline_s)
+    for one in found:
+        if why := one.error or one.fails_with_gpu:
+            raise UsageError(f"{requests[0].script} fails: {why}", hint="predict its own batch size")
+    return found
 
 
 def _by_its_source(
@@ -176,7 +189,7 @@ def _by_its_source(
             for request in requests
         ]
         try:
-            found = recorded_tapes(made, deadline_s=deadline_s)
+            found = _all_recorded(made, deadline_s)
         except UsageError:  # the number is not the batch's alone
             continue
         if found[0].batch == other and _only_the_batch_differs(known, found[0]):
