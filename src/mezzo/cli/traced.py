@@ -127,7 +127,7 @@ class Traced:
     checkpoint: str = ""
     """The plan of activation checkpointing; empty where everything is kept."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Why a script fails, by the recorded policy under which it fails."""
+    """The error of a script, by the recorded policy under which it fails."""
 
 
 def of_model(
@@ -187,12 +187,9 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
     keep_input_for(target, as_module=as_module)
     results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
     found = script_plan(target, arguments, plan.to_record(policies), batch=batch, as_module=as_module)
-    if all(plan.recorded_as(policy) in found.refused for policy in policies):
-        policy = policies[0]
-        raise UsageError(
-            f"{target} {found.refused[plan.recorded_as(policy)]}",
-            hint=hint_under(policy),
-        )
+    failures = [plan.failure(policy, found.refused) for policy in policies]
+    if all(failures):
+        raise UsageError(f"{target} {failures[0]}", hint=hint_under(policies[0]))
     return Traced(
         name=target,
         size="the script's own inputs",

@@ -122,3 +122,27 @@ def test_a_script_that_cannot_be_traced_is_left_to_the_measurement(tmp_path: Pat
     assert found == {}
     assert [one.value for one in notes] == ["the script's own options"]
     assert "never trains" in notes[0].reason
+
+
+FP16_FAILS = """
+import torch
+class Fails(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.zeros(16, 4).scatter(1, torch.zeros(16, 1, dtype=torch.int64), y[:, :1])
+model = Fails(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.randn(16, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_policy_under_which_a_script_fails_is_left_to_the_measurement(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FP16_FAILS, encoding="utf-8")
+    fp16 = Configuration(policy="fp16")
+    found, notes = forecasts(str(path), [], [FP32, fp16], gpu=GPUS["t4"])
+    assert found.keys() == {FP32}
+    assert [(one.what, one.value) for one in notes] == [("not predicted", fp16.name)]
+    assert notes[0].reason.startswith("fails under fp16: train.py:6: RuntimeError: ")

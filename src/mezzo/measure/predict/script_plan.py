@@ -26,7 +26,7 @@ class ScriptPlan:
 
     tapes: dict[str, Tapes]
     refused: dict[str, str]
-    """Why the script fails, by the recorded policy under which it fails."""
+    """The error of the script, by the recorded policy under which it fails."""
     batch: int
     """Samples of one batch; 1 where they are not known."""
     unit: str
@@ -80,7 +80,7 @@ def script_plan(
     ]
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     all_found = list(zip(one, recorded_tapes(one, deadline_s=deadline_s), strict=True))
-    refused = {asked.policy: f"fails under {asked.policy}: {made.error}" for asked, made in all_found if made.error}
+    refused = {asked.policy: made.error for asked, made in all_found if made.error}
     first = [made for _, made in all_found if not made.error]
     known = first[0]
     there = on_gpu and not known.fails_with_gpu

@@ -14,7 +14,7 @@ from mezzo.gpus import Gpu
 from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.predict.calibrate import calibration_of
 from mezzo.measure.predict.memory import predict_memory
-from mezzo.measure.predict.plan import PREDICTED, impossible, predict, recorded_as, to_record
+from mezzo.measure.predict.plan import PREDICTED, failure, impossible, predict, recorded_as, to_record
 from mezzo.measure.predict.script_plan import ScriptPlan, script_plan
 from mezzo.measure.tune.configurations import Configuration
 from mezzo.records import AS_IS, Reason
@@ -78,7 +78,7 @@ def forecasts(
             policies = to_record([one.policy for one in playing])
             traced = script_plan(script, arguments, policies, as_module=as_module, scaled=False, on_gpu=gpu is not None)
             for one in playing:
-                if why := traced.refused.get(recorded_as(one.policy), ""):
+                if why := failure(one.policy, traced.refused):
                     notes.append(Reason(what="not predicted", value=one.name, reason=why))
                 else:
                     found[one] = _forecast(traced, one, gpu)
