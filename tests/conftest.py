@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,11 @@ from mezzo.engine.fp32products import fp32_products_as_they_were
 if not torch.cuda.is_available():
     # Its interpreter runs kernels on a CPU. Triton decides when it is imported, so before any test does.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A job in the background, or under nohup, ignores these, and so would the processes that tests start and interrupt.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 
 _MARKED = "slow"
@@ -39,10 +45,22 @@ def _helpers_that_mark() -> list[str]:
     return [path.stem for path in helpers if _MARKED in path.read_text(encoding="utf-8")]
 
 
+gc.disable()  # until everything is imported: nothing of it is garbage
+
+
 def pytest_collection_finish() -> None:
-    """Take what was imported, a million objects, out of the walks that garbage collection makes and that fallback makes."""
+    """Take what was imported, a million objects, out of the walks that garbage collection makes and that every run makes."""
     gc.collect()
     gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(trylast=True)  # after the fixtures of the file
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Do so again after each file: its tests have imported a compiler, or a library of models."""
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -96,3 +96,10 @@ def test_parameters_inside_reentrant_checkpointing_are_trained_by_their_optimize
     record = mezzo.ranges(train).run
     assert len(record.steps) == 3
     assert [one.what for one in record.effective.left_alone] == []
+
+
+def test_the_record_says_what_to_do_about_an_error_of_the_function() -> None:
+    model = _model()
+    found = mezzo.diagnose(lambda: (_loss(model) * float("inf")).backward())
+    assert found.run.error == "the loss is inf before the first update"
+    assert found.run.hint.startswith("no loss scale can help")

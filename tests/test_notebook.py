@@ -128,6 +128,7 @@ def test_a_cell_runs_as_a_script(shell: Any, capsys: pytest.CaptureFixture[str],
     assert (tmp_path / "first" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_tracebacks_show_the_lines_of_the_cell(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     shell.run_cell("%load_ext mezzo")
     result = shell.run_cell(f"%%mezzo run --out first\n{SCRIPT}raise ValueError('here')\n")
@@ -140,6 +141,7 @@ def test_tracebacks_show_the_lines_of_the_cell(shell: Any, capsys: pytest.Captur
     assert "mezzo: exit code 1\n" in out
 
 
+@pytest.mark.slow
 def test_a_comparison_of_a_cell(shell: Any) -> None:
     shell.run_cell("%load_ext mezzo")
     result = shell.run_cell(f"%%mezzo compare --policies fp32,bf16 --seeds 1 --gpu none\n{SCRIPT}")

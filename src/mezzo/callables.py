@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo.errors import MezzoError, NonFiniteLossError, ScaleFloorError, ScriptError, SessionError
+from mezzo.launch.recording import hint_of
 from mezzo.launch.request import policy_text
 from mezzo.launch.torch import TorchTraining, training
 from mezzo.launch.torch.premade import amp_off, find_premade
@@ -252,6 +253,7 @@ def _run_record(
         duration_s=time.perf_counter() - started,
         exit_code=error.exit_code if isinstance(error, MezzoError) else int(error is not None),
         error=None if error is None else message,
+        hint=hint_of(error),
     )
 
 

@@ -164,7 +164,7 @@ def test_a_long_script_is_judged_by_its_first_steps(tmp_path: Path, capsys: pyte
     out = tmp_path / "out"
     for name in ("torch", "mezzo.launch.several.check", "mezzo.launch.child"):  # the budget is for the runs
         importlib.import_module(name)
-    code = checked("--seeds", "1", "--policies", "bf16", "--budget", "8s", "--out", str(out), PLAIN, "10000000")
+    code = checked("--seeds", "1", "--policies", "bf16", "--budget", "4s", "--out", str(out), PLAIN, "10000000")
     record = record_in(out)
     assert record.first_steps is not None
     assert record.comparison is not None

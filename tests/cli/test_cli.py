@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -105,7 +104,11 @@ def test_json_is_alone_on_standard_output(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("dies", "code", "said"),
-    [("os.abort()", 134, "signal SIGABRT"), ("os._exit(9)", 9, "exit code 9"), ("os._exit(0)", 1, "exit code 0")],
+    [
+        ("os.abort()", 134, "signal SIGABRT"),
+        pytest.param("os._exit(9)", 9, "exit code 9", marks=pytest.mark.slow),
+        pytest.param("os._exit(0)", 1, "exit code 0", marks=pytest.mark.slow),
+    ],
 )
 def test_a_process_that_dies_leaves_a_record_that_says_so(dies: str, code: int, said: str, tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(f"import os\n{dies}\n")
@@ -116,16 +119,7 @@ def test_a_process_that_dies_leaves_a_record_that_says_so(dies: str, code: int, 
     assert record.error == f"the process died with {said} before it could write a record"
 
 
-@pytest.fixture
-def hears_ctrl_c() -> Iterator[None]:
-    """Hear SIGINT, which a shell's background job ignores, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("hears_ctrl_c")
 def test_ctrl_c_reaches_the_script_and_keeps_the_record(tmp_path: Path) -> None:
     text = """
         import time, torch
@@ -156,6 +150,7 @@ def test_ctrl_c_reaches_the_script_and_keeps_the_record(tmp_path: Path) -> None:
     assert "launch" not in errors.split("KeyboardInterrupt")[0]
 
 
+@pytest.mark.slow
 def test_an_error_and_an_exit_code_of_a_module_pass_through(tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()

@@ -119,6 +119,7 @@ def test_a_pattern_that_matches_no_module_is_an_error_before_the_first_step(
     assert "no module is named 'o'; allowed: 0, 1, 2" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_script_that_trains_in_a_thread_is_healthy(tmp_path: Path) -> None:
     assert cli.main(["diagnose", "--out", str(tmp_path), str(SCRIPTS / "threads.py")]) == 0
 

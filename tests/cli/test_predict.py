@@ -108,6 +108,93 @@ def test_a_script_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     )
 
 
+FP16_FAILS = """
+import torch
+class Fails(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.zeros(16, 4).scatter(1, torch.zeros(16, 1, dtype=torch.int64), y[:, :1])
+model = Fails(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.randn(16, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_policy_under_which_a_script_fails_has_the_reason_in_its_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FP16_FAILS, encoding="utf-8")
+    words = [
+        "predict",
+        "--gpus",
+        "a100-80gb",
+        "--policies",
+        "fp32,tf32,fp16",
+        "--out",
+        str(tmp_path / "out"),
+        str(path),
+    ]
+    with traced_in_forks():
+        assert cli.main(words) == 0
+        capsys.readouterr()
+        assert cli.main([*words[:4], "fp16", *words[5:]]) == 2
+    record = read_record(tmp_path / "out" / "record.json")
+    assert isinstance(record, PredictRecord)
+    assert [(one.policy, one.possible) for one in record.predictions] == [
+        ("fp32", True),
+        ("tf32", True),
+        ("fp16", False),
+    ]
+    assert record.predictions[2].reason.startswith("fails under fp16: train.py:6: RuntimeError: ")
+    assert "dtype" in record.predictions[2].reason
+    told = " ".join(capsys.readouterr().err.split())
+    assert "train.py fails under fp16: train.py:6: RuntimeError: " in told
+    assert "mezzo fallback --policy fp16" in told
+
+
+ASKS = """
+import torch
+if torch.cuda.is_available():
+    {on_a_gpu}
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.randn(16, 8)).sum().backward()
+    optimizer.step()
+"""
+TOLD = [
+    ("print()", "what the script is told of its GPU", "it calls torch.cuda.is_available()"),
+    (
+        "torch.cuda.CUDAGraph()",
+        "torch.cuda.is_available()",
+        "where it is True, the script fails on this machine: train.py:4: ",
+    ),
+    (
+        "exit(3)",
+        "torch.cuda.is_available()",
+        "where it is True, the script fails on this machine: exit code 3",
+    ),
+]
+
+
+@pytest.mark.usefixtures("cpu_alone")
+@pytest.mark.parametrize(("on_a_gpu", "what", "why"), TOLD, ids=["runs", "fails", "exits"])
+def test_what_a_script_is_told_of_a_gpu_is_recorded(on_a_gpu: str, what: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(ASKS.replace("{on_a_gpu}", on_a_gpu), encoding="utf-8")
+    words = ["predict", "--gpus", "t4", "--policies", "fp32", "--out", str(tmp_path / "out"), str(path)]
+    with traced_in_forks():
+        assert cli.main(words) == 0
+    record = read_record(tmp_path / "out" / "record.json")
+    assert isinstance(record, PredictRecord)
+    assert record.predictions[0].possible
+    (found,) = [one for one in record.assumptions if one.what == what]
+    assert found.reason.startswith(why)
+
+
 @pytest.mark.parametrize("word", ["--sequence", "--image"])
 def test_options_of_models_are_not_a_scripts(word: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["predict", word, "128", "--out", str(tmp_path), "train.py"]) == 2

@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from mezzo import cli
 from mezzo.cli import ranks
-from mezzo.records import AuditRecord, CompareRecord, FallbackRecord, RangesRecord, RunRecord, read_record
+from mezzo.records import AuditRecord, CompareRecord, FallbackRecord, RangesRecord, Rewind, RunRecord, read_record
 from paths import SCRIPTS
 from processes import Ended, in_processes
 
@@ -49,7 +49,7 @@ def test_a_run_in_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [["run"], ["run", "nowhere.py"]])
 def test_a_word_that_cannot_be_used_ends_all_processes_and_is_said_once(words: list[str], tmp_path: Path) -> None:
-    ended = in_processes(words, folder=tmp_path, timeout_s=60)
+    ended = in_processes(words, folder=tmp_path)
     assert [one.code for one in ended] == [2, 2]
     assert "mezzo:" in ended[0].printed
     assert ended[1].printed == ""
@@ -103,31 +103,41 @@ def test_a_rank_that_fails_ends_the_run_for_all(kind: str, what: str, error: str
     assert time.monotonic() - began_s < 120
 
 
+AT_THE_HANG = """
+import sys
+from pathlib import Path
+from mezzo import cli
+from mezzo.launch.ranks.leading import Leader
+
+over, polls = Leader._over, [0]
+
+def over_once_all_wait(leader, run):
+    left = [len(list(Path().glob(f"{what}-*"))) for what in ("hangs", "waits")]
+    polls[0] = polls[0] + 1 if min(left) == run.number else 0
+    if polls[0] == 20:  # the one that waits has left its file before it waits
+        run.began_s = float("-inf")
+    return over(leader, run)
+
+Leader._over = over_once_all_wait
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""Mezzo, with a limit that is reached when a rank hangs and the other waits for it, however long they took to come there."""
+
+
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_at_its_limit_and_is_found(tmp_path: Path) -> None:
-    words = [
-        "compare",
-        "--policies",
-        "fp32,fp16",
-        "--seeds",
-        "1",
-        "--gpu",
-        "none",
-        "--timeout",
-        "30",
-        "--out",
-        "out",
-        RANKS,
-        "ddp",
-        "50",
-    ]
-    line = 1 + Path(RANKS).read_text(encoding="utf-8").splitlines().index("            time.sleep(1000)")
-    ended = in_processes([*words, "hang"], folder=tmp_path)
+    words = ["compare", "--policies", "fp32,fp16", "--seeds", "1", "--gpu", "none", "--timeout", "3000", "--out", "out"]
+    line = 1 + next(n for n, text in enumerate(Path(RANKS).read_text("utf-8").splitlines()) if "sleep(1000)" in text)
+    ended = in_processes(
+        [*words, RANKS, "ddp", "50", "hang"], program=["-c", AT_THE_HANG], folder=tmp_path, timeout_s=600
+    )
     assert ended[0].code == ended[1].code != 0
     for policy in ("fp32", "fp16"):
         error = read_record(tmp_path / "out" / f"{policy}-seed0" / "record.json").error  # type: ignore[union-attr]
         assert error is not None
-        assert error.startswith(f"stopped at its limit of 30 s: rank 1: it made no progress at ranks.py:{line}"), error
+        assert error.startswith(f"stopped at its limit of 3000 s: rank 1: it made no progress at ranks.py:{line}"), (
+            error
+        )
 
 
 @pytest.mark.slow
@@ -146,15 +156,20 @@ def test_all_processes_stop_after_the_same_step_because_of_an_alarm_of_one(tmp_p
     assert record.guardrails.stopped == f"loss spike: {alarm.evidence}"
 
 
+def rewound(policy: str, fault: str, num_steps: int, folder: Path) -> tuple[list[Rewind], list[Ended]]:
+    """Return where a training returned to, and what both processes printed; all their steps were made, on the same weights."""
+    words = ["run", "--policy", policy, "--guard", "rewind", "--snapshot", "1s", "--out", "out"]
+    ended = in_processes([*words, str(SCRIPTS / "going_wrong_ranks.py"), fault, str(num_steps)], folder=folder)
+    record = read(folder / "out")
+    assert [one.code for one in ended] == [0, 0], ended
+    assert [rank.num_steps for rank in record.ranks] == [num_steps, num_steps]
+    assert len({rank.weights for rank in record.ranks}) == 1
+    return record.guardrails.rewinds, ended
+
+
 @pytest.mark.slow
 def test_all_processes_return_to_the_same_snapshot(tmp_path: Path) -> None:
-    words = ["run", "--policy", "fp32", "--guard", "rewind", "--snapshot", "1s", "--out", "out"]
-    ended = in_processes([*words, str(SCRIPTS / "going_wrong_ranks.py"), "spike", "300"], folder=tmp_path)
-    record = read(tmp_path / "out")
-    assert [one.code for one in ended] == [0, 0], ended
-    assert [rank.num_steps for rank in record.ranks] == [300, 300]
-    assert len({rank.weights for rank in record.ranks}) == 1
-    (rewind,) = record.guardrails.rewinds
+    (rewind,), ended = rewound("fp32", "spike", 300, tmp_path)
     assert (rewind.alarm, rewind.changes[0].what) == ("loss spike", "learning rate")
     assert 0 < rewind.updates < 120
     for one in ended:
@@ -163,13 +178,7 @@ def test_all_processes_return_to_the_same_snapshot(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_processes_fall_back_to_the_same_policy(tmp_path: Path) -> None:
-    words = ["run", "--policy", "bf16", "--guard", "rewind", "--snapshot", "1s", "--out", "out"]
-    ended = in_processes([*words, str(SCRIPTS / "going_wrong_ranks.py"), "twice", "400"], folder=tmp_path)
-    record = read(tmp_path / "out")
-    assert [one.code for one in ended] == [0, 0], ended
-    assert [rank.num_steps for rank in record.ranks] == [400, 400]
-    assert len({rank.weights for rank in record.ranks}) == 1
-    first, second = record.guardrails.rewinds
+    (first, second), ended = rewound("bf16", "twice", 400, tmp_path)
     assert first.snapshot == second.snapshot
     assert [change.what for change in first.changes] == ["learning rate"]
     assert [(change.what, change.value.split(",")[0]) for change in second.changes] == [

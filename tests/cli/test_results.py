@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import re
@@ -21,10 +22,10 @@ from mezzo.cli.words import WORDS
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.variables import variables_that_matter
 from mezzo.policy import Policy
-from mezzo.records import Environment, RunRecord, read_record, write_record
+from mezzo.records import AuditRecord, DiagnoseRecord, Environment, RangesRecord, RunRecord, read_record, write_record
 from mezzo.report.sheets.shared import command_text
 from paths import SCRIPTS
-from record_builders import check_record, compare_record, run_record
+from record_builders import check_record, compare_record, resume_check_record, run_record
 
 PLAIN = str(SCRIPTS / "plain.py")
 
@@ -337,7 +338,7 @@ def test_a_command_begins_with_them_as_a_shell_takes_them() -> None:
     assert VARIABLES.items() <= json.loads(shown.stdout).items()
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_records_what_the_shell_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
     text = "import os, tempfile\nos.environ['CUDA_VISIBLE_DEVICES'] = '7'\nos.chdir(tempfile.mkdtemp())\n"
     (tmp_path / "train.py").write_text(text + ("os._exit(3)" if dies else ""))
@@ -412,18 +413,40 @@ def test_a_policy_is_parsed_once_in_each_process(
     assert parsed == ([] if asked is None else [text])
 
 
-def test_what_to_do_about_an_exported_notebook_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
-    failed = run_record("fp32", num_steps=0, error="NameError: name 'get_ipython' is not defined", exit_code=1)
-    check = check_record()
-    assert check.comparison is not None
-    comparison = check.comparison.model_copy(update={"runs": [failed]})
-    for record in (failed, comparison, check.model_copy(update={"comparison": comparison})):
-        results._note_failure(record)
-        assert (
-            "mezzo: the script is an exported notebook: delete its lines with get_ipython()" in capsys.readouterr().err
-        )
-    results._note_failure(run_record("fp32"))
-    assert capsys.readouterr().err == ""
+# --- what to do about an error -------------------------------------------------------------------------------------------------
+
+HINT = "the script is an exported notebook: delete its lines with get_ipython()"
+FAILED = run_record("fp32", num_steps=0, error="NameError: name 'get_ipython'", hint=f"{HINT}, all", exit_code=1)
+_CHECK = check_record()
+_COMPARISON = compare_record().model_copy(update={"runs": [run_record("fp16"), FAILED]})
+WITH_HINTS = {
+    "run": FAILED,
+    "compare": _COMPARISON,
+    "check": _CHECK.model_copy(update={"comparison": _COMPARISON}),
+    "resume_check": resume_check_record(whole=FAILED),
+    "audit": AuditRecord(run=FAILED, steps=[]),
+    "ranges": RangesRecord(run=FAILED, policy="fp16", format="fp16", first_scale=0, little=0.01),
+    "diagnose": DiagnoseRecord(run=FAILED, verdict="unfinished", detail="the script ended"),
+}
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+@pytest.mark.parametrize("kind", WITH_HINTS)
+def test_what_to_do_about_an_error_is_on_the_page_and_once_in_the_terminal(
+    kind: str, as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results.finish(WITH_HINTS[kind], tmp_path, as_json=as_json, log_to=None)
+    shown = capsys.readouterr()
+    text = " ".join(shown.out.replace("\u2502", " ").split())
+    assert (text.count(HINT), shown.err.count(f"mezzo: {HINT}")) == (1, int(as_json)), text
+    if as_json:
+        assert shown.out == WITH_HINTS[kind].model_dump_json(indent=1) + "\n"
+    assert HINT in html.unescape((tmp_path / "report.html").read_text(encoding="utf-8"))
+
+
+def test_nothing_is_noted_of_a_run_that_did_not_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results.finish(run_record("fp32"), tmp_path, as_json=True, log_to=None)
+    assert capsys.readouterr().err.startswith("mezzo: record and report: ")
 
 
 def test_the_environment_of_a_folder_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

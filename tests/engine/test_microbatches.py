@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import mezzo
 from mezzo import Session, SessionError
 
-BATCH, UPDATES = 8, 20
+BATCH, UPDATES = 8, 12
 Weights = list[Tensor]
 
 

@@ -194,6 +194,22 @@ def test_a_script_that_never_trains(tmp_path: Path) -> None:
     assert ended.record.hint.startswith("pass the script that trains")
 
 
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("get_ipython().system('ls')", "the script is an exported notebook"),
+        ("raise AssertionError('Torch not compiled with CUDA enabled')", "the script asks for a GPU"),
+        ("raise ImportError('cannot import name amp from apex')", "the installed apex lacks"),
+        ("raise ValueError('own')", ""),
+    ],
+)
+def test_the_record_says_what_to_do_about_an_error_of_the_script(tmp_path: Path, text: str, hint: str) -> None:
+    ended = run_text(tmp_path, text)
+    assert (ended.code, ended.record.exit_code) == (1, 1)
+    assert ended.record.hint.startswith(hint)
+    assert bool(ended.record.hint) == bool(hint)
+
+
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
 def test_a_loss_that_is_infinite_at_once(tmp_path: Path, policy: str) -> None:
     ended = run_text(tmp_path, "(model(torch.ones(1, 3)).sum() * float('inf')).abs().backward()", policy=policy)

@@ -6,6 +6,8 @@ import pytest
 
 from mezzo.measure.advice import advice_for
 
+APEX = "to run it with Mezzo's, type: python -m mezzo.compat.apex SCRIPT"
+
 
 @pytest.mark.parametrize(
     ("error", "said"),
@@ -15,6 +17,11 @@ from mezzo.measure.advice import advice_for
         ("NameError: name 'ipython' is not defined", ""),
         ("AssertionError: Torch not compiled with CUDA enabled", "mezzo predict says what it would do on GPUs"),
         ("RuntimeError: No CUDA GPUs are available", "torch.cuda.is_available()"),
+        ("ImportError: cannot import name 'amp' from 'apex' (/lib/apex/__init__.py)", APEX),
+        ("train.py:1: ModuleNotFoundError: No module named 'apex.amp'", APEX),
+        ("ImportError: Please install apex from https://www.github.com/nvidia/apex to use fp16 training.", APEX),
+        ("ModuleNotFoundError: No module named 'apexpy'", ""),
+        ("RuntimeError: apex", ""),
         ("", ""),
     ],
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -66,18 +68,22 @@ def test_every_page_is_on_the_map() -> None:
     ] == []
 
 
+@functools.cache
+def options() -> dict[str, set[str]]:
+    """Return the options of each command."""
+    commands: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+    return {name: {o for p in command.params for o in p.opts} for name, command in commands.items()}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_options_exist(page: Path) -> None:
-    from typer.main import get_command
-
-    from mezzo.cli import app
-
-    commands = get_command(app).commands  # type: ignore[attr-defined]
+    known_options = options()
     for command, rest in re.findall(r"^\s*(?:\$ )?mezzo (\w[\w-]*)(.*)$", page.read_text(encoding="utf-8"), re.M):
-        assert command in commands, f"{page.name} names mezzo {command}"
-        known = {o for p in commands[command].params for o in p.opts}
+        assert command in known_options, f"{page.name} names mezzo {command}"
         before_script = re.split(r"\s\S+\.py\b|(?<=-m) \S+", rest)[0]
-        assert set(re.findall(r"(?<=\s)--?[a-z][a-z-]*", before_script)) <= known, f"{page.name}: mezzo {command}{rest}"
+        assert set(re.findall(r"(?<=\s)--?[a-z][a-z-]*", before_script)) <= known_options[command], (
+            f"{page.name}: mezzo {command}{rest}"
+        )
 
 
 OTHERS = ROOT / "docs" / "public-scripts.md"  # it names other people's files
@@ -85,13 +91,11 @@ OTHERS = ROOT / "docs" / "public-scripts.md"  # it names other people's files
 
 def options_after_the_script(text: str) -> list[str]:
     """Return the commands whose own options stand where the script's belong."""
-    commands = get_command(app).commands  # type: ignore[attr-defined]
     found = []
     for line in re.findall(r"mezzo [a-z]+ [^`\n]*", text):
         name, script, after = line.split()[1], *line.partition(".py ")[1:]
-        if script and name in commands:
-            own = {option for parameter in commands[name].params for option in parameter.opts}
-            found += [line for word in after.split() if word.partition("=")[0] in own]
+        if script and name in options():
+            found += [line for word in after.split() if word.partition("=")[0] in options()[name]]
     return found
 
 
@@ -130,11 +134,17 @@ def strangers(text: str, files: set[str], functions: set[str]) -> list[str]:
 @pytest.mark.skipif(not (ROOT / "src").is_dir(), reason="the source tree is not beside these tests")
 @pytest.mark.parametrize("page", NAMING, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_and_tests_that_are_named_exist(page: Path) -> None:
+    assert strangers(page.read_text(encoding="utf-8"), *files_and_tests()) == []
+
+
+@functools.cache
+def files_and_tests() -> tuple[set[str], set[str]]:
+    """Return the paths of all files, and the names of all tests."""
     folders = ("src", "tests", "docs", "benchmarks", "examples")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
     files = {path.relative_to(ROOT).as_posix() for path in [*paths, *ROOT.glob("*.*")]}
     tests = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    assert strangers(page.read_text(encoding="utf-8"), files, set(re.findall(r"def (test_\w+)", tests))) == []
+    return files, set(re.findall(r"def (test_\w+)", tests))
 
 
 def test_a_file_that_moved_is_found() -> None:

@@ -1,11 +1,13 @@
 """A training in several processes: ``ranks.py KIND STEPS [WHAT]``.
 
 KIND: ddp or fsdp. WHAT happens in rank 1 at the fifth step: raise, die or hang; or overflow, half of the time in a random rank.
+A rank that hangs leaves a file ``hangs-PID`` first, and one that then waits for it a file ``waits-PID``.
 """
 
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,12 +38,14 @@ for step in range(1, int(num_steps) + 1):
         if what == "die":
             os.kill(os.getpid(), 9)
         if what == "hang":
-            time.sleep(1000)
+            Path(f"hangs-{os.getpid()}").touch() or time.sleep(1000)
     loss = F.cross_entropy(model(inputs), targets)
     unlucky = torch.rand((), generator=chance) < 0.5, int(torch.randint(0, size, (), generator=chance))
     if what == "overflow" and unlucky == (True, rank):
         loss = loss * 1e8
         injected += 1
+    if what == "hang" and step == 5:
+        loss.register_hook(lambda _: Path(f"waits-{os.getpid()}").touch())
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -57,7 +57,14 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Reason]:
     traced = script_plan(script.target, script.arguments or [], plan.to_record(policies), as_module=script.as_module)
     made = []
     for policy in policies:
-        one = plan.predict(traced.tapes, gpu, policy, batch=traced.batch, channels_last=bool(traced.channels_last))
+        one = plan.predict(
+            traced.tapes,
+            gpu,
+            policy,
+            batch=traced.batch,
+            channels_last=bool(traced.channels_last),
+            refused=traced.refused,
+        )
         if not one.possible or one.largest_batch is None:
             made.append(
                 _reason(

@@ -170,6 +170,7 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
         channels_last=where.channels_last,
         job=where.job,
         calibration=where.calibration,
+        refused=traced.refused,
     )
     if traced.checkpoint:  # no measured row has it
         one = one.model_copy(update={"checkpoint": traced.checkpoint, "validated": False})

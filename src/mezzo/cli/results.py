@@ -11,9 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mezzo.cli.standins import note_for
-from mezzo.measure.advice import advice_for
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -73,7 +70,6 @@ def finish(
 
     write_record(record, folder / "record.json")
     write_html(record, folder / "report.html")
-    _note_failure(record)
     with readers_may_go():
         _print(record, folder, as_json=as_json, after_script=after_script)
     track(record, folder / "record.json", folder / "report.html", log_to)
@@ -100,6 +96,7 @@ def _print(record: AnyRecord, folder: Path, *, as_json: bool, after_script: bool
     files = f"record and report: {folder / 'record.json'}, {folder / 'report.html'}"
     if as_json:
         print(record.model_dump_json(indent=1))
+        _note_hint(record)
         print(f"mezzo: {files}", file=sys.stderr)
         return
     if after_script:
@@ -119,11 +116,10 @@ def note_metric(record: RunRecord) -> None:
         note(f"--metric {record.metric.pattern!r} matched nothing in the output of {record.script}")
 
 
-def _note_failure(record: AnyRecord) -> None:
-    """Note what to do about an error of the script."""
+def _note_hint(record: AnyRecord) -> None:
+    """Note what to do about the error of a run."""
     of_all = getattr(record, "comparison", None) or record
-    runs: list[RunRecord] = getattr(of_all, "runs", None) or [getattr(record, "run", record)]
-    errors = [getattr(run, "error", None) or "" for run in runs]
-    found = next(filter(None, (note_for(error) or advice_for(error) for error in errors)), None)
-    if found is not None:
-        note(found)
+    one = getattr(record, "run", None) or getattr(record, "whole", None) or record
+    runs: list[RunRecord] = getattr(of_all, "runs", None) or [one]
+    if hint := next(filter(None, (getattr(run, "hint", "") for run in runs)), ""):
+        note(hint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 import shlex
 from typing import TYPE_CHECKING
 
@@ -47,13 +46,6 @@ def _is_installed(name: str) -> bool:
     """Return whether a package can be imported; a mere folder of that name, as of a cloned repository, has no origin."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
-
-
-def note_for(error: str) -> str | None:
-    """Return advice for an installed Apex that lacks the part that the script imports; None for other errors."""
-    if re.match(r"(?:ModuleNotFoundError|ImportError): .*\bapex\b", error) is None:
-        return None
-    return f"the installed apex lacks what the script imports; to run it with Mezzo's, type: python -m {_RUNS} SCRIPT"
 
 
 def _under_fp16(target: Target) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -125,6 +126,8 @@ class Traced:
     """Whether images are stored channels-last; None where there are none."""
     checkpoint: str = ""
     """The plan of activation checkpointing; empty where everything is kept."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """The error of a script, by the recorded policy under which it fails."""
 
 
 def of_model(
@@ -177,13 +180,24 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
     """Return the tapes of a script."""
     from mezzo.measure.predict import plan
     from mezzo.measure.predict.script_plan import script_plan
+    from mezzo.measure.predict.scripted import hint_under
 
     hint = f"type mezzo check --gpu a100-80gb {target}: from counted FLOPs and bytes it says at most how much faster it would be"
     check_pytorch(target, as_module=as_module, command="predict", hint=hint)
     keep_input_for(target, as_module=as_module)
     results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
     found = script_plan(target, arguments, plan.to_record(policies), batch=batch, as_module=as_module)
-    size = "the script's own inputs"
+    failures = [plan.failure(policy, found.refused) for policy in policies]
+    if all(failures):
+        raise UsageError(f"{target} {failures[0]}", hint=hint_under(policies[0]))
     return Traced(
-        target, size, found.unit, found.batch, found.optimizer, found.tapes, found.assumptions, found.channels_last
+        name=target,
+        size="the script's own inputs",
+        unit=found.unit,
+        batch=found.batch,
+        optimizer=found.optimizer,
+        tapes=found.tapes,
+        assumptions=found.assumptions,
+        channels_last=found.channels_last,
+        refused=found.refused,
     )

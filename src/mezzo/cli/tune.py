@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from mezzo.launch.several.tune import Tune
     from mezzo.measure.tune.answer import Found
     from mezzo.measure.tune.configurations import Changes, Configuration
-    from mezzo.records import Reason, TuneRecord
+    from mezzo.records import Reason, RunRecord, TuneRecord
 
 _CHANGES = "channels-last,compile"
 _VARY = "type: --vary batch-size=32,64,128"
@@ -253,13 +254,21 @@ def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason])
         budget_s=budget.seconds,
         steps=known.steps,
         repeats=known.repeats,
-        notes=[*left_out, *_limits(known.steps)],
+        notes=[*_hints(known.runs.values()), *left_out, *_limits(known.steps)],
         environment=first.environment,
         duration_s=budget.spent_s,
     )
     if found.decision == "failed":
         return record, first.exit_code or 1
     return record, 0 if found.decision in ("use", "keep") else 1
+
+
+def _hints(runs: Iterable[RunRecord]) -> list[Reason]:
+    """Return what to do about the errors of runs."""
+    from mezzo.records import Reason
+
+    found = {run.hint: str(run.error).splitlines()[0] for run in runs if run.hint}
+    return [Reason(what="to mend it", value=hint, reason=error) for hint, error in found.items()]
 
 
 def _limits(steps: int) -> list[Reason]:

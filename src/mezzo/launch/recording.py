@@ -13,6 +13,7 @@ from mezzo.launch.process.script_signals import EndedBySignal
 from mezzo.launch.ranks.merged import alone
 from mezzo.launch.request import Request, policy_text
 from mezzo.launch.tracebacks import print_error
+from mezzo.measure.advice import advice_for
 from mezzo.records import (
     AnyRecord,
     Bottleneck,
@@ -83,7 +84,7 @@ def record_of(
         duration_s=ran[1],
         exit_code=exit_code,
         error=_sentence(error),
-        hint=error.hint if isinstance(error, MezzoError) else "",
+        hint=hint_of(error),
     )
     return record if training.observer is None else training.observer.record(record)
 
@@ -123,6 +124,13 @@ def _exit_code(leaving: SystemExit) -> int:
         return leaving.code & 0xFF  # as the system truncates it
     print(leaving.code, file=sys.stderr)
     return 1
+
+
+def hint_of(error: BaseException | None) -> str:
+    """Return what to do about the error that ended a script; empty if that is not known."""
+    if isinstance(error, MezzoError):
+        return error.hint
+    return advice_for(sentence_of(error)) if error is not None else ""
 
 
 def _sentence(error: BaseException | None) -> str | None:

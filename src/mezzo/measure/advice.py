@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 
 _ADVICE = {
+    r"(?:ModuleNotFoundError|ImportError): .*\bapex\b": "the installed apex lacks what the script imports; to run it with Mezzo's, type: "
+    "python -m mezzo.compat.apex SCRIPT",
     r"NameError: name 'get_ipython' is not defined": "the script is an exported notebook: delete its lines with get_ipython(), which only "
     "IPython has (magics and shell commands, not training), or put %%mezzo above the cell that trains, in the notebook",
     r"Torch not compiled with CUDA enabled|not linked with support for cuda|No CUDA GPUs are available|Found no NVIDIA driver": "the "

@@ -46,6 +46,8 @@ class Guardrails(Value):
     action: GuardAction
     alarms: list[Alarm] = []
     rewinds: list[Rewind] = []
+    only_noted: str = ""
+    """Why alarms were only noted although the run was to stop or return; empty where they were not."""
     stopped: str = ""
     """Why the run was ended; empty if it was not."""
 

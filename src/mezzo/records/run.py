@@ -169,7 +169,7 @@ class SnapshotsTaken(Value):
     left_out: list[Reason] = []
     """Variables that could not be saved, and why."""
     problems: list[Reason] = []
-    """Saves that failed, and why."""
+    """Saves that failed, and snapshots that could not be loaded, and why."""
     resumed_from: str | None = None
     resumed_updates: int | None = None
     """Updates made before that snapshot; the record's steps begin after it."""

@@ -24,6 +24,7 @@ from mezzo.report.terminal import (
     fact_table,
     plain_table,
     policy_cell,
+    print_error,
     print_line,
     print_note,
     section,
@@ -35,7 +36,7 @@ _SHOWN_ROWS = 8
 
 def print_run(sheet: RunSheet, console: Console) -> None:
     """Print the answer of a run."""
-    _error(console, sheet.error)
+    print_error(console, sheet.error)
     shown = {"Result": sheet.facts, "Guardrails": sheet.guardrails, "Out of memory": sheet.out_of_memory}
     shown |= {"Ranks": [*sheet.ranks, *sheet.between_ranks], "What holds this run back": sheet.bottleneck}
     for title, rows in shown.items():
@@ -56,6 +57,7 @@ def print_compare(sheet: CompareSheet, console: Console) -> None:
     """Print the answer of a comparison."""
     if sheet.details:
         print_line(console, sheet.details)
+    print_error(console, sheet.error)
     for body in (verdict_table(sheet), _reason_table(sheet.lines)):
         console.print()
         console.print(body)
@@ -74,7 +76,7 @@ def compare_details(sheet: CompareSheet, console: Console) -> None:
 
 def print_audit(sheet: AuditSheet, console: Console) -> None:
     """Print the answer of an audit."""
-    _error(console, sheet.error)
+    print_error(console, sheet.error)
     _findings(sheet.findings, console)
 
 
@@ -116,7 +118,7 @@ def print_diagnose(sheet: DiagnoseSheet, console: Console) -> None:
     print_line(console, ": ".join(filter(None, [sheet.verdict, sheet.meaning])), style=STYLES[sheet.tone])
     if sheet.detail:
         print_line(console, sheet.detail)
-    _error(console, sheet.error)
+    print_error(console, sheet.error)
     section(console, "Where", fact_table(sheet.place))
     lines = ("do", sheet.fix), ("write", sheet.fix_line), ("where", sheet.fix_where), ("", sheet.fix_note)
     fix = [Fact(what=what, value=value) for what, value in lines]
@@ -140,7 +142,7 @@ def diagnose_details(sheet: DiagnoseSheet, console: Console) -> None:
 def print_fallback(sheet: FallbackSheet, console: Console) -> None:
     """Print the answer of a fallback search."""
     print_line(console, f"{sheet.verdict}: {sheet.reason}", style=STYLES[sheet.tone])
-    _error(console, sheet.error)
+    print_error(console, sheet.error)
     section(console, "Result", fact_table(sheet.facts))
 
 
@@ -156,7 +158,7 @@ def print_ranges(sheet: RangesSheet, console: Console) -> None:
     """Print the answer of a ranges record."""
     if sheet.details:
         print_line(console, sheet.details)
-    _error(console, sheet.error)
+    print_error(console, sheet.error)
     windows = plain_table("format", "scale window", "begin with", "zero at\nscale 1", "zero\nthere", "why")
     for line in sheet.windows:
         window = Text(line.window, style=STYLES[line.tone])
@@ -232,8 +234,3 @@ def _share_lines(shares: Iterable[tuple[str, Sequence[Share]]]) -> Table | None:
         words = ", ".join(f"{part.text} {part.format}" for part in parts)
         table.add_row(policy_cell(policy), Text(words))
     return table
-
-
-def _error(console: Console, text: str) -> None:
-    if text:
-        print_line(console, f"error: {text}", style=STYLES["bad"])

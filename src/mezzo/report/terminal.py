@@ -215,6 +215,12 @@ def print_note(console: Console, text: str) -> None:
         print_line(console, text, style=FAINT)
 
 
+def print_error(console: Console, text: str) -> None:
+    """Print an error, and what to do about it; nothing if there is none."""
+    if text:
+        print_line(console, f"error: {text}", style=STYLES["bad"])
+
+
 def print_line(console: Console, text: str, *, style: str = "") -> None:
     """Print a line as it is, markup included."""
     console.print(Text(text, style=style))

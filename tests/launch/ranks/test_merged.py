@@ -66,22 +66,23 @@ def test_a_metric_that_another_rank_prints() -> None:
     assert of(run(0, loss=[1.0]), run(1, loss=[1.0], metric=metric)).metric == metric
 
 
-def test_a_run_that_failed_has_the_reason_of_the_rank_to_blame() -> None:
+def test_a_run_that_failed_has_the_reason_and_the_hint_of_the_rank_to_blame() -> None:
     record = of(
-        run(0, loss=[1.0], error="RuntimeError: connection reset", exit_code=1),
-        run(1, loss=[1.0], error="ValueError: bad", exit_code=3),
+        run(0, loss=[1.0], error="RuntimeError: connection reset", hint="check the network", exit_code=1),
+        run(1, loss=[1.0], error="ValueError: bad", hint="mend it", exit_code=3),
         blame=(1, "ValueError: bad"),
     )
-    assert (record.error, record.exit_code) == ("rank 1: ValueError: bad", 3)
+    assert (record.error, record.exit_code, record.hint) == ("rank 1: ValueError: bad", 3, "mend it")
     assert [rank.error for rank in record.ranks] == ["RuntimeError: connection reset", "ValueError: bad"]
     assert record.between_ranks == []  # a failed run differs anyway
 
 
 def test_a_rank_without_a_record() -> None:
     ends = [End(rank=0, error=None), End(rank=1, error=None, vanished=True)]
-    record = merged({0: run(0, loss=[1.0])}, ends=ends, blame=(1, "its process vanished"), hosts={}, prefix="late: ")
+    first = run(0, loss=[1.0], error="RuntimeError: connection reset", hint="check the network")
+    record = merged({0: first}, ends=ends, blame=(1, "its process vanished"), hosts={}, prefix="late: ")
     assert isinstance(record, RunRecord)
-    assert (record.error, record.exit_code) == ("late: rank 1: its process vanished", 1)
+    assert (record.error, record.exit_code, record.hint) == ("late: rank 1: its process vanished", 1, "")
     assert record.ranks[1].error == "its process vanished"
 
 

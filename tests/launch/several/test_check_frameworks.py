@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from helpers_compare import falling, run
+from mezzo.errors import ScriptError
+from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.several.check import Check, Settings
 from mezzo.launch.several.plan import Asked, next_asked
 from mezzo.launch.several.resuming import Finished
@@ -60,3 +62,15 @@ def test_a_diagnosis_that_is_refused_says_why(tmp_path: Path) -> None:
     refused = run("fp16", [], error="static graphs are not inspected", exit_code=2)
     said = checking(tmp_path)._learn(Asked(stage="diagnose", policy="fp16", why=""), refused)
     assert said == "no diagnosis: static graphs are not inspected"
+
+
+def test_a_search_that_is_refused_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise ScriptError("the script has no module to keep in FP32", hint="none")
+
+    monkeypatch.setattr("mezzo.launch.several.check.fallback_of_script", refused)
+    monkeypatch.setattr(Check, "_request", lambda *_, **__: None)
+    check, asked = checking(tmp_path), Asked(stage="fallback", policy="fp16", why="")
+    with stoppable() as stop:
+        check._do(asked, stop)
+    assert [stage.outcome for stage in check.stages] == ["no result: the script has no module to keep in FP32"]

@@ -27,6 +27,7 @@ from mezzo.launch.torch.snapshots.script import ScriptSnapshots
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.stopping import StopScript
 from mezzo.records import RunRecord, Steps
+from mezzo.report.sheets.guardrails import guard_facts
 from paths import SCRIPTS
 
 
@@ -77,6 +78,20 @@ def test_a_run_is_stopped_with_an_exit_code_of_its_own(tmp_path: Path, fault: st
     assert record.error == f"the run was stopped by its guard: {record.guardrails.stopped}"
     assert len(record.steps) == step
     assert "finished" not in (tmp_path / "output.log").read_text()
+
+
+def test_an_alarm_that_cannot_stop_a_run_is_noted_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script has started its processes itself, so nobody could stop them after the same step."""
+    monkeypatch.setattr("mezzo.launch.torch.guarding.are_several", lambda: True)
+    record = ran(tmp_path, "nan", action="stop")
+    assert record.guardrails is not None
+    assert (record.exit_code, record.guardrails.stopped) == (0, "")
+    assert record.guardrails.only_noted == "stop in several processes needs a launcher"
+    assert [(fact.what, fact.reason) for fact in guard_facts(record.guardrails)[1:]] == [
+        ("only noted", "stop in several processes needs a launcher")
+    ]
 
 
 def test_an_alarm_of_the_last_steps_fails_the_run_too(tmp_path: Path) -> None:

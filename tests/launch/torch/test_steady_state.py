@@ -6,7 +6,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -357,7 +356,13 @@ def recorded(
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     ("policy", "once"),
-    [*product((None, "bf16:op_lists=device"), (True, False)), *((policy, False) for policy in SCALED)],
+    [
+        (None, True),
+        (None, False),
+        pytest.param("bf16:op_lists=device", True, marks=pytest.mark.slow),
+        ("bf16:op_lists=device", False),
+        *((policy, False) for policy in SCALED),
+    ],
 )
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_steady_run_records_the_same(change: Callable[[Training], None], policy: str | None, once: bool) -> None:

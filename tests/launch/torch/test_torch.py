@@ -45,7 +45,15 @@ def compiler() -> Iterator[None]:
 
 @quiet
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("what", ["module", "in-place", "function", "breaks", "update", "step"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "module",
+        "function",
+        "step",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("in-place", "breaks", "update")),
+    ],
+)
 def test_compiled_code_runs_under_the_policy(what: str) -> None:
     expected = ran("compiled", PLAIN, what, "aot_eager")
     found = ran("compiled", "fp16", what, "aot_eager")

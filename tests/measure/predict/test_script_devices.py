@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +64,61 @@ WAYS: dict[str, dict[str, str]] = {
     },
 }
 
+DEVICE = {"model": ".to(device)", "data": ".to(device, non_blocking=True)"}
+"""Of a script that asks first; each of these has the tape of the script for a CPU."""
+ASKING: dict[str, dict[str, str]] = {
+    "by choice": {**DEVICE, "before": 'device = "cuda" if torch.cuda.is_available() else "cpu"'},
+    "by object": {**DEVICE, "before": 'device = torch.device("cuda" if torch.cuda.is_available() else "cpu")'},
+    "asserted": {**DEVICE, "before": 'assert torch.cuda.is_available(); device = "cuda"'},
+    "exits": {**DEVICE, "before": 'import sys; torch.cuda.is_available() or sys.exit("needs a GPU"); device = 0'},
+    "accelerator": {
+        **DEVICE,
+        "before": "assert torch.accelerator.is_available(); device = torch.accelerator.current_accelerator()",
+        "after": "torch.accelerator.synchronize()",
+    },
+    "one GPU": {
+        **DEVICE,
+        "before": "n = torch.cuda.device_count(); device = list(range(n))[-1]",
+        "after": "assert n == 1 and torch.cuda.current_device() == 0",
+    },
+    "properties": {
+        **DEVICE,
+        "before": "p = torch.cuda.get_device_properties(0); device = 'cuda'; "
+        "print(torch.cuda.get_device_name(), p.name, p.multi_processor_count)",
+        "after": "assert p.total_memory == torch.cuda.mem_get_info()[1] >= torch.cuda.max_memory_allocated()",
+    },
+    "capability": {
+        **DEVICE,
+        "before": "device = 'cuda'; assert torch.cuda.get_device_capability() >= (8, 0) and 'sm_80' in torch.cuda.get_arch_list()",
+    },
+    "random state": {
+        **DEVICE,
+        "before": "device = 'cuda'; state = torch.cuda.get_rng_state_all(); torch.cuda.set_rng_state_all(state)",
+        "after": "\n    with torch.random.fork_rng():\n        pass",
+    },
+    "memory": {
+        **DEVICE,
+        "before": "device = 'cuda'; torch.cuda.init(); torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats()",
+        "after": "torch.cuda.synchronize(); torch.cuda.max_memory_allocated() / torch.cuda.mem_get_info()[0]",
+    },
+}
+AUTOCAST = """
+use = torch.cuda.is_available()
+dtype = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+scaler = torch.amp.GradScaler("cuda", enabled=use and dtype == torch.float16)
+class Model(nn.Sequential):
+    def forward(self, x):
+        with torch.autocast("cuda", dtype=dtype, enabled=use):
+            return super().forward(x)
+nn.Sequential = Model
+"""
 
-def traced(folder: Path, **parts: str) -> list[Any]:
+
+def traced(folder: Path, *, policy: str = "fp16", **parts: str) -> list[Any]:
     path = folder / "train.py"
     path.write_text(SCRIPT.format(**{**NONE, **parts}), encoding="utf-8")
     try:
-        found = recorded(TapeRequest(script=str(path), arguments=[], policy="fp16"), Policy.parse("fp16"))
+        found = recorded(TapeRequest(script=str(path), arguments=[], policy=policy), Policy.parse(policy))
     finally:
         torch.set_default_device(None)  # the trace ends inside the script's loop
     assert found.error == ""
@@ -79,6 +129,50 @@ def traced(folder: Path, **parts: str) -> list[Any]:
 @pytest.mark.parametrize("parts", WAYS.values(), ids=WAYS)
 def test_a_script_for_a_gpu_has_the_tape_of_one_for_a_cpu(parts: dict[str, str], tmp_path: Path) -> None:
     assert traced(tmp_path, **parts) == traced(tmp_path)
+
+
+@pytest.mark.parametrize("parts", ASKING.values(), ids=ASKING)
+def test_a_script_that_asks_for_a_gpu_first_has_the_tape_of_one_for_a_cpu(
+    parts: dict[str, str], tmp_path: Path
+) -> None:
+    assert traced(tmp_path, **parts) == traced(tmp_path)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_amp_that_is_chosen_by_the_gpu_is_left_out_as_any_other(policy: str, tmp_path: Path) -> None:
+    own = torch.nn.Sequential
+    try:
+        found = traced(tmp_path, policy=policy, before=AUTOCAST, model=".cuda()", data=".cuda()")
+    finally:
+        torch.nn.Sequential = own  # type: ignore[misc]
+    plain = traced(tmp_path, policy=policy)
+    assert [(name, phase, form, shape) for name, phase, _, form, shape in found] == [
+        (name, phase, form, shape) for name, phase, _, form, shape in plain
+    ]
+
+
+def test_what_told_the_script_of_a_gpu_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    before = 'device = "cuda" if torch.cuda.is_available() and torch.cuda.mem_get_info() else "cpu"'
+    path.write_text(SCRIPT.format(**{**NONE, **DEVICE, "before": before}), encoding="utf-8")
+    told: list[str] = []
+    recorded(TapeRequest(script=str(path), arguments=[], policy="fp32"), Policy.parse("fp32"), told)
+    assert told == ["torch.cuda.is_available", "torch.cuda.mem_get_info"]
+
+
+def test_torch_itself_has_no_accelerator_but_an_amp_for_one() -> None:
+    """A loader would start a thread that pins memory; autocast would turn itself off."""
+    loader = torch.utils.data.DataLoader(list(range(4)), batch_size=2, pin_memory=True)
+    with gpu_on_cpu(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+        assert torch.autocast("cuda", dtype=torch.bfloat16)._enabled
+
+
+def test_it_is_said_only_where_there_is_said_to_be_one(cpu_alone: None) -> None:
+    with gpu_on_cpu(there=False):
+        assert not torch.cuda.is_available()
+        torch.cuda.synchronize()
 
 
 def test_it_ends_with_the_block() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -329,6 +331,41 @@ def test_an_argument_that_the_script_ignores_is_refused(tmp_path: Path) -> None:
     said = f"{script} has the same batch with {{batch}} = 4 and 8: its arguments do not set the size"
     assert told.value.message == said
     assert "--batch-size {batch}" in told.value.hint
+
+
+@pytest.mark.parametrize("wrong", [{"tape": None, "error": "no kernel"}, {"fails_with_gpu": "no kernel"}])
+def test_a_trace_at_another_batch_that_is_not_of_the_same_kind_is_not_used(
+    wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails under one policy, or after it was told otherwise about the GPU."""
+    own = module.recorded_tapes
+
+    def tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None) -> list[ScriptTape]:
+        found = own(requests, deadline_s=deadline_s)
+        return found if requests[0].batch is None else [found[0], replace(found[1], **wrong)]
+
+    monkeypatch.setattr(module, "recorded_tapes", tapes)
+    plan = script_plan(_script(tmp_path, LOADER), ["8"], ["fp32", "fp16"])
+    assert plan.refused == {}
+    assert all(pair.other is None for pair in plan.tapes.values())
+    assert _said(plan, "other batch sizes").startswith("do not follow: at batch 4 ")
+    assert "fails: no kernel" in _said(plan, "other batch sizes")
+
+
+def test_a_policy_under_which_the_script_fails_has_no_tape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = module.recorded_tapes
+
+    def tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None) -> list[ScriptTape]:
+        found = own(requests, deadline_s=deadline_s)
+        return [replace(one, tape=None, error="no kernel") if request.policy == "fp16" else one
+                for request, one in zip(requests, found, strict=True)]  # fmt: skip
+
+    monkeypatch.setattr(module, "recorded_tapes", tapes)
+    plan = script_plan(_script(tmp_path, LOADER), ["8"], ["fp32", "fp16"])
+    assert (list(plan.tapes), plan.refused) == (["fp32"], {"fp16": "no kernel"})
+    found = predict(plan.tapes, gpu_named("a100"), "bf16", batch=8, channels_last=False, refused=plan.refused)
+    assert (found.possible, found.reason) == (False, "fails under bf16: no kernel")
+    assert _said(plan, "other batch sizes").startswith("follow: ")
 
 
 def test_accumulated_batches_count_together(tmp_path: Path) -> None:

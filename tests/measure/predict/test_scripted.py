@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ from torch import Tensor, nn
 
 from helpers_predict import traced_in_forks
 from mezzo.errors import UsageError
+from mezzo.measure.predict import scripted
 from mezzo.measure.predict.memory import bytes_by_kind
 from mezzo.measure.predict.script_process import recorded
-from mezzo.measure.predict.scripted import TapeRequest, recorded_tapes
+from mezzo.measure.predict.scripted import ScriptTape, TapeRequest, recorded_tapes
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
@@ -197,6 +200,47 @@ def test_what_a_trace_cannot_price_is_said(
     setup: str, data: str, policy: str, message: str, hint: str, tmp_path: Path
 ) -> None:
     script = _written(tmp_path, TRAINED.replace("SETUP", setup).replace("INPUT", data))
-    with pytest.raises(UsageError, match=message) as told:
+    with traced_in_forks(), pytest.raises(UsageError, match=message) as told:
         _recorded(script, policy)
     assert hint in told.value.hint
+
+
+GOOD = ScriptTape(tape=Tape(batch=1), num_steps=2)
+BAD = ScriptTape(tape=None, error="train.py:3: RuntimeError: no kernel")
+TOLD = replace(BAD, told_of_gpu=["torch.cuda.is_available"])
+
+
+@pytest.mark.parametrize(
+    ("policies", "first", "again", "expected"),
+    [
+        (["fp32", "fp16"], [GOOD, BAD], [], [GOOD, BAD]),
+        (["fp32", "fp16"], [GOOD, TOLD], [], [GOOD, TOLD]),  # the GPU is not to blame
+        (["fp32", "fp16"], [BAD, GOOD], [], "train.py:3: RuntimeError: no kernel"),  # the baseline of all
+        (["fp32", "fp16"], [BAD, BAD], [], "train.py:3: RuntimeError: no kernel"),
+        (["fp16"], [BAD], [], "train.py:3: RuntimeError: no kernel"),
+        (["fp32"], [TOLD], [GOOD], [replace(GOOD, fails_with_gpu=BAD.error)]),
+        (["fp32", "fp16"], [TOLD, TOLD], [GOOD, BAD], [replace(one, fails_with_gpu=BAD.error) for one in (GOOD, BAD)]),
+        (["fp32"], [TOLD], [replace(BAD, error="other")], "train.py:3: RuntimeError: no kernel"),
+    ],
+)
+def test_what_is_kept_where_a_script_fails(
+    policies: list[str],
+    first: list[ScriptTape],
+    again: list[ScriptTape],
+    expected: list[ScriptTape] | str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is recorded while the script is told of a GPU, then what is recorded while it is told what is true."""
+
+    def recorded_now(requests: Sequence[TapeRequest], _: object) -> tuple[list[ScriptTape], str]:
+        return (first if requests[0].gpu_there else again), ""
+
+    monkeypatch.setattr(scripted, "_recorded", recorded_now)
+    script = _written(tmp_path, "")
+    requests = [TapeRequest(script=script, arguments=[], policy=policy) for policy in policies]
+    if isinstance(expected, str):
+        with pytest.raises(UsageError, match=expected):
+            recorded_tapes(requests)
+    else:
+        assert recorded_tapes(requests) == expected

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from helpers_predict import traced_in_forks
 from mezzo.gpus import GPUS
 from mezzo.measure.tune.configurations import Configuration, grid
 from mezzo.measure.tune.forecast import Forecast, forecasts, not_predicted, predictable, ruled_out
 
 GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _in_forks() -> Iterator[None]:
+    with traced_in_forks():
+        yield
+
+
 NOW, FP32, BF16 = Configuration(), Configuration(policy="fp32"), Configuration(policy="bf16")
 LARGE = Configuration(policy="bf16", settings=(("batch", "64"),))
 LARGE_FP32 = replace(LARGE, policy="fp32")
@@ -112,3 +122,27 @@ def test_a_script_that_cannot_be_traced_is_left_to_the_measurement(tmp_path: Pat
     assert found == {}
     assert [one.value for one in notes] == ["the script's own options"]
     assert "never trains" in notes[0].reason
+
+
+FP16_FAILS = """
+import torch
+class Fails(torch.nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.zeros(16, 4).scatter(1, torch.zeros(16, 1, dtype=torch.int64), y[:, :1])
+model = Fails(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.randn(16, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_policy_under_which_a_script_fails_is_left_to_the_measurement(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(FP16_FAILS, encoding="utf-8")
+    fp16 = Configuration(policy="fp16")
+    found, notes = forecasts(str(path), [], [FP32, fp16], gpu=GPUS["t4"])
+    assert found.keys() == {FP32}
+    assert [(one.what, one.value) for one in notes] == [("not predicted", fp16.name)]
+    assert notes[0].reason.startswith("fails under fp16: train.py:6: RuntimeError: ")

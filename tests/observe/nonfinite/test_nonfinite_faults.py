@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import faults
-from helpers_backward import BOTH_WAYS, WAYS, in_ways
+from helpers_backward import BOTH_WAYS, in_ways
 from mezzo.launch.request import Request, policy_text
 from mezzo.launch.several.passes import diagnose_script
 from mezzo.launch.torch import switched
@@ -249,12 +249,22 @@ IN_FAMILIES = [name for name in vars(families) if name.startswith("healthy_")]
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(HEALTHY))
-def test_a_healthy_script_raises_no_alarm(name: str, slow_backward_way: str, tmp_path: Path) -> None:
-    several = ["fp16"] if name in IN_FAMILIES or slow_backward_way != WAYS[0] else ["fp16", "bf16", "fp32"]
-    for policy in [AS_IS] if "own" in name else several:
-        record = diagnosed(name, policy, tmp_path, steps=40)
-        assert record.verdict == "healthy", record.model_dump_json(exclude={"run"})
-        assert (record.module, record.op, record.step, record.fix) == ("", "", 0, "")
+@BOTH_WAYS
+def test_a_healthy_script_raises_no_alarm(name: str, tmp_path: Path) -> None:
+    assert_healthy(name, AS_IS if "own" in name else "fp16", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", [name for name in HEALTHY if name not in IN_FAMILIES and "own" not in name])
+def test_a_healthy_script_raises_no_alarm_under_other_policies(name: str, policy: str, tmp_path: Path) -> None:
+    assert_healthy(name, policy, tmp_path)
+
+
+def assert_healthy(name: str, policy: str, folder: Path) -> None:
+    record = diagnosed(name, policy, folder, steps=40)
+    assert record.verdict == "healthy", record.model_dump_json(exclude={"run"})
+    assert (record.module, record.op, record.step, record.fix) == ("", "", 0, "")
 
 
 @BOTH_WAYS

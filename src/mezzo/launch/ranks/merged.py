@@ -48,7 +48,9 @@ def merged(
     if blame is not None:
         rank, why = blame
         code = next((r.exit_code for r in ranks if r.rank == rank and r.error == why), 0) or 1
-        run = run.model_copy(update={"error": f"{prefix}rank {rank}: {why}", "exit_code": code})
+        blamed = runs.get(rank)
+        hint = blamed.hint if blamed is not None and blamed.error == why else ""
+        run = run.model_copy(update={"error": f"{prefix}rank {rank}: {why}", "exit_code": code, "hint": hint})
     if isinstance(own, RunRecord):
         return run
     if isinstance(own, AuditRecord):

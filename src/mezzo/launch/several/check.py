@@ -80,6 +80,7 @@ class Check:
         asked, self._end_s = self.settings, time.monotonic() + self.settings.budget_s
         self._metric = asked.metric
         self._said: set[str] = set()  # a reason is said once
+        self._refused = ""
         at_once = self.waves.at_once
         self.known = Known(policies=asked.policies, seeds=asked.seeds, left_s=asked.budget_s, at_once=at_once)
 
@@ -201,7 +202,7 @@ class Check:
         try:
             return fallback_of_script(request, folder=place, waves=self.waves)
         except MezzoError as error:
-            self.say(f"fallback: {error.message}")
+            self._refused = error.message
             return None
 
     # --- what follows from each record -----------------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ class Check:
             return "not recorded" if values is None else _ranged(values)
         search = record if isinstance(record, FallbackRecord) else None
         self.known = replace(known, searched={**known.searched, policy: search})
-        return "no result" if search is None else f"{search.verdict}: {search.reason}"
+        return f"no result: {self._refused}" if search is None else f"{search.verdict}: {search.reason}"
 
     def _learn_run(self, asked: Asked, run: RunRecord) -> str:
         if run.error is not None and self.known.runs and time.monotonic() > self._end_s:

@@ -136,7 +136,9 @@ class ScriptGuard:
 
     def _act(self, alarm: Alarm) -> None:
         if self._asked.action != "note" and self._asked.together is False and are_several():
-            _say(f"guard: {self._asked.action} in several processes needs a launcher: the alarm is only noted")
+            why = f"{self._asked.action} in several processes needs a launcher"
+            _say(f"guard: {why}: the alarm is only noted")
+            self.noticed = self.noticed.model_copy(update={"only_noted": why})
         elif self._asked.action == "stop":
             self.end(f"{alarm.kind}: {alarm.evidence}")
         elif self._asked.action == "rewind" and self.pending is None:

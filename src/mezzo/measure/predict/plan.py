@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -95,6 +95,7 @@ def predict(
     headroom: float = HEADROOM,
     job: Job = ALONE,
     calibration: Calibration | None = None,
+    refused: Mapping[str, str] | None = None,
 ) -> Prediction:
     """Return the prediction for ``policy`` on ``gpu``.
 
@@ -107,8 +108,9 @@ def predict(
         headroom: share of the memory that the largest batch leaves free.
         job: how many GPUs train together; ``batch`` is that of each.
         calibration: rates measured on a GPU of this kind; None for the constants that ship.
+        refused: the script's error, by recorded policy, where it fails and there is no tape.
     """
-    why = impossible(gpu, policy)
+    why = impossible(gpu, policy) or failure(policy, refused or {})
     if why:
         return Prediction(gpu=gpu.name, gpu_bytes=gpu.memory_bytes, policy=policy, possible=False, reason=why)
     where = Conditions(gpu=gpu, channels_last=channels_last, job=job, calibration=calibration).covering(policy)
@@ -189,6 +191,12 @@ def impossible(gpu: Gpu, policy: str) -> str:
     if half in ("fp16", "bf16", "fp8") and gpu.flops_per_s(half) is None:
         return f"{gpu.label} has no units for {half}"
     return ""
+
+
+def failure(policy: str, refused: Mapping[str, str]) -> str:
+    """Return that a script fails under ``policy``, by its errors under recorded policies; empty if it does not."""
+    error = refused.get(recorded_as(policy), "")
+    return f"fails under {policy}: {error}" if error else ""
 
 
 def verdict(

@@ -71,6 +71,7 @@ def real_gpus(
                 batch=plan.batch,
                 channels_last=bool(plan.channels_last),
                 calibration=calibration_of(gpu),
+                refused=plan.refused,
             ).model_copy(update={"policy": shown})
             for gpu in gpus
             for shown, name in wanted.items()

@@ -11,6 +11,7 @@ from mezzo.errors import UsageError
 from mezzo.measure.predict.batch_sources import batch_sources
 from mezzo.measure.predict.plan import Tapes
 from mezzo.measure.predict.script_data import MOST_OPERATIONS
+from mezzo.measure.predict.script_devices import GPU_TOLD
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
 from mezzo.measure.predict.tape import Tape, check_same_steps, grow_unevenly
 from mezzo.records import Reason
@@ -24,6 +25,8 @@ class ScriptPlan:
     """What a script trains, by recorded policy."""
 
     tapes: dict[str, Tapes]
+    refused: dict[str, str]
+    """The error of the script, by the recorded policy under which it fails."""
     batch: int
     """Samples of one batch; 1 where they are not known."""
     unit: str
@@ -43,6 +46,7 @@ def script_plan(
     as_module: bool = False,
     scaled: bool = True,
     limit_s: float | None = None,
+    on_gpu: bool = True,
 ) -> ScriptPlan:
     """Return the tapes of a script.
 
@@ -54,6 +58,7 @@ def script_plan(
         as_module: whether ``script`` is run as ``python -m`` would.
         scaled: whether other batch sizes are to follow, which takes a second tape for each policy.
         limit_s: time after which tracing ends.
+        on_gpu: whether a GPU is predicted, and not this machine.
 
     Raises:
         UsageError: the script cannot be traced, or ``batch`` is no size that it can have.
@@ -64,13 +69,26 @@ def script_plan(
         )
     named = batch if has_batch(arguments) else None
     one = [
-        TapeRequest(script=script, arguments=with_batch(arguments, named), policy=policy, as_module=as_module)
+        TapeRequest(
+            script=script,
+            arguments=with_batch(arguments, named),
+            policy=policy,
+            as_module=as_module,
+            gpu_there=on_gpu,
+        )
         for policy in policies
     ]
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
-    first = recorded_tapes(one, deadline_s=deadline_s)
+    all_found = list(zip(one, recorded_tapes(one, deadline_s=deadline_s), strict=True))
+    refused = {asked.policy: made.error for asked, made in all_found if made.error}
+    first = [made for _, made in all_found if not made.error]
     known = first[0]
-    one = [replace(request, numbers_first=known.numbers_first) for request in one]
+    there = on_gpu and not known.fails_with_gpu
+    one = [
+        replace(asked, numbers_first=known.numbers_first, gpu_there=there)
+        for asked, made in all_found
+        if not made.error
+    ]
     size = named or known.batch
     others, why = (
         _others(one, known, named, arguments, deadline_s=deadline_s)
@@ -93,6 +111,7 @@ def script_plan(
     at = others[0].size_at if others else ""
     return ScriptPlan(
         tapes=tapes,
+        refused=refused,
         batch=batch or size or 1,
         unit="samples" if size is not None else "steps",
         optimizer=known.optimizer or "no optimizer",
@@ -123,7 +142,7 @@ def _others(
         for request in requests
     ]
     try:
-        found = recorded_tapes(made, deadline_s=deadline_s)
+        found = _all_recorded(made, deadline_s)
     except UsageError as error:
         return [], f"at batch {other} {error.message}"
     if named is not None:
@@ -134,6 +153,19 @@ def _others(
     elif found[0].batch != other:
         return _by_its_source(requests, known, size, other, deadline_s=deadline_s)
     return found, ""
+
+
+def _all_recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> list[ScriptTape]:
+    """Return the tapes of ``requests``; they are all there, and the script was told what it was told at its own batch size.
+
+    Raises:
+        UsageError: a tape is missing, or was told otherwise.
+    """
+    found = recorded_tapes(requests, deadline_s=deadline_s)
+    for one in found:
+        if why := one.error or one.fails_with_gpu:
+            raise UsageError(f"{requests[0].script} fails: {why}", hint="predict its own batch size")
+    return found
 
 
 def _by_its_source(
@@ -157,7 +189,7 @@ def _by_its_source(
             for request in requests
         ]
         try:
-            found = recorded_tapes(made, deadline_s=deadline_s)
+            found = _all_recorded(made, deadline_s)
         except UsageError:  # the number is not the batch's alone
             continue
         if found[0].batch == other and _only_the_batch_differs(known, found[0]):
@@ -231,6 +263,12 @@ def _assumptions(
     if known.numbers_first:
         why_first = f"it runs over {MOST_OPERATIONS:,} operations before its first module: too slow without numbers"
         found.append(Reason(what="data that the script prepares", value="with numbers", reason=why_first))
+    if known.fails_with_gpu:
+        why_not = f"where it is True, the script fails on this machine: {known.fails_with_gpu}"
+        found.append(Reason(what="torch.cuda.is_available()", value="this machine's", reason=why_not))
+    elif known.told_of_gpu:
+        told = ", ".join(f"{name}()" for name in known.told_of_gpu)
+        found.append(Reason(what="what the script is told of its GPU", value=GPU_TOLD, reason=f"it calls {told}"))
     if known.sized_at:
         lines = ", ".join(filter(None, known.sized_at)) or "in a library"
         why = (

@@ -20,6 +20,7 @@ import types
 from dataclasses import replace
 from pathlib import Path
 
+import torch._dynamo.config  # noqa: F401  # a fake mode imports the compiler; here once, and not in every fork
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from mezzo.measure.predict.script_batches import ScriptBatches
@@ -37,13 +38,21 @@ _SLOW_DATA = 3
 """Exit code of a fork whose script is to be started again with numbers."""
 
 
-def recorded(request: TapeRequest, policy: Policy) -> ScriptTape:
-    """Run the request's script in this process as ``python script`` would, and return what it trained."""
+def recorded(request: TapeRequest, policy: Policy, told_of_gpu: list[str] | None = None) -> ScriptTape:
+    """Run the request's script in this process as ``python script`` would, and return what it trained.
+
+    Args:
+        request: what to record.
+        policy: its policy.
+        told_of_gpu: gets the name of each function that told the script of a GPU.
+    """
     watch = ScriptRecorder(
         policy,
         batches=ScriptBatches(own=request.own_batch, wanted=request.batch),
         steps=request.steps,
         numbers_first=request.numbers_first,
+        gpu_there=request.gpu_there,
+        told_of_gpu=told_of_gpu,
     )
     argv, path = sys.argv, list(sys.path)
     sys.argv = [request.script, *request.arguments]
@@ -140,8 +149,9 @@ def _exit_code(child: int) -> int:
 
 def _write(request: TapeRequest, place: Path) -> ScriptTape:
     """Record a request, write its tape and return it."""
+    told: list[str] = []
     try:
-        made = recorded(request, Policy.parse(request.policy))
+        made = recorded(request, Policy.parse(request.policy), told)
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code)
@@ -153,6 +163,7 @@ def _write(request: TapeRequest, place: Path) -> ScriptTape:
         traceback.print_exc()
         by_numbers = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
         made = ScriptTape(tape=None, error=_said(error, request.script), needs_numbers=by_numbers)
+    made = replace(made, told_of_gpu=told)
     unfinished = place.with_suffix(".part")
     unfinished.write_bytes(pickle.dumps(made))
     unfinished.replace(place)

@@ -55,6 +55,8 @@ class ScriptRecorder:
         batches: ScriptBatches | None = None,
         steps: int | None = None,
         numbers_first: bool = False,
+        gpu_there: bool = True,
+        told_of_gpu: list[str] | None = None,
     ) -> None:
         """Start before the script's first line.
 
@@ -63,6 +65,8 @@ class ScriptRecorder:
             batches: its loaders' batches; None to leave their size alone.
             steps: how many to record; None for two with whole batches.
             numbers_first: whether tensors have numbers until the script builds its first module (``script_data``).
+            gpu_there: whether the script is told that there is a GPU (``script_devices``).
+            told_of_gpu: gets the name of each function that told it so.
         """
         self.recorder = Recorder(batch=1)
         self.num_events = 0
@@ -81,6 +85,7 @@ class ScriptRecorder:
         self.channels_last = False
         """Whether a model or its inputs are stored channels-last."""
         self._steps, self._policy, self._numbers_first = steps, policy, numbers_first
+        self._gpu_there, self._told_of_gpu = gpu_there, told_of_gpu
         self._region = region_of(policy)
         self._open = ExitStack()
         self._models: list[nn.Module] = []
@@ -129,7 +134,7 @@ class ScriptRecorder:
                     self._stand_ins(script),
                     self.batches.watching(),
                     own_amp_left_out(),
-                    gpu_on_cpu(),
+                    gpu_on_cpu(self._told_of_gpu, there=self._gpu_there),
                     cuda_operators(),
                     largest_sizes(noted),
                     longest_sequences(noted),

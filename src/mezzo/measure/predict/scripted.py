@@ -14,11 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mezzo.errors import UsageError
-from mezzo.formats import FP64
+from mezzo.formats import FP32, FP64
 from mezzo.measure.advice import advice_for
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS
@@ -48,6 +48,8 @@ class TapeRequest:
     """The numbers in ``file`` that become ``batch``, as ``BatchSource`` has them."""
     numbers_first: bool = False
     """Whether the script has numbers until it builds its first module: preparing its data without them would take too long."""
+    gpu_there: bool = True
+    """Whether the script is told that there is a GPU; otherwise it is told what is true on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +85,17 @@ class ScriptTape:
     """Whether it was stopped because preparing its data without numbers takes too long."""
     needs_numbers: bool = False
     """Whether it failed because the size of a result depends on numbers."""
+    told_of_gpu: Sequence[str] = ()
+    """Functions of ``torch.cuda`` that told it of a GPU."""
+    fails_with_gpu: str = ""
+    """Why it failed when it was told of a GPU; it was then told what is true on this machine."""
 
 
 def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None = None) -> list[ScriptTape]:
     """Return the tapes of ``requests``, recorded in a process of their own.
+
+    A script that fails because it was told of a GPU is told what is true on this machine. A policy under which it fails has no tape
+    where FP32, the baseline of all, has one.
 
     Args:
         requests: what to record.
@@ -98,6 +107,28 @@ def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None 
     for request in requests:
         if not request.as_module and not Path(request.script).is_file():
             raise UsageError(f"there is no script {request.script!r}", hint="check the path")
+    found, output = _recorded(requests, deadline_s)
+    if not any(one.tape for one in found) and all(one.told_of_gpu for one in found):
+        again, _ = _recorded([replace(request, gpu_there=False) for request in requests], deadline_s)
+        if any(one.tape for one in again):
+            why = found[0].error or "it never trains"
+            found = [replace(one, fails_with_gpu=why) for one in again]
+    trains = any(one.tape for request, one in zip(requests, found, strict=True) if request.policy == FP32.name)
+    for request, one in zip(requests, found, strict=True):
+        if one.error and not trains:
+            raise _failed(request, one, output)
+        if one.tape is None and not one.error:
+            raise UsageError(
+                f"{request.script} never trains: it ended after {one.num_steps} of {STEPS} optimizer steps on a model in training mode",
+                hint="name the script that trains, with the arguments that make it train for two steps",
+            )
+        if one.tape is not None:
+            _check_formats(request.script, one.tape)
+    return found
+
+
+def _recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> tuple[list[ScriptTape], str]:
+    """Return what each request recorded, and what the process printed."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "requests"
         place.write_bytes(pickle.dumps(list(requests)))
@@ -111,16 +142,7 @@ def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None 
             if not made.exists():
                 raise _died(request, output, code)
             found.append(pickle.loads(made.read_bytes()))
-    for request, one in zip(requests, found, strict=True):
-        if one.error:
-            raise _failed(request, one, output)
-        if one.tape is None:
-            raise UsageError(
-                f"{request.script} never trains: it ended after {one.num_steps} of {STEPS} optimizer steps on a model in training mode",
-                hint="name the script that trains, with the arguments that make it train for two steps",
-            )
-        _check_formats(request.script, one.tape)
-    return found
+    return found, output
 
 
 def _run(words: list[str], environment: dict[str, str], script: str, deadline_s: float | None) -> tuple[str, int]:
@@ -207,8 +229,13 @@ def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
         )
     return UsageError(
         f"{request.script} fails under {request.policy}: {one.error}",
-        hint=f"find the modules that need FP32: mezzo fallback --policy {request.policy} …; or predict the rest: --policies fp32,tf32",
+        hint=hint_under(request.policy),
     )
+
+
+def hint_under(policy: str) -> str:
+    """Return what to do about a script that fails under a policy alone."""
+    return f"find the modules that need FP32: mezzo fallback --policy {policy} …; or predict the rest: --policies fp32,tf32"
 
 
 def has_batch(arguments: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from mezzo.gpus import Gpu
 from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.predict.calibrate import calibration_of
 from mezzo.measure.predict.memory import predict_memory
-from mezzo.measure.predict.plan import PREDICTED, impossible, predict, recorded_as, to_record
+from mezzo.measure.predict.plan import PREDICTED, failure, impossible, predict, recorded_as, to_record
 from mezzo.measure.predict.script_plan import ScriptPlan, script_plan
 from mezzo.measure.tune.configurations import Configuration
 from mezzo.records import AS_IS, Reason
@@ -76,8 +76,12 @@ def forecasts(
         arguments = [word.replace("{run}", "predict") for word in playing[0].arguments(own)]
         try:
             policies = to_record([one.policy for one in playing])
-            traced = script_plan(script, arguments, policies, as_module=as_module, scaled=False)
-            found |= {one: _forecast(traced, one, gpu) for one in playing}
+            traced = script_plan(script, arguments, policies, as_module=as_module, scaled=False, on_gpu=gpu is not None)
+            for one in playing:
+                if why := failure(one.policy, traced.refused):
+                    notes.append(Reason(what="not predicted", value=one.name, reason=why))
+                else:
+                    found[one] = _forecast(traced, one, gpu)
         except MezzoError as error:
             why = error.message.partition("\n")[0]
             notes.append(Reason(what="not predicted", value=shown, reason=why))

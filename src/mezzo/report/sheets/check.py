@@ -22,7 +22,7 @@ from mezzo.report.sheets.shared import Fact, ScriptSheet
 
 _TONES = {"use": "good", "stay": "quiet", "undecided": "open", "failed": "bad"}
 _BORDERS = {"good": "green", "quiet": "white", "open": "cyan", "bad": "red"}
-_LINES = ("why", "accuracy", "memory", "speed", "changed")
+_LINES = ("why", "to mend it", "accuracy", "memory", "speed", "changed")
 """The first lines of the box, in order."""
 _SAME = 0.005
 """The share of the memory below which nothing is saved."""
@@ -155,6 +155,8 @@ def _answer(record: CheckRecord) -> list[Fact]:
     if (answer.decision == "use" and answer.policy != AS_IS) or answer.changed:
         changed = [f"{fmt.clean(one.reason)}: {fmt.clean(one.value)}" for one in answer.changed]
         lines.append(Fact(what="changed", value="; ".join(changed) or "nothing but the precision"))
+    hint = next((run.hint for run in (record.comparison.runs if record.comparison else []) if run.hint), "")
+    lines += [Fact(what="to mend it", value=_sentence(hint))] if hint else []
     notes = [(fmt.clean(note.what), f"{fmt.clean(note.value)}: {fmt.clean(note.reason)}.") for note in record.notes]
     lines += [Fact(what=what, value=value) for what, value in notes]
     return sorted(lines, key=lambda line: _LINES.index(line.what) if line.what in _LINES else len(_LINES))

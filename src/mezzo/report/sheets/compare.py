@@ -83,6 +83,8 @@ class CompareSheet(ScriptSheet):
     """The words and tables of a comparison, ready for any view."""
 
     details: str
+    error: str
+    """The error of a run, and what to do about it; empty if that is not known."""
     method: str
     columns: str
     """How the columns' numbers are made of the runs'."""
@@ -112,6 +114,7 @@ def compare_sheet(record: CompareRecord) -> CompareSheet:
         script=fmt.clean(script),
         headline=headline,
         details=details,
+        error=shared.first_error_and_hint(record.runs),
         method=_method(record),
         columns=_COLUMNS,
         loss_heads=[f"final {fmt.loss_title(name)}" for name in names] or ["final loss"],

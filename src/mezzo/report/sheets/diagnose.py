@@ -107,7 +107,7 @@ def _meaning(record: DiagnoseRecord) -> str:
         "range_overflow": f"a value that {name} does not hold, {scales}",
         "invalid_operation": "not finite in FP32 either",
         "silent_saturation": f"values too large for {name} turn finite again: nothing shows it, and gradients are wrong",
-        "unfinished": fmt.clean(record.detail),
+        "unfinished": ". ".join(fmt.clean(text) for text in (record.detail, record.run.hint) if text),
         "healthy": _untried(record),
     }[record.verdict]
 

@@ -19,6 +19,8 @@ def guard_facts(found: Guardrails | None) -> list[Fact]:
         changes = "; ".join(f"{one.what} {one.value}: {one.reason}" for one in rewind.changes)
         value = f"step {rewind.step}, to {rewind.snapshot} after {fmt.plural(rewind.updates, 'update')}"
         rows.append(Fact(what="returned", value=fmt.clean(value), reason=fmt.clean(changes), tone="warn"))
+    if found.only_noted:
+        rows.append(Fact(what="only noted", value="yes", reason=fmt.clean(found.only_noted), tone="warn"))
     if found.stopped:
         rows.append(Fact(what="stopped by the guard", value="yes", reason=fmt.clean(found.stopped), tone="bad"))
     return rows

@@ -52,6 +52,8 @@ class ResumeCheckSheet(ScriptSheet):
 
     tone: str
     why: str
+    error: str
+    """The error of a run, and what to do about it; empty if that is not known."""
     facts: list[Fact]
     missing: list[MissingLine]
     losses: list[LossLine]
@@ -68,6 +70,7 @@ def resume_check_sheet(record: ResumeCheckRecord) -> ResumeCheckSheet:
         headline=headline,
         tone=_TONES[record.verdict],
         why=fmt.clean(record.why).rstrip(".") + ".",
+        error=shared.first_error_and_hint([record.whole, *([record.resumed] if record.resumed else [])]),
         facts=_facts(record),
         missing=[_missing_line(one) for one in record.missing],
         losses=list(_losses(record)),
@@ -133,6 +136,7 @@ def _losses(record: ResumeCheckRecord) -> list[LossLine]:
 def print_resume_check(sheet: ResumeCheckSheet, console: Console) -> None:
     """Print what the verdict rests on, then each missing part with its evidence and fix."""
     console.print(Text(sheet.why))
+    terminal.print_error(console, sheet.error)
     console.print(terminal.fact_table(sheet.facts))
     if sheet.missing:
         table = terminal.plain_table("not restored", "what", "undisturbed", "resumed")

@@ -253,6 +253,11 @@ def error_and_hint(record: RunRecord) -> str:
     return error_text(record) + hint
 
 
+def first_error_and_hint(runs: Iterable[RunRecord]) -> str:
+    """Return the error of the first of several runs that has a hint, with it; empty if none has."""
+    return next((error_and_hint(run) for run in runs if run.error is not None and run.hint), "")
+
+
 def ran_text(record: RunRecord) -> str:
     """Return what the operations that were counted ran in."""
     shares = [f"{share:.0%} {fmt.clean(name)}" for name, share in record.effective.share_by_format.items()]

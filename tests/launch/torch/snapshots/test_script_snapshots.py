@@ -194,6 +194,24 @@ def test_a_killed_script_ends_with_the_bits_of_the_undisturbed_run(name: str, wr
     assert record.snapshots.resumed_updates in range(1, 7)  # the last ones may have been killed while they were written
 
 
+@pytest.mark.filterwarnings("ignore:loaded .* not loaded, though newer")
+def test_a_snapshot_that_cannot_be_loaded_is_in_the_record(written: Any, tmp_path: Path) -> None:
+    script, folder = written(RESUMABLE[QUICK]), tmp_path / "run"
+    assert lives(script, folder, die_at=7)[0] == -signal.SIGKILL
+    newest = max((folder / "snapshots").glob("*.safetensors"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+
+    code, text = lives(script, folder, resume=True)
+
+    assert code == 0, text
+    record = read_record(folder / "record.json")
+    assert isinstance(record, RunRecord)
+    assert record.snapshots is not None
+    (problem,) = record.snapshots.problems
+    assert (problem.what, problem.value) == (newest.name, "not loaded")
+    assert f"mezzo: not {newest.name}: {problem.reason}" in text
+
+
 def outside_its_function(script: Path) -> str:
     """Return a script whose ``main`` is written out at the top level, so that all its variables are the module's."""
     head, main = script.read_text(encoding="utf-8").split("def main():\n")

@@ -80,6 +80,7 @@ class ScriptSnapshots:
         )
         for one in self._resumed.refused:
             print(f"mezzo: not {one.path.name}: {one.why}", file=sys.stderr)
+            self._record_problem(one.path.name, "not loaded", one.why)
         self._patches.wrap(torch, "save", self._not_while_bringing)
 
     def close(self) -> SnapshotsTaken:
@@ -222,8 +223,11 @@ class ScriptSnapshots:
     def _problem(self, what: str, why: str) -> None:
         if all(one.reason != why for one in self.taken.problems):
             print(f"mezzo: {why}", file=sys.stderr)
-            problems = [*self.taken.problems, Reason(what=what, value="failed", reason=why)]
-            self.taken = self.taken.model_copy(update={"problems": problems})
+            self._record_problem(what, "failed", why)
+
+    def _record_problem(self, what: str, value: str, why: str) -> None:
+        problems = [*self.taken.problems, Reason(what=what, value=value, reason=why)]
+        self.taken = self.taken.model_copy(update={"problems": problems})
 
     # --- resuming --------------------------------------------------------------------------------------------------------
 
