@@ -383,7 +383,9 @@ def test_steps_that_a_graph_replays_leave_the_answer_open() -> None:
     runs = trained("bf16", ms=5.0, effective=Effective(flops_by_format={"bf16": 900}, left_alone=[why]))
     found = answered(case(trained("fp32"), runs, gpu=None))
     assert (found.decision, found.policy) == ("undecided", "fp32")
-    assert found.why == "only 20 steps were recorded beside 100 replays of a CUDA graph, which train and are not recorded"
+    assert (
+        found.why == "only 20 steps were recorded beside 100 replays of a CUDA graph, which train and are not recorded"
+    )
     assert found.next_command == "mezzo check train.py --lr 0.1"
     assert found.next_why == "once the script trains without its graph, which computes the same"
 

@@ -219,7 +219,10 @@ def pruned(known: Known, configuration: Configuration) -> str:
         return known.ruled_out[configuration]
     for trial, run in known.runs.items():
         other = trial.configuration
-        same = other != configuration and (other.policy, other.settings) == (configuration.policy, configuration.settings)
+        same = other != configuration and (other.policy, other.settings) == (
+            configuration.policy,
+            configuration.settings,
+        )
         if same and run.changed_nothing and run.error is None:
             return f"{other.name} {run.no_effect}: neither would its other variants"
         if trial.round == 0 and _is_larger(configuration, other) and _did_not_fit(known, run):
