@@ -54,9 +54,8 @@ class Run:
     """Whether the policy has turned an autocast of the script off, in any thread."""
     in_compiled = False
     """Whether an outermost compiled function is running."""
-    apart = (
-        0  # above 0 while nothing is a training step of the script: in a capture, or in code of torch that makes passes
-    )
+    apart = 0
+    """Above 0 while no pass is a training step: in a capture, or in code of torch that makes passes."""
 
     changed_policy: Reason | None = None  # the policy since the last fallback, and why
     began: tuple[Policy | None, bool] | None = None  # policy and emulation before the first fallback

@@ -219,11 +219,10 @@ def pruned(known: Known, configuration: Configuration) -> str:
         return known.ruled_out[configuration]
     for trial, run in known.runs.items():
         other = trial.configuration
-        same = other != configuration and (other.policy, other.settings) == (
-            configuration.policy,
-            configuration.settings,
+        varies = replace(
+            configuration, channels_last=other.channels_last, compiles=other.compiles, checkpoint=other.checkpoint
         )
-        if same and run.changed_nothing and run.error is None:
+        if varies == other != configuration and run.changed_nothing and run.error is None:
             return f"{other.name} {run.no_effect}: neither would its other variants"
         if trial.round == 0 and _is_larger(configuration, other) and _did_not_fit(known, run):
             return f"{other.name} did not fit, and its batch is smaller"
