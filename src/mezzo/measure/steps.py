@@ -64,6 +64,14 @@ class StepRecorder:
     def __len__(self) -> int:
         return self.num_closed
 
+    def anew(self) -> StepRecorder:
+        """Return a recorder without steps that goes on in this one's place."""
+        other = StepRecorder()
+        other.reports = self.reports
+        if self.clock.device is not None:
+            other.clock.device = self.clock.device
+        return other
+
     def loss(self, loss: Tensor, *, reached: Owners | None = None) -> None:
         """Add a backward pass's loss to the open step: micro-batches and several losses add up.
 

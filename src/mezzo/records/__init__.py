@@ -88,6 +88,7 @@ from mezzo.records.run import AS_IS as AS_IS
 from mezzo.records.run import CHANNELS_LAST as CHANNELS_LAST
 from mezzo.records.run import CHECKPOINTED as CHECKPOINTED
 from mezzo.records.run import COMPILED as COMPILED
+from mezzo.records.run import CUDA_GRAPH as CUDA_GRAPH
 from mezzo.records.run import FILE_CLOCK_TICK_S as FILE_CLOCK_TICK_S
 from mezzo.records.run import NOT_APPLIED as NOT_APPLIED
 from mezzo.records.run import Effective as Effective

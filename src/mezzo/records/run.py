@@ -17,6 +17,8 @@ AS_IS = "as-is"
 """In place of a policy: the script keeps its own precision."""
 CHANNELS_LAST, COMPILED, CHECKPOINTED = "memory layout", "torch.compile", "activation checkpointing"
 """Changes to a script's models, as the explanation of a run names them."""
+CUDA_GRAPH = "CUDA graph"
+"""What is left alone where a script replays training steps."""
 NOT_APPLIED = "not applied"
 """The value of a change that found no model to change."""
 
@@ -283,6 +285,11 @@ class RunRecord(WholeRecord):
         """Loss scale after the last step; None if none was used."""
         scales = self.steps.loss_scale
         return scales[-1] if scales and not math.isnan(scales[-1]) else None
+
+    @property
+    def replays(self) -> str:
+        """How often the script replayed a graph of its training steps, which are not in the record; empty if it did not."""
+        return next((one.value for one in self.effective.left_alone if one.what == CUDA_GRAPH), "")
 
     @property
     def changed_nothing(self) -> bool:

@@ -23,6 +23,7 @@ from mezzo.launch.torch.tracing.traced import StateTrace
 from mezzo.measure.resumption.judgement import Judgement
 from mezzo.measure.resumption.trace import Point, Trace, Written
 from mezzo.policy import Policy
+from mezzo.records import RunRecord
 from paths import SCRIPTS
 
 
@@ -144,6 +145,12 @@ def test_processes_that_are_really_stopped(tmp_path: Path, arguments: tuple[str,
 def test_a_step_after_the_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ScriptError, match="--stop-after 24 was given, and train"):
         checked(tmp_path, stop_after=24)
+
+
+def test_a_script_whose_graph_replays_its_steps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunRecord, "replays", "100 replays")
+    with pytest.raises(ScriptError, match=r"train\.py trains by 100 replays of a CUDA graph, and the state in these"):
+        checked(tmp_path)
 
 
 def test_a_script_that_fails_by_itself_has_no_verdict(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from helpers_compare import falling, judge, run
 from mezzo.gpus import GPUS
 from mezzo.measure.check.answer import MOST_SEEDS, Case, Repair, answered, skipped_share
 from mezzo.measure.check.gains import predicted_gain
-from mezzo.records import CompareRecord, DiagnoseRecord, Effective, FileRead, Memory, RealGpus, RunRecord
+from mezzo.records import CompareRecord, DiagnoseRecord, Effective, FileRead, Memory, RealGpus, Reason, RunRecord
 
 ENDS = (1.0, 1.1, 0.9)
 NAN = float("nan")
@@ -376,6 +376,18 @@ def test_runs_that_read_each_other_decide_nothing() -> None:
         found.why
         == "the runs are not independent: that of bf16 with seed 0 read last.pt, which that of fp32 with seed 0 had written"
     )
+
+
+def test_steps_that_a_graph_replays_leave_the_answer_open() -> None:
+    why = Reason(what="CUDA graph", value="100 replays", reason="")
+    runs = trained("bf16", ms=5.0, effective=Effective(flops_by_format={"bf16": 900}, left_alone=[why]))
+    found = answered(case(trained("fp32"), runs, gpu=None))
+    assert (found.decision, found.policy) == ("undecided", "fp32")
+    assert (
+        found.why == "only 20 steps were recorded beside 100 replays of a CUDA graph, which train and are not recorded"
+    )
+    assert found.next_command == "mezzo check train.py --lr 0.1"
+    assert found.next_why == "once the script trains without its graph, which computes the same"
 
 
 def test_the_share_of_skipped_updates() -> None:

@@ -241,6 +241,29 @@ def test_where_the_baselines_own_numbers_of_steps_differ_nothing_is_decided() ->
     )
 
 
+# --- steps that a CUDA graph replays ----------------------------------------------------------------------------------------
+
+REPLAYED = Effective(left_alone=[Reason(what="CUDA graph", value="100 replays", reason="")])
+
+
+@pytest.mark.parametrize("which", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("final", "verdict", "place"), [(1.0, "undecided", 0), (1.5, "different", 0)], ids=["alike", "different"]
+)
+def test_no_verdict_calls_runs_equivalent_whose_steps_a_graph_replays(
+    which: str, final: float, verdict: str, place: int
+) -> None:
+    runs = series("fp32", [1.0, 1.01, 0.99]) + series("bf16", [final, final + 0.01, final - 0.01])
+    assert row_of(runs).verdict == ("equivalent" if verdict == "undecided" else verdict)
+    known = [one.model_copy(update={"effective": REPLAYED}) if one.policy == which else one for one in runs]
+    row = row_of(known)
+    assert row.verdict == verdict
+    assert row.reason.split("; ")[place] == (
+        "100 replays of a CUDA graph are missing from the 20 recorded steps with seed 0: what the script trains in them is not compared"
+    )
+    assert row.speedup is None
+
+
 # --- runs that depend on each other -------------------------------------------------------------------------------
 
 BEGAN = 1_700_000_000.0

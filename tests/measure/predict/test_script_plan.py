@@ -130,6 +130,30 @@ for step in range(10):
     (model(x[rows]) - torch.zeros({size}, 1)).square().mean().backward()
     optimizer.step()
 """
+DRAWN = """
+import torch
+from torch import nn
+
+SIZE = 16
+data = torch.randint(0, 32, (2000,))
+model = nn.Sequential(nn.Embedding(32, 8), nn.Flatten(), nn.Linear(8 * 12, 32))
+optimizer = torch.optim.AdamW(model.parameters())
+
+
+def batch():
+    starts = torch.randint(len(data) - 13, (SIZE,))
+    x = torch.stack([data[i : i + 12] for i in starts])
+    return x, torch.stack([data[i + 12 : i + 13] for i in starts]).view(-1)
+
+
+x, y = batch()
+for step in range(10):
+    loss = nn.functional.cross_entropy(model(x), y)
+    x, y = batch()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 PARSED = """
 parser = argparse.ArgumentParser()
 parser.add_argument("-b", "--batch-size", type=int, default=48)
@@ -142,6 +166,18 @@ def rows_of(batch_size=48):
 
 size = rows_of()
 """
+
+
+def test_a_loop_over_samples_that_draws_them_one_by_one_follows(tmp_path: Path) -> None:
+    """Each sample's index is a number of the host: it is no memory of the step."""
+    script, longer = tmp_path / "train.py", tmp_path / "longer.py"
+    script.write_text(DRAWN, encoding="utf-8")
+    longer.write_text(DRAWN.replace("SIZE = 16", "SIZE = 40"), encoding="utf-8")
+    plan = script_plan(str(script), [], ["fp32"])
+    assert plan.batch == 16
+    assert _said(plan, "other batch sizes").startswith("follow: set by train.py:5; ")
+    alone = script_plan(str(longer), [], ["fp32"])
+    assert plan.tapes["fp32"].at(40).blocks == alone.tapes["fp32"].at(40).blocks
 
 
 @pytest.mark.parametrize(

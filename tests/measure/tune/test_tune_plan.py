@@ -158,6 +158,11 @@ OUT = [
     ({"explanation": []}, "barred", "torch.compile changed nothing"),
     ({"effective": Effective(flops_by_format={"fp32": 1})}, "barred", "bf16 changed nothing"),
     ({"ms": 200.0}, "dropped", "others were faster in round 1"),
+    (
+        {"effective": Effective(left_alone=[Reason(what="CUDA graph", value="9 replays", reason="")])},
+        "barred",
+        "times are not compared, because 9 replays of a CUDA graph are not timed",
+    ),
 ]
 
 
@@ -168,6 +173,41 @@ def test_what_cannot_be_the_answer_does_not_end_the_search(fields: dict[str, Any
     row = next(row for row in found.rows if row.name == "bf16, compiled")
     assert (row.state, row.reason) == (state, reason)
     assert found.chosen.name == "bf16"
+
+
+IN_BF16 = Effective(flops_by_format={"bf16": 10, "fp32": 1})
+IN_FP8 = Effective(flops_by_format={"e4m3": 9, "bf16": 1})
+NOTHING = "fp8 computed nothing in FP8: neither would its other variants"
+
+
+@pytest.mark.parametrize(
+    ("effective", "error", "others"),
+    [
+        (IN_BF16, None, {"fp8, channels-last": NOTHING, "fp8, compiled": NOTHING}),
+        (
+            Effective(flops_by_format={"fp32": 10}),
+            None,
+            {
+                "fp8, channels-last": "fp8 changed nothing: neither would its other variants",
+                "fp8, compiled": "fp8 changed nothing: neither would its other variants",
+            },
+        ),
+        (IN_FP8, None, {}),
+        (IN_BF16, "RuntimeError: no", {}),
+    ],
+    ids=["all in bf16", "all in fp32", "in fp8", "failed"],
+)
+def test_a_policy_that_computed_nothing_in_its_format_is_not_run_in_other_variants(
+    effective: Effective, error: str | None, others: dict[str, str]
+) -> None:
+    configurations = tuple(grid(["fp8"], {"batch-size": ["16"]}, [(True, False), (False, True)], []))
+    known = Known(configurations=configurations, steps=20, repeats=3, margin=0.02)
+    facts = {one.name: {"effective": IN_FP8} for one in configurations if one.policy == "fp8"}
+    found = answered(searched(known, facts | {"fp8": {"effective": effective, "error": error}}))
+    unrun = {row.name: row.reason for row in found.rows if row.state == "not run"}
+    assert unrun == others  # another batch is another script: its variants are run
+    ran_rows = [row.name for row in found.rows if row.policy == "fp8" and row.state != "not run"]
+    assert ran_rows.count("fp8") == 1
 
 
 def test_a_configuration_that_trains_to_another_result_is_barred() -> None:

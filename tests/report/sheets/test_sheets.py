@@ -22,6 +22,7 @@ from mezzo.records import (
     Effective,
     Loss,
     Memory,
+    Reason,
     Record,
     RunRecord,
     ScaleName,
@@ -308,6 +309,21 @@ def test_run_sheet_word_for_word() -> None:
 def test_run_that_did_not_train(fields: dict[str, object], headline: str, error: str) -> None:
     sheet = run_sheet(build.run_record(**fields))
     assert (sheet.headline, sheet.error) == (headline, error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "headline"),
+    [
+        ({}, "train.py trained 200 steps under fp16, to a loss of 0.3677"),
+        ({"error": "no"}, "train.py failed under fp16 after 200 steps"),
+        ({"steps": Steps()}, "train.py ran under fp16; no training step was seen"),
+    ],
+)
+def test_the_headline_says_that_a_graph_replayed_steps(fields: dict[str, object], headline: str) -> None:
+    reason = Reason(what="CUDA graph", value="100 replays", reason="")
+    effective = Effective(flops_by_format={"fp16": 1}, left_alone=[reason])
+    sheet = run_sheet(build.run_record(effective=effective, **fields))
+    assert sheet.headline == f"{headline}; 100 replays of a CUDA graph are not recorded"
 
 
 def test_memory_lines_share_their_kinds_and_never_show_zeros_for_no_measurement() -> None:

@@ -72,7 +72,7 @@ class ResumeCheck:
         if whole.exit_code:
             return None
         trace = self.traces[WHOLE]
-        self._check(trace)
+        self._check(trace, whole)
         self.stopped_after = self.stop_after or stop_of(trace)
         stopped = self._ran(STOPPED, stop_after=self.stopped_after)
         self.stopped_by = "SIGKILL" if stopped.exit_code == 128 + 9 else "SIGTERM, which it handles"
@@ -132,8 +132,13 @@ class ResumeCheck:
             copy_folder(self._here, place, without=self.folder)
         return str(place)
 
-    def _check(self, trace: Trace) -> None:
+    def _check(self, trace: Trace, whole: RunRecord) -> None:
         steps = trace.num_updates
+        if whole.replays:
+            raise ScriptError(
+                f"{self.target} trains by {whole.replays} of a CUDA graph, and the state in these cannot be traced",
+                hint="check the script without its graph: what it saves and restores is the same",
+            )
         if not trace.points:
             raise ScriptError(
                 f"{self.target} calls no module in its training steps, so its state cannot be traced",

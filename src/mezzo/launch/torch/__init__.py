@@ -85,6 +85,7 @@ def switched(
         if policy is None:
             run.steady.own.install(patches)
         record_sessions(run, patches)
+        run.graphs.install(patches)
         regions.install(patches)
         communication.install(patches)
         BackwardPasses(run, communication).install(patches)

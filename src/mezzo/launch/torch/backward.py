@@ -25,7 +25,7 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.direct_pass import DirectPasses
-from mezzo.engine.gradients import all_finite, total_norm
+from mezzo.engine.gradients import all_finite
 from mezzo.engine.scaling import Scale
 from mezzo.engine.transforms import unwrapped
 from mezzo.errors import NonFiniteLossError
@@ -117,6 +117,10 @@ class BackwardPasses:
     ) -> None:
         """Run a backward pass with all hooks; ``rest`` is what ``torch.autograd.backward`` is given beside outputs and gradients."""
         run, (retain_graph, create_graph, _, inputs) = self._run, rest
+        if run.apart:
+            with run.graphs.unrecorded():
+                run_engine(tensors, grad_tensors, *rest)
+            return
         outputs = _listed(tensors)
         if run.premade:
             run.premade.reached(leaves_of([t for t in outputs if isinstance(t, Tensor)]), run.num_updates)
@@ -126,7 +130,8 @@ class BackwardPasses:
             return
         self._begin(outputs)
         run.lint.backward_begins(outputs, grad_tensors, keeps_graph=bool(retain_graph or create_graph))
-        by_hand = () if run.optimizers else self._leaves_updated_by_hand(outputs)
+        by_hand = [] if run.optimizers else [leaf for leaf in leaves_of(outputs) if leaf.requires_grad]
+        run.by_hand.reached(by_hand)
         casting = run.main_casting
         before = self._communication.before_backward(lambda: _parameters_in(leaves_of(outputs)))
         if run.scale.checks:
@@ -144,13 +149,16 @@ class BackwardPasses:
         self._communication.after_backward(before)
         run.lint.backward_ended()
         if by_hand and not run.optimizers:  # a backward pass inside this one may have reached one
-            self._update_by_hand([p.grad for p in by_hand if p.grad is not None])
+            run.by_hand.made([p.grad for p in by_hand if p.grad is not None])
 
     def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
         run_engine = ENTERED.get(original, original)
 
         @functools.wraps(original)
         def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if self._run.apart:
+                with self._run.graphs.unrecorded():
+                    return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
             roots, leaves = _listed(outputs), _listed(inputs)
             tracing = torch._guards.TracingContext.try_get() is not None  # torch.compile is deriving a backward pass
             if tracing or self._run.in_backward or not all(isinstance(t, Tensor) for t in (*roots, *leaves)):
@@ -162,12 +170,14 @@ class BackwardPasses:
             if not self._trains(leaves, args, kwargs):
                 return self._inner_gradients(run_engine, roots, inputs, grad_outputs, *args, **kwargs)
             self._begin(roots)
+            if not self._run.optimizers:
+                self._run.by_hand.reached(leaves)
             with self._under_policy():
                 found = run_engine(roots, inputs, self._scaled(roots, grad_outputs, self._run.scale), *args, **kwargs)
             found = self._unscaled(found, self._run.scale)
             self._communication.reduce([g for g in _listed(found) if g is not None])
             if not self._run.optimizers:
-                self._update_by_hand([g for g in _listed(found) if g is not None])
+                self._run.by_hand.made([g for g in _listed(found) if g is not None])
             return found
 
         return grad
@@ -326,23 +336,11 @@ class BackwardPasses:
     def _unscale(self, gradient: Tensor) -> Tensor | None:
         return None if self._inverse is None else unscaled(gradient, self._inverse)
 
-    # --- scripts without an optimizer ------------------------------------------------------------------------------------------
-
-    def _leaves_updated_by_hand(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the leaves of a script without any optimizer: it updates them itself, and every backward pass is an update."""
-        return [leaf for leaf in leaves_of(outputs) if leaf.requires_grad]
-
     def _trains(self, leaves: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Return whether gradients from ``torch.autograd.grad`` are those of an update."""
         if kwargs.get("create_graph") or True in args[1:2] or torch.compiler.is_compiling():
             return False
         return self._run.owns(leaves) if self._run.optimizers else all(t.is_leaf for t in leaves)
-
-    def _update_by_hand(self, gradients: list[Tensor]) -> None:
-        self._run.note_left_alone("update", "by hand", "no optimizer object: every backward pass counts as an update")
-        if gradients and self._run.updated(total_norm(gradients)):
-            torch._foreach_zero_(gradients)  # the script's own update then changes nothing
-        self._run.update_made(None)
 
 
 def _is_vmapped() -> bool:

@@ -31,6 +31,9 @@ from mezzo.records import Effective, Memory
 _UPDATES_WEIGHED = 2  # the first successful update creates the optimizer's state
 
 
+_NOTHING_COUNTED = Counted(by_format={}, num_lowered=None, outside=0, switched_off=0, step=None)
+
+
 class CountedStep:
     """The counts of one step's operations and bytes."""
 
@@ -49,7 +52,7 @@ class CountedStep:
         self._weighed: Counter[int] = Counter()
         """Number of updates at which bytes were counted, by the identity of the optimizer; skipped updates do not count."""
         self._when_over: list[Callable[[], Any]] = []
-        self._counted = Counted(by_format={}, num_lowered=None, outside=0, switched_off=0, step=None)
+        self._counted = _NOTHING_COUNTED
         self._bytes: dict[str, int] = {}
         """Bytes by kind; empty until the first update."""
 
@@ -58,6 +61,15 @@ class CountedStep:
         self._run.watchers.append(self)
         patches.around(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         patches.on_undo(self._end)
+
+    def began_anew(self) -> None:
+        """Forget what was counted: it was no step of the script's training."""
+        self._end()
+        self._saved, self._times, self._flops = memory.SavedTensors(), OperationTimes(), None
+        self._due = self._over = self._forced_eager = False
+        self._counted_step, self._num_timed, self._bytes = None, 0, {}
+        self._weighed.clear()
+        self._counted = _NOTHING_COUNTED
 
     def when_over(self, action: Callable[[], Any]) -> None:
         """Call ``action`` once nothing more is to be counted in this run."""
@@ -145,7 +157,7 @@ class CountedStep:
             self._counted,
             policy,
             emulates=emulates,
-            left_alone=list(self._run.left_alone.values()),
+            left_alone=[*self._run.left_alone.values(), *self._run.graphs.notes()],
         )
 
     def _parameters(self) -> Iterable[Tensor]:

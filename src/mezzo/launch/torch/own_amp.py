@@ -132,6 +132,8 @@ def _record_scale(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
 def _record_step(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if run.apart:  # in a capture, where nothing may be read
+            return original(self, optimizer, *args, **kwargs)
         recorded = _RecordedStep(optimizer)
         self._mezzo_recorded = recorded
         try:

@@ -27,6 +27,7 @@ def record_sessions(run: Run, patches: Patches) -> None:
         patches.wrap(Session, "__init__", in_fp32)
     patches.wrap(Session, "_differentiate", functools.partial(_record_backward, run))
     patches.wrap(Session, "_close", functools.partial(_record_update, run))
+    patches.around(Session, "capture", functools.partial(_rehearse_apart, run))
 
 
 class _ScaleOfLoss:
@@ -77,6 +78,9 @@ def _record_backward(run: Run, original: Callable[..., None]) -> Callable[..., N
 
     @functools.wraps(original)
     def differentiate(self: Session, loss: Any, share: float, *, loss_id: int = 0, **how: Any) -> None:
+        if run.apart:
+            original(self, loss, share, loss_id=loss_id, **how)
+            return
         run.steady.end()
         if self.scales[loss_id].checks:
             known = scales.setdefault(self, {})
@@ -92,6 +96,10 @@ def _record_backward(run: Run, original: Callable[..., None]) -> Callable[..., N
 def _record_update(run: Run, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def close(self: Session, chosen: Any, skipped: Any, **how: Any) -> None:
+        replayed, run.graphs.replayed = run.graphs.replayed, False
+        if replayed or run.apart:
+            original(self, chosen, skipped, **how)
+            return
         total = self._window.total()
         if total is not None:
             run.recorder.weigh(1.0 / float(total))
@@ -100,3 +108,12 @@ def _record_update(run: Run, original: Callable[..., None]) -> Callable[..., Non
         original(self, chosen, skipped, **how)
 
     return close
+
+
+def _rehearse_apart(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Capture a session's step: what it rehearses is no training step, and its replays are counted as those of any graph."""
+    run.apart += 1
+    try:
+        return original(*args, **kwargs)
+    finally:
+        run.apart -= 1

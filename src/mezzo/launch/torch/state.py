@@ -18,8 +18,10 @@ from mezzo.engine.scaling import NoScale, Scale, scale_for
 from mezzo.errors import ScaleFloorError, UnsupportedFormatError
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.applied_policy import for_scripts
+from mezzo.launch.torch.by_hand import UpdatesByHand
 from mezzo.launch.torch.owners import OptimizerOwners
 from mezzo.launch.torch.premade import PremadeOptimizers
+from mezzo.launch.torch.script_graphs import ScriptGraphs
 from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
 from mezzo.launch.torch.thread_state import NO_ROOT, Root, ThreadState
 from mezzo.measure.steps import NORMS_APART, StepRecorder
@@ -52,6 +54,8 @@ class Run:
     """Whether the policy has turned an autocast of the script off, in any thread."""
     in_compiled = False
     """Whether an outermost compiled function is running."""
+    apart = 0
+    """Above 0 while no pass is a training step: in a capture, or in code of torch that makes passes."""
 
     changed_policy: Reason | None = None  # the policy since the last fallback, and why
     began: tuple[Policy | None, bool] | None = None  # policy and emulation before the first fallback
@@ -103,6 +107,7 @@ class Run:
         self.updates: list[Update] = []
         """The parts of the open update."""
         self.steady = Steady(self)
+        self.by_hand, self.graphs = UpdatesByHand(self), ScriptGraphs(self)
         self.stepped = False
         """Whether the optimizer of the open update has stepped, so that the next backward pass closes it."""
         self.transformed: list[Tensor] = []

@@ -95,6 +95,7 @@ class Updates:
         self, patches: Patches, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> None:
         self._run.steady.end()
+        self._run.by_hand.optimizer_made()
         self._run.optimizers[optimizer] = None
         original(optimizer, *args, **kwargs)
         self._run.owners.made(optimizer)
@@ -105,6 +106,9 @@ class Updates:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         run = self._run
+        if run.apart:
+            run.graphs.trains()
+            return None
         if self._stepping is not None and self._stepping is not optimizer:
             return None  # a wrapper that steps other optimizers: one update
         self._stepping, self._casts_again = optimizer, False

@@ -14,7 +14,7 @@ from mezzo.measure.check.worth import FASTER, Worth, missing_text, saved_memory,
 from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.pairing import grouped
 from mezzo.measure.compare.words import listed
-from mezzo.records import AS_IS, Answer, CompareRecord, DiagnoseRecord, Gain, Reason, Row
+from mezzo.records import AS_IS, Answer, CompareRecord, DiagnoseRecord, Gain, Reason, Row, RunRecord
 
 Command = Callable[..., str]
 """Returns the command line of a command of Mezzo on the same script: its name, then its options."""
@@ -97,6 +97,8 @@ def answered(case: Case) -> Answer:
         return _dependent(case)
     if wrong := baseline_fault(case.comparison):
         return _failed(case, wrong)
+    if (found := next((run for run in case.comparison.runs if run.replays), None)) is not None:
+        return _replayed(case, found)
     first_steps = max((run.first_steps or 0 for run in case.comparison.runs), default=0)
     if 0 < first_steps < FEWEST_STEPS and case.rows:
         return _too_few_steps(case, first_steps)
@@ -246,6 +248,17 @@ def _too_few_steps(case: Case, number: int) -> Answer:
         others=_others(case, ""),
         next_command=case.command("check", "--budget", case.more_time),
         next_why="has time for more steps; arguments that make a step shorter help as well",
+    )
+
+
+def _replayed(case: Case, run: RunRecord) -> Answer:
+    return Answer(
+        decision="undecided",
+        policy=case.baseline,
+        why=f"only {len(run.steps)} steps were recorded beside {run.replays} of a CUDA graph, which train and are not recorded",
+        others=_others(case, ""),
+        next_command=case.command("check"),
+        next_why="once the script trains without its graph, which computes the same",
     )
 
 

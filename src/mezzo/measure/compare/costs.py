@@ -30,6 +30,8 @@ def why_not_timed(pairs: Sequence[Pair]) -> str:
 
 def why_unlike(run: RunRecord, baseline: RunRecord, name: object) -> str:
     """Return why the times of two runs are not compared; ``name`` is that of the pair. Empty if they are."""
+    if replays := run.replays or baseline.replays:
+        return f"times are not compared, because {replays} of a CUDA graph are not timed"
     if any(_shares_unknown(one) for one in (run, baseline)):
         return "times are not compared, because the cluster may have had other work beside the runs on the same CPU"
     for (what, ours), (_, theirs) in zip(_terms(run), _terms(baseline), strict=True):

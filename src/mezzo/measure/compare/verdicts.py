@@ -9,7 +9,8 @@ The first rule that applies decides:
 5. ``different`` if a quantity is shown to lie beyond its margin.
 6. What rules out ``equivalent``: runs that went wrong as some of the baseline's did (``undecided``); a number of steps other than the
    baseline's with that seed (``different`` if all the baseline's seeds make the same number, else ``undecided``); a policy under which
-   nothing ran in a lower format, so that it was not really tried (``undecided``); a requested metric that is missing in a run
+   nothing ran in a lower format, so that it was not really tried (``undecided``); steps that a CUDA graph of the script replayed and
+   no record has (``undecided``); a requested metric that is missing in a run
    (``undecided``).
 7. ``equivalent`` if every quantity is shown to lie within its margin, or nothing differs in any step; else ``undecided``, with the
    number of seeds that would decide.
@@ -153,10 +154,23 @@ def _bars(group: Group, pairs: Sequence[Pair], ways: Mapping[Key, Way], *, base:
         bars.append((f"made {counts} with {first.key}{more}", "different" if same else "undecided"))
     if pairs and all(pair.run.changed_nothing for pair in pairs):
         bars.append((_describe_no_effect(pairs[0].run), "undecided"))
+    bars += [(text, "undecided") for text in replayed(pairs)]
     if base.metric is not None:
         gap = base.metric.gap(pairs, policy=group.name, baseline=base.group.name)
         bars += [(gap, "undecided")] if gap else []
     return bars
+
+
+def replayed(pairs: Sequence[Pair]) -> list[str]:
+    """Return that the steps of some runs are not in their records, because a CUDA graph replays them; empty if none does."""
+    found = [(pair, run) for pair in pairs for run in (pair.run, pair.baseline) if run.replays]
+    if not found:
+        return []
+    pair, run = found[0]
+    recorded = f"{len(run.steps)} recorded step{'s' * (len(run.steps) != 1)}"
+    return [
+        f"{run.replays} of a CUDA graph are missing from the {recorded} with {pair.key}: what the script trains in them is not compared"
+    ]
 
 
 def _describe_no_effect(run: RunRecord) -> str:

@@ -153,7 +153,8 @@ class Recorder(TorchDispatchMode):
         if key in self._numbers:
             return self._numbers[key]
         size = storage.nbytes()
-        if size == 0 or (_is_scalar(tensor) and self.phase == "optimizer"):  # step counters lie on the host
+        if size == 0 or (_is_scalar(tensor) and (self.phase == "optimizer" or not tensor.is_floating_point())):
+            # Step counters and single whole numbers lie on the host: a loop over samples makes one for each.
             return None
         number = len(self.tape.blocks)
         self.tape.blocks.append(MemoryBlock(size, _KIND_OF_PHASE[self.phase]))

@@ -1,7 +1,8 @@
 """What a search runs next, from what it knows so far: a pure function, so that every course of a search is a row of a test.
 
 1. Every configuration with a few steps, what the script does now first. What fails, exceeds the memory, is emulated or changes nothing
-   is out, and so is every larger batch than one that did not fit. What predictions rule out is not run (``forecast``).
+   is out, and so is every larger batch than one that did not fit and every variant of a policy that changed nothing. What predictions
+   rule out is not run (``forecast``).
 2. The faster half of them with twice the steps, until few are left. What is clearly slower than the script now is out.
 3. The finalists, the script as it is now, and FP32 on the same batches, interleaved, seed by seed.
 """
@@ -209,11 +210,20 @@ def memory_of(run: RunRecord) -> int | None:
 
 
 def pruned(known: Known, configuration: Configuration) -> str:
-    """Return why a configuration need not be run: a prediction, or a smaller batch that did not fit; empty if it is to be run."""
+    """Return why a configuration need not be run; empty if it is to be.
+
+    Reasons are a prediction, a smaller batch that did not fit, and a policy that changed nothing of the same script: a memory layout,
+    torch.compile and checkpointing do not decide what is computed in which format.
+    """
     if configuration in known.ruled_out:
         return known.ruled_out[configuration]
     for trial, run in known.runs.items():
         other = trial.configuration
+        varies = replace(
+            configuration, channels_last=other.channels_last, compiles=other.compiles, checkpoint=other.checkpoint
+        )
+        if varies == other != configuration and run.changed_nothing and run.error is None:
+            return f"{other.name} {run.no_effect}: neither would its other variants"
         if trial.round == 0 and _is_larger(configuration, other) and _did_not_fit(known, run):
             return f"{other.name} did not fit, and its batch is smaller"
     return ""

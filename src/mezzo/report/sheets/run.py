@@ -66,17 +66,18 @@ def run_sheet(record: RunRecord) -> RunSheet:
 
 def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
     steps = fmt.plural(len(record.steps), "step")
+    missing = f"; {record.replays} of a CUDA graph are not recorded" if record.replays else ""
     if record.first_steps is not None:
         steps = f"its first {steps}"
     if shared.error_text(record):
-        return f"{script} failed under {policy} after {steps}"
+        return f"{script} failed under {policy} after {steps}{missing}"
     if not record.steps.loss:
-        return f"{script} ran under {policy}; no training step was seen"
+        return f"{script} ran under {policy}; no training step was seen{missing}"
     loss = shared.final_loss_text(record)
     if record.changed_nothing:
         ran = shared.ran_text(record)
-        return f"{script} trained {steps}; {policy} {record.no_effect}: {ran}, to a loss of {loss}"
-    return f"{script} trained {steps} under {policy}, to a loss of {loss}"
+        return f"{script} trained {steps}; {policy} {record.no_effect}: {ran}, to a loss of {loss}{missing}"
+    return f"{script} trained {steps} under {policy}, to a loss of {loss}{missing}"
 
 
 def _snapshots(taken: SnapshotsTaken) -> Fact:

@@ -35,7 +35,6 @@ from mezzo.launch.torch.snapshots.returning import return_to_good
 from mezzo.launch.torch.snapshots.starting import start_of
 from mezzo.launch.torch.snapshots.variables import Found, is_below, script_folder, set_variables
 from mezzo.launch.torch.state import Run
-from mezzo.measure.steps import StepRecorder
 from mezzo.policy import Policy
 from mezzo.records import Reason, SnapshotsTaken
 
@@ -268,10 +267,7 @@ class ScriptSnapshots:
         """Forget the steps of shortened passes: the record begins with the first step that is the resumed run's own."""
         run = self._run
         run.close_update()
-        before, run.recorder = run.recorder, StepRecorder()
-        run.recorder.reports = before.reports
-        if before.clock.device is not None:
-            run.recorder.clock.device = before.clock.device
+        run.recorder = run.recorder.anew()
         if run.guard is not None:
             run.guard.restart()
         self.taken = self.taken.model_copy(

@@ -85,6 +85,10 @@ class StateTrace:
     def step_closed(self, num_steps: int) -> None:
         """Do nothing: a point is taken later, before the next forward pass."""
 
+    def began_anew(self) -> None:
+        """Trace from the first step again: those before were no steps."""
+        self._last = -1
+
     def backward_begins(self) -> None:
         """Do nothing, as in the two below."""
 

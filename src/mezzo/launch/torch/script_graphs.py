@@ -1,0 +1,137 @@
+"""What a script's own CUDA graphs train, and code of torch whose backward passes are no training steps.
+
+A capture runs nothing: its backward pass and update are recorded by no hook, since a hook may keep numbers of the device or read them,
+which breaks a capture. A replay runs neither Python nor hooks, so its steps are not recorded. They are counted: every replay
+of a graph that has captured a backward pass or an update. Graphs of torch.compile capture neither, and those of
+``torch.cuda.make_graphed_callables`` run inside the script's own passes, which are recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+
+from mezzo.errors import ScriptError
+from mezzo.launch.patches import Patches
+from mezzo.records import CUDA_GRAPH, Reason
+
+if TYPE_CHECKING:
+    from mezzo.launch.torch.state import Run
+
+
+class ScriptGraphs:
+    """The graphs of a run that train."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._training: WeakSet[Any] = WeakSet()
+        self._capturing: Any = None
+        """The graph that is being captured."""
+        self._in_library = 0
+        self.replays = 0
+        """How often graphs that train were replayed."""
+        self.replayed = False
+        """Whether one was replayed since a session's update."""
+
+    def install(self, patches: Patches) -> None:
+        """Count replays, and leave torch's own passes alone, until ``patches`` are undone."""
+        for kind in (torch.cuda.CUDAGraph, torch.accelerator.Graph):
+            patches.wrap(kind, "capture_begin", self._begins)
+            patches.wrap(kind, "capture_end", self._ends)
+            patches.wrap(kind, "replay", self._replays)
+        for owner, name in (
+            (torch.cuda, "make_graphed_callables"),
+            (torch.cuda.graphs, "make_graphed_callables"),
+            (torch.autograd, "gradcheck"),
+            (torch.autograd, "gradgradcheck"),
+        ):
+            patches.around(owner, name, self._aside)
+
+    def trains(self) -> None:
+        """Record that a backward pass or an update is not recorded, and which graph captures it.
+
+        Raises:
+            ScriptError: the policy has a loss scale, which cannot be captured.
+        """
+        if self._capturing is None or self._in_library:
+            return
+        if self._run.scale.checks:
+            raise ScriptError(
+                f"the script captures a training step as a CUDA graph under {self._run.current}, whose loss scale reads a flag in "
+                "every step; a graph reads nothing",
+                hint="try --policy bf16, which needs no scale; or train without a graph; or capture with mezzo.Session.capture, "
+                "which keeps its scale on the GPU, under --policy as-is",
+            )
+        self._training.add(self._capturing)
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Run a backward pass that is no training step of the script: under the policy, but neither scaled nor recorded."""
+        run, casting = self._run, self._run.main_casting
+        self.trains()
+        if run.in_backward or casting is None or casting.table is None:
+            yield
+            return
+        run.in_backward = True
+        try:
+            with casting.backward():
+                yield
+        finally:
+            run.in_backward = False
+
+    def notes(self) -> list[Reason]:
+        """Return what is not in the record."""
+        if not self.replays:
+            return []
+        why = (
+            "steps that a graph of the script replays are not recorded: losses, times and verdicts are those of the other "
+            "steps"
+        )
+        return [Reason(what=CUDA_GRAPH, value=f"{self.replays} replay{'s' * (self.replays > 1)}", reason=why)]
+
+    def _begins(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(graph, *args, **kwargs)
+            self._run.steady.end()
+            self._run.apart += 1
+            self._capturing = graph
+            return result
+
+        return capture_begin
+
+    def _ends(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def capture_end(graph: Any) -> Any:
+            if self._capturing is graph:
+                self._capturing = None
+                self._run.apart -= 1
+            return original(graph)
+
+        return capture_end
+
+    def _replays(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replay(graph: Any) -> Any:
+            if graph in self._training:
+                self.replays += 1
+                self.replayed = True
+            return original(graph)
+
+        return replay
+
+    def _aside(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of torch whose backward passes train nothing."""
+        self._run.steady.end()
+        self._run.apart += 1
+        self._in_library += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._in_library -= 1
+            self._run.apart -= 1
