@@ -40,7 +40,8 @@ class ScriptGraphs:
 
     def install(self, patches: Patches) -> None:
         """Count replays, and leave torch's own passes alone, until ``patches`` are undone."""
-        for kind in (torch.cuda.CUDAGraph, torch.accelerator.Graph):
+        kinds = [torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", None)]  # the second one since torch 2.13
+        for kind in filter(None, kinds):
             patches.wrap(kind, "capture_begin", self._begins)
             patches.wrap(kind, "capture_end", self._ends)
             patches.wrap(kind, "replay", self._replays)
