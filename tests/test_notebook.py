@@ -176,6 +176,7 @@ def test_what_cannot_run_ends_the_cell(shell: Any, capfd: pytest.CaptureFixture[
     assert "Traceback" not in err
 
 
+@pytest.mark.slow  # in make test, an interrupt of the command itself: tests/cli/test_cli.py
 def test_an_interrupt_ends_the_run_and_keeps_its_record(shell: Any, tmp_path: Path) -> None:
     shell.run_cell("%load_ext mezzo")
     source = SCRIPT.replace("range(4)", "range(10**9)").replace(

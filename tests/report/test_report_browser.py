@@ -34,6 +34,8 @@ KINDS = {  # with the number of charts that have lines
     "together": 0,
     "index": 1,
 }
+VARIANTS = ("real-gpus", "emulated", "large")
+"""Pages of a comparison with other contents."""
 WIDTHS = (400, 800, 1400)
 
 
@@ -48,7 +50,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         yield found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in VARIANTS else k for k in KINDS])
 def test_a_page_passes_the_checks_at_every_width_in_light_and_dark(
     kind: str, pages: dict[str, Path], page: Page, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from mezzo.errors import PolicyError, nearest
 from mezzo.formats import FP32
 from mezzo.policy import Policy
 
+_FP32 = FP32.dtype
 _NORMS = (
     nn.modules.batchnorm._NormBase,
     nn.LayerNorm,
@@ -178,9 +179,9 @@ def to_format(values: Any, dtype: torch.dtype) -> Any:
     """Return ``values`` with every FP32 or 16-bit tensor in it cast to ``dtype``; integers and FP64 stay."""
     if type(values) is Tensor:  # ``cast`` without its call: every step ends here
         own = values.dtype
-        if own is dtype or not (own is FP32.dtype or own in HALF):
+        if own is dtype or not (own is _FP32 or own in HALF):
             return values
-        return values.float() if dtype is FP32.dtype else values.to(dtype)  # float() is one quarter cheaper
+        return values.float() if dtype is _FP32 else values.to(dtype)  # float() is one quarter cheaper
 
     def cast(tensor: Tensor) -> Tensor:
         castable = tensor.is_floating_point() and tensor.element_size() in (2, 4)

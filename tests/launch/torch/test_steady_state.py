@@ -322,6 +322,13 @@ OWN_CHANGES += [
 ]
 OWN_CHANGES += [accumulates, several_roots, not_finite, loss_changed_in_place, failing_backward, session, nan_loss]
 """Changes of a script with a GradScaler of its own."""
+QUICK = (plain, overflows, steps_twice, schedule_after_each, fused)
+OWN_CASES = [
+    pytest.param(change, own, once, id=f"{change.__name__} {name}", marks=() if quick else pytest.mark.slow)
+    for name, own, once in (("plain AdamW", {}, True), ("fused AdamW", {"fused": True}, False))
+    for change in OWN_CHANGES
+    for quick in [change in QUICK and (change is plain or not own)]
+]
 
 
 @contextmanager
@@ -358,7 +365,7 @@ def recorded(
     ("policy", "once"),
     [
         (None, True),
-        (None, False),
+        pytest.param(None, False, marks=pytest.mark.slow),
         pytest.param("bf16:op_lists=device", True, marks=pytest.mark.slow),
         ("bf16:op_lists=device", False),
         *((policy, False) for policy in SCALED),
@@ -382,8 +389,7 @@ def test_a_steady_run_records_the_same(change: Callable[[Training], None], polic
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad", "ignore:Detected call of `lr_scheduler")
-@pytest.mark.parametrize(("own", "once"), [({}, True), ({"fused": True}, False)], ids=["plain AdamW", "fused AdamW"])
-@pytest.mark.parametrize("change", OWN_CHANGES)
+@pytest.mark.parametrize(("change", "own", "once"), OWN_CASES)
 def test_a_steady_run_with_a_scaler_of_its_own_records_the_same(
     change: Callable[[Training], None], own: dict[str, bool], once: bool
 ) -> None:

@@ -92,7 +92,7 @@ class OneLayer(nn.Module):
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("scales", [False, True], ids=["", "GradScaler"])
 @pytest.mark.parametrize("policy", [None, "bf16:op_lists=device", "fp16:op_lists=device"], ids=str)
-@pytest.mark.parametrize("what", ["module", "in-place", "step"])
+@pytest.mark.parametrize("what", ["module", *(pytest.param(w, marks=pytest.mark.slow) for w in ("in-place", "step"))])
 def test_compiled_code_goes_on_once_everything_has_been_checked(what: str, policy: str | None, scales: bool) -> None:
     """After 64 and after 100 updates, hooks are removed that compiled code may have kept."""
     with switched(None if policy is None else Policy.of(policy)) as (run, _):
