@@ -110,7 +110,7 @@ class Regions:
             if not run.lint.over:
                 run.lint.called(args, kwargs)
             elif self._counted and run.changed is None and run.called is None and not run.compiles:
-                self._remove()  # not from compiled modules, which keep this function: theirs would begin inside torch.compile's frames
+                self._remove()  # a compiled module still calls this function, and torch.compile would then trace what a root call does
             if run.called is not None:
                 run.called(module, (args, kwargs))
             if run.changed is not None:

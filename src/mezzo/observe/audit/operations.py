@@ -169,7 +169,7 @@ class _Reader:
             return [(p, 2) for p in _BOTH]
         if op.endswith("_backward") or any(meta[0] in self._weights for meta in noted.ins):
             return [("dgrad", 1)]
-        # FP8 products are linear layers', whose backward function is torchao's and has no number of a forward pass.
+        # Only linear layers multiply in FP8, and torchao's backward function for them does not carry the forward call's number.
         return [("wgrad" if node.number in self._weight_nodes or noted.product.format in _FP8 else "dgrad", 1)]
 
     def _follow_weights(self, noted: Noted) -> None:
