@@ -136,8 +136,11 @@ def script(format: torch.dtype | None, *, scales: bool, device: str = "cpu", mod
 
     def step() -> None:
         optimizer.zero_grad()
-        with nullcontext() if format is None else torch.autocast(device, dtype=format):
+        if format is None:  # no context that does nothing: the loop by hand has autocast in its place
             loss = loss_of()
+        else:
+            with torch.autocast(device, dtype=format):
+                loss = loss_of()
         if scaler is None:
             loss.backward()
             optimizer.step()

@@ -35,3 +35,38 @@ def test_a_turns_loss_is_kept_as_torch_copies_it(value: complex, dtype: torch.dt
     assert recorder.turn(loss)
     expected = torch.empty(()).copy_(loss.detach().real).item()
     assert recorder.steps().loss[-1] == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
+class NotInHostMemory(torch.Tensor):
+    """A buffer that the recorder may not write into as an array of C, as on a GPU."""
+
+
+@pytest.mark.parametrize("also", [0, 1, 2])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_turns_record_what_close_and_loss_do(monkeypatch: pytest.MonkeyPatch, also: int, on_device: bool) -> None:
+    if on_device:
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).as_subclass(NotInHostMemory))
+    turning, closing = StepRecorder(), StepRecorder()
+    for recorder in (turning, closing):
+        recorder.loss(torch.tensor(2.0))
+        recorder.close(skipped=False, scale=8.0, made_by=frozenset((0,)))
+        recorder.loss(torch.tensor(3.0))
+    turning.begin_turns(frozenset((0,)), scale=None if also else 8.0, also=also)
+    for step in range(1, 1200):
+        scale, skipped, loss = (
+            torch.tensor(float(step % 7)),
+            torch.tensor(float(step % 5 == 0)),
+            torch.tensor(1.0 / step),
+        )
+        if step % 100 == 0:
+            for recorder in (turning, closing):
+                recorder.norm(torch.tensor(float(step)))
+        assert turning.turn(loss, (skipped, scale)[2 - also :])
+        closing.close(skipped=skipped if also == 2 else False, scale=scale if also else 8.0, made_by=frozenset((0,)))
+        closing.loss(loss)
+    found, expected = turning.steps(), closing.steps()
+    assert (turning._numbers[torch.device("cpu")].cells is None) is on_device
+    assert len(found) == 1200
+    for column in ("loss", "loss_scale", "skipped", "grad_norm"):
+        assert repr(getattr(found, column)) == repr(getattr(expected, column))  # NaN is equal to itself

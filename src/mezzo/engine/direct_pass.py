@@ -51,7 +51,7 @@ class DirectPasses:
             and type(loss) is Tensor
             and loss.dtype is _FP32
             and loss.dim() == 0
-            and loss.grad_fn is not None
+            and not loss.is_leaf  # grad_fn would make an object of Python
             and loss._backward_hooks is None
             and not loss.retains_grad
             and not torch._C._are_functorch_transforms_active()

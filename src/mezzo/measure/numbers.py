@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,24 +32,32 @@ class Numbers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._chunks: list[Tensor] = []
-        self.free: list[Tensor] = []
-        """Views of the free elements of the open chunk, the last one first: making a view takes as long as the copy into it."""
+        self.place = CHUNK
+        """Index of the next number in the open chunk; ``CHUNK`` if that is full."""
         self._cells: list[Any] = []
         """The memory of each chunk, as ``cells``."""
         self.cells: Any = None
         """The open chunk as an array of C if it is in the host's memory: writing a float there takes a tenth of a tensor's copy."""
+        self.views: Sequence[Tensor] = ()
+        """The elements of the open chunk, of a device alone: making a view takes as long as the copy into it."""
         self._sent: tuple[int, list[Tensor], torch.cuda.Event] | None = None
         """How many numbers are under way to the host, where they arrive, and what tells that they have."""
         self._arrived: list[float] = []
 
     def __len__(self) -> int:
-        return CHUNK * len(self._chunks) - len(self.free)
+        return self.first + self.place
+
+    @property
+    def first(self) -> int:
+        """The number of the open chunk's first element."""
+        return CHUNK * len(self._chunks) - CHUNK
 
     def keep(self, value: Tensor) -> Kept:
         """Copy a scalar tensor without waiting for the device."""
-        if not self.free:
+        if self.place == CHUNK:
             self.grow()
-        self.free.pop().copy_(value)
+        (self.views or self._chunks[-1])[self.place].copy_(value)
+        self.place += 1
         return Kept(self, len(self) - 1)
 
     def row(self, number: int) -> Tensor:
@@ -93,11 +102,12 @@ class Numbers:
         return found[: len(self)]
 
     def grow(self) -> None:
-        """Add a chunk of free elements."""
+        """Add a chunk, whose place for the next number is its first."""
         with torch.inference_mode(mode=False), torch.no_grad():
             chunk = torch.empty(CHUNK, dtype=FP32.dtype, device=self.device)
-            self._chunks.append(chunk)
-            self.free[:] = reversed(chunk.unbind())
-        in_host_memory = self.device.type == "cpu" and type(chunk) is Tensor and chunk.data_ptr()
+            in_host_memory = self.device.type == "cpu" and type(chunk) is Tensor and chunk.data_ptr()
+            self.views = () if in_host_memory else chunk.unbind()
+        self._chunks.append(chunk)
         self.cells = (ctypes.c_float * CHUNK).from_address(chunk.data_ptr()) if in_host_memory else None
+        self.place = 0
         self._cells.append(self.cells)

@@ -66,17 +66,20 @@ class StepClock:
 
     def add(self, *ends: Mark) -> None:
         """Add the times of the steps that ended at ``ends``."""
-        for now in ends:
-            last, self._last = self._last, now
-            self._time_ms.append((now[0] - last[0]) * 1e3)
-            if now[1] is None:
+        begins, self._last = (self._last, *ends[:-1]), ends[-1]
+        if self.uses_events:
+            first = len(self._time_ms)
+            for step, (last, now) in enumerate(zip(begins, ends, strict=True), start=first):
+                if last[2] is not None and now[2] is not None:
+                    self._unread.append((step, last, now))
+        self._time_ms += [(now[0] - last[0]) * 1e3 for last, now in zip(begins, ends, strict=True)]
+        for _, cpu_s, _ in ends:
+            if cpu_s is None:
                 self._num_unshared += 1
             else:
-                self._share_cpu(now[1])
-            if last[2] is not None and now[2] is not None:
-                self._unread.append((len(self._time_ms) - 1, last, now))
-                if len(self._unread) > _UNREAD and self._unread[0][2][2].query():
-                    self._read_first()
+                self._share_cpu(cpu_s)
+        while len(self._unread) > _UNREAD and self._unread[0][2][2].query():
+            self._read_first()
 
     def _share_cpu(self, cpu_s: float) -> None:
         """Add the CPU time of a step and of those before it whose ends were not read."""

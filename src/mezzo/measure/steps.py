@@ -7,7 +7,7 @@ device.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ Losses = tuple[Kept, ...]
 """Losses whose sum is the step's loss."""
 
 
-NORMS_APART = 25
+NORMS_APART = 32
 """Steps between gradient norms, where only some are measured."""
 
 
@@ -47,7 +47,7 @@ class StepRecorder:
         self._open_weight = 1.0
         self._open_norms: tuple[Kept, ...] = ()
         self._turned: list[tuple[Mark, int]] = []
-        """Of each step that is not in the columns yet: its end, and how many elements were free after its successor's loss was kept."""
+        """Of each step that is not in the columns yet: its end, and the place of its successor's loss in the open chunk."""
         self._turns_on: Numbers | None = None
         self._made_by: Owners = frozenset()
         self._turns_scale: float | None = None
@@ -160,32 +160,34 @@ class StepRecorder:
         and each nested call some 2 us: only the time and the loss are taken, and ``settle`` sorts them into the columns.
         """
         numbers = self._turns_on
-        if numbers is None or type(loss) is not Tensor or loss.dim() or loss.device != numbers.device:
+        if numbers is None or type(loss) is not Tensor or loss.dim():
             return False
-        free, clock = numbers.free, self.clock
+        clock, place, cells = self.clock, numbers.place, numbers.cells
+        if not (loss.is_cpu if cells is not None else loss.device == numbers.device):
+            return False
         if also or self._turns_also:
             if len(also) != self._turns_also or also[-1].device != numbers.device:
                 return False
-            if len(free) <= len(also):
-                free.clear()  # a step's numbers are neighbours
-        if not free:
+            if place + len(also) >= CHUNK:
+                place = CHUNK  # a step's numbers are neighbours
+        if place == CHUNK:
             self.settle()
             numbers.grow()
-        cells = numbers.cells
+            place, cells = 0, numbers.cells
         for value in also:
-            kept = free.pop()
             if cells is None:
-                kept.copy_(value)
+                numbers.views[place].copy_(value)
             else:
-                cells[CHUNK - 1 - len(free)] = value.item()
-        element = free.pop()
+                cells[place] = value.item()
+            place += 1
         if cells is None:
-            element.copy_(loss.detach())
+            numbers.views[place].copy_(loss.detach())
         else:
-            cells[CHUNK - 1 - len(free)] = loss.item().real  # item() gives a complex number for a complex loss
+            cells[place] = loss.item().real  # item() gives a complex number for a complex loss
+        numbers.place = place + 1
         ended = clock.ended or clock.take()
         clock.ended = None
-        self._turned.append((ended, len(free)))
+        self._turned.append((ended, place))
         self.num_closed += 1
         if ended[0] >= self.reports.due_s:
             self.settle()
@@ -199,8 +201,8 @@ class StepRecorder:
         turned, self._turned = self._turned, []
         where, new = self._turns_on, tuple.__new__  # not Kept(...), a call of Python for each
         assert where is not None
-        room = len(where) + len(where.free)  # whatever adds a chunk settles before
-        kept: list[Losses] = [(new(Kept, (where, room - free - 1)),) for _, free in turned]
+        first = where.first  # whatever adds a chunk settles before
+        kept: list[Losses] = [(new(Kept, (where, first + place)),) for _, place in turned]
         others, also = len(turned) - 1, self._turns_also
         self.apart.turns(kept, len(self._loss) + 1, made_by=self._made_by)
         self._loss += [self._open_loss, *kept[:-1]]
@@ -209,11 +211,11 @@ class StepRecorder:
         if also < 2:
             self._skipped += [False] * len(turned)
         else:
-            self._skipped += [new(Kept, (where, room - free - 3)) for _, free in turned]
+            self._skipped += [new(Kept, (where, first + place - 2)) for _, place in turned]
         if also < 1:
             self._scale += [self._turns_scale] * len(turned)
         else:
-            self._scale += [new(Kept, (where, room - free - 2)) for _, free in turned]
+            self._scale += [new(Kept, (where, first + place - 1)) for _, place in turned]
         self.clock.add(*[ended for ended, _ in turned])
         self._open_loss, self._open_norms, self._open_weight = kept[-1], (), 1.0
 
@@ -257,11 +259,21 @@ class StepRecorder:
         for numbers in self._numbers.values():
             numbers.send()
 
-    def seen_from(self, first: int) -> Iterator[Seen]:
-        """Yield the closed steps from number ``first`` on, counted from 0, until one whose numbers the host does not know yet."""
+    def seen_from(self, first: int) -> list[Seen]:
+        """Return the closed steps from number ``first`` on, counted from 0, until one whose numbers the host does not know yet."""
         self.settle()
-        for step in range(first, len(self._loss)):
-            losses, norms, skipped, scale = self._loss[step], self._norm[step], self._skipped[step], self._scale[step]
+        seen: list[Seen] = []
+        new = tuple.__new__  # not Seen(...), a call of Python
+        columns = (self._loss, self._norm, self._skipped, self._scale, self._weight)
+        for step, row in enumerate(zip(*[column[first:] for column in columns], strict=True), start=first + 1):
+            losses, norms, skipped, scale, weight = row
+            if skipped is False and not norms and len(losses) == 1 and not isinstance(scale, Kept):
+                where, number = losses[0]
+                loss = where.on_host(number)
+                if loss is None:
+                    return seen
+                seen.append(new(Seen, (step, weight * loss, None, False, scale)))
+                continue  # most steps: what the rest would return
             kept = losses + norms
             if isinstance(skipped, Kept):
                 kept += (skipped,)
@@ -271,15 +283,16 @@ class StepRecorder:
             for where, number in kept:
                 value = where.on_host(number)
                 if value is None:
-                    return
+                    return seen
                 values.append(value)
             if isinstance(scale, Kept):
                 scale = values.pop()
             if isinstance(skipped, Kept):
                 skipped = values.pop() > 0
-            loss = self._weight[step] * sum(values[: len(losses)]) if losses else None
+            loss = weight * sum(values[: len(losses)]) if losses else None
             norm = _together(values[len(losses) :]) if norms else None
-            yield tuple.__new__(Seen, (step + 1, loss, norm, skipped, scale))  # not Seen(...), a call of Python
+            seen.append(new(Seen, (step, loss, norm, skipped, scale)))
+        return seen
 
     def steps(self, names: Mapping[int, str] | None = None) -> Steps:
         """Return all closed steps; waits for the device once.

@@ -43,7 +43,7 @@ class Steps(Value):
     grad_norm: list[float] = []
     """Norm of the unscaled gradients at the update, after the script's own clipping; NaN or infinite in a skipped step.
 
-    After the first hundred only every 25th step is measured, unless a check of the loss scale needs it; NaN for the others.
+    After the first hundred only every 32nd step is measured, unless a check of the loss scale needs it; NaN for the others.
     """
     time_ms: list[float] = []
     """Wall time since the previous step."""

@@ -110,7 +110,7 @@ def test_looking_at_steps_runs_no_operation_and_reads_no_tensor() -> None:
         recorder.norm(torch.tensor(2.0))
         recorder.close(skipped=torch.tensor(float(step == 3)), scale=torch.tensor(8.0))
     with Operations() as log, mock.patch.object(torch.Tensor, "item", side_effect=AssertionError):
-        seen = list(recorder.seen_from(0))
+        seen = recorder.seen_from(0)
         recorder.send_numbers()
     assert (log.names, log.reads) == ([], [])
     assert seen == [Seen(k + 1, float(k), 2.0, k == 3, 8.0) for k in range(40)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -83,31 +84,41 @@ class Alarms:
         self._rough = math.inf
         self._losses: deque[tuple[int, float]] = deque(maxlen=_WINDOW + _SPIKE)
 
-    def see(self, seen: Seen) -> list[Alarm]:
-        """Take one update; return what is new."""
-        step, loss, norm, skipped, scale = seen
-        if (
-            norm is None
-            and not skipped
-            and loss
-            and loss != self._last_loss
-            and -math.inf < loss < math.inf  # False for NaN
-            and loss <= self._rough
-            and step % _ROUGHLY
-            and not self._bad
-            and len(self._first) == _SPIKE
-        ):  # most updates: what the six signs would remember of it, without their calls, which are 4 us of a step
-            self._seen += 1
-            self._skips, self._made, self._same = 0, self._made + 1, 1
-            if self._calm:
-                self._flags.append(False)
-            elif self._made >= _CALM_IN_A_ROW or self._seen >= _CALM_AT:
+    def see(self, updates: Sequence[Seen]) -> Iterator[Alarm]:
+        """Take updates in their order; yield what is new."""
+        place = 0
+        while (place := self._pass_over(updates, place)) < len(updates):
+            yield from self._see_closely(updates[place])
+            place += 1
+
+    def _pass_over(self, updates: Sequence[Seen], first: int) -> int:
+        """Remember the usual updates from place ``first`` on; return the place of the first that needs a closer check.
+
+        It does what the six signs would do, without their calls, which take 4 us of a step.
+        """
+        if self._bad or len(self._first) < _SPIKE:
+            return first
+        losses, last, rough, place = self._losses, self._last_loss, self._rough, first
+        scale = self._scale_before
+        for step, loss, norm, skipped, next_scale in updates[first:] if first else updates:
+            if norm is not None or skipped or not loss or loss == last or not -math.inf < loss < math.inf:
+                break
+            if not step % _ROUGHLY:
+                rough = _limit([*losses, (step, loss)][-_WINDOW - _SPIKE :])
+            if loss > rough:
+                break
+            losses.append((step, loss))
+            last, scale, place = loss, next_scale, place + 1
+        num = place - first
+        if num:
+            self._seen, self._made = self._seen + num, self._made + num
+            self._skips, self._same = 0, 1
+            self._last_loss, self._scale_before, self._rough = last, scale, rough
+            calm = num if self._calm else max(self._made - _CALM_IN_A_ROW + 1, self._seen - _CALM_AT + 1)
+            if calm > 0:
                 self._calm = True
-                self._flags.append(False)
-            self._losses.append((step, loss))
-            self._last_loss, self._scale_before = loss, scale
-            return []
-        return self._see_closely(seen)
+                self._flags.extend([False] * min(calm, num))
+        return place
 
     def _see_closely(self, seen: Seen) -> list[Alarm]:
         self._seen += 1
@@ -187,8 +198,7 @@ class Alarms:
             self._first.append(seen.loss)
         self._losses.append((seen.step, seen.loss))
         if seen.step % _ROUGHLY == 0:
-            middle = median([loss for _, loss in self._losses])  # lists: a generator is a call an element
-            self._rough = middle + _RISE / 2 * abs(middle)
+            self._rough = _limit(self._losses)
         if seen.loss <= self._rough:
             return None
         before = [loss for _, loss in self._losses][:-_SPIKE]
@@ -237,3 +247,9 @@ class Alarms:
             f"{seen.loss:.6g} to the bit after each"
         )
         return Alarm(kind="stuck updates", step=seen.step, since=seen.step - self._same + 1, evidence=evidence)
+
+
+def _limit(losses: Iterable[tuple[int, float]]) -> float:
+    """Return the loss above which an update is worth a closer check."""
+    middle = median([loss for _, loss in losses])  # a list: a generator is a call an element
+    return middle + _RISE / 2 * abs(middle)

@@ -71,7 +71,7 @@ class SessionGuard:
         loss, self._loss = self._loss, None
         self._arrivals.add(session._progress.windows, [loss, session._progress.norm, skipped, scale])
         for step, (seen_loss, norm, flag, seen_scale) in self._arrivals.arrived():
-            for alarm in self._alarms.see(Seen(step, seen_loss, norm, bool(flag), seen_scale)):
+            for alarm in self._alarms.see([Seen(step, seen_loss, norm, bool(flag), seen_scale)]):
                 self._note(alarm)
                 if self._together is None:
                     self._act(alarm)

@@ -9,17 +9,19 @@ on an alarm of any of them, after the same step: about once a second they tell e
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 from mezzo.engine.agreement import Agreement, are_several
 from mezzo.engine.guardrails.alarms import Alarms, Seen
 from mezzo.errors import GuardError
 from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.torch.state import Run
+from mezzo.measure.steps import NORMS_APART
 from mezzo.observe.stopping import StopScript
 from mezzo.records import Alarm, Guardrails, Rewind, Steps
 
-_STEADY_EVERY, _SEND_EVERY = 32, 32
+_STEADY_EVERY = _SEND_EVERY = NORMS_APART
+"""Steps between inspections: a norm has then just sorted the steps before it into the recorder's columns."""
 _NO_PLACE = 50
 """Steps after which a script that has asked for no batch of a DataLoader since the alarm is ended: it cannot return."""
 
@@ -112,13 +114,13 @@ class ScriptGuard:
         """How often the run may still return to a snapshot."""
         return self._asked.rewinds - len(self.noticed.rewinds)
 
-    def _inspect(self, new: Iterator[Seen]) -> None:
-        for seen in new:
-            self._next = seen.step
-            for alarm in self._alarms.see(seen):
-                self._raised(alarm)
-                if self.stopped is not None:
-                    return
+    def _inspect(self, new: Sequence[Seen]) -> None:
+        if new:
+            self._next = new[-1].step
+        for alarm in self._alarms.see(new):
+            self._raised(alarm)
+            if self.stopped is not None:
+                return
 
     def _raised(self, alarm: Alarm) -> None:
         self._note(alarm)
@@ -164,13 +166,15 @@ class ScriptGuard:
         self.due = min(self.due, together.next)
 
 
-def seen_in(steps: Steps, first: int) -> Iterator[Seen]:
-    """Yield the updates of a record from number ``first`` on, counted from 0."""
+def seen_in(steps: Steps, first: int) -> list[Seen]:
+    """Return the updates of a record from number ``first`` on, counted from 0."""
+    seen: list[Seen] = []
     for place in range(first, len(steps)):
         loss, norm = steps.loss[place], steps.grad_norm[place]
         scale = steps.loss_scale[place] if steps.loss_scale else None
         measured = norm == norm  # a record has NaN for what was not measured
-        yield Seen(place + 1, loss, norm if measured else None, steps.skipped[place], scale)
+        seen.append(Seen(place + 1, loss, norm if measured else None, steps.skipped[place], scale))
+    return seen
 
 
 def _say(text: str) -> None:
