@@ -159,6 +159,8 @@ class Updates:
     def _decide(self, optimizer: Optimizer, finite: bool | None) -> None:
         """Check an optimizer's gradients if nothing is known of them, and set them aside if the update is to be skipped."""
         run = self._run
+        if run.left_out.lost(optimizer):
+            finite = False
         norm = _norm(optimizer) if (run.scale.checks and finite is None) or run.takes_norm else None
         if norm is not None and finite is False:
             norm = norm - norm  # NaN, as where an overflow was noticed gradient by gradient
