@@ -112,6 +112,7 @@ class Updates:
         if self._stepping is not None and self._stepping is not optimizer:
             return None  # a wrapper that steps other optimizers: one update
         self._stepping, self._casts_again = optimizer, False
+        run.local.stepping = True
         if run.transformed:
             run.begin_transformed()
         if run.local.depth and _closure_of(args, kwargs) is None:
@@ -178,6 +179,7 @@ class Updates:
             return
         self._stepping = None
         run = self._run
+        run.local.stepping = False
         if self._casts_again:
             torch.set_autocast_enabled(run.device_type or "cpu", True)
         if run.steady.optimizer() is optimizer and not (run.in_closure or run.skips):
