@@ -17,6 +17,8 @@ AS_IS = "as-is"
 """In place of a policy: the script keeps its own precision."""
 CHANNELS_LAST, COMPILED, CHECKPOINTED = "memory layout", "torch.compile", "activation checkpointing"
 """Changes to a script's models, as the explanation of a run names them."""
+OWN_16_BITS = "16-bit weights"
+"""What a run leaves alone if the script itself keeps its weights in 16 bits."""
 CUDA_GRAPH = "CUDA graph"
 """What is left alone where a script replays training steps."""
 NOT_APPLIED = "not applied"
@@ -291,6 +293,13 @@ class RunRecord(WholeRecord):
     def replays(self) -> str:
         """How often the script replayed a graph of its training steps, which are not in the record; empty if it did not."""
         return next((one.value for one in self.effective.left_alone if one.what == CUDA_GRAPH), "")
+
+    @property
+    def own_16_bits(self) -> str:
+        """The model whose weights the script itself keeps in 16 bits though the policy asks for FP32; empty if there is none."""
+        if self.policy.split(":")[0] not in _LOWER_NOTHING or not self.effective.lowered:
+            return ""
+        return next((one.value for one in self.effective.left_alone if one.what == OWN_16_BITS), "")
 
     @property
     def changed_nothing(self) -> bool:

@@ -32,7 +32,7 @@ from mezzo.observe.observer import Observer
 from mezzo.observe.one_module import OneModule, TorchModule
 from mezzo.observe.skips import Update
 from mezzo.policy import Policy
-from mezzo.records import Reason
+from mezzo.records import OWN_16_BITS, Reason
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.guarding import ScriptGuard
@@ -219,7 +219,7 @@ class Run:
         if lowers and torch.double in dtypes:
             self.note_left_alone("float64", name, "its weights are float64, and float64 is never cast")
         if any(dtype.itemsize == 2 for dtype in dtypes):
-            self.note_left_alone("16-bit weights", name, "the script itself keeps its weights in 16 bits")
+            self.note_left_alone(OWN_16_BITS, name, "the script itself keeps its weights in 16 bits")
 
     def _leave_sparse_embeddings(self, module: nn.Module) -> None:
         sparse = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules())
