@@ -18,6 +18,7 @@ from helpers_launch import children_in_this_process
 from mezzo import cli
 from mezzo.cli import results
 from mezzo.cli.folders import new_folder
+from mezzo.cli.script import Script
 from mezzo.cli.words import WORDS
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.variables import variables_that_matter
@@ -458,3 +459,15 @@ def test_the_environment_of_a_folder_that_was_deleted(tmp_path: Path, monkeypatc
     folder.rmdir()
     assert isinstance(environment_without_torch(), Environment)
     os.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "as_module", "expected"),
+    [("code/my.train.py", False, "my.train-bf16"), ("package.train", True, "package.train-bf16")],
+)
+def test_a_new_folder_is_named_after_the_script_or_the_whole_module(
+    target: str, as_module: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = Script(target=target, arguments=None, as_module=as_module, out=None, log_to=None, as_json=False)
+    assert script.folder("bf16").name.endswith(f"-{expected}")

@@ -184,6 +184,16 @@ def test_the_scripts_own_excepthook_is_called(tmp_path: Path) -> None:
     assert ended.printed.splitlines()[-1] == "hooked KeyError"
 
 
+def test_a_script_that_computes_gradients_and_makes_no_step(tmp_path: Path) -> None:
+    ended = run_text(tmp_path, "model(torch.ones(1, 3)).sum().backward()")
+    assert ended.code == 7
+    assert ended.record.error is not None
+    assert ended.record.error.endswith(
+        "ended without a training step: it computed gradients, but no optimizer made a step"
+    )
+    assert ended.record.hint == "pass the arguments that make the script train until its first update"
+
+
 def test_a_script_that_never_trains(tmp_path: Path) -> None:
     ended = run_text(tmp_path, "print(model(torch.ones(1, 3)).shape)")
     assert ended.code == 7

@@ -162,6 +162,16 @@ def test_forward_code_outside_a_region_is_told_apart_and_its_backward_pass_is_no
     assert counter.outside_region == 2 * 5 * 2 * 4
 
 
+def test_products_of_an_optimizer_and_16_bit_ones_are_no_fp32_code() -> None:
+    stepping = iter([False, True])
+    with FlopCounter(in_region=lambda: False, in_step=lambda: next(stepping)) as counter:
+        torch.randn(2, 3) @ torch.randn(3, 4)
+        torch.randn(5, 2) @ torch.randn(2, 6)
+        torch.randn(5, 2, dtype=torch.bfloat16) @ torch.randn(2, 7, dtype=torch.bfloat16)
+    assert counter.by_format == {"fp32": 2 * 2 * 3 * 4 + 2 * 5 * 2 * 6, "bf16": 2 * 5 * 2 * 7}
+    assert counter.outside_region == 2 * 2 * 3 * 4
+
+
 def test_operations_that_multiply_nothing_do_not_count() -> None:
     with FlopCounter(in_region=lambda: True) as counter:
         F.softmax(torch.randn(4, 4).exp() * 2, -1).sum()

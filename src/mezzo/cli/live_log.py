@@ -82,7 +82,7 @@ class LiveLog:
         folder = Path(request.record_path).absolute().parent
         flight = Flight(
             name=folder.name,
-            script=Path(request.target).stem,
+            script=Path(request.target).name.removesuffix(".py"),
             folder=folder,
             settings={"command": shlex.join(request.command), "policy": policy_text(request.policy)},
         )

@@ -123,7 +123,7 @@ class Script:
         """Return the folder for the command's records; ``name`` is part of a new folder's name."""
         if self.resume:
             return resumed_folder(self.out)
-        return new_folder(self.out, f"{Path(self.target).stem}-{name}", leaves=leaves)
+        return new_folder(self.out, f"{Path(self.target).name.removesuffix('.py')}-{name}", leaves=leaves)
 
     def finish(self, record: AnyRecord, folder: Path, *, after_script: bool = False) -> None:
         """Write ``record`` and its report, and print it."""

@@ -230,7 +230,7 @@ def _trained(request: Request, training: Training) -> Ending:
     num_steps, observer = training.num_updates, training.observer
     error: MezzoError | None = training.not_resumed or training.stopped_by_guard
     if error is None and not num_steps:
-        error = _never_trained(request)
+        error = _no_step_after_a_loss(request) if training.has_any_loss else _never_trained(request)
     elif error is None and observer is not None and observer.too_short():
         error = _too_short(request, num_steps, compiles=observer.compiles)
     return (0, None) if error is None else (error.exit_code, error)
@@ -241,6 +241,13 @@ def _never_trained(request: Request) -> ScriptError:
     return ScriptError(
         f"{request.target} ended without a training step: it never {what}",
         hint=f"pass the script that trains, with the arguments that make it train; {unseen}",
+    )
+
+
+def _no_step_after_a_loss(request: Request) -> ScriptError:
+    return ScriptError(
+        f"{request.target} ended without a training step: it computed gradients, but no optimizer made a step",
+        hint="pass the arguments that make the script train until its first update",
     )
 
 

@@ -77,6 +77,10 @@ class Training(Protocol):
         """The number of updates, including skipped ones and the open one."""
 
     @property
+    def has_any_loss(self) -> bool:
+        """Whether a loss was seen, whatever became of it."""
+
+    @property
     def observer(self) -> Watching | None:
         """The observer of the training; None if it is only recorded."""
 

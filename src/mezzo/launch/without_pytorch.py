@@ -25,6 +25,11 @@ class WithoutPyTorch:
     not_resumed = None
     stopped_by_guard = None
 
+    @property
+    def has_any_loss(self) -> bool:
+        """Whether a loss was seen, whatever became of it; Keras tells of one only with its update."""
+        return False
+
     def _refusal(self, asked: str, hint: str) -> ScriptError:
         return ScriptError(f"{asked} a {self.framework_shown} script; allowed: PyTorch scripts", hint=hint)
 

@@ -50,23 +50,25 @@ class FlopCounter(TorchDispatchMode):
         self,
         *,
         in_region: Callable[[], bool],
+        in_step: Callable[[], bool] = lambda: False,
         inside: Callable[[], Any] = lambda: None,
     ) -> None:
         """Start at zero.
 
         Args:
             in_region: returns whether the running code is under a policy.
+            in_step: returns whether an optimizer is making its step.
             inside: returns the autograd node that is running a backward pass of its own, if any.
         """
         super().__init__()
         self.by_format: Counter[str] = Counter()
         self.outside_region = 0
-        """FLOPs of forward code outside every region."""
+        """FLOPs of forward code outside every region, in FP32 or wider."""
         self.switched_off = 0
         """FLOPs of forward code inside a region in which autocast had been turned off again."""
         self.num_lowered = 0
         """Operations, products or not, that read or wrote numbers below 32 bits."""
-        self._in_region, self._formats = in_region, OperandFormats(inside=inside)
+        self._in_region, self._in_step, self._formats = in_region, in_step, OperandFormats(inside=inside)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and count it."""
@@ -77,10 +79,10 @@ class FlopCounter(TorchDispatchMode):
             flops = count(result, *args) * reals(args)
             form = self._formats.of(args, op=func.overloadpacket.__name__)
             self.by_format[form] += flops
-            if torch._C._current_autograd_node() is None:
+            if form in _WIDE and torch._C._current_autograd_node() is None and not self._in_step():
                 if not self._in_region():
                     self.outside_region += flops
-                elif form in _WIDE and is_off_inside():
+                elif is_off_inside():
                     self.switched_off += flops
         return result
 

@@ -38,7 +38,7 @@ class Lowering:
         product = noted.product
         assert product is not None
         self._by_format[product.format] += product.flops
-        if noted.node is not None or lowered({product.format: 1}):
+        if noted.node is not None or noted.stepping or lowered({product.format: 1}):
             return
         calls = [] if noted.entry is NOWHERE else noted.entry.calls
         if not product.nesting:  # neither in a region nor in the script's own autocast

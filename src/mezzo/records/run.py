@@ -17,6 +17,8 @@ AS_IS = "as-is"
 """In place of a policy: the script keeps its own precision."""
 CHANNELS_LAST, COMPILED, CHECKPOINTED = "memory layout", "torch.compile", "activation checkpointing"
 """Changes to a script's models, as the explanation of a run names them."""
+OWN_16_BITS = "16-bit weights"
+"""What a run leaves alone if the script itself keeps its weights in 16 bits."""
 CUDA_GRAPH = "CUDA graph"
 """What is left alone where a script replays training steps."""
 NOT_APPLIED = "not applied"
@@ -97,6 +99,7 @@ _REFUSED = re.compile(
     r"(?:\bdtype|scalar type|not implemented for|bias type)",
     re.DOTALL,
 )
+_BEYOND = re.compile(r"\bcannot be converted to type .* without overflow")
 _FP8_FORMATS = {"e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"}
 WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
 
@@ -292,6 +295,13 @@ class RunRecord(WholeRecord):
         return next((one.value for one in self.effective.left_alone if one.what == CUDA_GRAPH), "")
 
     @property
+    def own_16_bits(self) -> str:
+        """The model whose weights the script itself keeps in 16 bits though the policy asks for FP32; empty if there is none."""
+        if self.policy.split(":")[0] not in _LOWER_NOTHING or not self.effective.lowered:
+            return ""
+        return next((one.value for one in self.effective.left_alone if one.what == OWN_16_BITS), "")
+
+    @property
     def changed_nothing(self) -> bool:
         """Whether the policy's runs say nothing about it, because what it asks for did not happen."""
         return bool(self.no_effect)
@@ -316,3 +326,8 @@ class RunRecord(WholeRecord):
 def refuses_format(error: str) -> bool:
     """Return whether an operation refused its operands' format: there is no kernel for it, or another operand has another one."""
     return _REFUSED.search(error) is not None
+
+
+def leaves_range(error: str) -> bool:
+    """Return whether a number in the script, such as a mask's -1e9, lies beyond the range of the format that it was to become."""
+    return _BEYOND.search(error) is not None

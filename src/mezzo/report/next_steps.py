@@ -22,7 +22,7 @@ from mezzo.records import (
     Row,
     RunRecord,
 )
-from mezzo.records.run import WIDE, refuses_format
+from mezzo.records.run import WIDE
 from mezzo.report import formatting as fmt
 from mezzo.report import trained_elsewhere
 from mezzo.report.commands import (
@@ -35,11 +35,11 @@ from mezzo.report.commands import (
     with_fp32,
     with_scale,
 )
+from mezzo.report.format_faults import explained
 
 MOST = 3
 _WRITTEN = re.compile(r'(?:.*  # )?policy = "([^"]*)"')
 """A fix of a diagnosis that is a policy, perhaps after what stands for it in the script's framework."""
-_REFUSED = "an operation does not take the format of {policy}; find the modules that must stay in FP32"
 _MANY_SKIPS = 0.05
 _NOTHING_LOWERED = ("A101", "A108")
 """The findings that a script's mixed precision is missing or off: a policy is the fix."""
@@ -140,8 +140,8 @@ def _after_failure(record: RunRecord, commands: _Commands, policy: str) -> Itera
         yield NextStep(why="see which formats each device of this machine computes in", command="mezzo doctor")
     elif record.exit_code in (_FLOOR, _NOT_FINITE):
         yield from commands.step("find the first value that is not finite", "diagnose", policy=policy)
-    elif preset_of(record.policy) not in WIDE and refuses_format(record.error or ""):
-        yield from commands.step(_REFUSED.format(policy=policy), "fallback", policy=policy)
+    elif preset_of(record.policy) not in WIDE and (known := explained([record.error or ""], policy)):
+        yield from commands.step(*known, policy=policy)
     elif record.exit_code not in (_NOT_A_TRAINING, _SNAPSHOT, _GUARD):
         yield from commands.alone("see whether the script fails without Mezzo, too")
 
@@ -203,10 +203,8 @@ def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator
         yield from commands.step(f"{policy} diverged{where}; find the first bad value", "diagnose", policy=policy)
     elif row.verdict == "stopped_learning":
         yield from commands.step(f"{policy} stopped learning; find out why", "diagnose", policy=policy)
-    elif row.verdict == "failed" and any(
-        refuses_format(run.error or "") for run in record.runs if run.policy == row.policy
-    ):
-        yield from commands.step(_REFUSED.format(policy=policy), "fallback", policy=policy)
+    elif row.verdict == "failed" and (known := explained(_errors(record, row.policy), policy)):
+        yield from commands.step(*known, policy=policy)
     elif row.verdict == "failed":
         yield from commands.step(f"{policy} failed; see its output", "run", policy=policy)
     elif row.verdict == "different" and row.policy == AS_IS:
@@ -215,6 +213,10 @@ def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator
         yield from commands.step(
             f"{policy} trains to another result; find the modules to keep in FP32", "fallback", policy=policy
         )
+
+
+def _errors(record: CompareRecord, policy: str) -> list[str]:
+    return [run.error for run in record.runs if run.policy == policy and run.error]
 
 
 def _first_without_a_number(record: CompareRecord, policy: str) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from helpers_launch import ran
 from mezzo.launch.torch import switched
 
 ROWS, INPUTS, OUTPUTS = 16, 8, 4
@@ -43,3 +44,11 @@ def test_a_step_that_the_scripts_own_scaler_skips_is_counted(
     assert found.counted_on_step == counted_on_step
     assert found.flops_by_format == {"fp16": 2 * ONCE * micro_batches}
     assert counted.memory().gradients_bytes == 4 * (INPUTS + 1) * OUTPUTS
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+@pytest.mark.parametrize("own", [(), ("wide",)], ids=["16 bits", "FP32"])
+def test_an_optimizers_own_products_are_counted_and_are_no_forward_code(policy: str, own: tuple[str, ...]) -> None:
+    effective = ran("muon", policy, *own).effective
+    assert effective.left_alone == []
+    assert set(effective.flops_by_format) == {policy, "fp32" if own else "bf16"}

@@ -78,10 +78,10 @@ def test_a_loader_is_timed_and_everything_is_restored() -> None:
     waits.install(patches)
     try:
         batches = len(list(DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=2)))
-        assert waits.loader() is None  # it is gone
-        kept = DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=2)
+        assert waits.loader == Loader(num_workers=0, pin_memory=False, persistent_workers=False)  # though it is gone
+        kept = DataLoader(TensorDataset(torch.ones(6, 2)), batch_size=2, num_workers=1)
         next(iter(kept))
-        assert waits.loader() == Loader(num_workers=0, pin_memory=False, persistent_workers=False)
+        assert waits.loader == Loader(num_workers=1, pin_memory=False, persistent_workers=False)
     finally:
         patches.undo()
     assert batches == 3

@@ -461,6 +461,33 @@ def test_a_policy_under_which_nothing_was_lowered_shows_nothing_of_it(
     assert row.reason.startswith(told) == (verdict == "undecided")
 
 
+OWN_16_BITS = Effective(
+    flops_by_format={"fp16": 9, "fp32": 1},
+    left_alone=[Reason(what="16-bit weights", value="Net", reason="the script itself keeps its weights in 16 bits")],
+)
+MULTIPLIES_BY_ITSELF = Effective(flops_by_format={"bf16": 1, "fp32": 1})
+
+
+@pytest.mark.parametrize(
+    ("effective", "losses", "verdict"),
+    [
+        (OWN_16_BITS, [1.0, 1.001, 1.002], "undecided"),
+        (OWN_16_BITS, [1.5, 1.501, 1.502], "undecided"),
+        (MULTIPLIES_BY_ITSELF, [1.0, 1.001, 1.002], "equivalent"),
+        (MULTIPLIES_BY_ITSELF, [1.5, 1.501, 1.502], "different"),
+    ],
+)
+def test_a_script_with_16_bit_weights_of_its_own_has_no_fp32_run_to_compare_with(
+    effective: Effective, losses: list[float], verdict: str
+) -> None:
+    row = row_of(series("fp32", [1.0, 1.001, 1.002], effective=effective) + series("bf16", losses), "bf16")
+    assert row.verdict == verdict
+    told = (
+        "fp32 is no FP32 run: the script itself keeps the weights of Net in 16 bits, and may scale its losses by hand; "
+    )
+    assert row.reason.startswith(told) == (verdict == "undecided")
+
+
 def test_an_fp8_policy_under_which_all_ran_in_16_bits_shows_nothing_of_fp8() -> None:
     small = Reason(what="not in fp8", value="head", reason="the last linear layer")
     effective = Effective(flops_by_format={"bf16": 4}, left_alone=[small])

@@ -277,3 +277,14 @@ def test_products_of_fp8_layers_have_their_phases() -> None:
         ("2", "dgrad", "e4m3", 48, 64, 16),
         ("2", "wgrad", "e4m3", 16, 64, 48),
     }
+
+
+def test_an_optimizer_that_multiplies_in_16_bits_is_no_autocast() -> None:
+    record = audited("muon")
+    assert {finding.code for finding in record.findings} & {"A101", "A102"} == {"A101"}
+    assert {product.reason for product in record.wide_products} == {"nothing in the step lowers precision"}
+
+
+@pytest.mark.parametrize("own", ["", "wide"])
+def test_an_optimizers_products_are_not_left_alone(own: str) -> None:
+    assert audited("muon", own, policy="bf16").run.effective.left_alone == []

@@ -151,6 +151,11 @@ class TorchTraining:
         return self._run.num_updates
 
     @property
+    def has_any_loss(self) -> bool:
+        """Whether a loss was seen, whatever became of it."""
+        return self._run.recorder.has_any_loss
+
+    @property
     def observer(self) -> Observer | None:
         """The observer of the training."""
         return self._run.observer

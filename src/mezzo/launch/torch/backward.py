@@ -224,7 +224,8 @@ class BackwardPasses:
 
     @contextmanager
     def _scaling(self, outputs: Sequence[Tensor], inputs: Any) -> Iterator[None]:
-        self._hook_leaves(leaves_of(outputs))
+        leaves = leaves_of(outputs)
+        self._hook_leaves(leaves)
         self._inverse = self._run.scale.inverse()
         try:
             if inputs is None and not self._views.any_retained:
@@ -232,6 +233,7 @@ class BackwardPasses:
             else:
                 with self._views.of_inner_gradients(inputs):
                     yield
+            self._run.left_out.pass_ended(leaves)
         finally:
             self._inverse = None
 
@@ -267,6 +269,7 @@ class BackwardPasses:
     def _begin(self, outputs: Sequence[Tensor]) -> None:
         run = self._run
         run.close_update()
+        run.left_out.pass_begins()
         for watcher in run.watchers:
             watcher.backward_begins()
         recorder = run.recorder

@@ -63,6 +63,7 @@ class UpdatesByHand:
         why = "they changed no weight and the script had no optimizer yet, so they are no steps of its training"
         run.note_left_alone("backward passes", f"{num} before the optimizer", why)
         run.stepped, run.found, run.open_skipped = False, None, False
+        run.left_out.forget()
         run.recorder = run.recorder.anew()
         if run.applied is not None and run.recorder.clock.device is not None:
             run.scale = scale_for(run.applied, run.recorder.clock.device, known=True)

@@ -199,7 +199,10 @@ class CountedStep:
 
     def _begin(self) -> None:
         self._due, self._counted_step = False, self._run.num_updates + 1
-        self._flops = FlopCounter(in_region=self._in_region, inside=lambda: self._run.inside)
+        run = self._run
+        self._flops = FlopCounter(
+            in_region=self._in_region, in_step=lambda: run.local.stepping, inside=lambda: run.inside
+        )
         self._stack = contextlib.ExitStack()
         if "torch._dynamo" in sys.modules:
             self._forced_eager = self._run.compiles

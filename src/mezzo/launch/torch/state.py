@@ -19,6 +19,7 @@ from mezzo.errors import ScaleFloorError, UnsupportedFormatError
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.applied_policy import for_scripts
 from mezzo.launch.torch.by_hand import UpdatesByHand
+from mezzo.launch.torch.left_out import LeftOutUpdates
 from mezzo.launch.torch.owners import OptimizerOwners
 from mezzo.launch.torch.premade import PremadeOptimizers
 from mezzo.launch.torch.script_graphs import ScriptGraphs
@@ -31,7 +32,7 @@ from mezzo.observe.observer import Observer
 from mezzo.observe.one_module import OneModule, TorchModule
 from mezzo.observe.skips import Update
 from mezzo.policy import Policy
-from mezzo.records import Reason
+from mezzo.records import OWN_16_BITS, Reason
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.guarding import ScriptGuard
@@ -62,8 +63,7 @@ class Run:
 
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
-        self.policy = policy
-        self.current = policy  # until the run falls back to another
+        self.policy = self.current = policy  # the current one until the run falls back to another
         self.applied = None if policy is None else for_scripts(policy)
         self.recorder = StepRecorder()
         self.scale: Scale = NoScale()
@@ -107,7 +107,7 @@ class Run:
         self.updates: list[Update] = []
         """The parts of the open update."""
         self.steady = Steady(self)
-        self.by_hand, self.graphs = UpdatesByHand(self), ScriptGraphs(self)
+        self.by_hand, self.left_out, self.graphs = UpdatesByHand(self), LeftOutUpdates(self), ScriptGraphs(self)
         self.stepped = False
         """Whether the optimizer of the open update has stepped, so that the next backward pass closes it."""
         self.transformed: list[Tensor] = []
@@ -219,7 +219,7 @@ class Run:
         if lowers and torch.double in dtypes:
             self.note_left_alone("float64", name, "its weights are float64, and float64 is never cast")
         if any(dtype.itemsize == 2 for dtype in dtypes):
-            self.note_left_alone("16-bit weights", name, "the script itself keeps its weights in 16 bits")
+            self.note_left_alone(OWN_16_BITS, name, "the script itself keeps its weights in 16 bits")
 
     def _leave_sparse_embeddings(self, module: nn.Module) -> None:
         sparse = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules())
@@ -353,6 +353,7 @@ class Run:
             if self.found is not None:
                 self.scale.updated(skipped=self.found)
             scale = self.scale.value()
+            self.left_out.closed(skipped=self.found, scale=scale)
         self.recorder.close(skipped=self.open_skipped, scale=scale, made_by=self.steady.made_by | self.made_by)
         self.stepped, self.found, self.open_skipped = False, None, False
         self.made_by.clear()

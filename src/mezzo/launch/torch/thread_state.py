@@ -44,5 +44,7 @@ class ThreadState(threading.local):
     """The module that was called from outside any module, while it runs under a policy."""
     root = NO_ROOT
     """The module that was called last from outside any module: the same one is usually called repeatedly."""
+    stepping = False
+    """Whether an optimizer is making its step."""
     autocasts_off = 0
     """Number of the script's open autocasts that the policy turned off."""

@@ -112,6 +112,7 @@ class Updates:
         if self._stepping is not None and self._stepping is not optimizer:
             return None  # a wrapper that steps other optimizers: one update
         self._stepping, self._casts_again = optimizer, False
+        run.local.stepping = True
         if run.transformed:
             run.begin_transformed()
         if run.local.depth and _closure_of(args, kwargs) is None:
@@ -159,6 +160,8 @@ class Updates:
     def _decide(self, optimizer: Optimizer, finite: bool | None) -> None:
         """Check an optimizer's gradients if nothing is known of them, and set them aside if the update is to be skipped."""
         run = self._run
+        if run.left_out.lost(optimizer):
+            finite = False
         norm = _norm(optimizer) if (run.scale.checks and finite is None) or run.takes_norm else None
         if norm is not None and finite is False:
             norm = norm - norm  # NaN, as where an overflow was noticed gradient by gradient
@@ -176,6 +179,7 @@ class Updates:
             return
         self._stepping = None
         run = self._run
+        run.local.stepping = False
         if self._casts_again:
             torch.set_autocast_enabled(run.device_type or "cpu", True)
         if run.steady.optimizer() is optimizer and not (run.in_closure or run.skips):

@@ -43,7 +43,8 @@ class ScriptWaits:
 
     def __init__(self) -> None:
         self.input, self.communication = Waits(), Waits()
-        self._loader: weakref.ref[Any] | None = None
+        self.loader: Loader | None = None
+        """The settings of the last data loader that was iterated; None if there is none."""
         self._replicas: list[weakref.ref[Any]] = []
 
     def install(self, patches: Patches) -> None:
@@ -57,17 +58,6 @@ class ScriptWaits:
             patches.wrap(distributed, name, self.communication.timed)
         patches.wrap(distributed.Work, "wait", self.communication.timed)
         patches.around(torch.nn.parallel.DistributedDataParallel, "__init__", self._replicating)
-
-    def loader(self) -> Loader | None:
-        """Return the settings of the last data loader that was iterated; None if there is none."""
-        loader = None if self._loader is None else self._loader()
-        if loader is None:
-            return None
-        return Loader(
-            num_workers=loader.num_workers,
-            pin_memory=bool(loader.pin_memory),
-            persistent_workers=bool(loader.persistent_workers),
-        )
 
     def exchange_s(self) -> float:
         """Return the seconds a step that DistributedDataParallel exchanged gradients while nothing else ran.
@@ -91,7 +81,11 @@ class ScriptWaits:
 
         @functools.wraps(original)
         def begin(loader: Any) -> Any:
-            self._loader = weakref.ref(loader)
+            self.loader = Loader(
+                num_workers=loader.num_workers,
+                pin_memory=bool(loader.pin_memory),
+                persistent_workers=bool(loader.persistent_workers),
+            )
             return timed(loader)
 
         return begin

@@ -108,7 +108,7 @@ class Watch:
                 on_gpu=on_gpu,
                 compiled=self._counted.was_compiled,
                 emulated=emulated,
-                loader=waits.loader(),
+                loader=waits.loader,
                 sleeping_line=_commonest(self.host.sleeping),
                 gpu=gpu.use() if isinstance(gpu, GpuCounters) else None,
                 not_measured=missing,

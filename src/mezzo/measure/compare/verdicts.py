@@ -104,6 +104,9 @@ def _judge_other(group: Group, pairs: Sequence[Pair], quantities: Sequence[Quant
         rest = _describe_failures(group, [key for key in group.failed if key in base.group.failed])
         sentences = _describe_failures(group, own, where=f" where {base.group.name} did not")
         return Judged(verdict="failed", reasons=[*sentences, *rest, *shown])
+    if own_16_bits := _describe_own_16_bits(pairs, base=base):
+        bars = [text for text, _ in _bars(group, pairs, ways, base=base)]
+        return Judged(verdict="undecided", reasons=[own_16_bits, *bars, *shown, *failures])
     if any(q.is_beyond(num_quantities=len(quantities)) for q in quantities):
         bars = [text for text, _ in _bars(group, pairs, ways, base=base)]
         return Judged(verdict="different", reasons=[*bars, *shown, *failures])
@@ -178,6 +181,15 @@ def _describe_no_effect(run: RunRecord) -> str:
     why = "".join(f" ({reason.what}: {reason.reason})" for reason in run.effective.left_alone[:1])
     what = f"{ran} ran" if ran else "no operation ran below 32 bits"
     return f"{run.policy_shown} {run.no_effect}, so this shows nothing about it: {what}{why}"
+
+
+def _describe_own_16_bits(pairs: Sequence[Pair], *, base: Baseline) -> str:
+    """Return why nothing can be said against a baseline in FP32 where the script itself trains in 16 bits; empty elsewhere."""
+    models = [pair.baseline.own_16_bits for pair in pairs if pair.baseline.own_16_bits]
+    if not models:
+        return ""
+    keeps = f"the script itself keeps the weights of {models[0]} in 16 bits, and may scale its losses by hand"
+    return f"{base.group.name} is no FP32 run: {keeps}"
 
 
 def _is_identical(pair: Pair) -> bool:

@@ -16,6 +16,7 @@ is a rule. The lists of a Mezzo policy are read from the policy.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mezzo import oplists
@@ -107,6 +108,11 @@ def _ruled(seen: TracedOperation, product: TracedProduct, policy: Policy | None)
     return Why(
         "list", seen.module, f"{around}: autocast's lists keep it there, or it is attention without a fused kernel"
     )
+
+
+def lowers(step: Iterable[TracedOperation]) -> bool:
+    """Return whether a product of a forward or backward pass ran in 16 bits; an optimizer's own (Muon's) says nothing about autocast."""
+    return any(one.product is not None and not is_wide(one) and one.phase != "optimizer" for one in step)
 
 
 def is_wide(seen: TracedOperation) -> bool:

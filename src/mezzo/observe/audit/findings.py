@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mezzo.formats import BF16, FP16, FP32
-from mezzo.observe.audit.causes import is_wide
+from mezzo.observe.audit.causes import lowers
 from mezzo.observe.audit.operations import TracedOperation, listed_precision
 from mezzo.observe.limits import MOST_LISTED, WIDE
 from mezzo.records import Cause, Finding, Product, RoundTrip, WideProduct
@@ -51,8 +51,8 @@ class AuditedSteps:
 
     @property
     def lowers(self) -> bool:
-        """Whether any product ran in fewer than 32 bits."""
-        return any(one.product is not None and not is_wide(one) for one in self.seen)
+        """Whether any product of a forward or backward pass ran in 16 bits."""
+        return lowers(self.seen)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 
 from mezzo.observe.audit import merged
-from mezzo.observe.audit.causes import Why, is_wide, why_wide
+from mezzo.observe.audit.causes import Why, is_wide, lowers, why_wide
 from mezzo.observe.audit.eligibility import shape_of
 from mezzo.observe.audit.merged import grouped, largest
 from mezzo.observe.audit.operations import TracedOperation
@@ -67,7 +67,7 @@ def wide_products(
     steps: Sequence[Sequence[TracedOperation]], *, policy: Policy | None, names: Names
 ) -> list[WideProduct]:
     """Return the products that ran in FP32 or wider, by cause, the largest first."""
-    lowers = any(one.product is not None and not is_wide(one) for step in steps for one in step)
+    elsewhere = any(lowers(step) for step in steps)
     totals: Counter[tuple[str, str, Why, str]] = Counter()
     for step in steps:
         backward = _backward_flops(step)
@@ -75,7 +75,7 @@ def wide_products(
         for one in step:
             if one.phase in _FORWARD and is_wide(one):
                 assert one.product is not None
-                why = why_wide(one, policy=policy, lowers_elsewhere=lowers, name=names)
+                why = why_wide(one, policy=policy, lowers_elsewhere=elsewhere, name=names)
                 key = one.op, one.format, why, one.noted.line
                 modules.setdefault(one.module, key)
                 totals[key] += one.flops + backward.pop(one.product.number, (0, ""))[0]

@@ -18,7 +18,7 @@ class Flight:
     name: str
     """Of its record's folder."""
     script: str
-    """Stem of the script's name."""
+    """The script's name without .py, or the module's."""
     folder: Path
     """Of its record."""
     settings: Mapping[str, str]

@@ -278,7 +278,7 @@ def _machine(environment: Environment) -> dict[str, str | int]:
 
 
 def _stem(script: str) -> str:
-    return PurePath(script).stem
+    return PurePath(script).name.removesuffix(".py")  # a module has no suffix: pkg.train
 
 
 def _text(record: AnyRecord) -> str:

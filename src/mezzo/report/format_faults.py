@@ -1,0 +1,17 @@
+"""Failures of a run that its policy's format explains, and the command that finds the place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mezzo.records.run import leaves_range, refuses_format
+
+
+def explained(errors: Iterable[str], policy: str) -> tuple[str, str] | None:
+    """Return why to type which command after ``errors`` of runs under ``policy``; None if the format is not to blame."""
+    found = tuple(errors)
+    if any(map(refuses_format, found)):
+        return f"an operation does not take the format of {policy}; find the modules that must stay in FP32", "fallback"
+    if any(map(leaves_range, found)):
+        return f"a number of the script lies beyond the range of {policy}; find its line", "diagnose"
+    return None
