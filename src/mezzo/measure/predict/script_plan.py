@@ -11,8 +11,9 @@ from mezzo.errors import UsageError
 from mezzo.measure.predict.batch_sources import batch_sources
 from mezzo.measure.predict.plan import Tapes
 from mezzo.measure.predict.script_data import MOST_OPERATIONS
-from mezzo.measure.predict.script_devices import GPU_TOLD
+from mezzo.measure.predict.script_gpu import GPU_TOLD
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
+from mezzo.measure.predict.stand_ins import numbers_read
 from mezzo.measure.predict.tape import Tape, check_same_steps, grow_unevenly
 from mezzo.records import Reason
 from mezzo.records.run import BATCH
@@ -85,7 +86,7 @@ def script_plan(
     known = first[0]
     there = on_gpu and not known.fails_with_gpu
     one = [
-        replace(asked, numbers_first=known.numbers_first, gpu_there=there)
+        replace(asked, numbers_first=known.numbers_first, gpu_there=there, launched=known.launched)
         for asked, made in all_found
         if not made.error
     ]
@@ -252,14 +253,7 @@ def _assumptions(
     known: ScriptTape, named: int | None, *, followed: bool, uneven: bool, why: str, at: str
 ) -> list[Reason]:
     size, num = named or known.batch, known.num_batches
-    where = f", read at {', '.join(known.read_at)}" if known.read_at else ""
-    found = [
-        Reason(
-            what="numbers that the script reads",
-            value="1.0, 0 or False",
-            reason=f"traced tensors have no numbers: conditions and logs run as with these{where}",
-        )
-    ]
+    found = [numbers_read("script", known.read_at)]
     if known.numbers_first:
         why_first = f"it runs over {MOST_OPERATIONS:,} operations before its first module: too slow without numbers"
         found.append(Reason(what="data that the script prepares", value="with numbers", reason=why_first))
@@ -267,8 +261,15 @@ def _assumptions(
         why_not = f"where it is True, the script fails on this machine: {known.fails_with_gpu}"
         found.append(Reason(what="torch.cuda.is_available()", value="this machine's", reason=why_not))
     elif known.told_of_gpu:
-        told = ", ".join(f"{name}()" for name in known.told_of_gpu)
-        found.append(Reason(what="what the script is told of its GPU", value=GPU_TOLD, reason=f"it calls {told}"))
+        told = ", ".join(known.told_of_gpu)
+        found.append(Reason(what="what the script is told of its GPU", value=GPU_TOLD, reason=f"it asks {told}"))
+    if known.launched:
+        why = "it reads a launcher's variables; each further GPU has a batch of its own"
+        found.append(Reason(what="processes", value="the only one of its job", reason=why))
+    if known.compiles:
+        found.append(
+            Reason(what=", ".join(known.compiles), value="left out", reason="compiled steps are not predicted")
+        )
     if known.sized_at:
         lines = ", ".join(filter(None, known.sized_at)) or "in a library"
         why = (

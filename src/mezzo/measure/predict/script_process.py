@@ -44,7 +44,7 @@ def recorded(request: TapeRequest, policy: Policy, told_of_gpu: list[str] | None
     Args:
         request: what to record.
         policy: its policy.
-        told_of_gpu: gets the name of each function that told the script of a GPU.
+        told_of_gpu: gets the name of what told the script of a GPU.
     """
     watch = ScriptRecorder(
         policy,
@@ -52,6 +52,7 @@ def recorded(request: TapeRequest, policy: Policy, told_of_gpu: list[str] | None
         steps=request.steps,
         numbers_first=request.numbers_first,
         gpu_there=request.gpu_there,
+        launched=request.launched,
         told_of_gpu=told_of_gpu,
     )
     argv, path = sys.argv, list(sys.path)
@@ -86,6 +87,8 @@ def recorded(request: TapeRequest, policy: Policy, told_of_gpu: list[str] | None
         modules=files.modules,
         configurations=files.configurations,
         numbers_first=request.numbers_first,
+        launched=request.launched,
+        compiles=watch.compiles,
         channels_last=watch.channels_last,
         optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in watch.optimizers)),
         read_at=watch.read_at,

@@ -13,12 +13,9 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.distributions import Distribution
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.conversion import cast_model
 from mezzo.engine.master import MasterWeights
@@ -30,7 +27,11 @@ from mezzo.measure.predict.script_batches import ScriptBatches, first_size
 from mezzo.measure.predict.script_copies import copies_without_numbers
 from mezzo.measure.predict.script_data import CountedFakeMode, before_first_module
 from mezzo.measure.predict.script_devices import gpu_on_cpu
+from mezzo.measure.predict.script_eager import compilation_left_out
+from mezzo.measure.predict.script_processes import first_process_alone
+from mezzo.measure.predict.script_saves import saved_in_memory
 from mezzo.measure.predict.script_sizes import largest_sizes
+from mezzo.measure.predict.stand_ins import asking_frame, stand_ins
 from mezzo.measure.predict.tape import Tape
 from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of, units_of
 from mezzo.policy import Policy
@@ -38,7 +39,6 @@ from mezzo.policy import Policy
 _MOST_STEPS = 8
 """Steps after which a whole batch is no longer waited for."""
 _MOST_READ_AT = 5
-_TORCH = str(Path(torch.__file__).parent)
 
 
 class Enough(BaseException):
@@ -56,6 +56,7 @@ class ScriptRecorder:
         steps: int | None = None,
         numbers_first: bool = False,
         gpu_there: bool = True,
+        launched: bool = False,
         told_of_gpu: list[str] | None = None,
     ) -> None:
         """Start before the script's first line.
@@ -66,7 +67,8 @@ class ScriptRecorder:
             steps: how many to record; None for two with whole batches.
             numbers_first: whether tensors have numbers until the script builds its first module (``script_data``).
             gpu_there: whether the script is told that there is a GPU (``script_devices``).
-            told_of_gpu: gets the name of each function that told it so.
+            launched: whether it is told what a launcher tells the only process of a job (``script_processes``).
+            told_of_gpu: gets the name of what told it of a GPU.
         """
         self.recorder = Recorder(batch=1)
         self.num_events = 0
@@ -85,6 +87,9 @@ class ScriptRecorder:
         self.channels_last = False
         """Whether a model or its inputs are stored channels-last."""
         self._steps, self._policy, self._numbers_first = steps, policy, numbers_first
+        self.compiles: list[str] = []
+        """Functions by which the script compiles, which were left out."""
+        self._launched = launched
         self._gpu_there, self._told_of_gpu = gpu_there, told_of_gpu
         self._region = region_of(policy)
         self._open = ExitStack()
@@ -131,10 +136,13 @@ class ScriptRecorder:
                 noted = partial(self._note_size, script)
                 watched: list[AbstractContextManager[Any]] = [
                     validated,
-                    self._stand_ins(script),
+                    stand_ins(partial(self._note_line, script), some_are_real=self._numbers_first),
                     self.batches.watching(),
                     own_amp_left_out(),
                     gpu_on_cpu(self._told_of_gpu, there=self._gpu_there),
+                    first_process_alone(launched=self._launched),
+                    compilation_left_out(self._note_compilation),
+                    saved_in_memory(),
                     cuda_operators(),
                     largest_sizes(noted),
                     longest_sequences(noted),
@@ -231,6 +239,8 @@ class ScriptRecorder:
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
+            if group.get("capturable", False):  # for CUDA graphs, which are left out; torch refuses it on a CPU
+                group["capturable"] = False
         for masters in self._masters:
             masters.pull_gradients()
 
@@ -255,58 +265,9 @@ class ScriptRecorder:
 
     # --- numbers, of which there are none ----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _stand_ins(self, script: str) -> Iterator[None]:
-        """Answer each question for a number with 1.0, 0 or False; an optimizer that divides by its step counter must not get 0."""
-        offsets = WeakTensorKeyDictionary()
-        """What was added to a stand-in: ``x[i : i + 8]`` has 8 rows wherever it begins."""
-
-        def number(tensor: Tensor) -> Any:
-            return (
-                1.0 if tensor.is_floating_point() else False if tensor.dtype is torch.bool else offsets.get(tensor, 0)
-            )
-
-        def shifted(own: Callable[..., Any]) -> Callable[..., Any]:
-            def sum_of(tensor: Tensor, other: Any) -> Any:
-                result = own(tensor, other)
-                if type(other) is int and isinstance(result, FakeTensor) and result.dim() == 0:
-                    offsets[result] = offsets.get(tensor, 0) + other
-                return result
-
-            return sum_of
-
-        def zeros(tensor: Tensor) -> Any:
-            return number(tensor) if tensor.dim() == 0 else [zeros(tensor[0])] * tensor.shape[0] if len(tensor) else []
-
-        answers: dict[str, Callable[..., Any]] = {
-            "item": number,
-            "__float__": lambda tensor: 1.0,
-            "__int__": lambda tensor: offsets.get(tensor, 0),
-            "__index__": lambda tensor: offsets.get(tensor, 0),
-            "__bool__": lambda tensor: False,
-            "tolist": zeros,
-            "__format__": lambda tensor, how: format(number(tensor), how) if tensor.dim() == 0 else str(tensor),
-            "numpy": lambda tensor, **_: __import__("numpy").array(zeros(tensor)),
-        }
-
-        def noted(answer: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-            def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-                if self._numbers_first and not isinstance(tensor, FakeTensor):
-                    with _disable_current_modes():
-                        return own(tensor, *args, **kwargs)
-                self._note_line(script)
-                return answer(tensor, *args, **kwargs)
-
-            return asked
-
-        with ExitStack() as stack:
-            for name in ("__add__", "__radd__"):
-                stack.enter_context(patch.object(Tensor, name, shifted(getattr(Tensor, name))))
-            for name, answer in answers.items():
-                for kind in (Tensor, torch._subclasses.FakeTensor):
-                    if name in vars(kind) or kind is Tensor:
-                        stack.enter_context(patch.object(kind, name, noted(answer, getattr(kind, name))))
-            yield
+    def _note_compilation(self, name: str) -> None:
+        if name not in self.compiles:
+            self.compiles.append(name)
 
     def _note_size(self, script: str) -> None:
         frame: FrameType | None = sys._getframe(1)
@@ -317,8 +278,8 @@ class ScriptRecorder:
             self.sized_at.append(line)
 
     def _note_line(self, script: str) -> None:
-        frame = sys._getframe(2)
-        if frame.f_code.co_filename == script and len(self.read_at) < _MOST_READ_AT:
+        frame = asking_frame()
+        if frame is not None and frame.f_code.co_filename == script and len(self.read_at) < _MOST_READ_AT:
             line = f"{Path(script).name}:{frame.f_lineno}"
             if line not in self.read_at:
                 self.read_at.append(line)
