@@ -67,6 +67,10 @@ class Recorder(TorchDispatchMode):
             if number is not None:
                 self.tape.blocks[number].kind = kind
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether the storage of ``tensor`` is allocated."""
+        return _key(tensor) in self._numbers
+
     def label(self, tensors: Iterable[Tensor], kind: Kind) -> None:
         """Say what the storages of ``tensors`` turned out to be: gradients, or the optimizer's state."""
         for tensor in tensors:

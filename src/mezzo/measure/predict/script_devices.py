@@ -35,12 +35,15 @@ _TYPED = "torch.cuda."
 
 
 @contextmanager
-def gpu_on_cpu(asked: list[str] | None = None, *, there: bool = True) -> Iterator[None]:
+def gpu_on_cpu(
+    asked: list[str] | None = None, *, there: bool = True, moved: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> Iterator[None]:
     """Keep everything on the CPU that the block moves to an accelerator or makes on one.
 
     Args:
         asked: gets the name of what tells the block of a GPU.
         there: whether what tells of the machine says that it has a GPU; otherwise it says what is true.
+        moved: gets each tensor that the block moves to an accelerator or makes there, and returns what is there then.
     """
     asked = [] if asked is None else asked
     place = _Place(asked, there=there)
@@ -59,7 +62,7 @@ def gpu_on_cpu(asked: list[str] | None = None, *, there: bool = True) -> Iterato
         stack.enter_context(gpu_told(asked, there=there))
         for home, name, made in replaced:
             stack.enter_context(patch.object(home, name, made))
-        stack.enter_context(_OnCpu(place))
+        stack.enter_context(_OnCpu(place, moved))
         yield
 
 
@@ -178,9 +181,9 @@ def _of_cpu_alone(own: Callable[..., Any]) -> Callable[..., Any]:
 class _OnCpu(TorchFunctionMode):
     """A mode that gives every function of torch the CPU in place of an accelerator."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, place: _Place, moved: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._place = place
+        self._place, self._moved = place, moved
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -189,19 +192,22 @@ class _OnCpu(TorchFunctionMode):
         on_cpu = self._place.on_cpu
         if func in _STAYS:
             self._place.used(_STAYS[func])
-            return args[0]
+            return self._moved(args[0]) if _STAYS[func] else args[0]
         if func is torch.device:
             return self._device(args, kwargs or {}, for_script=asked_by_script())
         if func is Tensor.type:
             return self._type(args, kwargs or {}, for_script=asked_by_script())
         number_at = _DEVICE_AT.get(func)
-        moved = [
+        here = [
             on_cpu(value) if number == number_at or isinstance(value, (torch.device, str)) else value
             for number, value in enumerate(args)
         ]
-        return func(
-            *moved, **{name: on_cpu(value) if name == "device" else value for name, value in (kwargs or {}).items()}
-        )
+        named = {name: on_cpu(value) if name == "device" else value for name, value in (kwargs or {}).items()}
+        made = func(*here, **named)
+        changed = any(a is not b for a, b in zip(here, args, strict=True)) or named.get("device") is not (
+            kwargs or {}
+        ).get("device")
+        return self._moved(made) if changed and isinstance(made, Tensor) else made
 
     def _device(self, args: tuple[Any, ...], kwargs: Any, *, for_script: bool) -> torch.device:
         by_number = bool(args) and type(args[0]) is int  # torch's CPU build knows no number

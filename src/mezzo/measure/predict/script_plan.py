@@ -181,6 +181,7 @@ def _by_its_source(
         modules=known.modules,
         configurations=known.configurations,
     )
+    failed = ""
     for place in places:
         words = place.arguments(first.arguments, size=size, other=other)
         made = [
@@ -191,12 +192,14 @@ def _by_its_source(
         ]
         try:
             found = _all_recorded(made, deadline_s)
-        except UsageError:  # the number is not the batch's alone
+        except UsageError as error:  # the number is not the batch's alone
+            if place.argument is not None and not failed:
+                failed = f"{place.where} seems to set it, and with {other} in place of {size} {error.message}"
             continue
         if found[0].batch == other and _only_the_batch_differs(known, found[0]):
             return [replace(one, size_at=place.where) for one in found], ""
     read = f", nor in {', '.join(Path(file).name for file in known.configurations)}" if known.configurations else ""
-    return [], f"neither a DataLoader nor a number in the script{read} sets the size of its batch"
+    return [], failed or f"neither a DataLoader nor a number in the script{read} sets the size of its batch"
 
 
 def _only_the_batch_differs(one: ScriptTape, other: ScriptTape) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -13,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -32,7 +35,7 @@ from mezzo.measure.predict.script_processes import first_process_alone
 from mezzo.measure.predict.script_saves import saved_in_memory
 from mezzo.measure.predict.script_sizes import largest_sizes
 from mezzo.measure.predict.stand_ins import asking_frame, stand_ins
-from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.tape import Kind, Tape
 from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of, units_of
 from mezzo.policy import Policy
 
@@ -95,6 +98,8 @@ class ScriptRecorder:
         self._open = ExitStack()
         self._models: list[nn.Module] = []
         self._known: set[int] = set()
+        self._on_gpu: list[weakref.ref[Tensor]] = []
+        """What the script moved to its GPU before its first step."""
         self._masters: list[MasterWeights] = []
 
     @property
@@ -119,7 +124,7 @@ class ScriptRecorder:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Not a hook: a hook would run when the module's forward, which casting wraps, has been looked up.
-            self._called(module, args, kwargs)
+            self._called(module, args, kwargs, fake)
             return own_call(module, *args, **kwargs)
 
         hooks = [
@@ -139,7 +144,7 @@ class ScriptRecorder:
                     stand_ins(partial(self._note_line, script), some_are_real=self._numbers_first),
                     self.batches.watching(),
                     own_amp_left_out(),
-                    gpu_on_cpu(self._told_of_gpu, there=self._gpu_there),
+                    gpu_on_cpu(self._told_of_gpu, there=self._gpu_there, moved=self._moved),
                     first_process_alone(launched=self._launched),
                     compilation_left_out(self._note_compilation),
                     saved_in_memory(),
@@ -166,12 +171,14 @@ class ScriptRecorder:
 
     # --- the parts of a step -----------------------------------------------------------------------------------------------------
 
-    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _called(self, module: nn.Module, args: Any, kwargs: Any, fake: FakeTensorMode) -> None:
         if not self.recorder.recording:
             if not (module.training and torch.is_grad_enabled()):
                 return
             self.recorder.recording = True
             self._adopt(module)
+            if not self.tape.step_starts:
+                self._own_what_else_is_there(fake)
             self.recorder.step_begins()
             self.sizes.append([])
         elif self.recorder.phase == "forward":
@@ -210,8 +217,32 @@ class ScriptRecorder:
         self.recorder.phase = "setup"
         for unit, size in units_of(module).items():
             self.tape.units[unit] = self.tape.units.get(unit, 0) + size
-        self.recorder.own(module.parameters(), "parameters")
-        self.recorder.own(module.buffers(), "buffers")
+        for tensors, kind in _weights(module):
+            self.recorder.own(tensors, kind)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """Return what lies on the GPU of a tensor that was moved: a part of a larger one in host memory is a tensor of its own there."""
+        own = not self.recorder.recording or self.recorder.phase == "optimizer"  # otherwise it lay there
+        if own and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+            recording, self.recorder.recording = self.recorder.recording, False
+            tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            self.recorder.recording = recording
+        if not self.tape.step_starts:
+            self._on_gpu.append(weakref.ref(tensor))
+        return tensor
+
+    def _own_what_else_is_there(self, fake: FakeTensorMode) -> None:
+        """Allocate what lies on the GPU beside the model: models that are not trained, as averages and teachers, and data."""
+        self.recorder.phase = "setup"
+        gc.collect()
+        for module in [
+            one for one in gc.get_objects() if issubclass(type(one), nn.Module) and id(one) not in self._known
+        ]:
+            for tensors, kind in _weights(module):
+                self.recorder.own((t for t in tensors if isinstance(t, FakeTensor) and t.fake_mode is fake), kind)
+        there = [tensor for made in self._on_gpu if (tensor := made()) is not None]
+        self.recorder.own((tensor for tensor in there if not self.recorder.knows(tensor)), "inputs")
+        self._on_gpu.clear()
 
     def _backward_begins(self) -> None:
         self._open.close()
@@ -283,6 +314,11 @@ class ScriptRecorder:
             line = f"{Path(script).name}:{frame.f_lineno}"
             if line not in self.read_at:
                 self.read_at.append(line)
+
+
+def _weights(module: nn.Module) -> tuple[tuple[list[Tensor], Kind], ...]:
+    """Return the parameters and the buffers of a module, with their kinds."""
+    return (list(module.parameters()), "parameters"), (list(module.buffers()), "buffers")
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -219,6 +220,12 @@ def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
         return UsageError(
             f"{request.script} ended before it trained: {one.error} ({printed})",
             hint="check the script's own arguments; run it by itself with them first",
+        )
+    missing = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", one.error)
+    if missing is not None:
+        return UsageError(
+            f"{request.script} imports {missing[1]!r}, which is not installed here: {one.error}",
+            hint=f"install it for {sys.executable}, or run the script by itself first",
         )
     if one.needs_numbers:
         hint = (
