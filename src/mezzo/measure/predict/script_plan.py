@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mezzo.errors import UsageError
+from mezzo.formats import FP32
 from mezzo.measure.predict.batch_sources import batch_sources
 from mezzo.measure.predict.plan import Tapes
 from mezzo.measure.predict.script_data import MOST_OPERATIONS
@@ -15,9 +16,12 @@ from mezzo.measure.predict.script_gpu import GPU_TOLD
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
 from mezzo.measure.predict.stand_ins import numbers_read
 from mezzo.measure.predict.tape import Tape, check_same_steps, grow_unevenly
+from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.records import Reason
 from mezzo.records.run import BATCH
 
+_SOME = 0.05
+"""Share of FLOPs that is worth a word."""
 _WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
 
 
@@ -247,6 +251,20 @@ def _paired(one: ScriptTape, other: ScriptTape | None, *, size: int | None) -> t
     return "", Tapes(one.tape, other.tape, num_batches=one.num_batches)
 
 
+def _own_precision(tape: Tape | None) -> list[Reason]:
+    """Return what is said of a script that computes in 16 bits under FP32, by casts of its own."""
+    flops: dict[str, int] = {}
+    for operation in tape.operations if tape is not None else ():
+        flops[operation.format] = flops.get(operation.format, 0) + operation.flops
+    found = [
+        f"{share:.0%} of the FLOPs in {name}"
+        for name in sorted(HALF_FORMATS)
+        if (share := flops.get(name, 0) / max(1, sum(flops.values()))) > _SOME
+    ]
+    why = "it casts its model or its data itself, and no policy takes that back: the rows of fp32 and tf32 have it as well"
+    return [Reason(what="the script's own precision", value=", ".join(found), reason=why)] if found else []
+
+
 def _layout(known: ScriptTape) -> bool | None:
     operations = known.tape.operations if known.tape is not None else []
     return known.channels_last if any(op.name == "convolution" for op in operations) else None
@@ -273,6 +291,7 @@ def _assumptions(
         found.append(
             Reason(what=", ".join(known.compiles), value="left out", reason="compiled steps are not predicted")
         )
+    found += _own_precision(known.tape) if known.policy == FP32.name else []
     if known.sized_at:
         lines = ", ".join(filter(None, known.sized_at)) or "in a library"
         why = (

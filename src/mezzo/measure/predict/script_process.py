@@ -88,6 +88,7 @@ def recorded(request: TapeRequest, policy: Policy, told_of_gpu: list[str] | None
         configurations=files.configurations,
         numbers_first=request.numbers_first,
         launched=request.launched,
+        policy=request.policy,
         compiles=watch.compiles,
         channels_last=watch.channels_last,
         optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in watch.optimizers)),

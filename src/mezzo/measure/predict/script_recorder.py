@@ -24,7 +24,7 @@ from mezzo.engine.conversion import cast_model
 from mezzo.engine.master import MasterWeights
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.packed import longest_sequences
-from mezzo.measure.predict.recorder import Recorder
+from mezzo.measure.predict.recorder import Recorder, storage_key
 from mezzo.measure.predict.script_amp import own_amp_left_out
 from mezzo.measure.predict.script_batches import ScriptBatches, first_size
 from mezzo.measure.predict.script_copies import copies_without_numbers
@@ -95,11 +95,14 @@ class ScriptRecorder:
         self._launched = launched
         self._gpu_there, self._told_of_gpu = gpu_there, told_of_gpu
         self._region = region_of(policy)
+        self._hosts = False
+        """Whether a loader makes a batch."""
+        self.batches.loading = self._by_host
         self._open = ExitStack()
         self._models: list[nn.Module] = []
         self._known: set[int] = set()
-        self._on_gpu: list[weakref.ref[Tensor]] = []
-        """What the script moved to its GPU before its first step."""
+        self._on_gpu: dict[int, weakref.ref[Tensor]] = {}
+        """What the script moved to its GPU since the model's last call, by storage."""
         self._masters: list[MasterWeights] = []
 
     @property
@@ -171,7 +174,18 @@ class ScriptRecorder:
 
     # --- the parts of a step -----------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _by_host(self) -> Iterator[None]:
+        """Leave out what the block runs."""
+        recording, self.recorder.recording, self._hosts = self.recorder.recording, False, True
+        try:
+            yield
+        finally:
+            self.recorder.recording, self._hosts = recording, False
+
     def _called(self, module: nn.Module, args: Any, kwargs: Any, fake: FakeTensorMode) -> None:
+        if self._hosts:
+            return
         if not self.recorder.recording:
             if not (module.training and torch.is_grad_enabled()):
                 return
@@ -200,6 +214,7 @@ class ScriptRecorder:
         self.channels_last = self.channels_last or any(map(_is_channels_last, tensors))
         self.recorder.phase = "inputs"
         self.recorder.own((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "inputs")
+        self._own_moved()
         self.recorder.phase = "forward"
         self._open.enter_context(self._region())
         self._open.enter_context(modules_named(module, self.recorder))
@@ -222,14 +237,23 @@ class ScriptRecorder:
 
     def _moved(self, tensor: Tensor) -> Tensor:
         """Return what lies on the GPU of a tensor that was moved: a part of a larger one in host memory is a tensor of its own there."""
-        own = not self.recorder.recording or self.recorder.phase == "optimizer"  # otherwise it lay there
-        if own and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        if self.recorder.recording and self.recorder.phase != "optimizer":
+            return tensor  # inside a model
+        known = self._on_gpu.get(storage_key(tensor))
+        if self.recorder.knows(tensor) or (known is not None and known() is not None):
+            return tensor
+        if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
             recording, self.recorder.recording = self.recorder.recording, False
             tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             self.recorder.recording = recording
-        if not self.tape.step_starts:
-            self._on_gpu.append(weakref.ref(tensor))
+        self._on_gpu[storage_key(tensor)] = weakref.ref(tensor)
         return tensor
+
+    def _own_moved(self) -> None:
+        """Allocate what was moved to the GPU and is not known yet, as the labels of a batch."""
+        there = [tensor for made in self._on_gpu.values() if (tensor := made()) is not None]
+        self.recorder.own((tensor for tensor in there if not self.recorder.knows(tensor)), "inputs")
+        self._on_gpu.clear()
 
     def _own_what_else_is_there(self, fake: FakeTensorMode) -> None:
         """Allocate what lies on the GPU beside the model: models that are not trained, as averages and teachers, and data."""
@@ -240,9 +264,7 @@ class ScriptRecorder:
         ]:
             for tensors, kind in _weights(module):
                 self.recorder.own((t for t in tensors if isinstance(t, FakeTensor) and t.fake_mode is fake), kind)
-        there = [tensor for made in self._on_gpu if (tensor := made()) is not None]
-        self.recorder.own((tensor for tensor in there if not self.recorder.knows(tensor)), "inputs")
-        self._on_gpu.clear()
+        self._own_moved()
 
     def _backward_begins(self) -> None:
         self._open.close()

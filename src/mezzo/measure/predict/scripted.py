@@ -92,6 +92,7 @@ class ScriptTape:
     """What told it of a GPU, as functions of ``torch.cuda``."""
     launched: bool = False
     """Whether it was told what a launcher tells the only process of a job, since it fails without."""
+    policy: str = ""
     compiles: Sequence[str] = ()
     """Functions by which it compiles, which were left out."""
     fails_with_gpu: str = ""
