@@ -137,7 +137,7 @@ def _others(
     size = named or known.batch
     if size is None:
         return [], "the size of its batches differs within a step"
-    other = size // 2 if size > 1 else 2
+    other = _other_size(size)
     if named is None and not known.from_loader:
         return _by_its_source(requests, known, size, other, deadline_s=deadline_s)
     made = [
@@ -158,6 +158,11 @@ def _others(
     elif found[0].batch != other:
         return _by_its_source(requests, known, size, other, deadline_s=deadline_s)
     return found, ""
+
+
+def _other_size(size: int) -> int:
+    """Return half of a batch; twice its size where half would be one sample, whose tensors need fewer copies."""
+    return size // 2 if size > 3 else 2 * size
 
 
 def _all_recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> list[ScriptTape]:
@@ -308,7 +313,7 @@ def _assumptions(
     found.append(Reason(what="batch", value=f"{size} samples{many}", reason=source))
     if followed:
         where = f"set by {at}; " if at else ""
-        sizes = f"{max(1, size // 2)} to {max(2, size)}"
+        sizes = " to ".join(map(str, sorted((size, _other_size(size)))))
         how = f"{where}each operation's cost and each tensor's bytes grow evenly with the batch, as from {sizes}"
         if uneven:
             how += "; those of tensors that compare samples with each other, with its square"

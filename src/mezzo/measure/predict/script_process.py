@@ -175,10 +175,15 @@ def _write(request: TapeRequest, place: Path) -> ScriptTape:
 
 
 def _said(error: Exception, script: str) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
-    where = f"{Path(script).name}:{lines[-1]}: " if lines else ""
+    own = os.path.join(os.path.realpath(os.path.dirname(script)), "")  # its modules are its own as well
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_below(frame.filename, own)]
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
     first = str(error).strip().partition("\n")[0]
     return f"{where}{type(error).__name__}: {first}"
+
+
+def _is_below(file: str, folder: str) -> bool:
+    return os.path.realpath(file).startswith(folder) and "site-packages" not in file
 
 
 if __name__ == "__main__":
