@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mezzo.measure.predict import script_recorder
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import TapeRequest
 from mezzo.measure.predict.stand_ins import numbers_read, stand_ins
@@ -92,3 +93,36 @@ def test_a_model_by_name_may_ask_for_a_number_too() -> None:
     (line,) = tape.read_at
     assert line.startswith("test_stand_ins.py:")
     assert numbers_read("model", [line]).reason.endswith(f"read at {line}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ("torch.isfinite(p.grad).all()", ""),
+        ("p.grad.isfinite().all()", ""),
+        ("torch.all(torch.isfinite(p.grad)).item()", ""),
+        ("not (torch.isnan(p.grad).any() or torch.isinf(p.grad).any())", ""),
+        ("p.grad.sum() > 0", "8 backward passes and no update"),
+    ],
+)
+def test_gradients_are_finite_and_a_script_that_never_updates_is_ended(
+    asked: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script_recorder, "_MOST_BACKWARD", 8)
+    path = tmp_path / "train.py"
+    path.write_text(f"""
+import torch
+p = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(p.parameters(), lr=0.1)
+while True:
+    p(torch.randn(3, 2)).mean().backward()
+    if {asked.replace("p.grad", "p.weight.grad")}:
+        optimizer.step()
+    optimizer.zero_grad()
+""")
+    request = TapeRequest(script=str(path), arguments=(), policy="fp32")
+    if error:
+        with pytest.raises(RuntimeError, match=error):
+            recorded(request, Policy.parse("fp32"))
+    else:
+        assert recorded(request, Policy.parse("fp32")).num_steps == 2

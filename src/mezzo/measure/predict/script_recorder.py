@@ -41,6 +41,8 @@ from mezzo.policy import Policy
 
 _MOST_STEPS = 8
 """Steps after which a whole batch is no longer waited for."""
+_MOST_BACKWARD = 512
+"""Backward passes of one update; a script that makes more would make them for ever."""
 _MOST_READ_AT = 5
 
 
@@ -95,6 +97,8 @@ class ScriptRecorder:
         self._launched = launched
         self._gpu_there, self._told_of_gpu = gpu_there, told_of_gpu
         self._region = region_of(policy)
+        self._num_backward = 0
+        """Since the last update."""
         self._hosts = False
         """Whether a loader makes a batch."""
         self.batches.loading = self._by_host
@@ -268,6 +272,11 @@ class ScriptRecorder:
 
     def _backward_begins(self) -> None:
         self._open.close()
+        self._num_backward += 1
+        if self._num_backward > _MOST_BACKWARD:
+            raise RuntimeError(
+                f"{_MOST_BACKWARD} backward passes and no update: a condition on a number, of which there are none, keeps it away"
+            )
         if self.recorder.recording:
             self.recorder.phase = "backward"
             self.tape.backward_starts.append(len(self.tape.events))
@@ -280,6 +289,7 @@ class ScriptRecorder:
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.recorder.phase = "optimizer"
+        self._num_backward = 0
         if self.recorder.recording:
             self.tape.optimizer_starts.append(len(self.tape.events))
         if optimizer not in self.optimizers:

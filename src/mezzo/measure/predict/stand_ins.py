@@ -1,4 +1,4 @@
-"""What a training that is traced without numbers gets where it asks for one: 1.0, 0 or False.
+"""What a training that is traced without numbers gets where it asks for one: 1.0, 0 or False. Everything is finite.
 
 An optimizer that divides by its step counter must not get 0. Torch itself asks too, as for ``data[i]`` with a tensor for ``i``.
 """
@@ -90,6 +90,9 @@ def stand_ins(told: Callable[[], None], *, some_are_real: bool = False) -> Itera
     with ExitStack() as stack:
         for name in ("__add__", "__radd__"):
             stack.enter_context(patch.object(Tensor, name, answers.shifted(getattr(Tensor, name))))
+        for home in (torch, Tensor):
+            for name in ("isfinite", "all", "any"):
+                stack.enter_context(patch.object(home, name, answers.about_finite(name, getattr(home, name))))
         for name, answer in answers.by_method().items():
             for kind in (Tensor, FakeTensor):
                 if name in vars(kind) or kind is Tensor:
@@ -105,6 +108,8 @@ class _Answers:
     def __init__(self) -> None:
         self._offsets = WeakTensorKeyDictionary()
         """What was added to a stand-in: ``x[i : i + 8]`` has 8 rows wherever it begins."""
+        self._finite = WeakTensorKeyDictionary()
+        """What says that values are finite: a script that unscales gradients itself would skip every update."""
 
     def by_method(self) -> dict[str, Callable[..., Any]]:
         """Return the answer to each method of a tensor that returns numbers."""
@@ -113,7 +118,7 @@ class _Answers:
             "__float__": lambda tensor: 1.0,
             "__int__": self._whole,
             "__index__": self._whole,
-            "__bool__": _false,
+            "__bool__": self._true_if_finite,
             "tolist": self._each,
             "__format__": lambda tensor, how: format(self.number(tensor), how) if tensor.dim() == 0 else str(tensor),
             "numpy": lambda tensor, **_: np.array(self._each(tensor)),
@@ -121,7 +126,23 @@ class _Answers:
 
     def number(self, tensor: Tensor) -> Any:
         """Return the stand-in of a tensor with one element."""
-        return 1.0 if tensor.is_floating_point() else False if tensor.dtype is torch.bool else self._whole(tensor)
+        if tensor.dtype is torch.bool:
+            return self._true_if_finite(tensor)
+        return 1.0 if tensor.is_floating_point() else self._whole(tensor)
+
+    def about_finite(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``isfinite``, or ``all`` or ``any`` of what it returned, whose result is known to be true."""
+
+        def asked(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            result = own(tensor, *args, **kwargs)
+            if isinstance(result, FakeTensor) and (name == "isfinite" or tensor in self._finite):
+                self._finite[result] = True
+            return result
+
+        return asked
+
+    def _true_if_finite(self, tensor: Tensor) -> bool:
+        return tensor in self._finite
 
     def shifted(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``Tensor.__add__`` that keeps what was added to a whole number."""
