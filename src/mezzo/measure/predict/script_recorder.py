@@ -263,9 +263,8 @@ class ScriptRecorder:
         """Allocate what lies on the GPU beside the model: models that are not trained, as averages and teachers, and data."""
         self.recorder.phase = "setup"
         gc.collect()
-        for module in [
-            one for one in gc.get_objects() if issubclass(type(one), nn.Module) and id(one) not in self._known
-        ]:
+        found = (one for one in gc.get_objects() if issubclass(type(one), nn.Module) and id(one) not in self._known)
+        for module in sorted(found, key=_told_apart):  # the collector's order differs from run to run
             for tensors, kind in _weights(module):
                 self.recorder.own((t for t in tensors if isinstance(t, FakeTensor) and t.fake_mode is fake), kind)
         self._own_moved()
@@ -346,6 +345,11 @@ class ScriptRecorder:
             line = f"{Path(script).name}:{frame.f_lineno}"
             if line not in self.read_at:
                 self.read_at.append(line)
+
+
+def _told_apart(module: nn.Module) -> str:
+    """Return what sorts modules in the same way in every run."""
+    return f"{type(module).__qualname__} {[tuple(p.shape) for p in module.parameters()]}"
 
 
 def _weights(module: nn.Module) -> tuple[tuple[list[Tensor], Kind], ...]:
