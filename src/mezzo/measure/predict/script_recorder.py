@@ -250,6 +250,9 @@ class ScriptRecorder:
             recording, self.recorder.recording = self.recorder.recording, False
             tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             self.recorder.recording = recording
+        self._on_gpu.pop(
+            storage_key(tensor), None
+        )  # of a storage that is gone: its place in the order is not this one's
         self._on_gpu[storage_key(tensor)] = weakref.ref(tensor)
         return tensor
 
