@@ -15,9 +15,7 @@ each, DIR gets
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
-import gzip
 import json
 import statistics
 import time
@@ -30,6 +28,7 @@ from typing import Any
 
 import torch
 
+import csv_rows
 from measure_zoo import WARM_UP, Case, Training, allow_tf32, asked
 
 CASES = (
@@ -286,7 +285,7 @@ def measure(case: Case, device: str, out: Path) -> Step:
     except (KeyError, ValueError) as error:  # the step's time is worth a row, and the trace is kept
         print(f"{' '.join(case.key)}: no kernels were read: {type(error).__name__}: {error}", flush=True)
         return row
-    _append(out / "kernels.csv.gz", ({**asdict(case), **asdict(kernel)} for kernel in kernels))
+    _append(out / "kernels.csv.gz", case, kernels)
     return with_kernels(row, kernels)
 
 
@@ -308,22 +307,12 @@ def name_of(case: Case) -> str:
     return "-".join(case.key).replace(":", "-").replace("/", "-")
 
 
-def _append(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    names = [field.name for field in (*fields(Case), *fields(Kernel))]
-    is_new = not path.exists()
-    with gzip.open(path, "at", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        for row in rows:
-            writer.writerow({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})
-
-
-def _write_steps(path: Path, rows: Sequence[Step]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Step)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(map(asdict, rows))
+def _append(path: Path, case: Case, kernels: Iterable[Kernel]) -> None:
+    rows = ({**asdict(case), **asdict(kernel)} for kernel in kernels)
+    rounded = (
+        {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()} for row in rows
+    )
+    csv_rows.append(path, rounded, [field.name for field in (*fields(Case), *fields(Kernel))])
 
 
 def kept(out: Path) -> Iterator[tuple[Case, list[Kernel]]]:
@@ -346,28 +335,22 @@ def main() -> None:
     if options.read:
         (out / "kernels.csv.gz").unlink(missing_ok=True)
         for case, kernels in kept(out):
-            _append(out / "kernels.csv.gz", ({**asdict(case), **asdict(kernel)} for kernel in kernels))
+            _append(out / "kernels.csv.gz", case, kernels)
         return
     out.mkdir(parents=True, exist_ok=True)
     if any((out / name).exists() for name in ("steps.csv", "kernels.csv.gz", "traces.zip")):
         parser.error(f"--out {out} has measurements already: name another folder")
-    begin, longest, rows = time.monotonic(), 0.0, []
-    for case in CASES:
-        if time.monotonic() - begin + longest > options.seconds:
-            print(f"the seconds are over before {' '.join(case.key)}", flush=True)
-            break
+    for case in csv_rows.until(options.seconds, CASES, lambda case: " ".join(case.key)):
         at = time.monotonic()
         try:
-            rows.append(measure(case, options.device, out))
+            one = measure(case, options.device, out)
         except Exception as error:  # it is said, and the next case runs
             print(f"{' '.join(case.key)}: not measured: {type(error).__name__}: {error}", flush=True)
             continue
         finally:
             gc.collect()
             torch.cuda.empty_cache()
-            longest = max(longest, time.monotonic() - at)
-        _write_steps(out / "steps.csv", rows)
-        one = rows[-1]
+        csv_rows.append(out / "steps.csv", [asdict(one)], [field.name for field in fields(Step)])
         print(
             f"{' '.join(case.key)}: step {one.step_ms:.2f} ms, host {one.host_ms:.2f} ms, "
             f"{one.num_kernels} kernels {one.kernels_ms:.2f} ms, {time.monotonic() - at:.1f} s",

@@ -1,9 +1,9 @@
 """Measure step time and memory of named models on one GPU: python benchmarks/measure_zoo.py --minutes 9 --out zoo.csv.
 
-Plain torch, timm and transformers; nothing is downloaded and Mezzo is not needed. Each case trains random data as ``mezzo predict
---model`` assumes: eager, one resident batch, AdamW with torch's defaults, channels-first unless the case says otherwise, no loss
-scaling, gradients set to None before the forward pass, outputs kept until the next one. ``fp32`` computes all products in FP32, ``tf32``
-all in TF32, ``fp16`` and ``bf16`` are torch's autocast with TF32 for the rest.
+Plain torch, timm and transformers, and ``csv_rows.py``; nothing is downloaded and Mezzo is not needed. Each case trains random data as
+``mezzo predict --model`` assumes: eager, one resident batch, AdamW with torch's defaults, channels-first unless the case says otherwise,
+no loss scaling, gradients set to None before the forward pass, outputs kept until the next one. ``fp32`` computes all products in FP32,
+``tf32`` all in TF32, ``fp16`` and ``bf16`` are torch's autocast with TF32 for the rest.
 
 A case runs in a process of its own, forked after the imports. Its row is written at once; cases that FILE has already are skipped.
 ``--history DIR`` also keeps what the allocator did in the first two steps, a file a case.
@@ -14,7 +14,6 @@ A case runs in a process of its own, forked after the imports. Its row is writte
 from __future__ import annotations
 
 import argparse
-import csv
 import gzip
 import json
 import multiprocessing
@@ -31,6 +30,8 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import csv_rows
 
 WARM_UP, LEAST_STEPS, LEAST_S = 5, 10, 1.5
 """Steps before the timed ones; how many are timed at least, and for how long."""
@@ -357,43 +358,21 @@ def main() -> None:
     import timm  # noqa: F401 - before the fork, so that no case imports it again
     import transformers  # noqa: F401
 
-    begin, longest = time.monotonic(), 0.0
     idle_bytes = asked("memory.used") << 20
     wanted = [case for case in CASES[options.cases]() if case.policy in options.policies.split(",")]
     wanted = [case for case in wanted if any(part in case.model for part in options.models.split(","))]
-    done = _keys(options.out)
-    for case in wanted:
-        if case.key in done:
-            continue
-        if time.monotonic() - begin + longest > 60 * options.minutes:
-            print(f"the minutes are over before {' '.join(case.key)}", flush=True)
-            break
-        at = time.monotonic()
+    rows = csv_rows.read(options.out) if options.out.exists() else ()
+    done = {tuple(cells[field.name] for field in fields(Case)) for cells in rows}
+    left = [case for case in wanted if case.key not in done]
+    for case in csv_rows.until(60 * options.minutes, left, lambda case: " ".join(case.key)):
         settings = {"benchmark": options.cudnn_benchmark, "idle_bytes": idle_bytes, "history": options.history}
         row = one_case(case, settings)
-        longest = max(longest, time.monotonic() - at)
         if isinstance(row, str):
             print(f"{' '.join(case.key)}: not measured: {row}", flush=True)
             continue
-        _write(options.out, row)
+        csv_rows.append(options.out, [asdict(row)], [field.name for field in fields(Measured)])
         sizes = " ".join(f"{n} {getattr(row, n + '_bytes') >> 20} MiB" for n in ("allocated", "reserved", "device"))
         print(f"{' '.join(case.key)}: {row.status} {row.step_ms:.2f} ms {row.throughput:.0f}/s {sizes}", flush=True)
-
-
-def _keys(path: Path) -> set[tuple[str, ...]]:
-    if not path.exists():
-        return set()
-    with path.open(encoding="utf-8", newline="") as file:
-        return {tuple(cells[field.name] for field in fields(Case)) for cells in csv.DictReader(file)}
-
-
-def _write(path: Path, row: Measured) -> None:
-    new = not path.exists()
-    with path.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Measured)])
-        if new:
-            writer.writeheader()
-        writer.writerow(asdict(row))
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ operations of a kind one by one, in their order in each phase, and prints those 
 from __future__ import annotations
 
 import argparse
-import csv
-import gzip
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import csv_rows
 from measure_kernels import Case, Kernel, Step, kind_of
 from mezzo.gpus import Gpu, find_gpu
 from mezzo.measure.predict.plan import recorded_as
@@ -135,12 +134,10 @@ def joined(measured: Sequence[Call], predicted: Sequence[Call], kind: str) -> li
 
 def read(folder: Path) -> tuple[list[Step], dict[Case, list[Kernel]]]:
     """Return what ``measure_kernels.py`` wrote."""
-    with (folder / "steps.csv").open(encoding="utf-8", newline="") as file:
-        steps = [Step(**_typed(Step, cells)) for cells in csv.DictReader(file)]
+    steps = [Step(**_typed(Step, cells)) for cells in csv_rows.read(folder / "steps.csv")]
     kernels: dict[Case, list[Kernel]] = defaultdict(list)
-    with gzip.open(folder / "kernels.csv.gz", "rt", encoding="utf-8", newline="") as file:
-        for cells in csv.DictReader(file):
-            kernels[Case(**_typed(Case, cells))].append(Kernel(**_typed(Kernel, cells)))
+    for cells in csv_rows.read(folder / "kernels.csv.gz"):
+        kernels[Case(**_typed(Case, cells))].append(Kernel(**_typed(Kernel, cells)))
     return steps, kernels
 
 
@@ -229,10 +226,7 @@ def main() -> None:
         parts += compare(step, kernels[case_of(step)], gpu, options.calls)
     total(parts)
     if options.out is not None:
-        with options.out.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Part)], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(map(asdict, parts))
+        csv_rows.write(options.out, map(asdict, parts), [field.name for field in fields(Part)])
 
 
 if __name__ == "__main__":

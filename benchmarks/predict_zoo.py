@@ -11,7 +11,6 @@ measured, and with today's.
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import subprocess
 from collections import Counter, defaultdict
@@ -23,6 +22,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import csv_rows
+from csv_rows import Cells
 from measure_zoo import CASES, Case
 from mezzo.errors import UsageError
 from mezzo.gpus import Gpu, find_gpu
@@ -31,7 +32,6 @@ from mezzo.measure.predict.named import named_model, tape_of
 from mezzo.measure.predict.plan import Tapes, predict, recorded_as
 from mezzo.records import Prediction
 
-Cells = dict[str, str]
 MEASURES = {
     "throughput": "throughput",
     "allocated": "allocated_bytes",
@@ -88,25 +88,26 @@ def store(cases: list[Case], gpu: Gpu, path: Path) -> None:
         text=True,
         check=True,
     ).stdout.strip()
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Stored)], lineterminator="\n")
-        writer.writeheader()
-        for case in cases:
-            library = case.model.split(":")[0]
-            cells = {key: str(value) for key, value in asdict(case).items()}
-            found = predicted(cells, gpu)
-            row = Stored(
-                **asdict(case),
-                gpu=gpu.name,
-                step_ms=found.step_ms,
-                **{field: getattr(found, field) for field in MEASURES.values()},
-                commit=commit,
-                date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                torch=str(torch.__version__),
-                library=f"{library} {imported(library).__version__}",
-            )
-            writer.writerow(asdict(row))
-            print(f"{label(cells)}: predicted {found.step_ms:7.2f} ms, {found.reserved_bytes >> 20} MiB", flush=True)
+    csv_rows.write(path, (_stored(case, gpu, commit) for case in cases), [field.name for field in fields(Stored)])
+
+
+def _stored(case: Case, gpu: Gpu, commit: str) -> dict[str, object]:
+    """Return the row of ``case``, and print it."""
+    library = case.model.split(":")[0]
+    cells = {key: str(value) for key, value in asdict(case).items()}
+    found = predicted(cells, gpu)
+    row = Stored(
+        **asdict(case),
+        gpu=gpu.name,
+        step_ms=found.step_ms,
+        **{field: getattr(found, field) for field in MEASURES.values()},
+        commit=commit,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        torch=str(torch.__version__),
+        library=f"{library} {imported(library).__version__}",
+    )
+    print(f"{label(cells)}: predicted {found.step_ms:7.2f} ms, {found.reserved_bytes >> 20} MiB", flush=True)
+    return asdict(row)
 
 
 def stored_beside(path: Path) -> dict[tuple[str, ...], Cells]:
@@ -114,8 +115,7 @@ def stored_beside(path: Path) -> dict[tuple[str, ...], Cells]:
     path = path.with_name(f"{path.stem}_predicted.csv")
     if not path.exists():
         return {}
-    with path.open(encoding="utf-8", newline="") as file:
-        return {key_of(cells): cells for cells in csv.DictReader(file)}
+    return {key_of(cells): cells for cells in csv_rows.read(path)}
 
 
 def key_of(cells: Cells) -> tuple[str, ...]:
@@ -158,33 +158,32 @@ def compare(path: Path) -> None:
     then: list[Row] = []
     reasons = Counter[str]()
     stored, changed = stored_beside(path), 0
-    with path.open(encoding="utf-8", newline="") as file:
-        for cells in csv.DictReader(file):
-            gpu = find_gpu(cells["gpu"])
-            if gpu is None or cells["status"] != "ok":
-                reasons[cells["status"] if gpu is not None else f"no facts about {cells['gpu']}"] += 1
-                continue
-            try:
-                found = predicted(cells, gpu)
-            except UsageError as error:
-                reasons[str(error)] += 1
-                continue
-            today = {name: float(getattr(found, field)) for name, field in MEASURES.items()}
-            rows.append((cells, over_measured(today, cells)))
-            before = stored.get(key_of(cells))
-            beside = "" if not stored else "  not stored"
-            if before is not None:
-                kept = {name: float(before[field]) for name, field in MEASURES.items()}
-                then.append((cells, over_measured(kept, cells)))
-                differ = [name for name in MEASURES if not math.isclose(kept[name], today[name], rel_tol=1e-6)]
-                changed += bool(differ)
-                beside = f"  stored {float(before['step_ms']):.2f} ms: {', '.join(differ) or 'nothing'} differs"
-            errors = "  ".join(f"{name} {100 * (ratio - 1):+6.1f}%" for name, ratio in rows[-1][1].items())
-            print(
-                f"{label(cells)}: "
-                f"measured {float(cells['step_ms']):7.2f} ms predicted {found.step_ms:7.2f} ms  {errors}{beside}",
-                flush=True,
-            )
+    for cells in csv_rows.read(path):
+        gpu = find_gpu(cells["gpu"])
+        if gpu is None or cells["status"] != "ok":
+            reasons[cells["status"] if gpu is not None else f"no facts about {cells['gpu']}"] += 1
+            continue
+        try:
+            found = predicted(cells, gpu)
+        except UsageError as error:
+            reasons[str(error)] += 1
+            continue
+        today = {name: float(getattr(found, field)) for name, field in MEASURES.items()}
+        rows.append((cells, over_measured(today, cells)))
+        before = stored.get(key_of(cells))
+        beside = "" if not stored else "  not stored"
+        if before is not None:
+            kept = {name: float(before[field]) for name, field in MEASURES.items()}
+            then.append((cells, over_measured(kept, cells)))
+            differ = [name for name in MEASURES if not math.isclose(kept[name], today[name], rel_tol=1e-6)]
+            changed += bool(differ)
+            beside = f"  stored {float(before['step_ms']):.2f} ms: {', '.join(differ) or 'nothing'} differs"
+        errors = "  ".join(f"{name} {100 * (ratio - 1):+6.1f}%" for name, ratio in rows[-1][1].items())
+        print(
+            f"{label(cells)}: "
+            f"measured {float(cells['step_ms']):7.2f} ms predicted {found.step_ms:7.2f} ms  {errors}{beside}",
+            flush=True,
+        )
     for reason, count in reasons.most_common():
         print(f"not predicted ({count}): {reason}")
     summarize(rows)

@@ -166,9 +166,9 @@ for step in range(4):
     optimizer.step()
 """
 TOLD = [
-    ("print()", "what the script is told of its GPU", "it calls torch.cuda.is_available()"),
+    ("print()", "what the script is told of its GPU", "it asks torch.cuda.is_available()"),
     (
-        "torch.cuda.CUDAGraph()",
+        "torch.ops.of_a_gpu.kernel()",
         "torch.cuda.is_available()",
         "where it is True, the script fails on this machine: train.py:4: ",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.measure.advice import advice_for
+from mezzo.measure.advice import advice_for, asks_for_a_gpu
 
 APEX = "to run it with Mezzo's, type: python -m mezzo.compat.apex SCRIPT"
 
@@ -29,3 +29,8 @@ def test_an_error_is_followed_by_what_to_do(error: str, said: str) -> None:
     advice = advice_for(error)
     assert said in advice
     assert bool(said) == bool(advice)
+
+
+def test_a_script_that_needs_a_gpu_is_known_by_its_error() -> None:
+    assert asks_for_a_gpu("the script as it is cannot be timed: AssertionError: Torch not compiled with CUDA enabled")
+    assert not asks_for_a_gpu("RuntimeError: CUDA out of memory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import sys
@@ -19,6 +20,7 @@ from paths import ROOT
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
 sys.path.append(str(ROOT / "benchmarks"))  # its scripts import one another by their names
+import csv_rows
 import measure_kernels
 import measure_zoo
 import predict_kernels
@@ -179,9 +181,9 @@ def test_what_was_measured_is_written_and_read_again(tmp_path: Path) -> None:
         measure_kernels.Step(**asdict(case), gpu="a", torch="b", library="c", step_ms=1.5, host_ms=0.5), kernels
     )
     assert (step.num_kernels, step.kernels_ms, step.profiled_ms) == (7, 0.1, 0.171)
-    measure_kernels._append(tmp_path / "kernels.csv.gz", ({**asdict(case), **asdict(k)} for k in kernels[:3]))
-    measure_kernels._append(tmp_path / "kernels.csv.gz", ({**asdict(case), **asdict(k)} for k in kernels[3:]))
-    measure_kernels._write_steps(tmp_path / "steps.csv", [step])
+    measure_kernels._append(tmp_path / "kernels.csv.gz", case, kernels[:3])
+    measure_kernels._append(tmp_path / "kernels.csv.gz", case, kernels[3:])
+    csv_rows.append(tmp_path / "steps.csv", [asdict(step)], list(asdict(step)))
     assert predict_kernels.read(tmp_path) == ([step], {case: kernels})
 
 
@@ -249,3 +251,36 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+
+
+def test_rows_are_kept_as_they_come_and_no_case_begins_too_late(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.csv.gz"
+    with pytest.raises(FileNotFoundError):
+        list(csv_rows.read(path))
+    for number in range(2):
+        csv_rows.append(path, [{"case": number, "ms": 1.5}], ["case", "ms"])
+    assert list(csv_rows.read(path)) == [{"case": "0", "ms": "1.5"}, {"case": "1", "ms": "1.5"}]
+    csv_rows.write(path, [], ["case"])
+    assert list(csv_rows.read(path)) == []
+    clock = iter([0.0, 0.0, 4.0, 4.0, 10.0, 10.0])  # the first takes 4 s and the second 6: a third may end after 16
+    monkeypatch.setattr(csv_rows.time, "monotonic", lambda: next(clock))
+    assert list(csv_rows.until(15.0, "abc", str)) == ["a", "b"]
+    assert capsys.readouterr().out == "the time is over before c\n"
+
+
+def test_the_scripts_that_measure_need_nothing_of_mezzo() -> None:
+    """Nor have they a module beside them that does."""
+    for name in ("measure_zoo", "measure_kernels", "csv_rows"):
+        tree = ast.parse((ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8"))
+        found = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        found |= {one.name for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names}
+        assert {one.partition(".")[0] for one in found} <= {
+            *sys.stdlib_module_names,
+            "torch",
+            "timm",
+            "transformers",
+            "measure_zoo",
+            "csv_rows",
+        }

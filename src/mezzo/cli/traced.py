@@ -135,6 +135,7 @@ def of_model(
 ) -> Traced:
     """Return the tapes of a model by name, checkpointed by a plan if one is given."""
     from mezzo.measure.predict import named, plan
+    from mezzo.measure.predict.stand_ins import numbers_read
 
     model, optimizer, found = str(by_name.model), by_name.trained_by, by_name.built()
     tapes: dict[str, Tapes] = {}
@@ -151,7 +152,9 @@ def of_model(
         except Exception as error:  # a library's constructors and forward passes raise what they like
             raise _untraceable(model, policy, error) from error
     layout = channels_last if found.unit == "images" else None
-    return Traced(model, found.size, found.unit, batch, optimizer, tapes, [], layout, checkpoint or "")
+    lines = list(dict.fromkeys(line for pair in tapes.values() for line in pair.one.read_at))
+    assumed = [numbers_read("model", lines)] if lines else []
+    return Traced(model, found.size, found.unit, batch, optimizer, tapes, assumed, layout, checkpoint or "")
 
 
 def _for(recorded: str, policies: list[str]) -> str:

@@ -289,6 +289,7 @@ def _limits(steps: int) -> list[Reason]:
 
 def _next(script: Script, found: Found, budget: Budget) -> tuple[str, str]:
     """Return the command to type next, and what it does."""
+    from mezzo.measure.advice import asks_for_a_gpu
     from mezzo.records import AS_IS
     from mezzo.report import commands
 
@@ -305,5 +306,8 @@ def _next(script: Script, found: Found, budget: Budget) -> tuple[str, str]:
         if chosen.policy == AS_IS and not given:
             return typed.alone(), "trains so, without Mezzo"
         return typed.under("run", policy=chosen.policy, **given), "trains so, with the script unedited"
-    why = "is the script as it is" if found.decision == "keep" else "shows what fails, without Mezzo"
-    return typed.alone(), why
+    if found.decision == "keep":
+        return typed.alone(), "is the script as it is"
+    if any(asks_for_a_gpu(row.reason) for row in found.rows):
+        return typed.under("predict"), "says how fast it would be on GPUs that are not here"
+    return typed.alone(), "shows what fails, without Mezzo"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
+_NO_GPU = r"Torch not compiled with CUDA enabled|not linked with support for cuda|No CUDA GPUs are available|Found no NVIDIA driver"
 _ADVICE = {
     r"(?:ModuleNotFoundError|ImportError): .*\bapex\b": "the installed apex lacks what the script imports; to run it with Mezzo's, type: "
     "python -m mezzo.compat.apex SCRIPT",
     r"NameError: name 'get_ipython' is not defined": "the script is an exported notebook: delete its lines with get_ipython(), which only "
     "IPython has (magics and shell commands, not training), or put %%mezzo above the cell that trains, in the notebook",
-    r"Torch not compiled with CUDA enabled|not linked with support for cuda|No CUDA GPUs are available|Found no NVIDIA driver": "the "
+    _NO_GPU: "the "
     "script asks for a GPU, and this machine has none: mezzo predict says what it would do on GPUs that are not here; to train here, write "
     'device = "cuda" if torch.cuda.is_available() else "cpu" and use that',
 }
@@ -18,3 +19,8 @@ _ADVICE = {
 def advice_for(error: str) -> str:
     """Return what to do about ``error``, as it is recorded; empty if its text says enough."""
     return next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, error)), "")
+
+
+def asks_for_a_gpu(error: str) -> bool:
+    """Return whether ``error`` is that of a script which needs a GPU, on a machine without one."""
+    return re.search(_NO_GPU, error) is not None

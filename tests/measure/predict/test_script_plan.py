@@ -483,3 +483,23 @@ def test_a_size_at_another_batch(size: Callable[[int], int], sizes: tuple[int, i
 
 def test_half_a_batch_rounded_down_grows_evenly() -> None:
     assert _at(1000, (7, 3), (3, 1)) == 499  # the line through both
+
+
+def test_a_script_that_casts_itself_is_said_to(tmp_path: Path) -> None:
+    cast = SLICES.replace("model(a)", "model.bfloat16()(a.bfloat16()).float()")
+    what = "the script's own precision"
+    assert _said(script_plan(_script(tmp_path, cast), ["8"], ["fp32"]), what).startswith(
+        "100% of the FLOPs in bf16: it casts its model or its data itself"
+    )
+    plan = script_plan(_script(tmp_path, SLICES), ["8"], ["fp32", "bf16"])
+    assert what not in [one.what for one in plan.assumptions]
+
+
+def test_an_argument_that_sets_the_batch_and_no_other_size_is_named(tmp_path: Path) -> None:
+    body = SLICES.replace("for step", "assert size == 8, 'eight only'\nfor step", 1)
+    script = _script(tmp_path, body.replace("size", "int(sys.argv[2])"))
+    Path(script).write_text(Path(script).read_text().replace("size = int(sys.argv[1])", ""), encoding="utf-8")
+    plan = script_plan(script, ["--batch-size", "8"], ["fp32"])
+    said = _said(plan, "other batch sizes")
+    assert said.startswith("do not follow: --batch-size seems to set it, and with 4 in place of 8 ")
+    assert "eight only" in said

@@ -14,7 +14,7 @@ def _train(watch: ScriptRecorder, *, channels_last: bool = False, second: bool =
     with watch.watching(__file__):
         try:
             model: nn.Module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.LayerNorm(6), nn.Flatten(), nn.Linear(288, 10))
-            head = nn.Linear(10, 4)
+            head = nn.Linear(10, 4) if second else nn.Identity()
             if channels_last:
                 model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             trained = [*model.parameters(), *(head.parameters() if second else ())]

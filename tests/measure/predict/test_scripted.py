@@ -187,6 +187,13 @@ for _ in range(4):
             "sparse=False in its nn.Embedding",
         ),
         (
+            "__import__('surely_not_here.part')",
+            "0",
+            "fp32",
+            "imports 'surely_not_here', which is not installed here: train.py:",
+            "install it for ",
+        ),
+        (
             "nn.Linear(8, 4), type('M', (nn.Linear,), {'forward': lambda m, x: torch.zeros(x.shape).scatter("
             "1, torch.zeros(16, 1, dtype=torch.int64), nn.functional.linear(x, m.weight))})(4, 1)",
             "torch.randn(16, 8)",

@@ -210,6 +210,22 @@ def test_a_policy_that_computed_nothing_in_its_format_is_not_run_in_other_varian
     assert ran_rows.count("fp8") == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"explanation": []}, "memory layout changed nothing of as-is, channels-last, and no policy decides that"),
+        ({"explanation": [], "error": "RuntimeError: no"}, ""),
+        ({}, ""),
+    ],
+    ids=["no images", "failed", "images"],
+)
+def test_a_layout_that_changed_nothing_is_tried_once(fields: dict[str, Any], expected: str) -> None:
+    known, found = search({"as-is, channels-last": fields})
+    row = next(row for row in found.rows if row.name == "bf16, channels-last")
+    assert (row.reason if row.state == "not run" else "") == expected
+    assert pruned(known, Configuration(policy="bf16", channels_last=True, settings=(("batch-size", "16"),))) == ""
+
+
 def test_a_configuration_that_trains_to_another_result_is_barred() -> None:
     _, found = search({"bf16, compiled": {"ms": 50.0, "final_loss": 0.9}})
     row = next(row for row in found.rows if row.name == "bf16, compiled")

@@ -67,10 +67,14 @@ class Recorder(TorchDispatchMode):
             if number is not None:
                 self.tape.blocks[number].kind = kind
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether the storage of ``tensor`` is allocated."""
+        return storage_key(tensor) in self._numbers
+
     def label(self, tensors: Iterable[Tensor], kind: Kind) -> None:
         """Say what the storages of ``tensors`` turned out to be: gradients, or the optimizer's state."""
         for tensor in tensors:
-            number = self._numbers.get(_key(tensor))
+            number = self._numbers.get(storage_key(tensor))
             if number is not None:
                 self.tape.blocks[number].kind = kind
 
@@ -117,10 +121,18 @@ class Recorder(TorchDispatchMode):
             self.tape.blocks.append(MemoryBlock(0, "workspaces"))
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         for tensor in outputs:
-            self._allocated(tensor)
+            if not (self.phase == "optimizer" and self._is_part_of_unknown(tensor, args)):
+                self._allocated(tensor)
         if func.overloadpacket in _CONVOLUTIONS:
             self._cudnn_takes(func, args, result)
         self.tape.operations += operations_of(func, args, kwargs, result, self.phase, self._module_of_node())
+
+    def _is_part_of_unknown(self, tensor: Tensor, args: Any) -> bool:
+        """Return whether ``tensor`` is a view of an operand that nobody allocated, as of data that wait for the next batch on the host."""
+        key = storage_key(tensor)
+        return key not in self._numbers and any(
+            isinstance(t, Tensor) and storage_key(t) == key for t in tree_leaves(args)
+        )
 
     def _cudnn_takes(self, func: Any, args: Any, result: Any) -> None:
         found = format_of(args[0].dtype)
@@ -170,7 +182,8 @@ class Recorder(TorchDispatchMode):
             self.tape.events.append(~number)
 
 
-def _key(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
+    """Return what tells storages apart while they live."""
     return int(unwrapped(tensor).untyped_storage()._cdata)
 
 

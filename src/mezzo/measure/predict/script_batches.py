@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +21,8 @@ class ScriptBatches:
         self._own, self._wanted = own, wanted
         self.drawn: list[int] = []
         """Samples of each batch that was drawn since ``restart``."""
+        self.loading: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Opened while a loader makes a batch: what its transforms run is the host's work, modules among them."""
 
     def restart(self) -> list[int]:
         """Return what was drawn, and begin again."""
@@ -42,7 +44,8 @@ class ScriptBatches:
             sampled(own, source, self._size(batch_size), drop_last)
 
         def following_batch(own: Any) -> Any:
-            batch = following(own)
+            with self.loading():
+                batch = following(own)
             size = first_size([batch])
             if size is not None:
                 self.drawn.append(size)

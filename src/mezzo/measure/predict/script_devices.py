@@ -1,168 +1,171 @@
 """A script's own GPU, while it is traced: what it asks to be on an accelerator stays on the CPU, where the tape is recorded.
 
 Scripts that are written for a GPU say ``.cuda()``, ``.to("cuda")`` or ``device="cuda"``. Torch's CPU build refuses each, and no GPU is
-needed to trace without numbers; which one is meant, ``--gpus`` says. Functions of ``torch.cuda`` and ``torch.accelerator`` that
-training scripts call answer as on a machine with one idle GPU: its kind is the same for all GPUs that are predicted from the trace.
+needed to trace without numbers; which one is meant, ``--gpus`` says. A script sees its own devices: from the first tensor that it
+moves to an accelerator or makes there, its tensors say that they lie there. Torch itself sees the CPU.
 
-Limit: ``tensor.is_cuda`` is False.
+Limit: it is not followed which tensors were moved, so those that stayed on the CPU say the same.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.utils._device
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-_CPU, _GPU = torch.device("cpu"), torch.device("cuda")
-_TORCH = str(Path(torch.__file__).parent)
-_ACCELERATORS = ("cuda", "xpu", "mps")
-_STAYS = {Tensor.cuda, Tensor.xpu, Tensor.pin_memory}
-"""Methods that move a tensor and do nothing else."""
+from mezzo.measure.predict.script_gpu import asked_by_script, gpu_told
+
+_CPU = torch.device("cpu")
+_ACCELERATORS = {kind: torch.device(kind, 0) for kind in ("cuda", "xpu", "mps")}
+"""The device that each kind of accelerator is to a script."""
+_STAYS = {Tensor.cuda: "cuda", Tensor.xpu: "xpu", Tensor.pin_memory: ""}
+"""Methods that move a tensor and do nothing else, with the kind of device."""
 _DEVICE_AT = {Tensor.to: 1, torch._C._nn._parse_to: 0}
 """The argument in which a number is a GPU's."""
-
-
-class _Idle:
-    """A stream or event of an idle GPU."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        """Take what ``torch.cuda.Event`` and ``Stream`` take."""
-
-    def __enter__(self) -> _Idle:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def elapsed_time(self, other: object) -> float:
-        """Return 1 ms: a script may divide by it."""
-        return 1.0
-
-    def query(self) -> bool:
-        """Return True: nothing is under way."""
-        return True
-
-    def record(self, stream: object = None) -> None:
-        """Do nothing."""
-
-    def synchronize(self) -> None:
-        """Do nothing."""
-
-    def wait_stream(self, stream: object) -> None:
-        """Do nothing."""
-
-    def wait_event(self, event: object) -> None:
-        """Do nothing."""
-
-    def wait(self, stream: object = None) -> None:
-        """Do nothing."""
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    pass
-
-
-def _zero(*args: object, **kwargs: object) -> int:
-    return 0
-
-
-def _true(*args: object, **kwargs: object) -> bool:
-    return True
-
-
-def _one(*args: object, **kwargs: object) -> int:
-    return 1
-
-
-MEMORY_BYTES, CAPABILITY = 80 * 2**30, (8, 0)
-"""Of the GPU that scripts are told of."""
-GPU_TOLD = f"one idle GPU with {MEMORY_BYTES >> 30} GiB and compute capability {CAPABILITY[0]}.{CAPABILITY[1]}"
-_NAME = "GPU of mezzo predict"
-
-
-def _properties(*args: object, **kwargs: object) -> SimpleNamespace:
-    major, minor = CAPABILITY
-    return SimpleNamespace(
-        name=_NAME, total_memory=MEMORY_BYTES, major=major, minor=minor, multi_processor_count=108, warp_size=32
-    )
-
-
-_ANSWERS: Mapping[str, Any] = {
-    "init": _nothing,
-    "set_device": _nothing,
-    "synchronize": _nothing,
-    "empty_cache": _nothing,
-    "reset_peak_memory_stats": _nothing,
-    "reset_max_memory_allocated": _nothing,
-    "set_per_process_memory_fraction": _nothing,
-    "memory_allocated": _zero,
-    "max_memory_allocated": _zero,
-    "memory_reserved": _zero,
-    "max_memory_reserved": _zero,
-    "current_device": _zero,
-    "current_stream": _Idle,
-    "default_stream": _Idle,
-    "Event": _Idle,
-    "Stream": _Idle,
-    "stream": _Idle,
-    "device": _Idle,
-    "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
-    "get_rng_state_all": lambda: [torch.get_rng_state()],
-    "set_rng_state": _nothing,
-    "set_rng_state_all": _nothing,
-}
-"""What functions of ``torch.cuda`` return: nothing runs there, and nothing is allocated."""
-_OF_A_GPU: Mapping[str, Any] = {
-    "is_available": _true,
-    "is_bf16_supported": _true,
-    "device_count": _one,
-    "get_device_name": lambda *args, **kwargs: _NAME,
-    "get_device_capability": lambda *args, **kwargs: CAPABILITY,
-    "get_device_properties": _properties,
-    "mem_get_info": lambda *args, **kwargs: (MEMORY_BYTES, MEMORY_BYTES),
-    "get_arch_list": lambda: [f"sm_{major}{minor}" for major, minor in (CAPABILITY,)],
-}
-"""What they return of the machine: it has one GPU."""
-_ACCELERATOR: Mapping[str, Any] = {
-    "is_available": _true,
-    "current_accelerator": lambda *args, **kwargs: _GPU,
-    "device_count": _one,
-    "current_device_index": _zero,
-    "set_device_index": _nothing,
-    "synchronize": _nothing,
-}
-"""The same of ``torch.accelerator``. Torch itself gets its own answers: its loaders would start a thread that pins memory."""
+_TYPED = "torch.cuda."
+"""How the names of tensor types begin that lie on a GPU."""
 
 
 @contextmanager
-def gpu_on_cpu(asked: list[str] | None = None, *, there: bool = True) -> Iterator[None]:
+def gpu_on_cpu(
+    asked: list[str] | None = None, *, there: bool = True, moved: Callable[[Tensor], Tensor] = lambda tensor: tensor
+) -> Iterator[None]:
     """Keep everything on the CPU that the block moves to an accelerator or makes on one.
 
     Args:
-        asked: gets the name of each function that tells the block of a GPU.
-        there: whether functions that tell of the machine say that it has a GPU; otherwise they say what is true.
+        asked: gets the name of what tells the block of a GPU.
+        there: whether what tells of the machine says that it has a GPU; otherwise it says what is true.
+        moved: gets each tensor that the block moves to an accelerator or makes there, and returns what is there then.
     """
     asked = [] if asked is None else asked
+    place = _Place(asked, there=there)
+    context = torch.utils._device.DeviceContext
+    replaced: list[tuple[Any, str, Any]] = [
+        (context, "__init__", _context_on_cpu(context.__init__, place)),
+        (torch, "set_default_tensor_type", _type_on_cpu(torch.set_default_tensor_type, place)),
+        (torch, "Generator", _generator_on_cpu(torch.Generator)),
+        (Tensor, "record_stream", _nothing),
+        (torch.random, "fork_rng", _of_cpu_alone(torch.random.fork_rng)),
+        *place.answers(),
+    ]
+    typed = [name for name in vars(torch.cuda) if name.endswith("Tensor") and hasattr(torch, name)]
+    replaced += [(torch.cuda, name, getattr(torch, name)) for name in typed]
     with ExitStack() as stack:
-        for name, answer in _ANSWERS.items():
-            stack.enter_context(patch.object(torch.cuda, name, answer))
-        for name, answer in _OF_A_GPU.items() if there else ():
-            stack.enter_context(patch.object(torch.cuda, name, _noted(torch.cuda, name, answer, asked)))
-        for name, answer in _ACCELERATOR.items() if there else ():
-            told = _noted(torch.accelerator, name, answer, asked, own_for_torch=True)
-            stack.enter_context(patch.object(torch.accelerator, name, told))
-        stack.enter_context(patch.object(torch.random, "fork_rng", _of_cpu_alone(torch.random.fork_rng)))
-        stack.enter_context(_OnCpu())
+        stack.enter_context(gpu_told(asked, there=there))
+        for home, name, made in replaced:
+            stack.enter_context(patch.object(home, name, made))
+        stack.enter_context(_OnCpu(place, moved))
         yield
+
+
+class _Place:
+    """Where a script's tensors lie, as it sees them."""
+
+    def __init__(self, asked: list[str], *, there: bool) -> None:
+        self.there = there
+        self._asked = asked
+        self._device: torch.device | None = None
+
+    def on_cpu(self, device: Any) -> Any:
+        """Return the CPU for a device that is an accelerator, by object, name or number; anything else as it is."""
+        kind = device.type if isinstance(device, torch.device) else device
+        if isinstance(kind, str):
+            kind = kind.partition(":")[0]
+            if kind not in _ACCELERATORS:
+                return device
+        elif type(kind) is not int:
+            return device
+        self.used(kind if isinstance(kind, str) else "cuda")
+        return _CPU
+
+    def used(self, kind: str) -> None:
+        """Remember that the script moved something to an accelerator of this kind."""
+        if kind and self._device is None and self.there:
+            self._device = _ACCELERATORS[kind]
+
+    def seen(self, what: str) -> torch.device | None:
+        """Return what tensors tell a script that asks for ``what``; None for what is true."""
+        if self._device is not None and what not in self._asked:
+            self._asked.append(what)
+        return self._device
+
+    def answers(self) -> Iterator[tuple[type, str, Any]]:
+        """Yield the class, the name and the substitute of each question for a tensor's place."""
+        for kind in (Tensor, FakeTensor):
+            own: Any = kind.device
+
+            def device(tensor: Tensor, own: Any = own) -> torch.device:
+                found = self.seen("Tensor.device") if asked_by_script() else None
+                return own.__get__(tensor) if found is None else found
+
+            yield kind, "device", property(device)
+        is_cuda: Any = Tensor.is_cuda
+        get_device: Any = Tensor.get_device
+
+        def on_cuda(tensor: Tensor) -> bool:
+            found = self.seen("Tensor.is_cuda") if asked_by_script() else None
+            return bool(is_cuda.__get__(tensor)) if found is None else found.type == "cuda"
+
+        def number(tensor: Tensor) -> int:
+            found = self.seen("Tensor.get_device()") if asked_by_script() else None
+            return int(get_device(tensor)) if found is None else 0
+
+        yield Tensor, "is_cuda", property(on_cuda)
+        yield Tensor, "get_device", number
+
+
+def _context_on_cpu(own: Callable[..., None], place: _Place) -> Callable[..., None]:
+    """Return ``DeviceContext.__init__``, which ``with torch.device`` and ``set_default_device`` call, for the CPU."""
+
+    @functools.wraps(own)
+    def init(context: Any, device: Any) -> None:
+        own(context, place.on_cpu(device))
+
+    return init
+
+
+def _type_on_cpu(own: Callable[..., None], place: _Place) -> Callable[..., None]:
+    """Return ``torch.set_default_tensor_type`` for types of the CPU."""
+
+    @functools.wraps(own)
+    def chosen(kind: Any) -> None:
+        own(_cpu_type(kind, place))
+
+    return chosen
+
+
+def _cpu_type(kind: Any, place: _Place) -> Any:
+    """Return the name of a tensor type on the CPU for one on a GPU; anything else as it is."""
+    if not isinstance(kind, str) or not kind.startswith(_TYPED):
+        return kind
+    place.used("cuda")
+    return "torch." + kind.removeprefix(_TYPED)
+
+
+def _generator_on_cpu(own: Any) -> type:
+    """Return ``torch.Generator`` whose generators are the CPU's."""
+
+    class Kind(type(own)):  # type: ignore[misc]
+        def __instancecheck__(cls, one: object) -> bool:
+            return isinstance(one, own)
+
+    class Generator(own, metaclass=Kind):  # type: ignore[misc]
+        def __new__(cls, device: Any = None) -> Any:
+            return own()
+
+    return Generator
+
+
+def _nothing(*args: object) -> None:
+    pass
 
 
 def _of_cpu_alone(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,49 +178,46 @@ def _of_cpu_alone(own: Callable[..., Any]) -> Callable[..., Any]:
     return forked
 
 
-def _noted(
-    module: ModuleType, name: str, answer: Callable[..., Any], asked: list[str], *, own_for_torch: bool = False
-) -> Callable[..., Any]:
-    """Return a function that answers as ``answer``, and notes its name in ``asked`` unless torch itself calls it."""
-    own, called = getattr(module, name), f"{module.__name__}.{name}"
-
-    @functools.wraps(own)
-    def told(*args: Any, **kwargs: Any) -> Any:
-        if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
-            if called not in asked:
-                asked.append(called)
-        elif own_for_torch:
-            return own(*args, **kwargs)
-        return answer(*args, **kwargs)
-
-    return told
-
-
 class _OnCpu(TorchFunctionMode):
     """A mode that gives every function of torch the CPU in place of an accelerator."""
+
+    def __init__(self, place: _Place, moved: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._place, self._moved = place, moved
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call ``func`` with the CPU in place of an accelerator."""
+        on_cpu = self._place.on_cpu
         if func in _STAYS:
-            return args[0]
+            self._place.used(_STAYS[func])
+            return self._moved(args[0]) if _STAYS[func] else args[0]
         if func is torch.device:
-            return _CPU if args and type(args[0]) is int else _on_cpu(func(*args, **(kwargs or {})))
-        place = _DEVICE_AT.get(func)
-        moved = [
-            _on_cpu(value) if number == place or isinstance(value, (torch.device, str)) else value
+            return self._device(args, kwargs or {}, for_script=asked_by_script())
+        if func is Tensor.type:
+            return self._type(args, kwargs or {}, for_script=asked_by_script())
+        number_at = _DEVICE_AT.get(func)
+        here = [
+            on_cpu(value) if number == number_at or isinstance(value, (torch.device, str)) else value
             for number, value in enumerate(args)
         ]
-        return func(
-            *moved, **{name: _on_cpu(value) if name == "device" else value for name, value in (kwargs or {}).items()}
-        )
+        named = {name: on_cpu(value) if name == "device" else value for name, value in (kwargs or {}).items()}
+        made = func(*here, **named)
+        changed = any(a is not b for a, b in zip(here, args, strict=True)) or named.get("device") is not (
+            kwargs or {}
+        ).get("device")
+        return self._moved(made) if changed and isinstance(made, Tensor) else made
 
+    def _device(self, args: tuple[Any, ...], kwargs: Any, *, for_script: bool) -> torch.device:
+        by_number = bool(args) and type(args[0]) is int  # torch's CPU build knows no number
+        made = torch.device("cuda", args[0]) if by_number else torch.device(*args, **kwargs)
+        on_gpu = made.type in _ACCELERATORS
+        return _CPU if on_gpu and not (for_script and self._place.there) else made
 
-def _on_cpu(device: Any) -> Any:
-    """Return the CPU for a device that is an accelerator, by object, name or number; anything else as it is."""
-    if isinstance(device, torch.device):
-        return _CPU if device.type in _ACCELERATORS else device
-    if isinstance(device, str):
-        return _CPU if device.partition(":")[0] in _ACCELERATORS else device
-    return _CPU if type(device) is int else device
+    def _type(self, args: tuple[Any, ...], kwargs: Any, *, for_script: bool) -> Any:
+        tensor, *kind = args
+        found = tensor.type(*(_cpu_type(one, self._place) for one in kind), **kwargs)
+        if isinstance(found, str) and for_script and self._place.seen("Tensor.type()") is not None:
+            return found.replace("torch.", _TYPED, 1)
+        return found

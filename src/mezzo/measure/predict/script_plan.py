@@ -8,15 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mezzo.errors import UsageError
+from mezzo.formats import FP32
 from mezzo.measure.predict.batch_sources import batch_sources
 from mezzo.measure.predict.plan import Tapes
 from mezzo.measure.predict.script_data import MOST_OPERATIONS
-from mezzo.measure.predict.script_devices import GPU_TOLD
+from mezzo.measure.predict.script_gpu import GPU_TOLD
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
+from mezzo.measure.predict.stand_ins import numbers_read
 from mezzo.measure.predict.tape import Tape, check_same_steps, grow_unevenly
+from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.records import Reason
 from mezzo.records.run import BATCH
 
+_SOME = 0.05
+"""Share of FLOPs that is worth a word."""
 _WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
 
 
@@ -85,7 +90,7 @@ def script_plan(
     known = first[0]
     there = on_gpu and not known.fails_with_gpu
     one = [
-        replace(asked, numbers_first=known.numbers_first, gpu_there=there)
+        replace(asked, numbers_first=known.numbers_first, gpu_there=there, launched=known.launched)
         for asked, made in all_found
         if not made.error
     ]
@@ -132,7 +137,7 @@ def _others(
     size = named or known.batch
     if size is None:
         return [], "the size of its batches differs within a step"
-    other = size // 2 if size > 1 else 2
+    other = _other_size(size)
     if named is None and not known.from_loader:
         return _by_its_source(requests, known, size, other, deadline_s=deadline_s)
     made = [
@@ -153,6 +158,11 @@ def _others(
     elif found[0].batch != other:
         return _by_its_source(requests, known, size, other, deadline_s=deadline_s)
     return found, ""
+
+
+def _other_size(size: int) -> int:
+    """Return half of a batch; twice its size where half would be one sample, whose tensors need fewer copies."""
+    return size // 2 if size > 3 else 2 * size
 
 
 def _all_recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> list[ScriptTape]:
@@ -180,6 +190,7 @@ def _by_its_source(
         modules=known.modules,
         configurations=known.configurations,
     )
+    failed = ""
     for place in places:
         words = place.arguments(first.arguments, size=size, other=other)
         made = [
@@ -190,12 +201,14 @@ def _by_its_source(
         ]
         try:
             found = _all_recorded(made, deadline_s)
-        except UsageError:  # the number is not the batch's alone
+        except UsageError as error:  # the number is not the batch's alone
+            if place.argument is not None and not failed:
+                failed = f"{place.where} seems to set it, and with {other} in place of {size} {error.message}"
             continue
         if found[0].batch == other and _only_the_batch_differs(known, found[0]):
             return [replace(one, size_at=place.where) for one in found], ""
     read = f", nor in {', '.join(Path(file).name for file in known.configurations)}" if known.configurations else ""
-    return [], f"neither a DataLoader nor a number in the script{read} sets the size of its batch"
+    return [], failed or f"neither a DataLoader nor a number in the script{read} sets the size of its batch"
 
 
 def _only_the_batch_differs(one: ScriptTape, other: ScriptTape) -> bool:
@@ -243,6 +256,20 @@ def _paired(one: ScriptTape, other: ScriptTape | None, *, size: int | None) -> t
     return "", Tapes(one.tape, other.tape, num_batches=one.num_batches)
 
 
+def _own_precision(tape: Tape | None) -> list[Reason]:
+    """Return what is said of a script that computes in 16 bits under FP32, by casts of its own."""
+    flops: dict[str, int] = {}
+    for operation in tape.operations if tape is not None else ():
+        flops[operation.format] = flops.get(operation.format, 0) + operation.flops
+    found = [
+        f"{share:.0%} of the FLOPs in {name}"
+        for name in sorted(HALF_FORMATS)
+        if (share := flops.get(name, 0) / max(1, sum(flops.values()))) > _SOME
+    ]
+    why = "it casts its model or its data itself, and no policy takes that back: the rows of fp32 and tf32 have it as well"
+    return [Reason(what="the script's own precision", value=", ".join(found), reason=why)] if found else []
+
+
 def _layout(known: ScriptTape) -> bool | None:
     operations = known.tape.operations if known.tape is not None else []
     return known.channels_last if any(op.name == "convolution" for op in operations) else None
@@ -252,14 +279,7 @@ def _assumptions(
     known: ScriptTape, named: int | None, *, followed: bool, uneven: bool, why: str, at: str
 ) -> list[Reason]:
     size, num = named or known.batch, known.num_batches
-    where = f", read at {', '.join(known.read_at)}" if known.read_at else ""
-    found = [
-        Reason(
-            what="numbers that the script reads",
-            value="1.0, 0 or False",
-            reason=f"traced tensors have no numbers: conditions and logs run as with these{where}",
-        )
-    ]
+    found = [numbers_read("script", known.read_at)]
     if known.numbers_first:
         why_first = f"it runs over {MOST_OPERATIONS:,} operations before its first module: too slow without numbers"
         found.append(Reason(what="data that the script prepares", value="with numbers", reason=why_first))
@@ -267,8 +287,16 @@ def _assumptions(
         why_not = f"where it is True, the script fails on this machine: {known.fails_with_gpu}"
         found.append(Reason(what="torch.cuda.is_available()", value="this machine's", reason=why_not))
     elif known.told_of_gpu:
-        told = ", ".join(f"{name}()" for name in known.told_of_gpu)
-        found.append(Reason(what="what the script is told of its GPU", value=GPU_TOLD, reason=f"it calls {told}"))
+        told = ", ".join(known.told_of_gpu)
+        found.append(Reason(what="what the script is told of its GPU", value=GPU_TOLD, reason=f"it asks {told}"))
+    if known.launched:
+        why = "it reads a launcher's variables; each further GPU has a batch of its own"
+        found.append(Reason(what="processes", value="the only one of its job", reason=why))
+    if known.compiles:
+        found.append(
+            Reason(what=", ".join(known.compiles), value="left out", reason="compiled steps are not predicted")
+        )
+    found += _own_precision(known.tape) if known.policy == FP32.name else []
     if known.sized_at:
         lines = ", ".join(filter(None, known.sized_at)) or "in a library"
         why = (
@@ -285,7 +313,7 @@ def _assumptions(
     found.append(Reason(what="batch", value=f"{size} samples{many}", reason=source))
     if followed:
         where = f"set by {at}; " if at else ""
-        sizes = f"{max(1, size // 2)} to {max(2, size)}"
+        sizes = " to ".join(map(str, sorted((size, _other_size(size)))))
         how = f"{where}each operation's cost and each tensor's bytes grow evenly with the batch, as from {sizes}"
         if uneven:
             how += "; those of tensors that compare samples with each other, with its square"

@@ -44,7 +44,7 @@ def recorded(request: TapeRequest, policy: Policy, told_of_gpu: list[str] | None
     Args:
         request: what to record.
         policy: its policy.
-        told_of_gpu: gets the name of each function that told the script of a GPU.
+        told_of_gpu: gets the name of what told the script of a GPU.
     """
     watch = ScriptRecorder(
         policy,
@@ -52,6 +52,7 @@ def recorded(request: TapeRequest, policy: Policy, told_of_gpu: list[str] | None
         steps=request.steps,
         numbers_first=request.numbers_first,
         gpu_there=request.gpu_there,
+        launched=request.launched,
         told_of_gpu=told_of_gpu,
     )
     argv, path = sys.argv, list(sys.path)
@@ -86,6 +87,9 @@ def recorded(request: TapeRequest, policy: Policy, told_of_gpu: list[str] | None
         modules=files.modules,
         configurations=files.configurations,
         numbers_first=request.numbers_first,
+        launched=request.launched,
+        policy=request.policy,
+        compiles=watch.compiles,
         channels_last=watch.channels_last,
         optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in watch.optimizers)),
         read_at=watch.read_at,
@@ -171,10 +175,15 @@ def _write(request: TapeRequest, place: Path) -> ScriptTape:
 
 
 def _said(error: Exception, script: str) -> str:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
-    where = f"{Path(script).name}:{lines[-1]}: " if lines else ""
+    own = os.path.join(os.path.realpath(os.path.dirname(script)), "")  # its modules are its own as well
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_below(frame.filename, own)]
+    where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
     first = str(error).strip().partition("\n")[0]
     return f"{where}{type(error).__name__}: {first}"
+
+
+def _is_below(file: str, folder: str) -> bool:
+    return os.path.realpath(file).startswith(folder) and "site-packages" not in file
 
 
 if __name__ == "__main__":

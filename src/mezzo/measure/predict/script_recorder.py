@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -13,32 +15,35 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.conversion import cast_model
 from mezzo.engine.master import MasterWeights
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.packed import longest_sequences
-from mezzo.measure.predict.recorder import Recorder
+from mezzo.measure.predict.recorder import Recorder, storage_key
 from mezzo.measure.predict.script_amp import own_amp_left_out
 from mezzo.measure.predict.script_batches import ScriptBatches, first_size
 from mezzo.measure.predict.script_copies import copies_without_numbers
 from mezzo.measure.predict.script_data import CountedFakeMode, before_first_module
 from mezzo.measure.predict.script_devices import gpu_on_cpu
+from mezzo.measure.predict.script_eager import compilation_left_out
+from mezzo.measure.predict.script_processes import first_process_alone
+from mezzo.measure.predict.script_saves import saved_in_memory
 from mezzo.measure.predict.script_sizes import largest_sizes
-from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.stand_ins import asking_frame, stand_ins
+from mezzo.measure.predict.tape import Kind, Tape
 from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of, units_of
 from mezzo.policy import Policy
 
 _MOST_STEPS = 8
 """Steps after which a whole batch is no longer waited for."""
+_MOST_BACKWARD = 512
+"""Backward passes of one update; a script that makes more would make them for ever."""
 _MOST_READ_AT = 5
-_TORCH = str(Path(torch.__file__).parent)
 
 
 class Enough(BaseException):
@@ -56,6 +61,7 @@ class ScriptRecorder:
         steps: int | None = None,
         numbers_first: bool = False,
         gpu_there: bool = True,
+        launched: bool = False,
         told_of_gpu: list[str] | None = None,
     ) -> None:
         """Start before the script's first line.
@@ -66,7 +72,8 @@ class ScriptRecorder:
             steps: how many to record; None for two with whole batches.
             numbers_first: whether tensors have numbers until the script builds its first module (``script_data``).
             gpu_there: whether the script is told that there is a GPU (``script_devices``).
-            told_of_gpu: gets the name of each function that told it so.
+            launched: whether it is told what a launcher tells the only process of a job (``script_processes``).
+            told_of_gpu: gets the name of what told it of a GPU.
         """
         self.recorder = Recorder(batch=1)
         self.num_events = 0
@@ -85,11 +92,21 @@ class ScriptRecorder:
         self.channels_last = False
         """Whether a model or its inputs are stored channels-last."""
         self._steps, self._policy, self._numbers_first = steps, policy, numbers_first
+        self.compiles: list[str] = []
+        """Functions by which the script compiles, which were left out."""
+        self._launched = launched
         self._gpu_there, self._told_of_gpu = gpu_there, told_of_gpu
         self._region = region_of(policy)
+        self._num_backward = 0
+        """Since the last update."""
+        self._hosts = False
+        """Whether a loader makes a batch."""
+        self.batches.loading = self._by_host
         self._open = ExitStack()
         self._models: list[nn.Module] = []
         self._known: set[int] = set()
+        self._on_gpu: dict[int, weakref.ref[Tensor]] = {}
+        """What the script moved to its GPU since the model's last call, by storage."""
         self._masters: list[MasterWeights] = []
 
     @property
@@ -114,7 +131,7 @@ class ScriptRecorder:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             # Not a hook: a hook would run when the module's forward, which casting wraps, has been looked up.
-            self._called(module, args, kwargs)
+            self._called(module, args, kwargs, fake)
             return own_call(module, *args, **kwargs)
 
         hooks = [
@@ -131,10 +148,13 @@ class ScriptRecorder:
                 noted = partial(self._note_size, script)
                 watched: list[AbstractContextManager[Any]] = [
                     validated,
-                    self._stand_ins(script),
+                    stand_ins(partial(self._note_line, script), some_are_real=self._numbers_first),
                     self.batches.watching(),
                     own_amp_left_out(),
-                    gpu_on_cpu(self._told_of_gpu, there=self._gpu_there),
+                    gpu_on_cpu(self._told_of_gpu, there=self._gpu_there, moved=self._moved),
+                    first_process_alone(launched=self._launched),
+                    compilation_left_out(self._note_compilation),
+                    saved_in_memory(),
                     cuda_operators(),
                     largest_sizes(noted),
                     longest_sequences(noted),
@@ -158,12 +178,25 @@ class ScriptRecorder:
 
     # --- the parts of a step -----------------------------------------------------------------------------------------------------
 
-    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    @contextmanager
+    def _by_host(self) -> Iterator[None]:
+        """Leave out what the block runs."""
+        recording, self.recorder.recording, self._hosts = self.recorder.recording, False, True
+        try:
+            yield
+        finally:
+            self.recorder.recording, self._hosts = recording, False
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any, fake: FakeTensorMode) -> None:
+        if self._hosts:
+            return
         if not self.recorder.recording:
             if not (module.training and torch.is_grad_enabled()):
                 return
             self.recorder.recording = True
             self._adopt(module)
+            if not self.tape.step_starts:
+                self._own_what_else_is_there(fake)
             self.recorder.step_begins()
             self.sizes.append([])
         elif self.recorder.phase == "forward":
@@ -185,6 +218,7 @@ class ScriptRecorder:
         self.channels_last = self.channels_last or any(map(_is_channels_last, tensors))
         self.recorder.phase = "inputs"
         self.recorder.own((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "inputs")
+        self._own_moved()
         self.recorder.phase = "forward"
         self._open.enter_context(self._region())
         self._open.enter_context(modules_named(module, self.recorder))
@@ -202,11 +236,49 @@ class ScriptRecorder:
         self.recorder.phase = "setup"
         for unit, size in units_of(module).items():
             self.tape.units[unit] = self.tape.units.get(unit, 0) + size
-        self.recorder.own(module.parameters(), "parameters")
-        self.recorder.own(module.buffers(), "buffers")
+        for tensors, kind in _weights(module):
+            self.recorder.own(tensors, kind)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """Return what lies on the GPU of a tensor that was moved: a part of a larger one in host memory is a tensor of its own there."""
+        if self.recorder.recording and self.recorder.phase != "optimizer":
+            return tensor  # inside a model
+        known = self._on_gpu.get(storage_key(tensor))
+        if self.recorder.knows(tensor) or (known is not None and known() is not None):
+            return tensor
+        if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+            recording, self.recorder.recording = self.recorder.recording, False
+            tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            self.recorder.recording = recording
+        self._on_gpu.pop(
+            storage_key(tensor), None
+        )  # of a storage that is gone: its place in the order is not this one's
+        self._on_gpu[storage_key(tensor)] = weakref.ref(tensor)
+        return tensor
+
+    def _own_moved(self) -> None:
+        """Allocate what was moved to the GPU and is not known yet, as the labels of a batch."""
+        there = [tensor for made in self._on_gpu.values() if (tensor := made()) is not None]
+        self.recorder.own((tensor for tensor in there if not self.recorder.knows(tensor)), "inputs")
+        self._on_gpu.clear()
+
+    def _own_what_else_is_there(self, fake: FakeTensorMode) -> None:
+        """Allocate what lies on the GPU beside the model: models that are not trained, as averages and teachers, and data."""
+        self.recorder.phase = "setup"
+        gc.collect()
+        found = (one for one in gc.get_objects() if issubclass(type(one), nn.Module) and id(one) not in self._known)
+        for module in sorted(found, key=_told_apart):  # the collector's order differs from run to run
+            for tensors, kind in _weights(module):
+                self.recorder.own((t for t in tensors if isinstance(t, FakeTensor) and t.fake_mode is fake), kind)
+        self._own_moved()
 
     def _backward_begins(self) -> None:
         self._open.close()
+        self._num_backward += 1
+        if self._num_backward > _MOST_BACKWARD:
+            raise RuntimeError(
+                f"{_MOST_BACKWARD} backward passes and no update: a condition on a number, of which there are none, keeps it away"
+            )
         if self.recorder.recording:
             self.recorder.phase = "backward"
             self.tape.backward_starts.append(len(self.tape.events))
@@ -219,6 +291,7 @@ class ScriptRecorder:
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.recorder.phase = "optimizer"
+        self._num_backward = 0
         if self.recorder.recording:
             self.tape.optimizer_starts.append(len(self.tape.events))
         if optimizer not in self.optimizers:
@@ -231,6 +304,8 @@ class ScriptRecorder:
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
+            if group.get("capturable", False):  # for CUDA graphs, which are left out; torch refuses it on a CPU
+                group["capturable"] = False
         for masters in self._masters:
             masters.pull_gradients()
 
@@ -255,58 +330,9 @@ class ScriptRecorder:
 
     # --- numbers, of which there are none ----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _stand_ins(self, script: str) -> Iterator[None]:
-        """Answer each question for a number with 1.0, 0 or False; an optimizer that divides by its step counter must not get 0."""
-        offsets = WeakTensorKeyDictionary()
-        """What was added to a stand-in: ``x[i : i + 8]`` has 8 rows wherever it begins."""
-
-        def number(tensor: Tensor) -> Any:
-            return (
-                1.0 if tensor.is_floating_point() else False if tensor.dtype is torch.bool else offsets.get(tensor, 0)
-            )
-
-        def shifted(own: Callable[..., Any]) -> Callable[..., Any]:
-            def sum_of(tensor: Tensor, other: Any) -> Any:
-                result = own(tensor, other)
-                if type(other) is int and isinstance(result, FakeTensor) and result.dim() == 0:
-                    offsets[result] = offsets.get(tensor, 0) + other
-                return result
-
-            return sum_of
-
-        def zeros(tensor: Tensor) -> Any:
-            return number(tensor) if tensor.dim() == 0 else [zeros(tensor[0])] * tensor.shape[0] if len(tensor) else []
-
-        answers: dict[str, Callable[..., Any]] = {
-            "item": number,
-            "__float__": lambda tensor: 1.0,
-            "__int__": lambda tensor: offsets.get(tensor, 0),
-            "__index__": lambda tensor: offsets.get(tensor, 0),
-            "__bool__": lambda tensor: False,
-            "tolist": zeros,
-            "__format__": lambda tensor, how: format(number(tensor), how) if tensor.dim() == 0 else str(tensor),
-            "numpy": lambda tensor, **_: __import__("numpy").array(zeros(tensor)),
-        }
-
-        def noted(answer: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-            def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-                if self._numbers_first and not isinstance(tensor, FakeTensor):
-                    with _disable_current_modes():
-                        return own(tensor, *args, **kwargs)
-                self._note_line(script)
-                return answer(tensor, *args, **kwargs)
-
-            return asked
-
-        with ExitStack() as stack:
-            for name in ("__add__", "__radd__"):
-                stack.enter_context(patch.object(Tensor, name, shifted(getattr(Tensor, name))))
-            for name, answer in answers.items():
-                for kind in (Tensor, torch._subclasses.FakeTensor):
-                    if name in vars(kind) or kind is Tensor:
-                        stack.enter_context(patch.object(kind, name, noted(answer, getattr(kind, name))))
-            yield
+    def _note_compilation(self, name: str) -> None:
+        if name not in self.compiles:
+            self.compiles.append(name)
 
     def _note_size(self, script: str) -> None:
         frame: FrameType | None = sys._getframe(1)
@@ -317,11 +343,21 @@ class ScriptRecorder:
             self.sized_at.append(line)
 
     def _note_line(self, script: str) -> None:
-        frame = sys._getframe(2)
-        if frame.f_code.co_filename == script and len(self.read_at) < _MOST_READ_AT:
+        frame = asking_frame()
+        if frame is not None and frame.f_code.co_filename == script and len(self.read_at) < _MOST_READ_AT:
             line = f"{Path(script).name}:{frame.f_lineno}"
             if line not in self.read_at:
                 self.read_at.append(line)
+
+
+def _told_apart(module: nn.Module) -> str:
+    """Return what sorts modules in the same way in every run."""
+    return f"{type(module).__qualname__} {[tuple(p.shape) for p in module.parameters()]}"
+
+
+def _weights(module: nn.Module) -> tuple[tuple[list[Tensor], Kind], ...]:
+    """Return the parameters and the buffers of a module, with their kinds."""
+    return (list(module.parameters()), "parameters"), (list(module.buffers()), "buffers")
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

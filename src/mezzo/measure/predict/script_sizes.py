@@ -1,7 +1,8 @@
 """Results whose size depends on numbers, while a script is traced without numbers: each is as large as it can be.
 
 A condition that selects rows is taken to select all of them, and values are taken to be all different. So memory is what the
-script needs at most, and throughput what it reaches at least; the record says so, and names the lines.
+script needs at most, and throughput what it reaches at least; the record says so, and names the lines. Counts of whole numbers have
+the ``minlength`` that they were given.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 aten: Any = torch.ops.aten
 
@@ -35,6 +37,7 @@ def largest_sizes(told: Callable[[], None]) -> Iterator[None]:
         aten.masked_select.default: _masked_select,
         aten._unique2.default: _unique,
         aten.unique_consecutive.default: _unique_consecutive,
+        aten.bincount.default: _bincount,
     }
     with patch.dict(fake_impls.op_implementations_dict, {op: noted(sized) for op, sized in known.items()}):
         yield
@@ -61,6 +64,12 @@ def _unique_consecutive(
         return _all_different(values, return_inverse=return_inverse, return_counts=return_counts)
     numbers = values.new_empty(values.shape[dim], dtype=torch.int64)
     return torch.empty_like(values), numbers, torch.empty_like(numbers)
+
+
+def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    if minlength == 0:
+        raise DynamicOutputShapeException(aten.bincount.default)
+    return values.new_empty(minlength) if weights is None else weights.new_empty(minlength)
 
 
 def _all_different(values: Tensor, *, return_inverse: bool, return_counts: bool) -> tuple[Tensor, Tensor, Tensor]:

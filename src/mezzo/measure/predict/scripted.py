@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -50,6 +51,8 @@ class TapeRequest:
     """Whether the script has numbers until it builds its first module: preparing its data without them would take too long."""
     gpu_there: bool = True
     """Whether the script is told that there is a GPU; otherwise it is told what is true on this machine."""
+    launched: bool = False
+    """Whether it is told what a launcher tells the only process of a job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,12 @@ class ScriptTape:
     needs_numbers: bool = False
     """Whether it failed because the size of a result depends on numbers."""
     told_of_gpu: Sequence[str] = ()
-    """Functions of ``torch.cuda`` that told it of a GPU."""
+    """What told it of a GPU, as functions of ``torch.cuda``."""
+    launched: bool = False
+    """Whether it was told what a launcher tells the only process of a job, since it fails without."""
+    policy: str = ""
+    compiles: Sequence[str] = ()
+    """Functions by which it compiles, which were left out."""
     fails_with_gpu: str = ""
     """Why it failed when it was told of a GPU; it was then told what is true on this machine."""
 
@@ -94,8 +102,8 @@ class ScriptTape:
 def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None = None) -> list[ScriptTape]:
     """Return the tapes of ``requests``, recorded in a process of their own.
 
-    A script that fails because it was told of a GPU is told what is true on this machine. A policy under which it fails has no tape
-    where FP32, the baseline of all, has one.
+    A script that needs to be told which process of a job it is, is told that it is the only one. One that fails because it was told
+    of a GPU is told what is true on this machine. A policy under which it fails has no tape where FP32, the baseline of all, has one.
 
     Args:
         requests: what to record.
@@ -108,6 +116,9 @@ def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None 
         if not request.as_module and not Path(request.script).is_file():
             raise UsageError(f"there is no script {request.script!r}", hint="check the path")
     found, output = _recorded(requests, deadline_s)
+    if all(one.error.endswith(tuple(f"KeyError: {name!r}" for name in OF_A_JOB)) for one in found):
+        requests = [replace(request, launched=True) for request in requests]
+        found, output = _recorded(requests, deadline_s)
     if not any(one.tape for one in found) and all(one.told_of_gpu for one in found):
         again, _ = _recorded([replace(request, gpu_there=False) for request in requests], deadline_s)
         if any(one.tape for one in again):
@@ -211,8 +222,17 @@ def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
             f"{request.script} ended before it trained: {one.error} ({printed})",
             hint="check the script's own arguments; run it by itself with them first",
         )
+    missing = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", one.error)
+    if missing is not None:
+        return UsageError(
+            f"{request.script} imports {missing[1]!r}, which is not installed here: {one.error}",
+            hint=f"install it for {sys.executable}, or run the script by itself first",
+        )
     if one.needs_numbers:
-        hint = "pass the size where it takes one, as output_size= of repeat_interleave, or predict the model by name with --model"
+        hint = (
+            "pass the size where it takes one, as output_size= of repeat_interleave or num_classes= of one_hot, "
+            "or predict the model by name with --model"
+        )
         return UsageError(
             f"{request.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",
             hint=hint,

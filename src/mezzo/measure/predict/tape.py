@@ -84,6 +84,8 @@ class Tape:
     """The same for each call of an optimizer."""
     tries_algorithms: bool = False
     """Whether cuDNN may try its algorithms for convolutions."""
+    read_at: list[str] = field(default_factory=list)
+    """Lines of a model by name that asked for a number (``stand_ins``)."""
     units: dict[str, int] = field(default_factory=dict)
     """Bytes of parameters by the part of the model that sharding gathers at once: a layer of a list, or ``""`` for the rest."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,6 +20,7 @@ from mezzo.measure.checkpointing.plan import plan_for
 from mezzo.measure.checkpointing.trace import trace
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
+from mezzo.measure.predict.stand_ins import asking_frame, stand_ins
 from mezzo.measure.predict.tape import Tape
 from mezzo.policy import Policy
 
@@ -79,7 +82,8 @@ def record_training(
             if zero_grad == "before_forward":
                 made.zero_grad()
             recorder.phase = "forward"
-            with fake, cuda_operators() if gpu else nullcontext(), modules_named(model, recorder):
+            asked = stand_ins(partial(_note_line, recorder.tape.read_at), some_are_real=True)
+            with fake, asked, cuda_operators() if gpu else nullcontext(), modules_named(model, recorder):
                 with region():
                     loss, outputs = loss_of(model, inputs)
                 kept = outputs
@@ -103,6 +107,13 @@ def record_training(
             del inputs
     del kept
     return recorder.tape
+
+
+def _note_line(lines: list[str]) -> None:
+    frame = asking_frame()
+    line = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    if line not in lines:
+        lines.append(line)
 
 
 def units_of(model: nn.Module) -> dict[str, int]:

@@ -212,8 +212,8 @@ def memory_of(run: RunRecord) -> int | None:
 def pruned(known: Known, configuration: Configuration) -> str:
     """Return why a configuration need not be run; empty if it is to be.
 
-    Reasons are a prediction, a smaller batch that did not fit, and a policy that changed nothing of the same script: a memory layout,
-    torch.compile and checkpointing do not decide what is computed in which format.
+    Reasons are a prediction, a smaller batch that did not fit, a layout of images that the same script has none for, and a policy that
+    changed nothing of it: a memory layout, torch.compile and checkpointing do not decide what is computed in which format.
     """
     if configuration in known.ruled_out:
         return known.ruled_out[configuration]
@@ -224,9 +224,18 @@ def pruned(known: Known, configuration: Configuration) -> str:
         )
         if varies == other != configuration and run.changed_nothing and run.error is None:
             return f"{other.name} {run.no_effect}: neither would its other variants"
+        same_layout = configuration.channels_last and other.channels_last and configuration.settings == other.settings
+        if same_layout and other != configuration and _has_no_layout(run):
+            return f"{CHANNELS_LAST} changed nothing of {other.name}, and no policy decides that"
         if trial.round == 0 and _is_larger(configuration, other) and _did_not_fit(known, run):
             return f"{other.name} did not fit, and its batch is smaller"
     return ""
+
+
+def _has_no_layout(run: RunRecord) -> bool:
+    """Return whether a run that was to store images channels-last trained, and found none to store."""
+    applied = any(one.what == CHANNELS_LAST and one.value != NOT_APPLIED for one in run.explanation)
+    return not applied and run.error is None
 
 
 def _did_not_fit(known: Known, run: RunRecord) -> bool:

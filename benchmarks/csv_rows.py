@@ -1,0 +1,61 @@
+"""Rows of measurements in CSV files, gzipped where the name ends in ``.gz``, and the loop that measures until its time is over.
+
+For scripts that are copied to a machine and run there: Python's own modules alone, nothing of Mezzo.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+Cells = dict[str, str]
+T = TypeVar("T")
+
+
+def read(path: Path) -> Iterator[Cells]:
+    """Yield the rows of a file."""
+    with _opened(path, "r") as file:
+        yield from csv.DictReader(file)
+
+
+def append(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> None:
+    """Add rows to a file; a new one begins with ``names``."""
+    _write(path, rows, names, "a")
+
+
+def write(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> None:
+    """Write a file of its own for rows, each as soon as it is there."""
+    _write(path, rows, names, "w")
+
+
+def until(limit_s: float, cases: Iterable[T], label: Callable[[T], str]) -> Iterator[T]:
+    """Yield cases; none begins that would end later than ``limit_s`` seconds from now if it took as long as the longest so far."""
+    begin, longest = time.monotonic(), 0.0
+    for case in cases:
+        at = time.monotonic()
+        if at - begin + longest > limit_s:
+            print(f"the time is over before {label(case)}", flush=True)
+            return
+        yield case
+        longest = max(longest, time.monotonic() - at)
+
+
+def _opened(path: Path, mode: str) -> TextIO:
+    if path.suffix == ".gz":
+        return gzip.open(path, f"{mode}t", encoding="utf-8", newline="")  # type: ignore[return-value]
+    return path.open(mode, encoding="utf-8", newline="")  # type: ignore[return-value]
+
+
+def _write(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str], mode: str) -> None:
+    is_new = mode == "w" or not path.exists()
+    with _opened(path, mode) as file:
+        writer = csv.DictWriter(file, list(names), lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow(row)
+            file.flush()

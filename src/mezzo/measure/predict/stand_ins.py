@@ -1,0 +1,180 @@
+"""What a training that is traced without numbers gets where it asks for one: 1.0, 0 or False. Everything is finite.
+
+An optimizer that divides by its step counter must not get 0. Torch itself asks too, as for ``data[i]`` with a tensor for ``i``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor, fake_impls
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mezzo.records import Reason
+
+aten: Any = torch.ops.aten
+_TORCH = Path(torch.__file__).parent
+_TRACING = (
+    str(Path(__file__).parents[2]),
+    *(
+        str(_TORCH / name)
+        for name in ("_ops.py", "_subclasses", "_compile.py", "_dynamo", "utils/_python_dispatch.py", "utils/_stats.py")
+    ),
+)
+"""Files whose functions lie between a line and what it asks of a tensor."""
+
+
+def asking_frame() -> FrameType | None:
+    """Return the frame that asks for a number, for the ``told`` of ``stand_ins``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_TRACING):
+        frame = frame.f_back
+    return frame
+
+
+def numbers_read(who: str, lines: Sequence[str]) -> Reason:
+    """Return what a record says of the numbers that ``who``, the script or the model, reads at ``lines``."""
+    where = f", read at {', '.join(lines)}" if lines else ""
+    return Reason(
+        what=f"numbers that the {who} reads",
+        value="1.0, 0 or False",
+        reason=f"traced tensors have no numbers: conditions and logs run as with these{where}",
+    )
+
+
+@contextmanager
+def stand_ins(told: Callable[[], None], *, some_are_real: bool = False) -> Iterator[None]:
+    """Answer each question for a number in the block; ``told`` is called for each.
+
+    Args:
+        told: called for each.
+        some_are_real: whether tensors that are not fake have numbers.
+    """
+    answers = _Answers()
+
+    def noted(answer: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if some_are_real and not isinstance(tensor, FakeTensor):
+                with _disable_current_modes():
+                    return own(tensor, *args, **kwargs)
+            told()
+            return answer(tensor, *args, **kwargs)
+
+        return asked
+
+    def by_torch(answer: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+            told()
+            return answer(*args)
+
+        return asked
+
+    asked_by_torch = {
+        aten._local_scalar_dense.default: by_torch(answers.number),
+        aten.item.default: by_torch(answers.number),
+        aten.equal.default: by_torch(_false),
+        aten.allclose.default: by_torch(_false),
+        aten.is_nonzero.default: by_torch(_false),
+    }
+    with ExitStack() as stack:
+        for name in ("__add__", "__radd__"):
+            stack.enter_context(patch.object(Tensor, name, answers.shifted(getattr(Tensor, name))))
+        for home in (torch, Tensor):
+            for name in ("isfinite", "all", "any"):
+                stack.enter_context(patch.object(home, name, answers.about_finite(name, getattr(home, name))))
+        for name, answer in answers.by_method().items():
+            for kind in (Tensor, FakeTensor):
+                if name in vars(kind) or kind is Tensor:
+                    stack.enter_context(patch.object(kind, name, noted(answer, getattr(kind, name))))
+        stack.enter_context(patch.dict(fake_impls.op_implementations_dict, asked_by_torch))
+        stack.enter_context(patch.object(torch.nn.functional, "one_hot", _one_hot(torch.nn.functional.one_hot)))
+        yield
+
+
+class _Answers:
+    """The stand-in of each tensor."""
+
+    def __init__(self) -> None:
+        self._offsets = WeakTensorKeyDictionary()
+        """What was added to a stand-in: ``x[i : i + 8]`` has 8 rows wherever it begins."""
+        self._finite = WeakTensorKeyDictionary()
+        """What says that values are finite: a script that unscales gradients itself would skip every update."""
+
+    def by_method(self) -> dict[str, Callable[..., Any]]:
+        """Return the answer to each method of a tensor that returns numbers."""
+        return {
+            "item": self.number,
+            "__float__": lambda tensor: 1.0,
+            "__int__": self._whole,
+            "__index__": self._whole,
+            "__bool__": self._true_if_finite,
+            "tolist": self._each,
+            "__format__": lambda tensor, how: format(self.number(tensor), how) if tensor.dim() == 0 else str(tensor),
+            "numpy": lambda tensor, **_: np.array(self._each(tensor)),
+        }
+
+    def number(self, tensor: Tensor) -> Any:
+        """Return the stand-in of a tensor with one element."""
+        if tensor.dtype is torch.bool:
+            return self._true_if_finite(tensor)
+        return 1.0 if tensor.is_floating_point() else self._whole(tensor)
+
+    def about_finite(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``isfinite``, or ``all`` or ``any`` of what it returned, whose result is known to be true."""
+
+        def asked(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            result = own(tensor, *args, **kwargs)
+            if isinstance(result, FakeTensor) and (name == "isfinite" or tensor in self._finite):
+                self._finite[result] = True
+            return result
+
+        return asked
+
+    def _true_if_finite(self, tensor: Tensor) -> bool:
+        return tensor in self._finite
+
+    def shifted(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``Tensor.__add__`` that keeps what was added to a whole number."""
+
+        def sum_of(tensor: Tensor, other: Any) -> Any:
+            result = own(tensor, other)
+            if type(other) is int and isinstance(result, FakeTensor) and result.dim() == 0:
+                self._offsets[result] = self._whole(tensor) + other
+            return result
+
+        return sum_of
+
+    def _whole(self, tensor: Tensor) -> int:
+        found: int = self._offsets.get(tensor, 0)
+        return found
+
+    def _each(self, tensor: Tensor) -> Any:
+        if tensor.dim() == 0:
+            return self.number(tensor)
+        return [self._each(tensor[0])] * tensor.shape[0] if len(tensor) else []
+
+
+def _false(*args: object, **kwargs: object) -> bool:
+    return False
+
+
+def _one_hot(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``one_hot``, which without a number of classes depends on numbers."""
+
+    def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+        if num_classes == -1 and isinstance(tensor, FakeTensor):
+            raise DataDependentOutputException(aten.one_hot.default)
+        return own(tensor, num_classes)
+
+    return one_hot

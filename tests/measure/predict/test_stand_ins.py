@@ -1,0 +1,128 @@
+"""Numbers that are asked for where there are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mezzo.measure.predict import script_recorder
+from mezzo.measure.predict.script_process import recorded
+from mezzo.measure.predict.scripted import TapeRequest
+from mezzo.measure.predict.stand_ins import numbers_read, stand_ins
+from mezzo.measure.predict.training import record_training
+from mezzo.policy import Policy
+
+DATA = "data = torch.arange(24.0).reshape(4, 3, 2)"
+INDEXED: dict[str, tuple[int, ...]] = {
+    "data[i]": (3, 2),
+    "data[i, 1:]": (2, 2),
+    "data[:, i]": (4, 2),
+    "data[i][None]": (1, 3, 2),
+    "data[i : i + 2]": (2, 3, 2),
+    "data[i + 1]": (3, 2),
+    "next(data[j] for j in torch.randperm(4))": (3, 2),
+    "data[torch.tensor([i, i])]": (2, 3, 2),
+    "torch.full((2,), i)": (2,),
+    "torch.zeros(3).index_fill(0, i[None], i)": (3,),
+    "torch.stack([data[j] for j in torch.randperm(4)[:2]])": (2, 3, 2),
+    "nn.functional.one_hot(i, 5)": (5,),
+    "torch.bincount(i[None], minlength=6)": (6,),
+}
+
+
+@pytest.mark.parametrize("written", INDEXED)
+def test_an_index_that_is_a_tensor_selects_what_any_would(written: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(f"""
+import torch
+from torch import nn
+{DATA}
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    i = torch.randint(4, ())
+    assert ({written}).shape == {INDEXED[written]}
+    data[i] = 1.0
+    model(data).mean().backward()
+    optimizer.step()
+""")
+    made = recorded(TapeRequest(script=str(path), arguments=(), policy="fp32"), Policy.parse("fp32"))
+    assert made.tape is not None
+    assert set(made.read_at) <= {"train.py:9", "train.py:10"}
+    assert "train.py:10" in made.read_at
+
+
+def test_comparisons_of_whole_tensors_are_false() -> None:
+    with FakeTensorMode(), stand_ins(lambda: None):
+        ones = torch.ones(3)
+        assert not torch.equal(ones, ones)
+        assert not torch.allclose(ones, ones)
+        assert (ones[0].item(), ones.long()[0].item(), (ones > 0)[0].item()) == (1.0, 0, False)
+
+
+def test_tensors_with_numbers_keep_them() -> None:
+    with stand_ins(lambda: None, some_are_real=True):
+        assert (torch.tensor(3.5).item(), int(torch.tensor(4)), bool(torch.tensor(1))) == (3.5, 4, True)
+        assert torch.equal(torch.ones(2), torch.ones(2))
+
+
+class Dropping(nn.Module):
+    """Skips its layer where a random number is below its rate, as the decoders of OPT do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand([]) < 0.0 else self.layer(x)
+
+
+def test_a_model_by_name_may_ask_for_a_number_too() -> None:
+    tape = record_training(
+        Dropping,
+        lambda n: {"x": torch.empty(n, 4)},
+        lambda model, inputs: (model(inputs["x"]).sum(), None),
+        batch=2,
+        optimizer=torch.optim.AdamW,
+    )
+    assert [op.name for op in tape.operations if op.flops] == ["addmm", "mm"]
+    (line,) = tape.read_at
+    assert line.startswith("test_stand_ins.py:")
+    assert numbers_read("model", [line]).reason.endswith(f"read at {line}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ("torch.isfinite(p.grad).all()", ""),
+        ("p.grad.isfinite().all()", ""),
+        ("torch.all(torch.isfinite(p.grad)).item()", ""),
+        ("not (torch.isnan(p.grad).any() or torch.isinf(p.grad).any())", ""),
+        ("p.grad.sum() > 0", "8 backward passes and no update"),
+    ],
+)
+def test_gradients_are_finite_and_a_script_that_never_updates_is_ended(
+    asked: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script_recorder, "_MOST_BACKWARD", 8)
+    path = tmp_path / "train.py"
+    path.write_text(f"""
+import torch
+p = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(p.parameters(), lr=0.1)
+while True:
+    p(torch.randn(3, 2)).mean().backward()
+    if {asked.replace("p.grad", "p.weight.grad")}:
+        optimizer.step()
+    optimizer.zero_grad()
+""")
+    request = TapeRequest(script=str(path), arguments=(), policy="fp32")
+    if error:
+        with pytest.raises(RuntimeError, match=error):
+            recorded(request, Policy.parse("fp32"))
+    else:
+        assert recorded(request, Policy.parse("fp32")).num_steps == 2
