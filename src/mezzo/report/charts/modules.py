@@ -141,7 +141,7 @@ def nodes_of(
 ) -> list[Node]:
     """Return the roots of the tree of ``paths``, each level in the order of ``weight``; the heaviest MOST_NODES are kept."""
     kept = sorted(paths, key=weight)[:MOST_NODES]  # type: ignore[arg-type]
-    known = {path for name in kept for path in paths_of(name)}
+    known = dict.fromkeys(path for name in kept for path in paths_of(name))
     inside: dict[str, list[str]] = {}
     for path in sorted(known, key=weight):  # type: ignore[arg-type]
         inside.setdefault(path.rpartition(".")[0], []).append(path)
