@@ -18,11 +18,6 @@ _ALL_OPEN = 60  # nodes up to which the whole tree is unfolded
 _NEAR_SHARE = 1 / 8  # of the tolerance
 
 
-def audit_charts(record: AuditRecord, places: Mapping[str, str]) -> list[Drawn]:
-    """Return the charts of an audit; ``places`` has the key of the source line of each module that has one."""
-    return [phase_bars(record), module_tree(record, places)]
-
-
 def phase_bars(record: AuditRecord) -> Drawn:
     """Return the FLOPs of each phase as one bar, divided by format."""
     phases = [phase for phase in PHASES if record.flops_by_phase.get(phase)]
@@ -154,11 +149,6 @@ def nodes_of(
 
 
 # --- the error that each module makes ---------------------------------------------------------------
-
-
-def fallback_charts(record: FallbackRecord) -> list[Drawn]:
-    """Return the module tree of a fallback search."""
-    return [error_tree(record)]
 
 
 def error_tree(record: FallbackRecord) -> Drawn:
