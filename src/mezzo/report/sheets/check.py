@@ -58,12 +58,14 @@ class CheckSheet(ScriptSheet):
 def check_sheet(record: CheckRecord) -> CheckSheet:
     """Return the sheet of ``record``."""
     script = fmt.clean(PurePath(record.script).name)
-    answer = record.answer
+    answer, headline = record.answer, _headline(record, script)
+    first = record.first_steps
+    judged = "" if first is None else f" (judged by the first {fmt.plural(first, 'step')} only)"
     comparison = record.comparison if record.comparison and len(record.comparison.rows) > 1 else None
     return CheckSheet(
-        title=f"{script}: {_headline(record, script)}",
+        title=f"{script}: {headline}",
         script=fmt.clean(record.script),
-        headline=_headline(record, script) + _first_steps(record),
+        headline=headline + judged,
         tone=_TONES[answer.decision],
         answer=_answer(record),
         next_command=fmt.clean(answer.next_command),
@@ -131,10 +133,6 @@ def _headline(record: CheckRecord, script: str) -> str:
     if answer.decision == "stay":
         return f"Stay in {name}"
     return "Undecided" if answer.decision == "undecided" else f"No answer: {script} goes wrong in {name} itself"
-
-
-def _first_steps(record: CheckRecord) -> str:
-    return "" if record.first_steps is None else f" (judged by the first {fmt.plural(record.first_steps, 'step')} only)"
 
 
 def _answer(record: CheckRecord) -> list[Fact]:

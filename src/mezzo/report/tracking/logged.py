@@ -30,13 +30,13 @@ from mezzo.records import (
     Row,
     RunRecord,
 )
+from mezzo.report.sheets.shared import memory_kinds
 from mezzo.report.text import render
 
 Cell: TypeAlias = str | float | int | None
 OfOneRun: TypeAlias = AuditRecord | DiagnoseRecord | RangesRecord | FallbackRecord
 
 _STEP_COLUMNS = ("loss", "loss_scale", "skipped", "grad_norm", "time_ms", "cpu_ms")
-_MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations")
 _TEXT_WIDTH = 110
 
 
@@ -100,7 +100,7 @@ def _plain(record: AnyRecord) -> Logged:
     environment = getattr(record, "environment", None)
     return Logged(
         kind=record.kind,
-        script=_stem(getattr(record, "script", "")),
+        script=PurePath(getattr(record, "script", "")).stem,
         settings=_machine(environment) if isinstance(environment, Environment) else {},
         tags=tags,
         text=_text(record),
@@ -111,7 +111,7 @@ def _of_one_run(record: OfOneRun) -> Logged:
     run = record.run
     return Logged(
         kind=record.kind,
-        script=_stem(run.script),
+        script=PurePath(run.script).stem,
         failed=bool(run.error),
         settings=_settings(run) | {"policy": getattr(record, "policy", run.policy)},
         tags={"kind": record.kind, **_verdict(record)},
@@ -123,7 +123,7 @@ def _of_one_run(record: OfOneRun) -> Logged:
 def _run(record: RunRecord, *, name: str = "") -> Logged:
     return Logged(
         kind=record.kind,
-        script=_stem(record.script),
+        script=PurePath(record.script).stem,
         name=name,
         failed=bool(record.error),
         settings=_settings(record),
@@ -144,7 +144,7 @@ def _comparison(record: CompareRecord) -> Logged:
     first = record.runs[0] if record.runs else None
     return Logged(
         kind=record.kind,
-        script=_stem(first.script) if first else "",
+        script=PurePath(first.script).stem if first else "",
         settings={
             "command": shlex.join(record.command),
             "baseline": record.baseline,
@@ -227,8 +227,7 @@ def _trend(record: DiagnoseRecord) -> Iterator[Curve]:
 
 
 def _counted(record: RunRecord) -> Iterator[tuple[str, float]]:
-    for kind in _MEMORY_KINDS:
-        size = getattr(record.memory, f"{kind}_bytes")
+    for kind, size in memory_kinds(record.memory).items():
         if size is not None:
             yield f"memory/{kind}_bytes", float(size)
     for name, share in record.effective.share_by_format.items():
@@ -275,10 +274,6 @@ def _machine(environment: Environment) -> dict[str, str | int]:
         "mezzo": environment.mezzo,
         "date": environment.date,
     }
-
-
-def _stem(script: str) -> str:
-    return PurePath(script).stem
 
 
 def _text(record: AnyRecord) -> str:
