@@ -72,7 +72,9 @@ def source_of(record: AnyRecord) -> Source:
 
 def module_places(record: AuditRecord, source: Source) -> dict[str, str]:
     """Return the anchor of a line for each module that one is known of."""
-    named = [(one.module, one.line) for one in (*record.wide_products, *record.round_trips, *record.casts)]
+    named = [(one.module, one.line) for one in record.wide_products]
+    named += [(one.module, one.line) for one in record.round_trips]
+    named += [(one.module, one.line) for one in record.casts]
     known = [(module, source.keys[line]) for module, line in named if line in source.keys]
     return dict(reversed(known))  # the first of each module counts
 

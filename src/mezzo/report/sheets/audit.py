@@ -74,7 +74,9 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
 
 def _module_lines(record: AuditRecord) -> dict[str, str]:
     """Return the first line of code that is known of each module."""
-    known = [(one.module, one.line) for one in (*record.wide_products, *record.round_trips, *record.casts)]
+    known = [(one.module, one.line) for one in record.wide_products]
+    known += [(one.module, one.line) for one in record.round_trips]
+    known += [(one.module, one.line) for one in record.casts]
     return {module: line for module, line in reversed(known) if line}
 
 
