@@ -151,7 +151,7 @@ def with_groups(command: Callable[..., None], *, resumes: bool = False) -> Calla
         resumes: whether the script has ``--resume``.
     """
     parameters = signature(command, eval_str=True).parameters.values()
-    groups = {one.name: one.annotation for one in parameters if is_dataclass(one.annotation)}
+    groups: dict[str, Any] = {one.name: one.annotation for one in parameters if is_dataclass(one.annotation)}
     fields = {name: dict(signature(kind, eval_str=True).parameters) for name, kind in groups.items()}
     of_script = fields.get("script", {})
     if not resumes:
