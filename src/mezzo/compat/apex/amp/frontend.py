@@ -66,7 +66,7 @@ def initialize(
     if not torch.backends.cudnn.enabled:
         raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True. Leave it on.")
     properties = levels.properties_of(opt_level)
-    _report(f"Selected optimization level {levels.LEVELS[opt_level].brief}", properties)
+    _report(f"Selected optimization level {levels.BRIEF[opt_level]}", properties)
     overrides = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,
