@@ -25,6 +25,7 @@ from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.launch.several.compared_runs import named_arguments
+from mezzo.measure.resumption.trace import same_number
 from mezzo.patching import Patch, make_patch
 from mezzo.policy import Policy
 from mezzo.records import Reason, RunRecord
@@ -81,9 +82,8 @@ def try_patch(
     """
     assert request.policy is not None
     if request.kind == "module":
-        return _not_tried(
-            "a module of a package cannot be run from another folder", "apply the diff and run it by hand"
-        )
+        why = "a module of a package cannot be run from another folder; apply the diff and run it by hand"
+        return PatchOutcome(may_be_offered=False, reasons=[Reason(what="trial", value="not run", reason=why)])
     trial = _Trial(request, folder.absolute(), limit_s, child)
     first = trial.compare(patch, request.policy)
     if first.may_be_offered or first.on_gpu:
@@ -210,12 +210,6 @@ def mirror(folder: Path, copy: Path, *, without: Path) -> None:
 # --- the comparison, pure ---------------------------------------------------------------------------------------------------------
 
 
-def _not_tried(why: str, instead: str) -> PatchOutcome:
-    return PatchOutcome(
-        may_be_offered=False, reasons=[Reason(what="trial", value="not run", reason=f"{why}; {instead}")]
-    )
-
-
 def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequence[Reason] = ()) -> PatchOutcome:
     """Return what two runs say about a patch: the unpatched script under the policy, and the patched one as it is."""
     largest = largest_difference(reference.steps.loss, patched.steps.loss)
@@ -302,9 +296,7 @@ def _differences(reference: RunRecord, patched: RunRecord) -> list[Reason]:
 
 def same_numbers(first: list[float], second: list[float]) -> bool:
     """Return whether two columns are equal, NaN equal to NaN."""
-    return len(first) == len(second) and all(
-        a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(first, second, strict=True)
-    )
+    return len(first) == len(second) and all(map(same_number, first, second))
 
 
 def largest_difference(first: list[float], second: list[float]) -> float:
@@ -313,6 +305,6 @@ def largest_difference(first: list[float], second: list[float]) -> float:
     for a, b in zip(first[:COMPARED_STEPS], second[:COMPARED_STEPS], strict=False):
         if math.isfinite(a) and math.isfinite(b):
             largest = max(largest, abs(a - b) / max(abs(a), abs(b), 1e-30))
-        elif not same_numbers([a], [b]):
+        elif not same_number(a, b):
             return math.inf
     return largest

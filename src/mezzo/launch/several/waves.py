@@ -27,15 +27,6 @@ Reuse = Callable[[Request], AnyRecord | None]
 """Returns the record of a run that an earlier command finished; None if there is none."""
 
 
-def nothing_ahead() -> Iterable[Request]:
-    """Return no requests."""
-    return ()
-
-
-def nothing_finished(request: Request) -> None:
-    """Return None: no run of an earlier command is used again."""
-
-
 class Waves:
     """The runs of one command."""
 
@@ -62,8 +53,8 @@ class Waves:
         request: Request,
         *,
         limit_s: float | None = None,
-        ahead: Ahead = nothing_ahead,
-        reuse: Reuse = nothing_finished,
+        ahead: Ahead = tuple,
+        reuse: Reuse = lambda _: None,
     ) -> AnyRecord:
         """Return the record of a run, made now or before.
 
