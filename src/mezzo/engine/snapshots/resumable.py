@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mezzo.engine.agreement import Agreement
-from mezzo.engine.snapshots.background import Copies, Saving, write_whole
+from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.choosing import Refused, load_first
 from mezzo.engine.snapshots.contents import contents_of, set_contents
 from mezzo.engine.snapshots.folder import Folder
@@ -191,8 +191,8 @@ class Resumable:
         into.begin_after(number)
         path = into.next_path(updates=self._progress.windows, calls=self._window.calls)
         # A process that is killed while it saves has only the one before: the others keep that as well.
-        write = write_whole(path, tree, own.copies.of(tensors), lambda: into.prune(keep + (size > 1)))
-        own.saving, own.last_s = Saving(path, write), time.monotonic()
+        own.saving = Saving(path, tree, own.copies.of(tensors), lambda: into.prune(keep + (size > 1)))
+        own.last_s = time.monotonic()
         if own.notice.given and every_s is not None:
             own.saving.wait()
             raise SystemExit(128 + signal.SIGTERM)

@@ -116,7 +116,9 @@ def _instead(policy: Policy, patch: Patch, first: PatchOutcome) -> tuple[Policy,
     if patch.style == "torch.amp" and (reference.error or "").startswith(_NO_KERNEL):
         why = str(reference.error).split(". ")[0]
         return _BF16, f"this CPU cannot compute the script in FP16 ({why}), and {untried}"
-    if patch.style == "torch.amp" and _has_room(policy) and patched.error is None:
+    # At a scale that begins high, a smaller one is worth a trial.
+    has_room = policy.loss_scale == "dynamic" and policy.init_scale > _SMALL_SCALE
+    if patch.style == "torch.amp" and has_room and patched.error is None:
         why = "autocast on a CPU may leave the loss in FP16, where a GPU's makes it FP32: at a large loss scale it overflows"
         return policy.replace(init_scale=_SMALL_SCALE), f"{why}; both runs begin at {_SMALL_SCALE:g}"
     return None
@@ -127,11 +129,6 @@ def _for_cpu(patch: Patch) -> Patch:
     if patch.kind != "transformers" or "use_cpu" in patch.source:
         return patch
     return replace(patch, patched=patch.patched.replace("bf16=True", "bf16=True, use_cpu=True"))
-
-
-def _has_room(policy: Policy) -> bool:
-    """Return whether a policy's loss scale begins high enough that a smaller one is worth a trial."""
-    return policy.loss_scale == "dynamic" and policy.init_scale > _SMALL_SCALE
 
 
 def _is_bf16(first: PatchOutcome) -> bool:
@@ -213,7 +210,8 @@ def mirror(folder: Path, copy: Path, *, without: Path) -> None:
 def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequence[Reason] = ()) -> PatchOutcome:
     """Return what two runs say about a patch: the unpatched script under the policy, and the patched one as it is."""
     largest = largest_difference(reference.steps.loss, patched.steps.loss)
-    same = same_numbers(reference.steps.loss, patched.steps.loss)
+    losses = reference.steps.loss, patched.steps.loss
+    same = len(losses[0]) == len(losses[1]) and all(map(same_number, *losses))  # NaN is equal to NaN
     faults = [*_failures(reference, patched), *_differences(reference, patched)]
     limit = FORMATS[policy.compute].eps
     if not faults and not same and not largest <= limit:
@@ -292,11 +290,6 @@ def _differences(reference: RunRecord, patched: RunRecord) -> list[Reason]:
         why = f"{_flops(reference)} under the policy; {_flops(patched)} with the patch"
         faults.append(Reason(what="FLOPs by format", value="different", reason=why))
     return faults
-
-
-def same_numbers(first: list[float], second: list[float]) -> bool:
-    """Return whether two columns are equal, NaN equal to NaN."""
-    return len(first) == len(second) and all(map(same_number, first, second))
 
 
 def largest_difference(first: list[float], second: list[float]) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mezzo.engine.agreement import EVERY_S, Agreement, are_several
-from mezzo.engine.snapshots.background import Copies, Saving, write_whole
+from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.folder import Folder
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.structure import take_apart
@@ -170,8 +170,7 @@ class ScriptSnapshots:
         }
         tree, tensors = take_apart(contents)
         path = self._folder.next_path(updates=updates, calls=0)
-        write = write_whole(path, tree, self._copies.of(tensors), lambda: self._folder.prune(_KEEP))
-        self._saving = Saving(path, write)
+        self._saving = Saving(path, tree, self._copies.of(tensors), lambda: self._folder.prune(_KEEP))
 
     def _refuse_loop(self, this: Pass, frames: list[Any], library: str) -> None:
         why = ""
