@@ -206,7 +206,8 @@ def _in_fp32_later(found: DiagnoseRecord, runs: Sequence[ScriptRun], *, last: in
     """Ask whether FP32 gets beyond the step at which the best fix fails, where no fix is enough."""
     step = fixes.farthest_step(found, tried(runs))
     roles = [ran.role for ran in runs]
-    if "fp32 later" in roles or not step or fixes.any_helped(tried(runs), last=last) or str(runs[0].policy) == "fp32":
+    any_helped = any(fixes.helped(one.again, last) for one in tried(runs))
+    if "fp32 later" in roles or not step or any_helped or str(runs[0].policy) == "fp32":
         return None
     return replace(_in_fp32(found.model_copy(update={"step": step})), role="fp32 later")
 

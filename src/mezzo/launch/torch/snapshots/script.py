@@ -80,7 +80,7 @@ class ScriptSnapshots:
         for one in self._resumed.refused:
             print(f"mezzo: not {one.path.name}: {one.why}", file=sys.stderr)
             self._record_problem(one.path.name, "not loaded", one.why)
-        self._patches.wrap(torch, "save", self._not_while_bringing)
+        self._patches.around(torch, "save", self._not_while_bringing)
 
     def close(self) -> SnapshotsTaken:
         """Wait for the last save, undo what ``install`` did, and return what was taken."""
@@ -286,12 +286,9 @@ class ScriptSnapshots:
         self._nowhere.close()
         self._out = None
 
-    def _not_while_bringing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(*args: Any, **kwargs: Any) -> None:
-            if self._passes.arrived:
-                original(*args, **kwargs)
-
-        return save
+    def _not_while_bringing(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        if self._passes.arrived:
+            original(*args, **kwargs)
 
     def _defer_sigterm(self) -> None:
         """End after the next batch and a snapshot, not at once; Mezzo's last word to a run still ends it."""
