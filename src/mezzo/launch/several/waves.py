@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 
-from mezzo.errors import RecordError
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.several.resuming import with_digest
 from mezzo.launch.several.side_by_side import Engine
-from mezzo.records import AnyRecord, RunRecord, read_record
+from mezzo.records import AnyRecord, RunRecord, record_at
 
 _WIDEST = 32
 """Runs of a wave where a cluster sets no limit."""
@@ -78,7 +77,8 @@ class Waves:
                 wave = [request, *self._missing(ahead, reuse)]
                 for asked, record in self._engine(wave, lambda: limit_s):
                     self._made[asked.record_path] = record
-            stop.check(_left_by(request) if stop.stopped else None)
+            left = record_at(request.record_path) if stop.stopped else None
+            stop.check(left if isinstance(left, RunRecord) else None)
         return self._made.pop(request.record_path)
 
     def _missing(self, ahead: Ahead, reuse: Reuse) -> Iterable[Request]:
@@ -87,11 +87,3 @@ class Waves:
             return []
         asked = (with_digest(request, self._identity) for request in islice(ahead(), self.at_once - 1))
         return [one for one in asked if one.record_path not in self._made and reuse(one) is None]
-
-
-def _left_by(request: Request) -> RunRecord | None:
-    try:
-        found = read_record(Path(request.record_path))
-    except RecordError:
-        return None
-    return found if isinstance(found, RunRecord) else None
