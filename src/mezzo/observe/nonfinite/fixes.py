@@ -13,7 +13,6 @@ from typing import NamedTuple
 from mezzo import oplists
 from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS, FP16
-from mezzo.observe.fallback.operations import in_fp32
 from mezzo.observe.limits import HEADROOM
 from mezzo.observe.nested_names import outermost
 from mezzo.observe.nonfinite.keras_fixes import in_keras
@@ -293,7 +292,8 @@ def _operation(found: DiagnoseRecord) -> list[Offer]:
     if policy is None or not policy.lowers:
         return []
     try:
-        changed = in_fp32(policy, [name])
+        lists = {field: tuple(n for n in getattr(policy, field) if n != name) for field in ("lower", "widest")}
+        changed = policy.replace(fp32=tuple(dict.fromkeys((*policy.fp32, name))), **lists)
     except PolicyError:  # an operation that no list has
         return []
     return [Offer(f"compute {name} in FP32", f'policy = "{changed}"', changed)] if changed != policy else []
