@@ -25,7 +25,7 @@ from mezzo.cli import (
 )
 from mezzo.cli.completion import ScriptCommand
 from mezzo.cli.ranks import in_ranks
-from mezzo.cli.script import of_script, with_groups
+from mezzo.cli.script import with_groups
 from mezzo.cli.usage import usage_error
 from mezzo.cli.words import WORDS
 from mezzo.errors import MezzoError
@@ -50,17 +50,17 @@ def _on_script(name: str, command: Callable[..., None]) -> None:
 
 
 app.command("doctor")(doctor.doctor)
-_on_script("check", of_script(check.check, resumes=True))
-_on_script("run", of_script(run.run))
-_on_script("watch", of_script(watch.watch))
-_on_script("compare", of_script(compare.compare, resumes=True))
-_on_script("audit", of_script(audit.audit))
-_on_script("diagnose", of_script(diagnose.diagnose))
-_on_script("ranges", of_script(ranges.ranges))
-_on_script("fallback", of_script(fallback.fallback, resumes=True))
+_on_script("check", with_groups(check.check, resumes=True))
+_on_script("run", with_groups(run.run))
+_on_script("watch", with_groups(watch.watch))
+_on_script("compare", with_groups(compare.compare, resumes=True))
+_on_script("audit", with_groups(audit.audit))
+_on_script("diagnose", with_groups(diagnose.diagnose))
+_on_script("ranges", with_groups(ranges.ranges))
+_on_script("fallback", with_groups(fallback.fallback, resumes=True))
 _on_script("predict", with_groups(predict.predict))
-_on_script("tune", of_script(tune.tune, resumes=True))
-_on_script("resume-check", of_script(resume_check.resume_check))
+_on_script("tune", with_groups(tune.tune, resumes=True))
+_on_script("resume-check", with_groups(resume_check.resume_check))
 app.command("report")(report.report)
 
 _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])

@@ -16,6 +16,7 @@ from mezzo.cli.clusters import Jobs, On, engine_of
 from mezzo.cli.machines import Machine, machine_of, name_of
 from mezzo.cli.patches import with_patch
 from mezzo.cli.progress import shown
+from mezzo.cli.results import write
 from mezzo.cli.resumed import finished_before
 from mezzo.cli.script import Script
 from mezzo.errors import PolicyError, UsageError
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from mezzo.launch.several.resuming import Finished
     from mezzo.launch.several.side_by_side import Engine
     from mezzo.policy import Policy
-    from mezzo.records import AnyRecord, CheckRecord, Reason
+    from mezzo.records import CheckRecord, Reason
 
 _WISHED_SEEDS = 3
 _TAIL = 12
@@ -141,7 +142,7 @@ def _checked(asked: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRe
     settings = _settings(asked, offers)
     finished = _finished(asked, folder, settings)
     waves = Waves(engine, finished.identity)
-    checking = Check(settings=settings, folder=folder, finished=finished, waves=waves, say=budget.say, keep=_keep)
+    checking = Check(settings=settings, folder=folder, finished=finished, waves=waves, say=budget.say, keep=write)
     checking.run()
     record = check_record(asked, checking, offers, machine, engine)
     finished.forget()
@@ -207,15 +208,6 @@ def _finished(asked: CheckOptions, folder: Path, settings: Settings) -> Finished
 
 
 # --- after the last run --------------------------------------------------------------------------------------------------------
-
-
-def _keep(record: AnyRecord, folder: Path) -> None:
-    """Write a stage's record and page."""
-    from mezzo.records import write_record
-    from mezzo.report.html import write_html
-
-    write_record(record, folder / "record.json")
-    write_html(record, folder / "report.html")
 
 
 def _show_output(checking: Check) -> None:

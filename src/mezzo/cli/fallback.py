@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +16,6 @@ from mezzo.cli.words import resuming
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
-    from mezzo.launch.several.resuming import Finished
     from mezzo.records import FallbackRecord, RunRecord
 
 
@@ -54,7 +52,8 @@ def fallback(
     script.check(judged)
     engine = engine_of(jobs, on)
     folder = script.folder("fallback", leaves=("policy.toml", "runs"))
-    finished = _begun(script, folder)
+    finished = finished_before(script, folder, "search", say=results.note)
+    finished.begin({}, anew=not script.resume)
     request, waves = script.request(judged, folder=folder), Waves(engine, finished.identity)
     with stoppable() as stop:
         record: FallbackRecord | RunRecord
@@ -84,14 +83,3 @@ def fallback(
             record = record.model_copy(update={"policy_file": str(path)})
         script.finish(record, folder)
     raise typer.Exit(stop.exit_code)
-
-
-def _begun(script: Script, folder: Path) -> Finished:
-    """Begin a search in the folder, or go on with a stopped one.
-
-    Raises:
-        UsageError: ``--resume`` was typed, and there is nothing to go on with.
-    """
-    finished = finished_before(script, folder, "search", say=results.note)
-    finished.begin({}, anew=not script.resume)
-    return finished

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mezzo.cli.words import value_after
 from mezzo.errors import ScriptError
 from mezzo.launch.ranks.launched import PADDLES, Launched, launched
 from mezzo.launch.ranks.told import tell
@@ -19,7 +20,6 @@ _ALONE = {
     "tune": "tune in one process, with the batch of one process",
 }
 """Commands on a script for one process, and what to do instead of starting several."""
-_OUT = "--out"
 
 
 def in_ranks(words: Sequence[str], command: Callable[[], int]) -> int:
@@ -63,7 +63,8 @@ def _together(one: Launched, words: Sequence[str], command: Callable[[], int]) -
     from mezzo.launch.ranks.leading import leading
     from mezzo.launch.ranks.meeting import Meeting, meeting_place
 
-    out = _value_of_out(words)
+    # The script's own option of that name serves as well: all processes read the same words.
+    out = value_after("--out", words)
     meeting = Meeting(one, meeting_place(one, shared=Path("runs") if out is None else Path(out).parent))
     if one.rank:
         exit_code = follow(meeting)
@@ -74,16 +75,6 @@ def _together(one: Launched, words: Sequence[str], command: Callable[[], int]) -
         leader.exit_code = command()
         tell(leader.exit_code, words[0], own_rank=0)  # before the others end: torchrun then stops this process too
     return leader.exit_code
-
-
-def _value_of_out(words: Sequence[str]) -> str | None:
-    """Return the value of ``--out``; the script's own option of that name serves as well: all processes read the same words."""
-    for place, word in enumerate(words):
-        if word == _OUT and place + 1 < len(words):
-            return words[place + 1]
-        if word.startswith(f"{_OUT}="):
-            return word.partition("=")[2]
-    return None
 
 
 def _refuse_paddles_launcher() -> None:

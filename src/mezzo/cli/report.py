@@ -116,7 +116,7 @@ def _index(folder: Path) -> Path:
     from mezzo.report.html import write_html, write_index
     from mezzo.report.index import entries as lines
     from mezzo.report.index.sheet import index_sheet
-    from mezzo.report.text import render_index
+    from mezzo.report.terminal import print_index
 
     paths = lines.find_records(folder)
     if not paths:
@@ -137,7 +137,7 @@ def _index(folder: Path) -> Path:
         results.note(f"{drawn} of {len(paths)} pages were missing or older than their records, and were written")
     with results.readers_may_go():
         screen = results.console()
-        render_index(sheet, screen)
+        print_index(sheet, screen)
         screen.print(f"index: {folder / _INDEX}", soft_wrap=True)
     return folder / _INDEX
 

@@ -65,14 +65,19 @@ def finish(
         log_to: the trackers to log to, as typed.
         after_script: whether the script printed to standard output before.
     """
+    write(record, folder)
+    with readers_may_go():
+        _print(record, folder, as_json=as_json, after_script=after_script)
+    track(record, folder / "record.json", folder / "report.html", log_to)
+
+
+def write(record: AnyRecord, folder: Path) -> None:
+    """Write ``record.json`` and ``report.html``."""
     from mezzo.records import write_record
     from mezzo.report.html import write_html
 
     write_record(record, folder / "record.json")
     write_html(record, folder / "report.html")
-    with readers_may_go():
-        _print(record, folder, as_json=as_json, after_script=after_script)
-    track(record, folder / "record.json", folder / "report.html", log_to)
 
 
 def track(record: AnyRecord, path: Path, page: Path, log_to: Sequence[str] | None) -> None:
@@ -108,12 +113,6 @@ def _print(record: AnyRecord, folder: Path, *, as_json: bool, after_script: bool
 def note(text: str) -> None:
     """Print a note to standard error."""
     print(f"mezzo: {text}", file=sys.stderr)
-
-
-def note_metric(record: RunRecord) -> None:
-    """Note that a metric's pattern matched nothing."""
-    if record.metric is not None and not record.metric.values:
-        note(f"--metric {record.metric.pattern!r} matched nothing in the output of {record.script}")
 
 
 def _note_hint(record: AnyRecord) -> None:

@@ -90,6 +90,7 @@ def run(
         metric=metric,
         models=changes,
     )
-    results.note_metric(record)
+    if record.metric is not None and not record.metric.values:
+        results.note(f"--metric {record.metric.pattern!r} matched nothing in the output of {record.script}")
     ended = stop.stopped and record.exit_code > SIGNALS  # otherwise the script ended itself
     raise typer.Exit(stop.exit_code if ended else record.exit_code)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, is_dataclass
 from functools import wraps
-from inspect import Parameter, Signature, signature
+from inspect import Signature, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -143,35 +143,19 @@ def keep_input_for(target: str, *, as_module: bool) -> None:
     keep_input(own_sources(target, kind="module" if as_module else "script"), say=results.note)
 
 
-def of_script(command: Callable[..., None], *, resumes: bool = False) -> Callable[..., None]:
-    """Return a command that is given a ``Script`` as one whose options are read by the parser: the script's around its own.
+def with_groups(command: Callable[..., None], *, resumes: bool = False) -> Callable[..., None]:
+    """Return a command that is given groups of options, each a dataclass, as one whose options are read by the parser.
 
     Args:
-        command: a function of a script and of options of its own.
-        resumes: whether it has ``--resume``.
+        command: a function of groups and of options of its own; those of a ``Script`` are read around the command's own.
+        resumes: whether the script has ``--resume``.
     """
-    script, *own = signature(command, eval_str=True).parameters.values()
-    shared = {
-        name: one for name, one in signature(Script, eval_str=True).parameters.items() if resumes or name != "resume"
-    }
-
-    @wraps(command)
-    def typed_command(**given: Any) -> None:
-        chosen = {name: given.pop(name) for name in shared}
-        command(Script(**chosen), **given)
-
-    target, arguments, *rest = (one.replace(kind=script.kind) for one in shared.values())
-    parameters = [target, arguments, *own, *rest]
-    typed_command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    typed_command.__annotations__ = {one.name: one.annotation for one in parameters}
-    return typed_command
-
-
-def with_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that is given groups of options, each a dataclass, as one whose options are read by the parser."""
     parameters = signature(command, eval_str=True).parameters.values()
-    groups = {one.name: one.annotation for one in parameters if _is_group(one)}
-    fields = {name: signature(kind, eval_str=True).parameters for name, kind in groups.items()}
+    groups: dict[str, Any] = {one.name: one.annotation for one in parameters if is_dataclass(one.annotation)}
+    fields = {name: dict(signature(kind, eval_str=True).parameters) for name, kind in groups.items()}
+    of_script = fields.get("script", {})
+    if not resumes:
+        of_script.pop("resume", None)
 
     @wraps(command)
     def typed_command(**given: Any) -> None:
@@ -179,13 +163,10 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
         command(**made, **given)
 
     flat = [field for one in parameters for field in fields.get(one.name, {one.name: one}).values()]
+    flat.sort(key=lambda one: one.name in [*of_script][2:])  # after the command's own
     typed_command.__signature__ = Signature([one.replace(kind=one.KEYWORD_ONLY) for one in flat])  # type: ignore[attr-defined]
     typed_command.__annotations__ = {one.name: one.annotation for one in flat}
     return typed_command
-
-
-def _is_group(parameter: Parameter) -> bool:
-    return is_dataclass(parameter.annotation)
 
 
 def check_pytorch(target: str, *, as_module: bool, command: str, hint: str) -> None:

@@ -193,14 +193,4 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
     failures = [plan.failure(policy, found.refused) for policy in policies]
     if all(failures):
         raise UsageError(f"{target} {failures[0]}", hint=hint_under(policies[0]))
-    return Traced(
-        name=target,
-        size="the script's own inputs",
-        unit=found.unit,
-        batch=found.batch,
-        optimizer=found.optimizer,
-        tapes=found.tapes,
-        assumptions=found.assumptions,
-        channels_last=found.channels_last,
-        refused=found.refused,
-    )
+    return Traced(name=target, size="the script's own inputs", **vars(found))

@@ -21,7 +21,7 @@ from mezzo.errors import UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
-    from mezzo.devices import Device, Support
+    from mezzo.devices import Device
     from mezzo.launch.several.side_by_side import Engine
     from mezzo.launch.several.tune import Tune
     from mezzo.measure.tune.answer import Found
@@ -165,30 +165,21 @@ def _plans(text: str | None) -> list[str]:
 
 def _policies(here: Device, asked: list[str] | None) -> tuple[list[Reason], list[str]]:
     """Return what is left out, with reasons, and the policies to try beside the script's own precision."""
+    from mezzo.formats import BF16, E4M3, FP16, TF32
     from mezzo.launch.request import policy_text
     from mezzo.records import Reason
 
     if asked is not None:
         return [], [policy_text(options.asked_policy(name)) for name in asked]
-    found = _supported(here)
-    left_out = [
-        Reason(what=name, value="left out", reason=_why_out(here.name, one))
-        for name, one in found.items()
-        if one.level != "native"
-    ]
-    return left_out, [name for name, one in found.items() if one.level == "native"]
-
-
-def _supported(here: Device) -> dict[str, Support]:
-    from mezzo.formats import BF16, E4M3, FP16, TF32
-
-    formats = {"tf32": TF32, "bf16": BF16, "fp16": FP16, "fp8": E4M3}
-    return {name: here.support(fmt) for name, fmt in formats.items()}
-
-
-def _why_out(device: str, one: Support) -> str:
-    slow = "; emulated, it is never faster" if one.level == "emulated" else ""
-    return f"{device}: {one.reason}{slow}"
+    left_out, native = [], []
+    for name, fmt in {"tf32": TF32, "bf16": BF16, "fp16": FP16, "fp8": E4M3}.items():
+        found = here.support(fmt)
+        if found.level == "native":
+            native.append(name)
+            continue
+        slow = "; emulated, it is never faster" if found.level == "emulated" else ""
+        left_out.append(Reason(what=name, value="left out", reason=f"{here.name}: {found.reason}{slow}"))
+    return left_out, native
 
 
 def _tuning(

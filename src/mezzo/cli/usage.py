@@ -35,7 +35,7 @@ def usage_error(error: Any) -> UsageError | None:
     if option.startswith("-"):
         said = re.sub(r"^Invalid value for [^:]+: ", "", message)
         allowed = re.sub(r"^Input should be ([^,]*).*", r"allowed: \1", said)
-        message = f"{option} {value_after(option)!r}; {allowed[:1].lower()}{allowed[1:]}"
+        message = f"{option} {value_after(option, typed()) or ''!r}; {allowed[:1].lower()}{allowed[1:]}"
     return UsageError(message, hint=hint)
 
 

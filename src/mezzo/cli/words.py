@@ -59,15 +59,14 @@ def resuming(folder: Path, *, num_arguments: int) -> str:
     return shlex.join([*words[:2], RESUME, "--out", str(folder), *options_given, *words[script:]])
 
 
-def value_after(option: str) -> str:
-    """Return the value of an option as typed; empty without one."""
-    words = WORDS.get()
+def value_after(option: str, words: Sequence[str]) -> str | None:
+    """Return the value of an option in a command's words; None without one."""
     for word, following in zip_longest(words, words[1:]):
         if word == option:
-            return following or ""
+            return following
         if word.startswith(f"{option}="):
             return word.partition("=")[2]
-    return ""
+    return None
 
 
 def check_arguments(context: typer.Context, arguments: list[str] | None) -> list[str] | None:

@@ -266,7 +266,9 @@ def _alignment(case: _Case) -> list[Choice]:
     if small:
         count = len({side.layer for side in small})
         share = f"each size has under {_SMALL_SHARE:.0%} of the multiplied weights"
-        found.append(_alignment_choice(f"{count} small {_plural(count)} left", f"{share}: padding would gain little"))
+        found.append(
+            _alignment_choice(f"{count} small layer{'s' * (count != 1)} left", f"{share}: padding would gain little")
+        )
     return found or [
         _alignment_choice("nothing to pad", f"every size is a multiple of {row} for {case.policy.compute}")
     ]
@@ -298,10 +300,6 @@ def _alignment_choice(value: str, reason: str) -> Choice:
 
 def _weights(group: list[_Side]) -> int:
     return sum(side.size * side.weights_each for side in group)
-
-
-def _plural(count: int) -> str:
-    return "layer" if count == 1 else "layers"
 
 
 def _sides(model: nn.Module) -> Iterator[_Side]:

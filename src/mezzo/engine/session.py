@@ -36,7 +36,7 @@ from mezzo.engine.distributed import processes_for
 from mezzo.engine.firstwindows import FirstWindows, NoWatch
 from mezzo.engine.gradients import clamp, clip_factor, drop_gradients, multiply, put_back, set_aside, total_norm, wide
 from mezzo.engine.graphs import CapturedStep, Parts
-from mezzo.engine.guardrails.session_guard import guard_of
+from mezzo.engine.guardrails.session_guard import SessionGuard
 from mezzo.engine.microbatches import MicroBatch, MicroBatches
 from mezzo.engine.onepass import OnePass, norm_by_kernels
 from mezzo.engine.ownership import Ownership
@@ -129,7 +129,7 @@ class Session(Resumable):
         self.train_batch = MicroBatches(self, micro_batch)
         self._open_window()
         self._position, self._snapshots = Position(), Snapshots()
-        self._guard = guard_of(self, guard)
+        self._guard = None if guard is None else SessionGuard(self, guard)
         self._watch_rounding = checks.may_lose_updates(self.policy, self.optimizers)
 
     def _check_parts(self) -> torch.device:

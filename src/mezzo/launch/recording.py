@@ -17,7 +17,6 @@ from mezzo.measure.advice import advice_for
 from mezzo.records import (
     AnyRecord,
     Bottleneck,
-    Effective,
     FileRead,
     Guardrails,
     Metric,
@@ -53,6 +52,7 @@ def record_of(
 ) -> AnyRecord:
     """Return the record of a run that has ended; ``ran``: its Unix time at the start, and its seconds."""
     exit_code, error = ending
+    effective, stand_in = training.effective(), [] if request.stand_in is None else [request.stand_in.reason]
     record = RunRecord(
         command=list(request.command),
         script=request.target,
@@ -66,7 +66,7 @@ def record_of(
         environment=training.environment().model_copy(update=shell),
         steps=training.steps(),
         memory=training.memory(),
-        effective=_with(training.effective(), [*_stand_in_reasons(request), *unheeded]),
+        effective=effective.model_copy(update={"left_alone": [*effective.left_alone, *stand_in, *unheeded]}),
         metric=metric,
         findings=training.findings(),
         bottleneck=bottleneck,
@@ -87,14 +87,6 @@ def record_of(
         hint=hint_of(error),
     )
     return record if training.observer is None else training.observer.record(record)
-
-
-def _with(effective: Effective, more: list[Reason]) -> Effective:
-    return effective.model_copy(update={"left_alone": [*effective.left_alone, *more]})
-
-
-def _stand_in_reasons(request: Request) -> list[Reason]:
-    return [] if request.stand_in is None else [request.stand_in.reason]
 
 
 def guarded(action: Callable[[], None], *, before: Ending = (0, None)) -> Ending:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import IO
@@ -141,7 +141,8 @@ def _run(
     request: Request, output: Path | None, limit_s: float | None, stop: Stop, interrupted: Interrupted | None
 ) -> tuple[int, str]:
     """Run the child to its end; return the exit code, and the reason to record if the child wrote no record."""
-    with _sink(output) as sink, followed(request, passes_output=sink is None) as request:
+    file: AbstractContextManager[IO[bytes] | None] = nullcontext() if output is None else output.open("wb")
+    with file as sink, followed(request, passes_output=sink is None) as request:
         process = _started(request, sink)
         with stop.passing_to(process):
             if interrupted is None:
@@ -195,15 +196,6 @@ def _wait_for_ranks(process: Process, request: Request, interrupted: Interrupted
             time.sleep(_POLL_S)
     process.pass_on(signal.SIGTERM, kill_after_s=_STOPPED_S)
     return True, process.wait()
-
-
-@contextmanager
-def _sink(output: Path | None) -> Iterator[IO[bytes] | None]:
-    if output is None:
-        yield None
-        return
-    with output.open("wb") as file:
-        yield file
 
 
 def without_record(request: Request, exit_code: int, why: str) -> RunRecord:

@@ -13,11 +13,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mezzo.errors import RecordError
 from mezzo.launch.frameworks import Training, training_in
 from mezzo.launch.patches import Patches
 from mezzo.launch.ranks.blame import End, blamed
@@ -26,7 +25,7 @@ from mezzo.launch.ranks.requests import for_rank
 from mezzo.launch.recording import guarded, record_of
 from mezzo.launch.request import Request
 from mezzo.measure.environment import surroundings
-from mezzo.records import AnyRecord, RunRecord, read_record, write_record
+from mezzo.records import AnyRecord, RunRecord, record_at, write_record
 
 _WORKERS = ("torch.utils.data", "multiprocessing", "concurrent", "joblib", "torch._inductor", "mezzo")
 """Packages whose processes do not train."""
@@ -141,9 +140,7 @@ class Spawned:
         """Return one record of the script's process and of those that it started, and delete theirs."""
         found: list[AnyRecord | None] = []
         for path in self._paths:
-            record = None
-            with suppress(RecordError):
-                record = read_record(path)
+            record = record_at(path)
             path.unlink(missing_ok=True)
             if record is None or _trained(record):
                 found.append(record)

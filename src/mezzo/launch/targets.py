@@ -142,16 +142,12 @@ def _refuse_launchers(target: Target) -> None:
             hint=f"type: {target.instead(*(rest[:1] or ['train.py']), module=module, arguments=rest[1:])}",
         )
     if name in _LAUNCHERS and not there:
-        after = [*target.typed, *_script_among(target.arguments)]
+        first = next((n for n, word in enumerate(target.arguments) if word.endswith(".py")), None)
+        after = [*target.typed, *(["train.py"] if first is None else target.arguments[first:])]
         raise UsageError(
             f"{target.name} is not a script; it starts processes, and Mezzo runs inside each of them",
             hint=f"type: {_LAUNCHERS[name]} {shlex.join(after)}",
         )
-
-
-def _script_among(words: Sequence[str]) -> list[str]:
-    first = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
-    return ["train.py"] if first is None else list(words[first:])
 
 
 def _refuse_folder(target: Target) -> None:

@@ -130,21 +130,17 @@ def _tf32_reason(facts: Facts, *, what: str, setting: str, value: str | None) ->
 
 
 def _missing_gpu_advice(facts: Facts) -> Iterator[Reason]:
-    if facts.driver is not None and facts.cuda_build is None:
-        yield Reason(
-            what="a GPU that torch cannot use",
-            value="install a CUDA build of torch: https://pytorch.org/get-started/locally",
-            reason=f"nvidia-smi finds a GPU (driver {facts.driver}), but this torch was built without"
-            " CUDA; with it, training runs on that GPU",
-        )
-    elif facts.driver is not None:
-        yield Reason(
-            what="a GPU that torch cannot use",
-            value="check that CUDA_VISIBLE_DEVICES is not empty and that the driver is new enough"
-            f" for CUDA {facts.cuda_build}",
-            reason=f"nvidia-smi finds a GPU (driver {facts.driver}), but torch sees none;"
-            " once it does, training runs on that GPU",
-        )
+    if facts.driver is None:
+        return
+    value = (
+        f"check that CUDA_VISIBLE_DEVICES is not empty and that the driver is new enough for CUDA {facts.cuda_build}"
+    )
+    why = "torch sees none; once it does, training runs on that GPU"
+    if facts.cuda_build is None:
+        value = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
+        why = "this torch was built without CUDA; with it, training runs on that GPU"
+    found = f"nvidia-smi finds a GPU (driver {facts.driver}), but {why}"
+    yield Reason(what="a GPU that torch cannot use", value=value, reason=found)
 
 
 def _gpu_advice(gpu: Device, *, facts: Facts) -> Iterator[Reason]:

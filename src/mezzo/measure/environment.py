@@ -32,22 +32,17 @@ def environment(device_kind: str) -> Environment:
     import torch
 
     on_gpu = device_kind == "cuda" and torch.cuda.is_available()
-    return Environment(
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        mezzo=VERSION,
-        python=platform.python_version(),
-        torch=str(torch.__version__),
-        os=platform.platform(),
-        cpu=devices.cpu_name(),
-        threads=torch.get_num_threads(),
-        device=device_kind,
-        gpu=devices.this_device(device_kind).name if on_gpu else None,
-        driver=nvidia_driver() if on_gpu else None,
-        cuda=torch.version.cuda,
-        cudnn=cudnn_text(torch.backends.cudnn.version()),
-        triton=package_version(*TRITON_PACKAGES),
-        **surroundings(),
-    )
+    known = {
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "device": device_kind,
+        "gpu": devices.this_device(device_kind).name if on_gpu else None,
+        "driver": nvidia_driver() if on_gpu else None,
+        "cuda": torch.version.cuda,
+        "cudnn": cudnn_text(torch.backends.cudnn.version()),
+        "triton": package_version(*TRITON_PACKAGES),
+    }
+    return environment_without_torch().model_copy(update=known)
 
 
 def environment_without_torch() -> Environment:

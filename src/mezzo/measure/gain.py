@@ -61,7 +61,8 @@ def bound(baseline: Work, policy: Work, gpu: Gpu) -> Bound | None:
     if theirs is None or ours is None:
         return None
     known = bool(baseline.bytes and policy.bytes)
-    memories = [_memory_s(work, gpu) if known else 0.0 for work in (baseline, policy)]
+    moved = [_WRITTEN_AND_READ * (work.bytes or 0) if known else 0 for work in (baseline, policy)]
+    memories = [bytes_moved / gpu.bandwidth_bytes_per_s for bytes_moved in moved]
     steps = [max(compute, memory) for compute, memory in zip((theirs, ours), memories, strict=True)]
     total = sum(policy.flops_by_format.values())
     rates = {name: gpu.flops_per_s(name) or 0.0 for name in (*baseline.flops_by_format, *policy.flops_by_format)}
@@ -81,7 +82,3 @@ def _compute_s(work: Work, gpu: Gpu) -> float | None:
     if not any(work.flops_by_format.values()) or not all(rates.values()):
         return None
     return sum(n / (rates[name] or 1.0) for name, n in work.flops_by_format.items())
-
-
-def _memory_s(work: Work, gpu: Gpu) -> float:
-    return _WRITTEN_AND_READ * (work.bytes or 0) / gpu.bandwidth_bytes_per_s

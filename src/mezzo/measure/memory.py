@@ -34,7 +34,7 @@ class SavedTensors:
     """A count of what autograd keeps for the backward pass, by its saved-tensor hooks."""
 
     def __init__(self) -> None:
-        self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
+        self._hooks: Any = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
         self._saved: list[tuple[weakref.ref[Tensor], bool]] = []
         """What autograd keeps, and whether it is data: no operation of the graph computed it."""
         self._inputs: list[Tensor] = []
@@ -97,10 +97,6 @@ class SavedTensors:
         kept = tensor.detach()
         self._saved.append((weakref.ref(kept), _is_data(tensor)))
         return kept
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _storage(tensor: Tensor) -> int:

@@ -63,7 +63,7 @@ class Job:
         top = [n for n in walk_scope(self.script.tree.module) if isinstance(n, ast.Import)]
         if any(a.name == module or (a.name.startswith(f"{module}.") and not a.asname) for n in top for a in n.names):
             return
-        block = self.script.tree.import_statements()
+        block = [s for s in self.script.tree.module.body if isinstance(s, (ast.Import, ast.ImportFrom))]
         after = [s for s in block if not (isinstance(s, ast.ImportFrom) and s.module == "__future__")]
         own = [s for s in after if _root(s) == "torch"]
         if own:

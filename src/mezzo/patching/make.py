@@ -41,13 +41,13 @@ def make_patch(path: Path, *, policy: Policy, style: Style = "auto") -> Patch | 
 def _made(path: Path, policy: Policy, style: Style) -> Patch:
     script = _parsed(path)
     other = frameworks.trainer_of(script)
-    if other is None and not keras.is_keras(script) and not script.backwards:
+    if other is None and keras.keras_in(script) is None and not script.backwards:
         beside = loop_beside(path)
         if beside is not None:
             return _made(beside, policy, style)
     if policy.compute == "fp32":
         unclear("fp32 adds nothing to a script", "keep the script as it is", already=True)
-    if keras.is_keras(script):
+    if keras.keras_in(script) is not None:
         return _finish(path, Job(script, policy), keras.patch, "keras", "framework")
     if other is not None:
         return _finish(path, Job(script, policy), lambda job: frameworks.patch(job, other), other.kind, "framework")

@@ -198,10 +198,6 @@ class Script:
         calls = [c for c in self.tree.calls if isinstance(c.func, ast.Attribute) and c.func.attr == "step"]
         return [c for c in calls if isinstance(c.func, ast.Attribute) and self._is_scheduler(ast.unparse(c.func.value))]
 
-    def is_plateau(self, call: ast.Call) -> bool:
-        """Return whether a schedule's step takes a metric: such a schedule follows the metric, not the updates."""
-        return bool(call.args)
-
     # --- what statements do ------------------------------------------------------------------------------------------------
 
     def runs_forward(self, node: ast.AST, *, functional: bool = True, depth: int = 4) -> bool:

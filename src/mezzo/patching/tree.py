@@ -96,10 +96,6 @@ class Tree:
         """Return the first of the names that the script does not use, else the last one with an underscore."""
         return next((name for name in wanted if name not in self.names), f"{wanted[-1]}_")
 
-    def import_statements(self) -> list[ast.stmt]:
-        """Return the imports at the top level of the module."""
-        return [s for s in self.module.body if isinstance(s, (ast.Import, ast.ImportFrom))]
-
 
 def walk_scope(scope: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes that run in a scope itself, without those of functions and classes inside."""

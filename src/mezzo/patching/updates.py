@@ -119,7 +119,8 @@ class Updates:
         for call in self._script.schedule_steps:
             stmt = self._tree.statement(call)
             follows = stmt in self._tree.block(update) and stmt.lineno > update.lineno
-            if isinstance(stmt, ast.Expr) and stmt.value is call and follows and not self._script.is_plateau(call):
+            # A schedule whose step takes a metric follows the metric, not the updates.
+            if isinstance(stmt, ast.Expr) and stmt.value is call and follows and not call.args:
                 found.append(stmt)
         return found
 

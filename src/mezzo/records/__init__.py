@@ -52,6 +52,7 @@ from mezzo.records.fallback import Verification as Verification
 from mezzo.records.files import AnyRecord as AnyRecord
 from mezzo.records.files import Record as Record
 from mezzo.records.files import read_record as read_record
+from mezzo.records.files import record_at as record_at
 from mezzo.records.files import write_record as write_record
 from mezzo.records.findings import Finding as Finding
 from mezzo.records.findings import Severity as Severity

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from mezzo.records.findings import Finding
 from mezzo.records.run import RunRecord
-from mezzo.records.values import SCHEMA_VERSION, Reason, Value, WholeRecord
+from mezzo.records.values import Reason, Value, WholeRecord
 
 Phase: TypeAlias = Literal["forward", "recompute", "dgrad", "wgrad", "optimizer"]
 Cause: TypeAlias = Literal["off", "switched off", "list", "promotion", "excluded", "no rule", "float64"]
@@ -108,7 +108,6 @@ class AuditRecord(WholeRecord):
     """Operations, casts, products and findings of the recorded steps of a script."""
 
     kind: Literal["audit"] = "audit"
-    schema_version: int = SCHEMA_VERSION
     run: RunRecord
     steps: list[int]
     """The recorded steps; every sum is over all of them."""

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from mezzo.records.compare import CompareRecord
 from mezzo.records.doctor import DeviceReport
-from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord
+from mezzo.records.values import Environment, Reason, Value, WholeRecord
 
 Decision: TypeAlias = Literal["use", "stay", "undecided", "failed"]
 """``use``: a policy trains like the baseline. ``stay``: none does, or it gains nothing. ``failed``: the baseline itself does not train."""
@@ -74,7 +74,6 @@ class CheckRecord(WholeRecord):
     """The answer to whether a script should train in lower precision, and everything that it follows from."""
 
     kind: Literal["check"] = "check"
-    schema_version: int = SCHEMA_VERSION
     command: list[str]
     script: str
     answer: Answer

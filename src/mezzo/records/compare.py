@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from mezzo.records.predict import RealGpus
 from mezzo.records.run import Memory, RunRecord
-from mezzo.records.values import SCHEMA_VERSION, Environment, Value, WholeRecord, varied
+from mezzo.records.values import Environment, Value, WholeRecord, varied
 
 Verdict: TypeAlias = Literal[
     "baseline", "equivalent", "different", "diverged", "stopped_learning", "undecided", "failed"
@@ -93,7 +93,6 @@ class CompareRecord(WholeRecord):
     """A comparison of policies on one script, with every run behind it."""
 
     kind: Literal["compare"] = "compare"
-    schema_version: int = SCHEMA_VERSION
     command: list[str]
     baseline: str
     margin: float

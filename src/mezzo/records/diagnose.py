@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import RunRecord
-from mezzo.records.values import SCHEMA_VERSION, Reason, Value, WholeRecord
+from mezzo.records.values import Reason, Value, WholeRecord
 
 Diagnosed: TypeAlias = Literal[
     "healthy", "scale_overflow", "range_overflow", "invalid_operation", "silent_saturation", "unfinished"
@@ -54,7 +54,6 @@ class DiagnoseRecord(WholeRecord):
     """The first value that is not finite: where it came from, why, and what fixes it."""
 
     kind: Literal["diagnose"] = "diagnose"
-    schema_version: int = SCHEMA_VERSION
     run: RunRecord
     verdict: Diagnosed
     module: str = ""

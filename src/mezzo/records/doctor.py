@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord
+from mezzo.records.values import Environment, Reason, Value, WholeRecord
 
 
 class FormatSupport(Value):
@@ -29,7 +29,6 @@ class DoctorRecord(WholeRecord):
     """What this machine can do."""
 
     kind: Literal["doctor"] = "doctor"
-    schema_version: int = SCHEMA_VERSION
     environment: Environment
     devices: list[DeviceReport]
     tf32: list[Reason] = []

@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import RunRecord
-from mezzo.records.values import SCHEMA_VERSION, Reason, Value, WholeRecord
+from mezzo.records.values import Reason, Value, WholeRecord
 
 FallbackVerdict: TypeAlias = Literal["found", "not needed", "elsewhere", "not repeatable", "fp32 fails"]
 
@@ -56,7 +56,6 @@ class FallbackRecord(WholeRecord):
     """The modules to keep in FP32, the local errors that rank them and the runs that verified them."""
 
     kind: Literal["fallback"] = "fallback"
-    schema_version: int = SCHEMA_VERSION
     run: RunRecord
     """The run in FP32 that all others are compared with."""
     policy: str

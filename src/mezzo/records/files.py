@@ -89,6 +89,14 @@ def read_record(path: Path | str) -> AnyRecord:
     return record
 
 
+def record_at(path: Path | str) -> AnyRecord | None:
+    """Return the record in a file; None if there is none that can be read."""
+    try:
+        return read_record(path)
+    except RecordError:
+        return None
+
+
 def _not_a_record(path: Path | str, why: str) -> RecordError:
     return RecordError(f"{str(path)!r} is not a record: {why}", hint="pass the record.json that a mezzo command wrote")
 

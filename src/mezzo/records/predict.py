@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord
+from mezzo.records.values import Environment, Reason, Value, WholeRecord
 
 
 class ModuleShare(Value):
@@ -129,7 +129,6 @@ class PredictRecord(WholeRecord):
     """Predictions for one model, by GPU and policy."""
 
     kind: Literal["predict"] = "predict"
-    schema_version: int = SCHEMA_VERSION
     environment: Environment
     command: list[str] = []
     model: str

@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import RunRecord
-from mezzo.records.values import SCHEMA_VERSION, Reason, Value, WholeRecord
+from mezzo.records.values import Reason, Value, WholeRecord
 
 RangeKind: TypeAlias = Literal["activations", "activation gradients", "weight gradients", "weights", "updates"]
 GRADIENTS: tuple[RangeKind, ...] = ("activation gradients", "weight gradients")
@@ -132,7 +132,6 @@ class RangesRecord(WholeRecord):
     """The ranges of a script's values, from steps computed in FP32."""
 
     kind: Literal["ranges"] = "ranges"
-    schema_version: int = SCHEMA_VERSION
     run: RunRecord
     policy: str
     """The policy under judgement; the script ran in FP32."""

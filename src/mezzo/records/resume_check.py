@@ -6,7 +6,7 @@ from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import RunRecord
-from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord
+from mezzo.records.values import Environment, Reason, Value, WholeRecord
 
 ResumeVerdict: TypeAlias = Literal["exact", "differs", "does_not_resume", "no_checkpoint", "undecided"]
 """``exact``: the same losses and weights in every step. ``differs``: the differences are named. ``undecided``: two runs already differ."""
@@ -45,7 +45,6 @@ class ResumeCheckRecord(WholeRecord):
     """A run that was stopped and resumed, beside the same run undisturbed."""
 
     kind: Literal["resume_check"] = "resume_check"
-    schema_version: int = SCHEMA_VERSION
     command: list[str]
     script: str
     resume_with: list[str] = []

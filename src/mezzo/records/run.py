@@ -11,7 +11,7 @@ from mezzo.records.bottleneck import Bottleneck
 from mezzo.records.findings import Finding
 from mezzo.records.guardrails import Guardrails, OutOfMemory
 from mezzo.records.ranks import RankRun
-from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord, varied
+from mezzo.records.values import Environment, Reason, Value, WholeRecord, varied
 
 AS_IS = "as-is"
 """In place of a policy: the script keeps its own precision."""
@@ -209,7 +209,6 @@ class RunRecord(WholeRecord):
     """One run of a script under one policy: its steps, memory, formats and findings."""
 
     kind: Literal["run"] = "run"
-    schema_version: int = SCHEMA_VERSION
     command: list[str]
     script: str
     script_sha256: str

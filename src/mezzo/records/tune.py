@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from mezzo.records.compare import Verdict
 from mezzo.records.run import Placement
-from mezzo.records.values import SCHEMA_VERSION, Environment, Reason, Value, WholeRecord
+from mezzo.records.values import Environment, Reason, Value, WholeRecord
 
 TuneDecision: TypeAlias = Literal["use", "keep", "undecided", "failed"]
 """``use``: a configuration is faster. ``keep``: none is, beyond noise. ``undecided``: no time. ``failed``: the script itself fails."""
@@ -65,7 +65,6 @@ class TuneRecord(WholeRecord):
     """The fastest configuration that trains like FP32, and every run behind it."""
 
     kind: Literal["tune"] = "tune"
-    schema_version: int = SCHEMA_VERSION
     command: list[str]
     script: str
     decision: TuneDecision

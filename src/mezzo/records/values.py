@@ -24,6 +24,9 @@ class Value(BaseModel):
 class WholeRecord(Value):
     """A record, as opposed to a part of one: it prints as one line. ``mezzo.notebook`` shows its page in Jupyter."""
 
+    kind: str
+    schema_version: int = SCHEMA_VERSION
+
     @property
     def summary(self) -> str:
         """The script, the verdict and the figures that matter most, in one line."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mezzo.records import CheckRecord, CompareRecord, DiagnoseRecord, RunRecord
+from mezzo.records import CompareRecord, DiagnoseRecord, RunRecord
 from mezzo.report.charts import loss, memory, modules, predicted, ranges, steps, times
 from mezzo.report.charts.data import Drawn
 from mezzo.report.charts.times import Timed
@@ -31,11 +31,6 @@ def compare_charts(record: CompareRecord) -> list[Drawn]:
         memory.memory_bars({row.policy_shown: row.memory for row in record.rows}, styles=styles),
         times.time_boxes(timed),
     ]
-
-
-def check_charts(record: CheckRecord) -> list[Drawn]:
-    """Return the charts of the comparison behind a check."""
-    return [] if record.comparison is None else compare_charts(record.comparison)
 
 
 def compare_styles(record: CompareRecord) -> dict[str, Style]:
@@ -66,14 +61,14 @@ def diagnose_charts(record: DiagnoseRecord) -> list[Drawn]:
 def charts_of(record: Any, *, places: Mapping[str, str]) -> list[Drawn]:
     """Return the charts of a record of any kind; ``places`` has the anchor of the source line of each module that has one."""
     if record.kind == "audit":
-        return modules.audit_charts(record, places)
+        return [modules.phase_bars(record), modules.module_tree(record, places)]
     makers: dict[str, Callable[[Any], list[Drawn]]] = {
         "compare": compare_charts,
-        "check": check_charts,
+        "check": lambda check: compare_charts(check.comparison) if check.comparison else [],
         "run": run_charts,
         "diagnose": diagnose_charts,
-        "ranges": ranges.ranges_charts,
-        "fallback": modules.fallback_charts,
+        "ranges": lambda found: [ranges.exponents_chart(found), ranges.scales_chart(found)],
+        "fallback": lambda search: [modules.error_tree(search)],
         "predict": predicted.predict_charts,
     }
     maker = makers.get(record.kind)

@@ -60,13 +60,10 @@ class NextStep:
 
 def next_steps(record: AnyRecord) -> list[NextStep]:
     """Return what to do after ``record``, the best first; nothing where no command helps."""
-    steps = _BY_KIND.get(record.kind, _nothing)(record)
+    after = _BY_KIND.get(record.kind)
+    steps = [] if after is None else after(record)
     unique = {step.command: step for step in reversed([*steps]) if step.command}
     return [*reversed(unique.values())][:MOST]
-
-
-def _nothing(record: Any) -> Iterator[NextStep]:
-    return iter(())
 
 
 class _Commands:
@@ -108,7 +105,7 @@ def _after_run(record: RunRecord) -> Iterator[NextStep]:
         yield from _after_failure(record, commands, policy)
     elif record.changed_nothing:
         yield from commands.step(f"{policy} {record.no_effect}; see why", "audit", policy=policy)
-    elif _ended_without_a_number(record):
+    elif record.steps.loss and not math.isfinite(record.steps.loss[-1]):
         yield from commands.step("the loss is not finite; find where that begins", "diagnose", policy=policy)
         yield from commands.step("see which policies keep it finite", "compare", policies=with_fp32(policy))
     elif record.findings:
@@ -144,10 +141,6 @@ def _after_failure(record: RunRecord, commands: _Commands, policy: str) -> Itera
         yield from commands.step(*known, policy=policy)
     elif record.exit_code not in (_NOT_A_TRAINING, _SNAPSHOT, _GUARD):
         yield from commands.alone("see whether the script fails without Mezzo, too")
-
-
-def _ended_without_a_number(record: RunRecord) -> bool:
-    return bool(record.steps.loss) and not math.isfinite(record.steps.loss[-1])
 
 
 # --- compare ---------------------------------------------------------------------------------------------------------------------
@@ -287,17 +280,10 @@ def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
         why = "no single fix is enough; search for a set of modules to keep in FP32"
         yield from commands.step(why, "fallback", policy=policy)
     elif record.fix:
-        yield from _after_change(commands, policy)
+        why = "after the change to the script, see whether anything is left"
+        yield from commands.again(why) if commands.script else commands.step(why, "diagnose", policy=policy)
     else:
         yield from commands.again("after setting the script's seeds, so that the step can be inspected")
-
-
-def _after_change(commands: _Commands, policy: str) -> Iterator[NextStep]:
-    why = "after the change to the script, see whether anything is left"
-    if commands.script is not None:
-        yield from commands.again(why)
-    else:
-        yield from commands.step(why, "diagnose", policy=policy)
 
 
 def _may_need_several_modules(record: DiagnoseRecord) -> bool:

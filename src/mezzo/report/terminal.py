@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
+from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +27,7 @@ STYLES = {
     "quiet": "dim",
     "": "",
 }
+_BORDERS = {"good": "green", "quiet": "white", "open": "cyan", "bad": "red"}
 _HEADING = "bold"
 FAINT = "dim"
 _INDEX_ROWS = 40
@@ -178,6 +180,17 @@ def plain_table(*columns: str, heads: bool = True) -> Table:
     for column in columns:
         table.add_column(Text(column), overflow="fold")
     return table
+
+
+def answer_box(console: Console, rows: Iterable[Fact], *, headline: str, tone: str) -> None:
+    """Print what and value of ``rows`` in a box below its headline; the tone ``command`` is bold."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in rows:
+        grid.add_row(Text(row.what), Text(row.value, style="bold" if row.tone == "command" else ""))
+    title = Text(headline, style="bold")
+    console.print(Panel(grid, title=title, title_align="left", box=box.ROUNDED, border_style=_BORDERS[tone]))
 
 
 def section(console: Console, title: str, body: Table | None) -> None:

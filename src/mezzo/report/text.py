@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from mezzo.records import AnyRecord, CompareRecord
-from mezzo.report.index.sheet import IndexSheet
 from mezzo.report.next_steps import next_steps
 from mezzo.report.sheets.together import together_sheet
-from mezzo.report.terminal import print_ending, print_framed, print_index, print_together
+from mezzo.report.terminal import print_ending, print_framed, print_together
 from mezzo.report.views import VIEWS
 
 
@@ -28,8 +27,3 @@ def render(record: AnyRecord, console: Console, *, files: str = "") -> None:
 def render_together(records: Sequence[CompareRecord], console: Console) -> None:
     """Print several comparisons as one table."""
     print_together(together_sheet(records), console)
-
-
-def render_index(sheet: IndexSheet, console: Console) -> None:
-    """Print an index of records."""
-    print_index(sheet, console)

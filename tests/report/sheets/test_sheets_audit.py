@@ -316,3 +316,11 @@ def test_a_model_of_torchs_own_parts_has_the_line_that_calls_it() -> None:
 
     lines = {one.module: Path(one.line).name.partition(":")[0] for one in mezzo.audit(train).wide_products}
     assert lines == {"0": "test_sheets_audit.py", "1.0": ""}
+
+
+def test_modules_of_one_weight_stay_in_the_order_of_the_record() -> None:
+    def node(path: str, children: Sequence[Node]) -> Node:
+        return Node(name=path, path=path, bars=(), text="", children=children)
+
+    names = [f"layer{n}" for n in range(40)]
+    assert [one.name for one in modules.nodes_of(dict.fromkeys(names), node, lambda path: 0)] == names

@@ -15,12 +15,12 @@ from mezzo.engine.snapshots.folder import Saved, saved_in
 from mezzo.errors import SnapshotError
 
 
-def _read(saved: Saved) -> Any:
-    return contents_at(saved.path)
-
-
 def newest_good(
-    folder: Path, *, before: int, weights: Callable[[Any], Any], read: Callable[[Saved], Any] = _read
+    folder: Path,
+    *,
+    before: int,
+    weights: Callable[[Any], Any],
+    read: Callable[[Saved], Any] = lambda saved: contents_at(saved.path),
 ) -> tuple[Saved, Any] | None:
     """Return the newest snapshot of fewer than ``before`` updates with finite weights, and its contents; None if there is none.
 

@@ -161,8 +161,3 @@ class SessionGuard:
 
 def _text(alarm: Alarm) -> str:
     return f"{alarm.kind}, update {alarm.step}: {alarm.evidence}"
-
-
-def guard_of(session: Session, action: Any) -> SessionGuard | None:
-    """Return the guard that ``action`` asks for; None for none."""
-    return None if action is None else SessionGuard(session, action)

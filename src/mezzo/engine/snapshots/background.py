@@ -22,10 +22,11 @@ from mezzo.errors import MezzoError, SnapshotError
 class Saving:
     """A snapshot that is being written."""
 
-    def __init__(self, path: Path, write: Callable[[], None]) -> None:
+    def __init__(self, path: Path, tree: Any, tensors: Mapping[str, Tensor], then: Callable[[], None]) -> None:
+        """Begin to write; ``then`` is called once it is whole."""
         self.path = path
         """Where it will be when it is whole."""
-        self._write = write
+        self._state, self._then = (tree, tensors), then
         self._error: MezzoError | None = None
         self._thread = threading.Thread(
             target=self._run, name="mezzo-snapshot"
@@ -34,7 +35,8 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            self._write()
+            container.write(self.path, *self._state)
+            self._then()
         except OSError as error:
             self._error = SnapshotError(
                 f"could not write the snapshot {str(self.path)!r}: {error.strerror or error}; the snapshots before it are untouched",
@@ -77,13 +79,3 @@ class Copies:
         if waits:
             torch.cuda.synchronize()
         return self._held
-
-
-def write_whole(path: Path, tree: Any, tensors: Mapping[str, Tensor], then: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that writes a snapshot and calls ``then`` once it is whole."""
-
-    def write() -> None:
-        container.write(path, tree, tensors)
-        then()
-
-    return write

@@ -61,13 +61,18 @@ def load_first(
             continue
         if refused:
             listed = "; ".join(f"{one.path.name}: {one.why}" for one in refused)
-            warnings.warn(f"loaded {path.name}; not loaded, though newer: {listed}", UserWarning, stacklevel=4)
+            warnings.warn(f"loaded {path.name}; not loaded, though newer: {listed}", UserWarning, stacklevel=3)
         return Chosen(path, contents, refused)
     if not candidates:
         return None
+    raise none_loaded(refused, f"in {str(folder)!r}")
+
+
+def none_loaded(refused: Sequence[Refused], which: str) -> SnapshotError:
+    """Return the error that none of some snapshots can be loaded, with the reason for each."""
     listed = "".join(f"\n  {one.path.name}: {one.why}" for one in refused)
-    raise SnapshotError(
-        f"none of the {len(refused)} snapshots in {str(folder)!r} can be loaded:{listed}",
+    return SnapshotError(
+        f"none of the {len(refused)} snapshots {which} can be loaded:{listed}",
         hint="begin anew in another folder; these files were left as they are",
     )
 

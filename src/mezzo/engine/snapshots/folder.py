@@ -14,7 +14,6 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakValueDictionary, finalize
@@ -77,8 +76,9 @@ class Folder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _locked(path)
-            for left in _left_over(path):
-                left.unlink(missing_ok=True)
+            for name in os.listdir(path):
+                if _PART.fullmatch(name):
+                    (path / name).unlink(missing_ok=True)
         except OSError as error:
             raise _unusable(path, error) from None
         self._last = max((saved.number for saved in saved_in(path)), default=0)
@@ -156,10 +156,6 @@ def _owner(text: bytes) -> str:
         return f"process {owner['pid']} on {owner['host']} ({owner['command']})"
     except (ValueError, KeyError, TypeError):
         return "another process"
-
-
-def _left_over(path: Path) -> Iterator[Path]:
-    return (path / name for name in os.listdir(path) if _PART.fullmatch(name))
 
 
 def _taken(path: Path, owner: str) -> SnapshotError:

@@ -54,7 +54,7 @@ class Position:
         Raises:
             SessionError: ``loader`` is an iterator, which cannot begin a pass again, or has fewer batches than were delivered.
         """
-        if iter_is_itself(loader):
+        if isinstance(loader, Iterator):
             raise SessionError(
                 f"batches() got the iterator {type(loader).__name__}; allowed: a DataLoader, or what gives a new iterator for each pass",
                 hint="pass the loader itself, not iter(loader), zip(...) or a generator; for several loaders write a class with __iter__",
@@ -96,11 +96,6 @@ class Position:
                 hint="build the loader as in the run that was stopped: the same data and the same batch size",
             )
         return iterator
-
-
-def iter_is_itself(loader: Iterable[Any]) -> bool:
-    """Return whether ``loader`` is an iterator, which gives one pass and no other."""
-    return isinstance(loader, Iterator)
 
 
 def leave_out(iterator: Any, count: int, *, following: Callable[[Any], Any] = next) -> int:

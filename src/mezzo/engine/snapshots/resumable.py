@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mezzo.engine.agreement import Agreement
-from mezzo.engine.snapshots.background import Copies, Saving, write_whole
+from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.choosing import Refused, load_first
 from mezzo.engine.snapshots.contents import contents_of, set_contents
 from mezzo.engine.snapshots.folder import Folder
@@ -165,7 +165,38 @@ class Resumable:
         Raises:
             SnapshotError: the last save failed, the folder cannot be used, or the state holds what cannot be saved.
         """
-        return _save(self, Path(folder), every_s=every_s, keep=keep, extra=extra)
+        root, own = Path(folder), self._snapshots
+        together = own.together(self)
+        if not own.due(every_s, together):
+            return None
+        if not isinstance(keep, int) or keep < 1:
+            raise SnapshotError(f"keep={keep!r}; allowed: a whole number of 1 or more", hint="leave keep out for 3")
+        rank, size = (0, 1) if together is None else (together.rank, together.size)
+        self._schedules.settle()
+        number, error = 0, None
+        try:
+            into = own.begin(folder_of(root, rank, size))
+            number = last_number(root)
+            contents = contents_of(self, extra)
+            tree, tensors = take_apart(contents if together is None else part_of(self, contents, rank))
+        except SnapshotError as failed:
+            error = failed
+        if together is not None:
+            number, fails = together.largest([number, error is not None])
+            if fails and error is None:
+                why = "another process could not save its part; the snapshots before it are untouched"
+                error = SnapshotError(why, hint="its own message names the reason")
+        if error is not None:
+            raise error
+        into.begin_after(number)
+        path = into.next_path(updates=self._progress.windows, calls=self._window.calls)
+        # A process that is killed while it saves has only the one before: the others keep that as well.
+        own.saving = Saving(path, tree, own.copies.of(tensors), lambda: into.prune(keep + (size > 1)))
+        own.last_s = time.monotonic()
+        if own.notice.given and every_s is not None:
+            own.saving.wait()
+            raise SystemExit(128 + signal.SIGTERM)
+        return own.saving
 
     def load(self: Session, path: Path | str, *, must_exist: bool = True) -> Loaded | None:  # type: ignore[misc]
         """Continue from a snapshot: bit for bit the run that saved it, if this session and its data are built alike.
@@ -177,74 +208,27 @@ class Resumable:
         Raises:
             SnapshotError: there is none, or none can be loaded; the session is as it was.
         """
-        return _load(self, Path(path), must_exist=must_exist)
-
-
-def _save(session: Session, folder: Path, *, every_s: float | None, keep: int, extra: Any) -> Saving | None:
-    own = session._snapshots
-    together = own.together(session)
-    if not own.due(every_s, together):
-        return None
-    _check(keep)
-    rank, size = (0, 1) if together is None else (together.rank, together.size)
-    session._schedules.settle()
-    number, error = 0, None
-    try:
-        into = own.begin(folder_of(folder, rank, size))
-        number = last_number(folder)
-        contents = contents_of(session, extra)
-        tree, tensors = take_apart(contents if together is None else part_of(session, contents, rank))
-    except SnapshotError as failed:
-        error = failed
-    if together is not None:
-        number, fails = together.largest([number, error is not None])
-        error = error or (_another() if fails else None)
-    if error is not None:
-        raise error
-    into.begin_after(number)
-    path = into.next_path(updates=session._progress.windows, calls=session._window.calls)
-    # A process that is killed while it saves has only the one before: the others keep that as well.
-    write = write_whole(path, tree, own.copies.of(tensors), lambda: into.prune(keep + (size > 1)))
-    own.saving, own.last_s = Saving(path, write), time.monotonic()
-    if own.notice.given and every_s is not None:
-        own.saving.wait()
-        raise SystemExit(128 + signal.SIGTERM)
-    return own.saving
-
-
-def _another() -> SnapshotError:
-    return SnapshotError(
-        "another process could not save its part; the snapshots before it are untouched",
-        hint="its own message names the reason",
-    )
-
-
-def _check(keep: int) -> None:
-    if not isinstance(keep, int) or keep < 1:
-        raise SnapshotError(f"keep={keep!r}; allowed: a whole number of 1 or more", hint="leave keep out for 3")
-
-
-def _load(session: Session, path: Path, *, must_exist: bool) -> Loaded | None:
-    together = session._snapshots.together(session)
-    found = whole_ones(path) if together is None or together.rank == 0 else None
-    if together is not None:
-        _, found = together.first_of(found) or (0, [])
-    in_all = (lambda here: here) if together is None else together.in_all
-    rank, size = (0, 1) if together is None else (together.rank, together.size)
-    candidates = [
-        (one.paths[min(rank, len(one.paths) - 1)], functools.partial(_read, one, rank, size, in_all))
-        for one in found or []
-    ]
-    chosen = load_first(candidates, lambda contents: set_contents(session, contents, in_all=in_all), folder=path)
-    if chosen is not None:
-        contents = chosen.contents
-        return Loaded(chosen.path, contents["session"]["updates"], contents["extra"], chosen.refused)
-    if not must_exist:
-        return None
-    raise SnapshotError(
-        f"there is no snapshot at {str(path)!r}",
-        hint="pass the folder that session.save wrote to; to begin anew where there is none: load(folder, must_exist=False)",
-    )
+        path = Path(path)
+        together = self._snapshots.together(self)
+        found = whole_ones(path) if together is None or together.rank == 0 else None
+        if together is not None:
+            _, found = together.first_of(found) or (0, [])
+        in_all = (lambda here: here) if together is None else together.in_all
+        rank, size = (0, 1) if together is None else (together.rank, together.size)
+        candidates = [
+            (one.paths[min(rank, len(one.paths) - 1)], functools.partial(_read, one, rank, size, in_all))
+            for one in found or []
+        ]
+        chosen = load_first(candidates, lambda contents: set_contents(self, contents, in_all=in_all), folder=path)
+        if chosen is not None:
+            contents = chosen.contents
+            return Loaded(chosen.path, contents["session"]["updates"], contents["extra"], chosen.refused)
+        if not must_exist:
+            return None
+        raise SnapshotError(
+            f"there is no snapshot at {str(path)!r}",
+            hint="pass the folder that session.save wrote to; to begin anew where there is none: load(folder, must_exist=False)",
+        )
 
 
 def _read(one: OfAll, rank: int, size: int, in_all: Callable[[bool], bool]) -> Any:

@@ -13,7 +13,6 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from mezzo.errors import MezzoError
 from mezzo.frameworks.keras import tf32_of
 from mezzo.launch.keras.counts import by_format
 from mezzo.launch.keras.jax_flops import count
-from mezzo.launch.keras.state import KerasRun
+from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import UNSCALED
 from mezzo.launch.patches import Patches
 
@@ -32,7 +31,7 @@ _PRECISION = {True: "tensorfloat32", False: "float32"}
 """JAX's names of the precision of FP32 products, by whether TF32 is on."""
 
 
-class JaxBackend:
+class JaxBackend(Backend):
     """The hooks on JAX as a backend of Keras (``launch.keras.state.Backend``)."""
 
     shares_scale = False
@@ -64,13 +63,6 @@ class JaxBackend:
             before = jax.config.jax_default_matmul_precision
             patches.on_undo(lambda: jax.config.update("jax_default_matmul_precision", before))
             jax.config.update("jax_default_matmul_precision", _PRECISION[on])
-
-    def outside_graph(self) -> AbstractContextManager[Any]:
-        """Return an empty context."""
-        return nullcontext()
-
-    def layer_called(self, inputs: Any) -> None:
-        """Do nothing."""
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
         """Return the norm of all gradients together."""
@@ -154,10 +146,10 @@ class JaxBackend:
         if scale is not None and run.policy is not None:
             after = list(after)
             after[scale] = self._bounded(after[scale])
-        new_scale = None if scale is None or not self._shows_scale(optimizer) else after[scale]
+        shown = scale if run.policy is None or run.scales else None
         self.updated(
             norm=norm,
-            scale=new_scale,
+            scale=None if shown is None else after[shown],
             before=held[count],
             after=after[count],
             accumulates=getattr(inner, "gradient_accumulation_steps", None) or 1,
@@ -165,9 +157,6 @@ class JaxBackend:
         )
         run.weigh(optimizer, inner._trainable_variables, sum(g.size * g.dtype.itemsize for g in grads if g is not None))
         return made, after
-
-    def _shows_scale(self, optimizer: Any) -> bool:
-        return self._run.policy is None or self._run.scales
 
     def _bounded(self, scale: Any) -> Any:
         """Return the scale after an update: constant if it is static or there is none, below its ceiling if it is dynamic."""

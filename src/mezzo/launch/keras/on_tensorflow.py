@@ -22,14 +22,14 @@ from mezzo.frameworks.keras import tf32_of
 from mezzo.launch.keras import graphs
 from mezzo.launch.keras.counts import by_format
 from mezzo.launch.keras.ledger import Ledger
-from mezzo.launch.keras.state import KerasRun
+from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
 
 _op_callbacks: Any = importlib.import_module("tensorflow.python.framework.op_callbacks")
 
 
-class TensorFlowBackend:
+class TensorFlowBackend(Backend):
     """The hooks on TensorFlow as a backend of Keras (``launch.keras.state.Backend``)."""
 
     shares_scale = True

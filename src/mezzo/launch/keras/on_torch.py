@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from mezzo.formats import FP16, FP32
 from mezzo.launch.keras.scales import PolicyScale
-from mezzo.launch.keras.state import KerasRun
+from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.tf32_switches import keep_fp32_products
 from mezzo.measure.flops import FlopCounter
 from mezzo.measure.memory import SavedTensors
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """The hooks on torch as a backend of Keras (``launch.keras.state.Backend``)."""
 
     shares_scale = True
@@ -53,13 +53,6 @@ class TorchBackend:
         if policy is not None and not policy.lowers:
             keep_fp32_products(policy, patches, run.note_left_alone)
 
-    def outside_graph(self) -> AbstractContextManager[Any]:
-        """Return an empty context: there are no graphs."""
-        return nullcontext()
-
-    def layer_called(self, inputs: Any) -> None:
-        """Do nothing: shapes are read from the operations that run."""
-
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
         """Return the norm of all gradients together."""
         known = [torch.linalg.vector_norm(g.detach().float()) for g in gradients if g is not None]
@@ -85,9 +78,6 @@ class TorchBackend:
         self._run.close(losses=[loss], norms=[float(norm)], scales=scales, skips=[skipped], owners=[owner])
         if not self._counted:
             self._begin_count()
-
-    def collect(self) -> None:
-        """Do nothing: every step is closed when it is made."""
 
     def finish(self) -> None:
         """End a count that no further step has ended."""

@@ -27,6 +27,7 @@ class LayerScale(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale."""
+        return {"scale": self.get_scale()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the scale."""
@@ -35,8 +36,8 @@ class LayerScale(Protocol):
         """Halve the scale after an overflow, as the optimizer does."""
 
 
-class PolicyScale:
-    """The scale of a run's policy (``LayerScale``)."""
+class PolicyScale(LayerScale):
+    """The scale of a run's policy."""
 
     def __init__(self, run: KerasRun) -> None:
         assert run.policy is not None
@@ -56,10 +57,6 @@ class PolicyScale:
         """Return the policy's growth interval."""
         return self._policy.growth_interval
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scale."""
-        return {"scale": self.get_scale()}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the scale."""
         self._run.scale.assign(state["scale"])
@@ -70,8 +67,8 @@ class PolicyScale:
             self._run.scale.assign(self.get_scale() * _BACKOFF)
 
 
-class ScriptScale:
-    """The scale of a script's LossScaleOptimizer (``LayerScale``)."""
+class ScriptScale(LayerScale):
+    """The scale of a script's LossScaleOptimizer."""
 
     dynamic = True
 
@@ -91,10 +88,6 @@ class ScriptScale:
     def get_growth_interval(self) -> int:
         """Return the number of good updates after which the scale grows."""
         return int(self._optimizer.dynamic_growth_steps)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the scale."""
-        return {"scale": self.get_scale()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the scale."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -40,10 +40,12 @@ class Backend(Protocol):
         """Patch the backend until ``patches`` are undone."""
 
     def outside_graph(self) -> AbstractContextManager[Any]:
-        """Return a context in which variables are created at once, even while a function is traced."""
+        """Return a context in which variables are created at once, even while a function is traced; empty where that is so anyway."""
+        return nullcontext()
 
     def layer_called(self, inputs: Any) -> None:
         """Record a layer called from outside any layer, with these inputs."""
+        return
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
         """Return the norm of all gradients together, divided by ``scale`` unless that is None."""
@@ -65,6 +67,7 @@ class Backend(Protocol):
 
     def collect(self) -> None:
         """Move the steps recorded so far into ``run.steps``."""
+        return
 
     def finish(self) -> None:
         """Stop recording, at the end of the script."""

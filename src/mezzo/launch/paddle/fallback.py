@@ -22,9 +22,9 @@ from mezzo.formats import FP32
 from mezzo.launch.paddle.layer_names import LayerNames
 from mezzo.launch.paddle.local_errors import Call, measured
 from mezzo.launch.paddle.observing import StepObserver
-from mezzo.launch.paddle.state import PaddleRun
+from mezzo.launch.paddle.state import PaddleRun, dense, mapped
 from mezzo.launch.paddle.surveys import array_of
-from mezzo.launch.paddle.tape import Tape, TapedOperation
+from mezzo.launch.paddle.tape import Listener, Tape
 from mezzo.launch.patches import Patches
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
 from mezzo.observe.settings import FallbackSettings
@@ -34,8 +34,8 @@ REFERENCE_GRADIENTS = "reference.npz"
 """Name of the file with the reference's gradients, by step and parameter."""
 
 
-class Fallback(StepObserver):
-    """An observer of the first steps' gradients, under which weights stay as they are (``launch.paddle.tape.Listener``)."""
+class Fallback(StepObserver, Listener):
+    """An observer of the first steps' gradients, under which weights stay as they are; the tape keeps the operations."""
 
     kind = "fallback"
 
@@ -76,7 +76,7 @@ class Fallback(StepObserver):
         names = LayerNames(self._tape.roots)
         held = [p for root in names.tops for p in root.parameters() if p.grad is not None and not p.stop_gradient]
         with self.run.own_work(), self._tape.paused():
-            self._fresh = {names.parameter(p): _dense(p.grad) for p in held}
+            self._fresh = {names.parameter(p): array_of(dense(p.grad)) for p in held}
             if self._settings.role == "reference" and not self._compared:
                 calls = [call for call in self._calls.values() if any(g is not None for g in call.gradients)]
                 named = functools.partial(_named, names)
@@ -118,7 +118,7 @@ class Fallback(StepObserver):
 
     def _call(self, original: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
         if self._settings.role == "noise" and paddle.is_grad_enabled():
-            return self._moved(original(layer, *args, **kwargs))
+            return mapped(original(layer, *args, **kwargs), self._moved)
         if not self._tape.on or id(layer) in self._calls or not paddle.is_grad_enabled():
             return original(layer, *args, **kwargs)
         known = self._calls[id(layer)] = Call(layer, len(self._tape.operations))
@@ -126,25 +126,13 @@ class Fallback(StepObserver):
         known.returned(output, len(self._tape.operations))
         return output
 
-    def _moved(self, value: Any) -> Any:
-        """Return ``value`` with every element of its FP32 tensors moved by about one unit in its last place, up or down."""
-        if isinstance(value, paddle.Tensor):
-            if value.dtype != paddle.float32:
-                return value
-            signs = self._signs.integers(0, 2, value.shape) * 2.0 - 1.0
-            with self.run.own_work():
-                return value * paddle.to_tensor((1.0 + FP32.eps * signs).astype(np.float32), place=value.place)
-        if isinstance(value, dict):
-            return {key: self._moved(item) for key, item in value.items()}
-        return type(value)(map(self._moved, value)) if type(value) in (list, tuple) else value
-
-    # --- operations ----------------------------------------------------------------------------------------------------------------------
-
-    def rounded(self, operation: TapedOperation, before: Any, after: Any, *, result: bool) -> None:
-        """Ignore a rounding: the reference runs in FP32."""
-
-    def finished(self, operation: TapedOperation) -> None:
-        """Ignore a single operation: the tape keeps it."""
+    def _moved(self, tensor: Any) -> Any:
+        """Return an FP32 tensor with every element moved by about one unit in its last place, up or down; others as they are."""
+        if tensor.dtype != paddle.float32:
+            return tensor
+        signs = self._signs.integers(0, 2, tensor.shape) * 2.0 - 1.0
+        with self.run.own_work():
+            return tensor * paddle.to_tensor((1.0 + FP32.eps * signs).astype(np.float32), place=tensor.place)
 
     # --- the measurements ----------------------------------------------------------------------------------------------------------------
 
@@ -165,9 +153,3 @@ class Fallback(StepObserver):
 def _named(names: LayerNames, layer: Any) -> tuple[str, bool]:
     pattern = names.pattern(layer)
     return (pattern, False) if pattern else (type(layer).__name__, True)
-
-
-def _dense(gradient: Any) -> Any:
-    if gradient.is_selected_rows():
-        gradient = paddle.nn.clip.get_tensor_from_selected_rows(paddle.nn.clip.merge_selected_rows(gradient))
-    return array_of(gradient)

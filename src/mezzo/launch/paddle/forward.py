@@ -22,7 +22,8 @@ from paddle.jit.dy2static.program_translator import StaticFunction
 
 from mezzo.formats import FP32
 from mezzo.frameworks.paddle import to_paddle
-from mezzo.launch.paddle.state import PaddleRun
+from mezzo.launch.paddle.state import PaddleRun, mapped
+from mezzo.launch.paddle.surveys import is_half
 from mezzo.launch.patches import Patches
 
 AUTO_CAST_MODULE: Any = importlib.import_module("paddle.amp.auto_cast")  # paddle.amp.auto_cast is its function
@@ -97,10 +98,4 @@ class Regions:
 
 def _to_fp32(value: Any) -> Any:
     """Return ``value`` with its 16-bit tensors in FP32, also those in lists, tuples and dictionaries."""
-    if isinstance(value, paddle.Tensor):
-        return value.astype(FP32.dtype_name) if value.is_floating_point() and value.element_size() == 2 else value
-    if isinstance(value, dict):
-        return {key: _to_fp32(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_to_fp32, value))
-    return value
+    return mapped(value, lambda tensor: tensor.astype(FP32.dtype_name) if is_half(tensor) else tensor)

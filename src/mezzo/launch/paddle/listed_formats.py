@@ -11,14 +11,14 @@ from typing import Any
 
 from mezzo.frameworks import paddleops
 from mezzo.launch.paddle.state import PaddleRun
-from mezzo.launch.paddle.tape import TapedOperation
+from mezzo.launch.paddle.tape import Listener, TapedOperation
 from mezzo.policy import Policy
 
 _OF_FIRST = ("batch_norm", "instance_norm", "prelu")
 
 
-class ListedFormats:
-    """The formats of a step's tensors (``launch.paddle.tape.Listener``)."""
+class ListedFormats(Listener):
+    """The formats of a step's tensors; nothing is rounded: the script runs in FP32."""
 
     def __init__(self, policy: Policy, run: PaddleRun) -> None:
         self._run = run
@@ -41,9 +41,6 @@ class ListedFormats:
     def gradient_is_wide(self, parameter: Any) -> bool:
         """Return whether a parameter's gradient is FP32: no operation in the lower list reads the parameter."""
         return id(parameter) not in self._lowered and self._lowers
-
-    def rounded(self, operation: TapedOperation, before: Any, after: Any, *, result: bool) -> None:
-        """Ignore a rounding: the script runs in FP32."""
 
     def finished(self, operation: TapedOperation) -> None:
         """Record the format that an operation's results would have."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import paddle
 
 from mezzo.formats import FORMATS, FP32, Format
-from mezzo.launch.paddle.state import PaddleRun
-from mezzo.launch.paddle.surveys import Survey, array_of, finite, format_name, operand, survey
+from mezzo.launch.paddle.state import PaddleRun, mapped
+from mezzo.launch.paddle.surveys import Survey, array_of, finite, format_name, is_half, operand, survey
 from mezzo.launch.paddle.tape import Tape, TapedOperation, tensors
 from mezzo.observe.nonfinite.evidence import Kind
 from mezzo.observe.nonfinite.sources import Source
@@ -145,9 +146,8 @@ class ValueFollower:
         if not reads or not all(map(math.isfinite, numbers)):
             source = self._add(operation, "constant", None)
         else:
-            source = self._add(
-                operation, "made", self._in_fp32(operation, result), read=reads, fmt=self._kept_in(operation, result)
-            )
+            fmt = self.format.name if operation.rounds else format_name(result)
+            source = self._add(operation, "made", self._in_fp32(operation, result), read=reads, fmt=fmt)
         self.causes[id(result)] = (source,)
 
     def _in_fp32(self, operation: TapedOperation, result: Any) -> float | None:
@@ -157,12 +157,11 @@ class ValueFollower:
         if operation.name == _CAST:
             return float(abs(array_of(operation.operands[0])).max())
         with paddle.no_grad(), self._run.in_fp32():
-            wide = tensors([operation.function(*_widened(operation.args), **_widened(operation.kwargs))])
+            wide = tensors(
+                [operation.function(*mapped(operation.args, _widened), **mapped(operation.kwargs, _widened))]
+            )
         largest = max((float(abs(array_of(t)).max()) for t in wide if t.is_floating_point() and t.size), default=0.0)
         return largest if math.isfinite(largest) else None
-
-    def _kept_in(self, operation: TapedOperation, result: Any) -> str:
-        return self.format.name if operation.rounds else format_name(result)
 
     # --- the backward pass -----------------------------------------------------------------------------------------------------------
 
@@ -206,8 +205,13 @@ class ValueFollower:
             else:
                 self._vanished(reader, found, backward=True)
 
-    def _observed(self, gradient: Any) -> Any:
-        return _Observed(self, gradient)
+    @contextmanager
+    def _observed(self, gradient: Any) -> Iterator[Survey]:
+        """Survey a gradient, and record no operation inside."""
+        with self.tape.paused():
+            if gradient.is_selected_rows():
+                gradient = paddle.nn.clip.get_tensor_from_selected_rows(gradient)
+            yield survey(gradient, self.format)
 
     def _finite_after(self, operation: TapedOperation) -> bool:
         return not any(self._bad.get(id(result)) for result in operation.results)
@@ -287,33 +291,11 @@ class ValueFollower:
         return source
 
 
-class _Observed:
-    """A context that surveys a gradient and records no operation inside."""
-
-    def __init__(self, lost: ValueFollower, gradient: Any) -> None:
-        self._lost, self._gradient = lost, gradient
-        self._paused = lost.tape.paused()
-
-    def __enter__(self) -> Survey:
-        self._paused.__enter__()
-        if self._gradient.is_selected_rows():
-            self._gradient = paddle.nn.clip.get_tensor_from_selected_rows(self._gradient)
-        return survey(self._gradient, self._lost.format)
-
-    def __exit__(self, *error: object) -> None:
-        self._paused.__exit__(None, None, None)
-
-
 def public_name(name: str) -> str:
     """Return the name under which Paddle documents an operation of ``paddle._C_ops``."""
     bare = name.removesuffix("_") if name not in FORMATS else name
     return PUBLIC_NAMES.get(bare, bare)
 
 
-def _widened(values: Any) -> Any:
-    if isinstance(values, paddle.Tensor):
-        narrow = values.is_floating_point() and values.element_size() == 2
-        return values.detach().astype(FP32.dtype_name) if narrow else values
-    if isinstance(values, dict):
-        return {key: _widened(value) for key, value in values.items()}
-    return type(values)(map(_widened, values)) if type(values) in (list, tuple) else values
+def _widened(tensor: Any) -> Any:
+    return tensor.detach().astype(FP32.dtype_name) if is_half(tensor) else tensor

@@ -202,14 +202,15 @@ class NonFinite(StepObserver):
             return None
         above = [s for s in seen.sources if s.kind == "made" and s.wide is not None]
         if weighed.above and above:
-            wrong = weighed.wrong_above(names)
+            wrong = weighed.wrong(weighed.above, names)
             return Located(step=step, source=min(above, key=lambda s: s.index).as_record(names), gradients=wrong)
         below = sorted((s for s in seen.sources if s.kind == "vanished"), key=lambda s: s.index)
         if not (weighed.below and below) or weighed.faded(self._largest_norm()):
             return None
         heaviest = max(below, key=lambda s: s.share)
         source = next((s for s in below if s.share >= WEIGHTY), heaviest)
-        return Located(step=step, source=source.as_record(names), gradients=weighed.wrong_below(names))
+        wrong = weighed.wrong(weighed.below, names, weighed.zeros)
+        return Located(step=step, source=source.as_record(names), gradients=wrong)
 
     def _largest_norm(self) -> float:
         """Return the largest norm of gradients before this step, the loss scale included."""

@@ -24,7 +24,7 @@ from mezzo.launch.paddle.layer_names import bare_name
 from mezzo.launch.paddle.listed_formats import ListedFormats
 from mezzo.launch.paddle.observing import StepObserver
 from mezzo.launch.paddle.replay import KEPT, rounded_within
-from mezzo.launch.paddle.state import PaddleRun, parameters_of
+from mezzo.launch.paddle.state import PaddleRun, dense, parameters_of
 from mezzo.launch.paddle.surveys import array_of
 from mezzo.launch.paddle.tape import Tape, tensors
 from mezzo.launch.paddle.value_counts import Tally, counted
@@ -150,9 +150,7 @@ class Ranges(StepObserver):
         if not self._on or gradient is None:
             return
         with self.run.own_work():
-            if gradient.is_selected_rows():
-                gradient = paddle.nn.clip.get_tensor_from_selected_rows(paddle.nn.clip.merge_selected_rows(gradient))
-            self._values.add(key, counted(array_of(gradient)))
+            self._values.add(key, counted(array_of(dense(gradient))))
 
     def _update(self, old: Any, new: Any, name: str) -> None:
         self._updates = True

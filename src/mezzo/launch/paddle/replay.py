@@ -22,6 +22,7 @@ import paddle
 from paddle.autograd import PyLayer
 
 from mezzo.formats import FP32, Format
+from mezzo.launch.paddle.state import mapped
 from mezzo.launch.paddle.surveys import array_of
 from mezzo.launch.paddle.tape import TapedOperation, tensors
 
@@ -156,13 +157,11 @@ class Twins:
         if operation.random is not None:
             paddle.set_rng_state(operation.random)
         writes = operation.name.endswith("_") or operation.name == "batch_norm"
-        read = (
-            (lambda t: self.of(t).clone() if writes and self.of(t).stop_gradient else self.of(t)) if writes else self.of
-        )
-        args, kwargs = _mapped(operation.args, read), _mapped(operation.kwargs, read)
+        read = (lambda t: self.of(t).clone() if self.of(t).stop_gradient else self.of(t)) if writes else self.of
+        args, kwargs = mapped(operation.args, read), mapped(operation.kwargs, read)
         rounds = self._rounds(operation)
         if rounds:
-            args, kwargs = _mapped(args, self._rounded), _mapped(kwargs, self._rounded)
+            args, kwargs = mapped(args, self._rounded), mapped(kwargs, self._rounded)
         result = operation.function(*args, **kwargs)
         found = tensors([args[0] if operation.name == "setitem_" else result])
         if rounds:
@@ -192,11 +191,3 @@ def _rounding(fmt: Format, limits: Limits) -> Any:
             return rounded(gradient)
 
     return Rounding
-
-
-def _mapped(value: Any, change: Any) -> Any:
-    if isinstance(value, paddle.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    return type(value)(_mapped(item, change) for item in value) if type(value) in (list, tuple) else value

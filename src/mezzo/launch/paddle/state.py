@@ -332,6 +332,22 @@ def parameters_of(optimizer: Any) -> list[Any]:
     return [p for group in groups for p in (group["params"] if isinstance(group, dict) else [group])]
 
 
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return ``value`` with its tensors changed, also those in lists, tuples and dictionaries."""
+    if isinstance(value, paddle.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    return type(value)(mapped(item, change) for item in value) if type(value) in (list, tuple) else value
+
+
+def dense(gradient: Any) -> Any:
+    """Return a gradient; the rows of a sparse one, added up, as a tensor."""
+    if not gradient.is_selected_rows():
+        return gradient
+    return paddle.nn.clip.get_tensor_from_selected_rows(paddle.nn.clip.merge_selected_rows(gradient))
+
+
 def _together(norms: list[Any]) -> Any:
     if not norms:
         return float("nan")

@@ -53,6 +53,11 @@ def array_of(tensor: Any) -> npt.NDArray[Any]:
     return np.asarray((tensor.detach().astype(FP32.dtype_name) if narrow else tensor.detach()).numpy())
 
 
+def is_half(tensor: Any) -> bool:
+    """Return whether a tensor has a 16-bit floating-point format."""
+    return bool(tensor.is_floating_point() and tensor.element_size() == 2)
+
+
 def finite(tensor: Any) -> bool:
     """Return whether all values of a tensor are finite; waits for the device."""
     return not tensor.is_floating_point() or bool(np.isfinite(array_of(tensor)).all())
@@ -64,12 +69,12 @@ def format_name(tensor: Any) -> str:
     return FORMAT_NAMES.get(dtype, dtype)
 
 
-def operand(tensor: Any, *, fmt: str = "") -> Operand:
-    """Return a tensor as an operand of the record; ``fmt``: the format that its values were rounded to."""
+def operand(tensor: Any) -> Operand:
+    """Return a tensor as an operand of the record."""
     values = np.abs(array_of(tensor).astype(np.float64))
     known = values[np.isfinite(values)]
     return Operand(
-        format=fmt or format_name(tensor),
+        format=format_name(tensor),
         shape=list(tensor.shape),
         largest=float(known.max()) if known.size else 0.0,
         smallest=float(known.min()) if known.size else 0.0,

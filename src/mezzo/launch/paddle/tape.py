@@ -91,9 +91,11 @@ class Listener(Protocol):
 
     def finished(self, operation: TapedOperation) -> None:
         """Record an operation that has run."""
+        return
 
     def rounded(self, operation: TapedOperation, before: Any, after: Any, *, result: bool) -> None:
         """Record that the policy rounded an operand of the operation, or its ``result``."""
+        return
 
 
 class Tape:

@@ -17,7 +17,8 @@ from paddle.optimizer.lr import LRScheduler
 
 from mezzo.formats import FP32
 from mezzo.launch.model_names import name_at_hand
-from mezzo.launch.paddle.state import PaddleRun, parameters_of
+from mezzo.launch.paddle.state import PaddleRun, dense, parameters_of
+from mezzo.launch.paddle.surveys import is_half
 from mezzo.launch.patches import Patches
 from mezzo.launch.schedules import ScriptSchedules, classes
 
@@ -116,14 +117,7 @@ class Updates:
 
 def _norm(optimizer: Any) -> Any | None:
     """Return the norm of an optimizer's gradients in FP32, None if it has none."""
-    gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-    squares = [paddle._C_ops.squared_l2_norm(_dense(g)) for g in gradients]
+    gradients = [dense(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
+    wide = [g.astype(FP32.dtype_name) if is_half(g) else g for g in gradients]
+    squares = [paddle._C_ops.squared_l2_norm(g) for g in wide]
     return paddle.add_n(squares).sqrt().astype(FP32.dtype_name).reshape([]) if squares else None
-
-
-def _dense(gradient: Any) -> Any:
-    """Return a gradient, or the rows of a sparse one, as FP32."""
-    if gradient.is_selected_rows():
-        merged = paddle.nn.clip.merge_selected_rows(gradient)
-        return paddle.nn.clip.get_tensor_from_selected_rows(merged)
-    return gradient if gradient.element_size() > 2 else gradient.astype(FP32.dtype_name)

@@ -44,19 +44,12 @@ class Weighed:
     norm: float
     """Of the true gradients, the loss scale included."""
 
-    def wrong_above(self, names: LayerNames) -> WrongGradients:
-        """Return what became of the gradients because values became too large."""
-        return self._wrong(self.above, names, 0.0)
-
-    def wrong_below(self, names: LayerNames) -> WrongGradients:
-        """Return what became of the gradients because values became too small."""
-        return self._wrong(self.below, names, self.zeros)
-
     def faded(self, largest_before: float) -> bool:
         """Return whether the gradients' norm is next to nothing beside those of the steps before."""
         return self.norm < FADED * largest_before
 
-    def _wrong(self, off: Sequence[Off], names: LayerNames, zeros: float) -> WrongGradients:
+    def wrong(self, off: Sequence[Off], names: LayerNames, zeros: float = 0.0) -> WrongGradients:
+        """Return what became of gradients that are wrong."""
         worst = max(off, key=lambda one: one.error)
         return WrongGradients(
             parameter=names.parameter(worst.parameter),

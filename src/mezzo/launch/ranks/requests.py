@@ -57,11 +57,7 @@ def folder_beside(folder: Path, rank: int) -> Path:
 
 def files_of_ranks(path: Path) -> list[Path]:
     """Return an observer's file of rank 0 and those of other ranks beside it, in order."""
-    others = [
-        (int(found[1]), place) for place in path.parent.glob(f"*{path.suffix}") if (found := _of_rank(path, place))
-    ]
+    name = re.compile(rf"{re.escape(path.stem)}\.rank(\d+){re.escape(path.suffix)}")
+    places = path.parent.glob(f"*{path.suffix}")
+    others = [(int(found[1]), place) for place in places if (found := name.fullmatch(place.name))]
     return [path, *(place for _, place in sorted(others))]
-
-
-def _of_rank(path: Path, place: Path) -> re.Match[str] | None:
-    return re.fullmatch(rf"{re.escape(path.stem)}\.rank(\d+){re.escape(path.suffix)}", place.name)

@@ -215,7 +215,10 @@ class Check:
         if asked.stage == "diagnose":
             found = record if isinstance(record, DiagnoseRecord) else None
             self.known = replace(known, diagnosed={**known.diagnosed, policy: found})
-            return _diagnosed(found) if found is not None else _not_diagnosed(record)
+            if found is not None:
+                return _diagnosed(found)
+            why = record.error if isinstance(record, RunRecord) else None  # why it was refused
+            return f"no diagnosis: {why}" if why else "no diagnosis"
         if asked.stage == "ranges":
             values = record if isinstance(record, RangesRecord) else None
             self.known = replace(known, ranged={**known.ranged, policy: values})
@@ -272,12 +275,6 @@ def _ran(run: RunRecord) -> str:
     if skipped:
         parts.append(f"{skipped} skipped")
     return ", ".join(parts)
-
-
-def _not_diagnosed(record: AnyRecord | None) -> str:
-    """Return that there is no diagnosis, and why it was refused."""
-    why = record.error if isinstance(record, RunRecord) else None
-    return f"no diagnosis: {why}" if why else "no diagnosis"
 
 
 def _diagnosed(record: DiagnoseRecord) -> str:

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from mezzo.errors import RecordError
 from mezzo.launch.process.command_signals import Stopped
 from mezzo.launch.ranks.leading import leader
 from mezzo.launch.ranks.requests import folder_beside
@@ -18,7 +17,7 @@ from mezzo.observe.fallback.find import find
 from mezzo.observe.fallback.trials import Ahead
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
-from mezzo.records import FallbackRecord, RunRecord, read_record
+from mezzo.records import FallbackRecord, RunRecord, record_at
 
 _RUNS = "runs"
 
@@ -93,10 +92,7 @@ class _Children:
 def _finished(request: Request) -> RunRecord | None:
     """Return the record of a run that left its measurements, and its gradients if it is the reference; None if it is to be made."""
     settings, path = _settings(request), Path(request.record_path)
-    try:
-        found = read_record(path)
-    except RecordError:
-        return None
+    found = record_at(path)
     if not isinstance(found, RunRecord) or found.request_sha256 != request.digest:
         return None
     if found.error is not None and not has_overflowed(found):

@@ -137,8 +137,8 @@ def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
     found, roles = known(runs), [ran.role for ran in runs]
     if len(runs) == 1 and (asked := _inspecting_suspects(runs[0])) is not None:
         return asked
-    if len(runs) == 1 and found.verdict == "healthy" and (skips := _uninspected_skips(runs[0])):
-        return _inspecting_skips(skips, runs[0])
+    if len(runs) == 1 and found.verdict == "healthy" and (asked := _inspecting_skips(runs[0])) is not None:
+        return asked
     if "scale of 1" not in roles and found.located and found.verdict == "scale_overflow":
         return _at_scale_of_1(found, runs[0])
     if "fp32" not in roles and _may_pass_in_fp32(found) and str(runs[0].policy) != "fp32":
@@ -176,13 +176,12 @@ def _inspecting_suspects(first: ScriptRun) -> ScriptRun | None:
     )
 
 
-def _uninspected_skips(first: ScriptRun) -> tuple[int, ...]:
+def _inspecting_skips(first: ScriptRun) -> ScriptRun | None:
     assert first.evidence is not None
     unseen = [step for step in first.evidence.unexplained_skips if step not in first.evidence.watched]
-    return tuple(unseen[:_MAX_SUSPECTS])
-
-
-def _inspecting_skips(skips: tuple[int, ...], first: ScriptRun) -> ScriptRun:
+    if not unseen:
+        return None
+    skips = tuple(unseen[:_MAX_SUSPECTS])
     steps = ", ".join(map(str, skips))
     return ScriptRun(
         role="skips",
@@ -207,7 +206,8 @@ def _in_fp32_later(found: DiagnoseRecord, runs: Sequence[ScriptRun], *, last: in
     """Ask whether FP32 gets beyond the step at which the best fix fails, where no fix is enough."""
     step = fixes.farthest_step(found, tried(runs))
     roles = [ran.role for ran in runs]
-    if "fp32 later" in roles or not step or fixes.any_helped(tried(runs), last=last) or str(runs[0].policy) == "fp32":
+    any_helped = any(fixes.helped(one.again, last) for one in tried(runs))
+    if "fp32 later" in roles or not step or any_helped or str(runs[0].policy) == "fp32":
         return None
     return replace(_in_fp32(found.model_copy(update={"step": step})), role="fp32 later")
 

@@ -25,6 +25,7 @@ from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.launch.several.compared_runs import named_arguments
+from mezzo.measure.resumption.trace import same_number
 from mezzo.patching import Patch, make_patch
 from mezzo.policy import Policy
 from mezzo.records import Reason, RunRecord
@@ -81,9 +82,8 @@ def try_patch(
     """
     assert request.policy is not None
     if request.kind == "module":
-        return _not_tried(
-            "a module of a package cannot be run from another folder", "apply the diff and run it by hand"
-        )
+        why = "a module of a package cannot be run from another folder; apply the diff and run it by hand"
+        return PatchOutcome(may_be_offered=False, reasons=[Reason(what="trial", value="not run", reason=why)])
     trial = _Trial(request, folder.absolute(), limit_s, child)
     first = trial.compare(patch, request.policy)
     if first.may_be_offered or first.on_gpu:
@@ -116,7 +116,9 @@ def _instead(policy: Policy, patch: Patch, first: PatchOutcome) -> tuple[Policy,
     if patch.style == "torch.amp" and (reference.error or "").startswith(_NO_KERNEL):
         why = str(reference.error).split(". ")[0]
         return _BF16, f"this CPU cannot compute the script in FP16 ({why}), and {untried}"
-    if patch.style == "torch.amp" and _has_room(policy) and patched.error is None:
+    # At a scale that begins high, a smaller one is worth a trial.
+    has_room = policy.loss_scale == "dynamic" and policy.init_scale > _SMALL_SCALE
+    if patch.style == "torch.amp" and has_room and patched.error is None:
         why = "autocast on a CPU may leave the loss in FP16, where a GPU's makes it FP32: at a large loss scale it overflows"
         return policy.replace(init_scale=_SMALL_SCALE), f"{why}; both runs begin at {_SMALL_SCALE:g}"
     return None
@@ -127,11 +129,6 @@ def _for_cpu(patch: Patch) -> Patch:
     if patch.kind != "transformers" or "use_cpu" in patch.source:
         return patch
     return replace(patch, patched=patch.patched.replace("bf16=True", "bf16=True, use_cpu=True"))
-
-
-def _has_room(policy: Policy) -> bool:
-    """Return whether a policy's loss scale begins high enough that a smaller one is worth a trial."""
-    return policy.loss_scale == "dynamic" and policy.init_scale > _SMALL_SCALE
 
 
 def _is_bf16(first: PatchOutcome) -> bool:
@@ -210,16 +207,11 @@ def mirror(folder: Path, copy: Path, *, without: Path) -> None:
 # --- the comparison, pure ---------------------------------------------------------------------------------------------------------
 
 
-def _not_tried(why: str, instead: str) -> PatchOutcome:
-    return PatchOutcome(
-        may_be_offered=False, reasons=[Reason(what="trial", value="not run", reason=f"{why}; {instead}")]
-    )
-
-
 def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequence[Reason] = ()) -> PatchOutcome:
     """Return what two runs say about a patch: the unpatched script under the policy, and the patched one as it is."""
     largest = largest_difference(reference.steps.loss, patched.steps.loss)
-    same = same_numbers(reference.steps.loss, patched.steps.loss)
+    losses = reference.steps.loss, patched.steps.loss
+    same = len(losses[0]) == len(losses[1]) and all(map(same_number, *losses))  # NaN is equal to NaN
     faults = [*_failures(reference, patched), *_differences(reference, patched)]
     limit = FORMATS[policy.compute].eps
     if not faults and not same and not largest <= limit:
@@ -300,19 +292,12 @@ def _differences(reference: RunRecord, patched: RunRecord) -> list[Reason]:
     return faults
 
 
-def same_numbers(first: list[float], second: list[float]) -> bool:
-    """Return whether two columns are equal, NaN equal to NaN."""
-    return len(first) == len(second) and all(
-        a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(first, second, strict=True)
-    )
-
-
 def largest_difference(first: list[float], second: list[float]) -> float:
     """Return the largest relative difference in the first ``COMPARED_STEPS`` values; infinity where only one is finite."""
     largest = 0.0
     for a, b in zip(first[:COMPARED_STEPS], second[:COMPARED_STEPS], strict=False):
         if math.isfinite(a) and math.isfinite(b):
             largest = max(largest, abs(a - b) / max(abs(a), abs(b), 1e-30))
-        elif not same_numbers([a], [b]):
+        elif not same_number(a, b):
             return math.inf
     return largest

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mezzo.errors import RecordError
 from mezzo.launch.request import Request
-from mezzo.records import AnyRecord, RunRecord, read_record
+from mezzo.records import AnyRecord, RunRecord, record_at
 from mezzo.records.files import write_whole
 
 LEDGER = "finished.json"
@@ -59,12 +58,7 @@ class Finished:
     def record(self, name: str) -> AnyRecord | None:
         """Return the record of a finished part; None if it is missing."""
         place = self._parts.get(name)
-        if place is None:
-            return None
-        try:
-            return read_record(self._folder / place)
-        except RecordError:
-            return None
+        return None if place is None else record_at(self._folder / place)
 
     def add(self, name: str, path: Path) -> None:
         """List a part whose record is at ``path``, inside the folder."""
@@ -125,10 +119,7 @@ def with_digest(request: Request, identity: Mapping[str, str]) -> Request:
 
 def finished_run(request: Request) -> RunRecord | None:
     """Return the record of a run that trained to its end, as this request asks; None if it is missing, failed or was another."""
-    try:
-        found = read_record(request.record_path)
-    except RecordError:
-        return None
+    found = record_at(request.record_path)
     if not isinstance(found, RunRecord) or found.error is not None or not len(found.steps):
         return None
     return found if found.request_sha256 == request.digest else None

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 
-from mezzo.errors import RecordError
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.several.resuming import with_digest
 from mezzo.launch.several.side_by_side import Engine
-from mezzo.records import AnyRecord, RunRecord, read_record
+from mezzo.records import AnyRecord, RunRecord, record_at
 
 _WIDEST = 32
 """Runs of a wave where a cluster sets no limit."""
@@ -25,15 +24,6 @@ Ahead = Callable[[], Iterable[Request]]
 """Yields requests that will probably be made next, the likeliest first."""
 Reuse = Callable[[Request], AnyRecord | None]
 """Returns the record of a run that an earlier command finished; None if there is none."""
-
-
-def nothing_ahead() -> Iterable[Request]:
-    """Return no requests."""
-    return ()
-
-
-def nothing_finished(request: Request) -> None:
-    """Return None: no run of an earlier command is used again."""
 
 
 class Waves:
@@ -62,8 +52,8 @@ class Waves:
         request: Request,
         *,
         limit_s: float | None = None,
-        ahead: Ahead = nothing_ahead,
-        reuse: Reuse = nothing_finished,
+        ahead: Ahead = tuple,
+        reuse: Reuse = lambda _: None,
     ) -> AnyRecord:
         """Return the record of a run, made now or before.
 
@@ -87,7 +77,8 @@ class Waves:
                 wave = [request, *self._missing(ahead, reuse)]
                 for asked, record in self._engine(wave, lambda: limit_s):
                     self._made[asked.record_path] = record
-            stop.check(_left_by(request) if stop.stopped else None)
+            left = record_at(request.record_path) if stop.stopped else None
+            stop.check(left if isinstance(left, RunRecord) else None)
         return self._made.pop(request.record_path)
 
     def _missing(self, ahead: Ahead, reuse: Reuse) -> Iterable[Request]:
@@ -96,11 +87,3 @@ class Waves:
             return []
         asked = (with_digest(request, self._identity) for request in islice(ahead(), self.at_once - 1))
         return [one for one in asked if one.record_path not in self._made and reuse(one) is None]
-
-
-def _left_by(request: Request) -> RunRecord | None:
-    try:
-        found = read_record(Path(request.record_path))
-    except RecordError:
-        return None
-    return found if isinstance(found, RunRecord) else None

@@ -25,7 +25,8 @@ from mezzo.measure import memory
 from mezzo.measure.cudapeaks import CudaPeaks
 from mezzo.measure.effective import Counted, effective
 from mezzo.measure.flops import FlopCounter
-from mezzo.measure.watch.operations import OperationTimes, TimedOperation
+from mezzo.measure.watch.operations import OperationTimes
+from mezzo.measure.watch.verdict import Work
 from mezzo.records import Effective, Memory
 
 _UPDATES_WEIGHED = 2  # the first successful update creates the optimizer's state
@@ -127,7 +128,7 @@ class CountedStep:
             )
             self._num_timed = len(self._times.operations)
 
-    def operations(self) -> list[TimedOperation]:
+    def operations(self) -> list[Work]:
         """Return the operations of the counted step with their times; none if it was compiled code, made to run eagerly."""
         return [] if self._forced_eager else self._times.operations[: self._num_timed]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -40,7 +39,8 @@ class ChangedModels:
         if module not in self._seen:
             self._seen[module] = self._change(module)
         if self._changes.counts_inputs and module.training and torch.is_grad_enabled():
-            self._elements[self._run.num_updates] += _num_elements(args, kwargs)
+            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            self._elements[self._run.num_updates] += next((tensor.numel() for tensor in tensors), 0)
         if self._seen[module]:
             args, kwargs = tree_map(_channels_last, (args, kwargs))
         return args, kwargs
@@ -104,11 +104,3 @@ def _channels_last(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim() == _IMAGES:
         return value.contiguous(memory_format=torch.channels_last)
     return value
-
-
-def _num_elements(args: Any, kwargs: Any) -> int:
-    return next((tensor.numel() for tensor in _tensors(args, kwargs)), 0)
-
-
-def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))

@@ -18,7 +18,7 @@ from mezzo.launch.torch.waiting import ScriptWaits
 from mezzo.measure.watch.host import HostSamples
 from mezzo.measure.watch.nvml import GpuCounters, open_counters
 from mezzo.measure.watch.rates import Rates, cpu_rates
-from mezzo.measure.watch.verdict import Evidence, Work, bottleneck
+from mezzo.measure.watch.verdict import Evidence, bottleneck
 from mezzo.records import Bottleneck, Effective, Reason, Steps
 
 POWER = "GPU power, W"
@@ -92,7 +92,7 @@ class Watch:
             exchanged_s = 0.0
             missing.append(Reason(what="DDP's exchanges", value="not measured", reason=str(error).partition("\n")[0]))
         waited_s = waits.communication.between(begin_s, end_s) + exchanged_s
-        operations = [Work(flops=o.flops, bytes=o.bytes, cpu_s=o.cpu_s) for o in self._counted.operations()]
+        operations = self._counted.operations()
         missing += self._missing(effective, has_host=host is not None)
         emulated = effective.emulated
         return bottleneck(

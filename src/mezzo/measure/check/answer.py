@@ -14,7 +14,7 @@ from mezzo.measure.check.worth import FASTER, Worth, missing_text, saved_memory,
 from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.pairing import grouped
 from mezzo.measure.compare.words import listed
-from mezzo.records import AS_IS, Answer, CompareRecord, DiagnoseRecord, Gain, Reason, Row, RunRecord
+from mezzo.records import AS_IS, Answer, CompareRecord, Decision, DiagnoseRecord, Gain, Reason, Row, RunRecord
 
 Command = Callable[..., str]
 """Returns the command line of a command of Mezzo on the same script: its name, then its options."""
@@ -150,18 +150,9 @@ def _use(case: Case, row: Row, alike: Sequence[Row]) -> Answer:
     elif others:
         why += f"; {listed(others)} {'does' if len(others) == 1 else 'do'} too, but {_preference(case, row, alike)}"
     then = "trains under it, with the script unedited" if not own else "trains as before"
-    return Answer(
-        decision="use",
-        policy=row.policy,
-        why=why,
-        evidence=_own_words(row),
-        gains=case.gains(row),
-        memory_saved=None if row.memory_ratio is None else 1.0 - row.memory_ratio,
-        changed=_changed(case, row),
-        others=_others(case, row.policy),
-        next_command=case.command("python") if own else case.command("run", "--policy", row.policy),
-        next_why=then,
-    )
+    command = case.command("python") if own else case.command("run", "--policy", row.policy)
+    evidence, changed = _own_words(row), _changed(case, row)
+    return _answer(case, "use", why, (command, then), row=row, policy=row.policy, evidence=evidence, changed=changed)
 
 
 def _preference(case: Case, row: Row, alike: Sequence[Row]) -> str:
@@ -181,18 +172,8 @@ def _preference(case: Case, row: Row, alike: Sequence[Row]) -> str:
 
 
 def _stay(case: Case, why: str, row: Row | None) -> Answer:
-    command, then = _after_staying(case, row)
-    return Answer(
-        decision="stay",
-        policy=case.baseline,
-        why=why,
-        evidence="" if row is None else _own_words(row),
-        gains=[] if row is None else case.gains(row),
-        memory_saved=None if row is None or row.memory_ratio is None else 1.0 - row.memory_ratio,
-        others=_others(case, "" if row is None else row.policy),
-        next_command=command,
-        next_why=then,
-    )
+    evidence = "" if row is None else _own_words(row)
+    return _answer(case, "stay", why, _after_staying(case, row), row=row, evidence=evidence)
 
 
 def _in_double(case: Case) -> Answer:
@@ -222,18 +203,8 @@ def _undecided(case: Case, rows: Sequence[Row]) -> Answer:
     row = rows[0]
     if (row.seeds_needed or 0) > MOST_SEEDS:  # hours of runs: another one may be decided in minutes
         row = min(rows, key=lambda one: one.seeds_needed or math.inf)
-    command, then = _deciding(case, row)
-    return Answer(
-        decision="undecided",
-        policy=case.baseline,
-        why=f"{row.policy} is not decided: {_own_words(row)}",
-        gains=case.gains(row),
-        memory_saved=None if row.memory_ratio is None else 1.0 - row.memory_ratio,
-        changed=_changed(case, row),
-        others=_others(case, row.policy),
-        next_command=command,
-        next_why=then,
-    )
+    why = f"{row.policy} is not decided: {_own_words(row)}"
+    return _answer(case, "undecided", why, _deciding(case, row), row=row, changed=_changed(case, row))
 
 
 def _changed(case: Case, row: Row) -> list[Reason]:
@@ -241,25 +212,15 @@ def _changed(case: Case, row: Row) -> list[Reason]:
 
 
 def _too_few_steps(case: Case, number: int) -> Answer:
-    return Answer(
-        decision="undecided",
-        policy=case.baseline,
-        why=f"only {number} step{'s' * (number != 1)} a run fit the budget, and fewer than {FEWEST_STEPS} show nothing",
-        others=_others(case, ""),
-        next_command=case.command("check", "--budget", case.more_time),
-        next_why="has time for more steps; arguments that make a step shorter help as well",
-    )
+    why = f"only {number} step{'s' * (number != 1)} a run fit the budget, and fewer than {FEWEST_STEPS} show nothing"
+    then = "has time for more steps; arguments that make a step shorter help as well"
+    return _answer(case, "undecided", why, (case.command("check", "--budget", case.more_time), then))
 
 
 def _replayed(case: Case, run: RunRecord) -> Answer:
-    return Answer(
-        decision="undecided",
-        policy=case.baseline,
-        why=f"only {len(run.steps)} steps were recorded beside {run.replays} of a CUDA graph, which train and are not recorded",
-        others=_others(case, ""),
-        next_command=case.command("check"),
-        next_why="once the script trains without its graph, which computes the same",
-    )
+    why = f"only {len(run.steps)} steps were recorded beside {run.replays} of a CUDA graph, which train and are not recorded"
+    then = "once the script trains without its graph, which computes the same"
+    return _answer(case, "undecided", why, (case.command("check"), then))
 
 
 def _deciding(case: Case, row: Row) -> tuple[str, str]:
@@ -297,25 +258,40 @@ def _failed(case: Case, wrong: str) -> Answer:
         why = f"it goes wrong in {case.baseline} itself, so nothing can be compared with it: {cause or wrong}"
         command = case.command("check") if cause else case.command("diagnose", "--policy", case.baseline)
         then = "answers once that is mended" if cause else "shows the first value that is not finite, if there is one"
-    return Answer(
-        decision="failed",
-        policy=case.baseline,
-        why=why,
-        others=_others(case, ""),
-        next_command=command,
-        next_why=then,
-    )
+    return _answer(case, "failed", why, (command, then))
 
 
 def _dependent(case: Case) -> Answer:
     shared = case.comparison.shared_files[0]
+    why = f"the runs are not independent: that of {shared.read_by} read {shared.path}, which that of {shared.written_by} had written"
+    then = "once each run has a path of its own: write {run} in the script's arguments, as in --output_dir out/{run}"
+    return _answer(case, "undecided", why, (case.command("check"), then))
+
+
+def _answer(
+    case: Case,
+    decision: Decision,
+    why: str,
+    then: tuple[str, str],
+    *,
+    row: Row | None = None,
+    policy: str = "",
+    evidence: str = "",
+    changed: Sequence[Reason] = (),
+) -> Answer:
+    """Return an answer with what is known of the row that it is about: to train like the baseline, unless it names a policy."""
+    command, why_command = then
     return Answer(
-        decision="undecided",
-        policy=case.baseline,
-        why=f"the runs are not independent: that of {shared.read_by} read {shared.path}, which that of {shared.written_by} had written",
-        others=_others(case, ""),
-        next_command=case.command("check"),
-        next_why="once each run has a path of its own: write {run} in the script's arguments, as in --output_dir out/{run}",
+        decision=decision,
+        policy=policy or case.baseline,
+        why=why,
+        evidence=evidence,
+        gains=[] if row is None else case.gains(row),
+        memory_saved=None if row is None or row.memory_ratio is None else 1.0 - row.memory_ratio,
+        changed=list(changed),
+        others=_others(case, "" if row is None else row.policy),
+        next_command=command,
+        next_why=why_command,
     )
 
 

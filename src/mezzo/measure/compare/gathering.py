@@ -12,7 +12,7 @@ from mezzo.measure.compare.kinds import grid_of, scale_of_metric
 from mezzo.measure.compare.margins import Margin, spread_of
 from mezzo.measure.compare.pairing import Pair
 from mezzo.measure.compare.quantities import Quantity
-from mezzo.measure.compare.scales import Absolute, Scale, scale_of_losses
+from mezzo.measure.compare.scales import Absolute, Ratio, Scale
 from mezzo.measure.compare.series import final, last_metric, losses_of
 from mezzo.measure.compare.trends import Learning
 from mezzo.records import Metric, RunRecord
@@ -28,7 +28,7 @@ def loss_quantity(pairs: Sequence[Pair], name: str, *, learning: Learning, margi
     known = _finite([(final(ours), final(theirs)) for ours, theirs in values])
     if not known:
         return None
-    scale = scale_of_losses([value for pair in known for value in pair])
+    scale: Scale = Ratio() if all(value > 0 for pair in known for value in pair) else Absolute()
     places = scale.on([theirs for _, theirs in known])
     share, why = _share_of_loss(scale, float(np.mean(places)), learning=learning, margin=margin)
     return Quantity(name=name, pairs=known, scale=scale, margin=Margin(share=share, why=why, spread=spread_of(places)))

@@ -113,8 +113,3 @@ class Absolute:
     def nearest(self, share: float, *, at: float) -> float:
         """Return that share of the value's magnitude."""
         return share * abs(at)
-
-
-def scale_of_losses(finals: Sequence[float]) -> Scale:
-    """Return the scale of final losses: ``Ratio``, unless one is zero or negative."""
-    return Ratio() if all(value > 0 for value in finals) else Absolute()

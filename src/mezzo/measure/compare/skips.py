@@ -28,22 +28,16 @@ def skip_note(runs: Sequence[RunRecord], *, policy: str) -> str | None:
     if not steps or skipped < WORTH_SAYING * steps:
         return None
     text = f"skipped {percent(skipped / steps)} of its updates"
+    settled = _settled_scale(runs, skipped)
+    at_the_start = f"{text}, most at the start until its loss scale was found"
     if policy == AS_IS:
-        return f"{text}{_advice_for_a_scaler(runs, skipped)}"
+        return text if settled is None else f"{at_the_start}: try GradScaler(init_scale={settled:g})"
     parsed = Policy.parse(policy)
     if parsed.loss_scale == "static":
         return f"{text}: try a loss scale that adapts, {parsed.replace(loss_scale='dynamic')}"
-    settled = _settled_scale(runs, skipped)
     if settled is not None:
-        return f"{text}, most at the start until its loss scale was found: try {parsed.replace(init_scale=settled)}"
+        return f"{at_the_start}: try {parsed.replace(init_scale=settled)}"
     return f"{text}: try bf16, which has FP32's range"
-
-
-def _advice_for_a_scaler(runs: Sequence[RunRecord], num_skipped: int) -> str:
-    settled = _settled_scale(runs, num_skipped)
-    if settled is not None:
-        return f", most at the start until its loss scale was found: try GradScaler(init_scale={settled:g})"
-    return ""
 
 
 def _skipped_at_the_start(skipped: Sequence[bool]) -> int:

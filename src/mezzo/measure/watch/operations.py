@@ -7,7 +7,7 @@ an operation's time is that of its launch, so only operations and bytes say anyt
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mezzo.measure.flops import COUNTS, reals
-
-
-class TimedOperation(NamedTuple):
-    """One operation of the step."""
-
-    flops: int
-    bytes: int
-    """Of its operands and results, each read or written once; 0 for a view."""
-    cpu_s: float
-    """CPU time of its thread."""
+from mezzo.measure.watch.verdict import Work
 
 
 class OperationTimes(TorchDispatchMode):
@@ -32,7 +23,7 @@ class OperationTimes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[TimedOperation] = []
+        self.operations: list[Work] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and time it."""
@@ -42,7 +33,7 @@ class OperationTimes(TorchDispatchMode):
         count = COUNTS.get(func.overloadpacket)
         flops = 0 if count is None else count(result, *args) * reals(args)
         moved = 0 if func.is_view else _bytes((args, kwargs, result))
-        self.operations.append(TimedOperation(flops, moved, cpu_s))
+        self.operations.append(Work(flops=flops, bytes=moved, cpu_s=cpu_s))
         return result
 
 

@@ -34,11 +34,13 @@ _AT_LIMIT, _OFTEN = 0.95, 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One operation's work and its CPU time."""
+    """One operation's work."""
 
     flops: int
     bytes: int
+    """Of its operands and results, each read or written once; 0 for a view."""
     cpu_s: float
+    """CPU time of its thread."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from mezzo.errors import PolicyError, ScriptError, SessionError
 from mezzo.observe.fallback.evidence import LocalError, Measured, fitting_scale
 from mezzo.observe.fallback.operations import in_fp32, needed
 from mezzo.observe.fallback.search import Names, search
-from mezzo.observe.fallback.trials import Measure, expected, guesses_for, name_of, nothing_ahead
+from mezzo.observe.fallback.trials import Measure, expected, guesses_for, name_of
 from mezzo.observe.limits import ROUNDOFFS
 from mezzo.observe.nested_names import covered
 from mezzo.observe.settings import FallbackSettings
@@ -123,7 +123,7 @@ Judged = tuple[FallbackVerdict, str, Names, RunRecord]
 def _judge(state: SearchState) -> Judged:
     state.note("FP32, every module by itself")
     settings = FallbackSettings(steps=state.steps, policy=state.policy, folder=state.folder)
-    reference, run = state.measure(Policy.parse("fp32"), settings, nothing_ahead)
+    reference, run = state.measure(Policy.parse("fp32"), settings, tuple)
     state.reference = reference, run
     state.has_op_lists = not run.framework.startswith("keras")
     state.local = _ranked(reference.local, state.policy)

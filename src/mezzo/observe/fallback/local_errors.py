@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -180,7 +180,8 @@ class Bench:
         with torch.enable_grad(), alone.unchanged(call.module), lowered:
             if rounds:
                 args, kwargs = to_format(args, self._low), to_format(kwargs, self._low)
-            args, kwargs = tree_map_only(Tensor, _unaliased, (args, kwargs))
+            # Copies in the graph: a module that works in place must not change the kept inputs or a leaf.
+            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.clone(), (args, kwargs))
             with forward:
                 output = call.module(*args, **kwargs)
             outputs = differentiable(output)
@@ -193,7 +194,8 @@ class Bench:
                     allow_unused=True,
                 )
         gradients = [
-            torch.zeros_like(t) if g is None else g.float() / scale for t, g in _zipped(inputs, weights, found)
+            torch.zeros_like(t) if g is None else g.float() / scale
+            for t, g in zip([*inputs, *weights], found, strict=True)
         ]
         values = [t.detach().float() for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
         return Grads(output=values, dgrad=gradients[: len(inputs)], wgrad=gradients[len(inputs) :])
@@ -214,16 +216,5 @@ def relative_error(exact: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     return difference / whole
 
 
-def _zipped(
-    inputs: Sequence[Tensor], weights: Sequence[Tensor], found: Sequence[Tensor | None]
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    yield from zip([*inputs, *weights], found, strict=True)
-
-
 def _largest(tensors: Sequence[Tensor]) -> float:
     return max((t.detach().abs().max().item() for t in tensors if t.numel()), default=0.0)
-
-
-def _unaliased(tensor: Tensor) -> Tensor:
-    """Return a copy in the graph: a module that works in place must not change the kept inputs or a leaf."""
-    return tensor.clone()

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from mezzo.engine.gradients import put_back, set_aside
 from mezzo.engine.shards import is_shared
 from mezzo.formats import FP32
-from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
+from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors, measured_path
 from mezzo.observe.fallback.local_errors import Bench, Calls
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.settings import FallbackSettings
@@ -33,7 +33,6 @@ from mezzo.observe.stopping import StopScript
 from mezzo.records import RunRecord
 
 REFERENCE = "reference.pt"
-MEASURED = "measured.json"
 _COMPILED = "_orig_mod"
 
 
@@ -109,7 +108,7 @@ class Fallback(Observer):
         if self._settings.role == "reference":
             torch.save(self._kept, folder / REFERENCE)
         measured = Measured(local=self._local, steps=self._compared, problem=self._problem)
-        (folder / f"{self._settings.name}.{MEASURED}").write_text(measured.model_dump_json(), encoding="utf-8")
+        measured_path(self._settings).write_text(measured.model_dump_json(), encoding="utf-8")
         return run
 
     # --- gradients -------------------------------------------------------------------------------------------------------------

@@ -38,11 +38,6 @@ class Measure(Protocol):
         ...
 
 
-def nothing_ahead() -> Iterable[Trial]:
-    """Return no runs."""
-    return ()
-
-
 def name_of(kept: Names, operations: Names, *, all_steps: bool) -> str:
     """Return the name of a run by what it keeps in FP32, so that the same run has the same name in every course of a search."""
     parts = ["kept", *kept] if kept else ["operations", *operations] if operations else ["kept", "nothing"]

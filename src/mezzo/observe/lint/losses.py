@@ -94,13 +94,12 @@ def loss_of(root: Tensor, scalings: Collection[int]) -> TracedLoss:
     factors, node = _followed(root.grad_fn, scalings)
     name = _kind(node)
     if name in ("Add", "Sub"):
-        return TracedLoss(factors, "terms", tuple(_term(*_followed(term, scalings)) for term in _terms(node)))
+        followed = [_followed(term, scalings) for term in _terms(node)]
+        return TracedLoss(
+            factors, "terms", tuple(TracedLoss(own, _reduction(end, _kind(end))) for own, end in followed)
+        )
     squares = name == "MseLoss" or any(_kind(n) == "Pow" for n in _inputs(node))
     return TracedLoss(factors, _reduction(node, name), squares=squares)
-
-
-def _term(factors: tuple[Factor, ...], node: Any) -> TracedLoss:
-    return TracedLoss(factors, _reduction(node, _kind(node)))
 
 
 def _followed(node: Any, scalings: Collection[int]) -> tuple[tuple[Factor, ...], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -104,15 +104,12 @@ def _finding(code: str, seen: _Occurrence) -> Finding:
 
 def _named(roots: Iterable[nn.Module], parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[str]:
     """Return the names of modules; a model whose parameters are all among ``parameters`` gives only its class."""
-    known, held = list(roots), {id(p) for p in parameters}
+    known, listed = list(roots), [id(p) for p in parameters]
+    held = set(listed)
     names = Names(known)
     whole = [root for root in known if (own := [id(p) for p in root.parameters()]) and held.issuperset(own)]
     covered = {id(p) for root in whole for p in root.parameters()}
     found = [type(getattr(root, "_orig_mod", root)).__name__ for root in whole]  # the class under torch.compile's
-    found += [names.of_parameter(p) for p in (id(q) for q in _listed(parameters)) if p not in covered]
+    found += [names.of_parameter(p) for p in listed if p not in covered]
     found += [names.of(module) for module in modules]
     return list(dict.fromkeys(found))[:MOST_LISTED]
-
-
-def _listed(parameters: Iterable[Tensor]) -> Sequence[Tensor]:
-    return parameters if isinstance(parameters, Sequence) else list(parameters)

@@ -312,7 +312,8 @@ class Lint:
         if self.awake:
             self._gradients.settle(optimizer)
         if not skipped and not self._casts_model:
-            self._watch_averages()
+            self._statistics.inspect(self._run.roots, line=self._called_at)
+            self._hands.watch_averages(self._optimizers)
         if not self.awake:
             self._hands.remove_mode()
         self.over = not self.awake and self._statistics.done and self._hands.over
@@ -335,10 +336,6 @@ class Lint:
     def _casts_model(self) -> bool:
         """Whether the policy keeps the weights in 16 bits, and not the script."""
         return self._run.applied is not None and self._run.applied.casting == "model"
-
-    def _watch_averages(self) -> None:
-        self._statistics.inspect(self._run.roots, line=self._called_at)
-        self._hands.watch_averages(self._optimizers)
 
     # --- the end -----------------------------------------------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ def next_offer(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> O
     waiting = [offer for offer in offers_for(found) if offer.can_run]
     done: list[Offer] = []
     for one in tried:
-        if _helped(one.again, last):
+        if helped(one.again, last):
             return None
         done.append(one.offer)
         more, another = _more_modules(one.offer, found, one.again), _with_another(one.offer, found, one.again)
@@ -117,15 +117,10 @@ def next_offer(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> O
     return waiting[0] if waiting and len(tried) < _MOST else None
 
 
-def any_helped(tried: Sequence[Tried], *, last: int) -> bool:
-    """Return whether something made the script healthy up to step ``last``."""
-    return any(_helped(one.again, last) for one in tried)
-
-
 def settled(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> DiagnoseRecord:
     """Return ``found`` with the fix that helped, or with what there is to say where none did."""
     for offer, again in tried:
-        if again is not None and _helped(again, last):
+        if again is not None and helped(again, last):
             return _with(found, offer, again)
     offers = offers_for(found)
     if not tried or any(not offer.can_run for offer in offers):
@@ -179,7 +174,7 @@ def _with(found: DiagnoseRecord, offer: Offer, again: DiagnoseRecord) -> Diagnos
     return found.model_copy(update=update)
 
 
-def _helped(again: DiagnoseRecord | None, last: int) -> bool:
+def helped(again: DiagnoseRecord | None, last: int) -> bool:
     """Return whether a run reached step ``last`` and is healthy, its loss scale found."""
     if again is None or not any(not skipped for skipped in again.run.steps.skipped):
         return False

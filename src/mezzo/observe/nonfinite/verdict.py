@@ -257,17 +257,14 @@ def _in_fp32(found: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) -
         return found
     if any(one.role == "skips" for one in runs):  # of the format, and rare enough for the loss scale to skip it
         return judged(runs[0])
-    narrow = next((o.format for o in found.operands if o.format in ("fp16", "bf16")), _format(runs[0].policy))
+    own = FP16.name if runs[0].policy is None else runs[0].policy.compute
+    narrow = next((o.format for o in found.operands if o.format in ("fp16", "bf16")), own)
     update = {"verdict": "range_overflow", "format": narrow, "detail": words.rounded_away(found, narrow)}
     return found.model_copy(update=update)
 
 
 def _fails(found: DiagnoseRecord) -> bool:
     return found.verdict not in ("healthy", "unfinished")
-
-
-def _format(policy: Policy | None) -> str:
-    return FP16.name if policy is None else policy.compute
 
 
 # --- the runs in the record --------------------------------------------------------------------------------------------------------

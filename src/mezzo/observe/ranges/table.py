@@ -114,20 +114,9 @@ def scale_window(gradients: Mapping[tuple[RangeKind, str], Counts], target: Form
         lost_unscaled=together.lost(target, 0),
         lost=together.lost(target, highest if chosen is None else chosen),
         reason=reason,
-        at_top=_at_top(gradients, target, highest),
-        at_bottom=_at_bottom(gradients, target, highest),
+        at_top=_largest({key: counts.overflowed(target, highest + 1) for key, counts in gradients.items()}),
+        at_bottom=_largest({key: counts.zeroed(target, highest) for key, counts in gradients.items()}),
     )
-
-
-def _at_top(gradients: Mapping[tuple[RangeKind, str], Counts], target: Format, highest: int) -> list[str]:
-    """Return the tensors that overflow at twice the highest scale, those with the most overflows first."""
-    over = {key: counts.overflowed(target, highest + 1) for key, counts in gradients.items()}
-    return _largest(over)
-
-
-def _at_bottom(gradients: Mapping[tuple[RangeKind, str], Counts], target: Format, highest: int) -> list[str]:
-    """Return the tensors that lose the most values at the highest scale."""
-    return _largest({key: counts.zeroed(target, highest) for key, counts in gradients.items()})
 
 
 def _largest(numbers: Mapping[tuple[RangeKind, str], int]) -> list[str]:

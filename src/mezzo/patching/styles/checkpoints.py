@@ -21,22 +21,12 @@ class Saved:
     optimizer: str
 
 
-def saves(script: Script) -> list[Saved]:
-    """Return the calls of an optimizer's ``state_dict``."""
-    return _calls(script, "state_dict")
-
-
-def loads(script: Script) -> list[Saved]:
-    """Return the calls of an optimizer's ``load_state_dict``."""
-    return _calls(script, "load_state_dict")
-
-
-def _calls(script: Script, method: str) -> list[Saved]:
-    calls = [c for c in script.tree.calls if isinstance(c.func, ast.Attribute) and c.func.attr == method]
+def calls_of(script: Script, method: str) -> list[Saved]:
+    """Return the calls of a method of the optimizers: ``state_dict``, ``load_state_dict``."""
     found = [
         Saved(c, script.tree.statement(c), ast.unparse(c.func.value))
-        for c in calls
-        if isinstance(c.func, ast.Attribute)
+        for c in script.tree.calls
+        if isinstance(c.func, ast.Attribute) and c.func.attr == method
     ]
     return [saved for saved in found if saved.optimizer in script.optimizers]
 

@@ -11,7 +11,7 @@ from mezzo.patching.job import Job
 from mezzo.patching.outcome import Kind, unclear
 from mezzo.patching.reading import Script
 from mezzo.patching.styles import tf32
-from mezzo.policy import PRESETS, Policy
+from mezzo.policy import PRESETS
 
 _LIGHTNING = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp16-pure": "16-true", "bf16-pure": "bf16-true"}
 _ACCELERATE = {"fp16": "fp16", "bf16": "bf16"}
@@ -86,7 +86,7 @@ def patch(job: Job, trainer: Trainer) -> None:
         tf32.patch(job)
         return
     value = library.values.get(job.policy.name)
-    if value is None or not _is_preset(job.policy):
+    if value is None or job.policy.replace(arithmetic="auto", op_lists="portable") != PRESETS[job.policy.name]:
         unclear(
             f"policy {job.policy}: {library.kind} has no such setting; it knows {', '.join(library.values)}",
             f"use Mezzo's engine inside it: {library.docs}",
@@ -99,11 +99,6 @@ def patch(job: Job, trainer: Trainer) -> None:
             "nothing needs to be done",
             already=True,
         )
-
-
-def _is_preset(policy: Policy) -> bool:
-    """Return whether a policy is its preset, apart from what only Mezzo's emulation knows."""
-    return policy.replace(arithmetic="auto", op_lists="portable") == PRESETS[policy.name]
 
 
 def _change(job: Job, call: ast.Call, library: _Library, value: str) -> bool:

@@ -22,12 +22,8 @@ class _Keras(NamedTuple):
     """The package that is imported for it."""
 
 
-def is_keras(script: Script) -> bool:
-    """Return whether a script imports Keras."""
-    return _keras(script) is not None
-
-
-def _keras(script: Script) -> _Keras | None:
+def keras_in(script: Script) -> _Keras | None:
+    """Return how a script writes Keras; None if it does not import it."""
     imported = script.tree.imported
     for name, stands_for in imported.items():
         if stands_for in ("keras", "tensorflow.keras"):
@@ -46,7 +42,7 @@ def patch(job: Job) -> None:
     Raises:
         Unclear: Keras has no such policy, the script trains in a loop of its own, or it has the policy already.
     """
-    script, found = job.script, _keras(job.script)
+    script, found = job.script, keras_in(job.script)
     assert found is not None
     wanted = _NAMES.get(job.policy.name)
     if wanted is None or job.policy.replace(arithmetic="auto", op_lists="portable") != PRESETS[job.policy.name]:

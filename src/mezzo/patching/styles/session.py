@@ -102,7 +102,8 @@ class _Session:
         for backward in self._script.backwards:
             self._backward(backward, names.get(backward))
         self._update()
-        for place in (*checkpoints.saves(self._script), *checkpoints.loads(self._script)):
+        methods = ("state_dict", "load_state_dict")
+        for place in (saved for method in methods for saved in checkpoints.calls_of(self._script, method)):
             job.note(
                 place.stmt,
                 "left as it is",

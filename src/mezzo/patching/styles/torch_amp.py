@@ -282,9 +282,10 @@ class _Scaler:
 
     def checkpoint(self) -> None:
         """Save and load the scale with the optimizer's state."""
-        saved = [(s, checkpoints.add_to_save) for s in checkpoints.saves(self._script)]
+        saved = [(s, checkpoints.add_to_save) for s in checkpoints.calls_of(self._script, "state_dict")]
         seen: set[tuple[str, ast.stmt]] = set()
-        for place, add in [*saved, *((p, checkpoints.add_to_load) for p in checkpoints.loads(self._script))]:
+        loaded = [(p, checkpoints.add_to_load) for p in checkpoints.calls_of(self._script, "load_state_dict")]
+        for place, add in [*saved, *loaded]:
             if (add.__name__, place.stmt) in seen:
                 continue
             seen.add((add.__name__, place.stmt))

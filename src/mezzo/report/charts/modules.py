@@ -18,11 +18,6 @@ _ALL_OPEN = 60  # nodes up to which the whole tree is unfolded
 _NEAR_SHARE = 1 / 8  # of the tolerance
 
 
-def audit_charts(record: AuditRecord, places: Mapping[str, str]) -> list[Drawn]:
-    """Return the charts of an audit; ``places`` has the key of the source line of each module that has one."""
-    return [phase_bars(record), module_tree(record, places)]
-
-
 def phase_bars(record: AuditRecord) -> Drawn:
     """Return the FLOPs of each phase as one bar, divided by format."""
     phases = [phase for phase in PHASES if record.flops_by_phase.get(phase)]
@@ -141,7 +136,7 @@ def nodes_of(
 ) -> list[Node]:
     """Return the roots of the tree of ``paths``, each level in the order of ``weight``; the heaviest MOST_NODES are kept."""
     kept = sorted(paths, key=weight)[:MOST_NODES]  # type: ignore[arg-type]
-    known = {path for name in kept for path in paths_of(name)}
+    known = dict.fromkeys(path for name in kept for path in paths_of(name))
     inside: dict[str, list[str]] = {}
     for path in sorted(known, key=weight):  # type: ignore[arg-type]
         inside.setdefault(path.rpartition(".")[0], []).append(path)
@@ -154,11 +149,6 @@ def nodes_of(
 
 
 # --- the error that each module makes ---------------------------------------------------------------
-
-
-def fallback_charts(record: FallbackRecord) -> list[Drawn]:
-    """Return the module tree of a fallback search."""
-    return [error_tree(record)]
 
 
 def error_tree(record: FallbackRecord) -> Drawn:

@@ -16,11 +16,6 @@ _KINDS = get_args(RangeKind)
 _LOWEST, _HIGHEST = -60, 48
 
 
-def ranges_charts(record: RangesRecord) -> list[Drawn]:
-    """Return the charts of ``record`` in reading order."""
-    return [exponents_chart(record), scales_chart(record)]
-
-
 def exponents_chart(record: RangesRecord) -> Drawn:
     """Return the share of the non-zero values of each kind by power of two."""
     kinds = [kind for kind in record.kinds if kind.histogram.nonzero]
@@ -67,14 +62,12 @@ def _ends(record: RangesRecord) -> tuple[int, int]:
     return low, max(low + 1, min(_HIGHEST, max([own.last_exponent for own in kinds] + [16]) + 3))
 
 
-def _kind_style(name: str) -> Style:
-    return kind_style(_KINDS.index(name) if name in _KINDS else 0)
-
-
 def _kind_line(kind: KindRange, grid: range) -> Line:
     own = kind.histogram
     counted = {own.first_exponent + place: count for place, count in enumerate(own.counts)}
-    return Line(name=kind.kind, style=_kind_style(kind.kind), y=[counted.get(e, 0) / own.nonzero for e in grid])
+    return Line(
+        name=kind.kind, style=kind_style(_KINDS.index(kind.kind)), y=[counted.get(e, 0) / own.nonzero for e in grid]
+    )
 
 
 def _kind_words(kind: KindRange) -> str:

@@ -70,7 +70,7 @@ def _svg(chart: Chart, found: Geometry) -> Markup:
         name, left, top, right - left, bottom - top
     )
     shown = Markup('<g clip-path="url(#clip-{})"><g class="moves">{}</g></g>').format(
-        name, Markup("").join([*_spans(chart, found), *_lines(chart, found)])
+        name, Markup("").join([*(_span(span, found) for span in chart.spans), *_lines(chart, found)])
     )
     below = _tracks(chart, found, name)
     return (
@@ -107,10 +107,6 @@ def _axes(chart: Chart, found: Geometry) -> Markup:
     words = '<text class="head" x="{}" y="{}" text-anchor="end">{}</text>'
     out.append(Markup(words).format(right, bottom + 35, chart.x_axis.title))
     return Markup("").join(out)
-
-
-def _spans(chart: Chart, found: Geometry) -> list[Markup]:
-    return [_span(span, found) for span in chart.spans]
 
 
 def _span(span: Span, found: Geometry) -> Markup:

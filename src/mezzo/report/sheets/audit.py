@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from mezzo.records import AS_IS, AuditRecord, Product
+from mezzo.records import AS_IS, AuditRecord
 from mezzo.records.run import WIDE
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
@@ -160,10 +160,6 @@ def _trips(record: AuditRecord) -> Grid:
 
 
 def _problems(record: AuditRecord) -> Grid:
-    return _products([p for p in record.products if not p.eligible or p.on_tensor_cores is False])
-
-
-def _products(products: Sequence[Product]) -> Grid:
     rows = [
         (
             fmt.clean(p.module),
@@ -174,7 +170,8 @@ def _products(products: Sequence[Product]) -> Grid:
             "; ".join(p.problems) or f"ran {', '.join(map(fmt.clean, p.kernels))}",
             fmt.flops_text(p.flops),
         )
-        for p in products
+        for p in record.products
+        if not p.eligible or p.on_tensor_cores is False
     ]
     return Grid(
         heads=("module", "phase", "operation", "format", "m x n x k", "problem", "FLOPs"), rows=rows, numbers=(6,)

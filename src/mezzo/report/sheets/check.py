@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import PurePath
 
-from rich.box import ROUNDED
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from mezzo.records import AS_IS, Answer, CheckRecord, CheckStage, Gain, Row
@@ -21,7 +19,6 @@ from mezzo.report.sheets.compare import CompareSheet
 from mezzo.report.sheets.shared import Fact, ScriptSheet
 
 _TONES = {"use": "good", "stay": "quiet", "undecided": "open", "failed": "bad"}
-_BORDERS = {"good": "green", "quiet": "white", "open": "cyan", "bad": "red"}
 _LINES = ("why", "to mend it", "accuracy", "memory", "speed", "changed")
 """The first lines of the box, in order."""
 _SAME = 0.005
@@ -61,12 +58,14 @@ class CheckSheet(ScriptSheet):
 def check_sheet(record: CheckRecord) -> CheckSheet:
     """Return the sheet of ``record``."""
     script = fmt.clean(PurePath(record.script).name)
-    answer = record.answer
+    answer, headline = record.answer, _headline(record, script)
+    first = record.first_steps
+    judged = "" if first is None else f" (judged by the first {fmt.plural(first, 'step')} only)"
     comparison = record.comparison if record.comparison and len(record.comparison.rows) > 1 else None
     return CheckSheet(
-        title=f"{script}: {_headline(record, script)}",
+        title=f"{script}: {headline}",
         script=fmt.clean(record.script),
-        headline=_headline(record, script) + _first_steps(record),
+        headline=headline + judged,
         tone=_TONES[answer.decision],
         answer=_answer(record),
         next_command=fmt.clean(answer.next_command),
@@ -134,10 +133,6 @@ def _headline(record: CheckRecord, script: str) -> str:
     if answer.decision == "stay":
         return f"Stay in {name}"
     return "Undecided" if answer.decision == "undecided" else f"No answer: {script} goes wrong in {name} itself"
-
-
-def _first_steps(record: CheckRecord) -> str:
-    return "" if record.first_steps is None else f" (judged by the first {fmt.plural(record.first_steps, 'step')} only)"
 
 
 def _answer(record: CheckRecord) -> list[Fact]:
@@ -252,34 +247,11 @@ def print_check(sheet: CheckSheet, console: Console) -> None:
         console.print()
     fits = len(sheet.next_command) + _EDGES <= console.width
     commands = [Fact(what="next", value=sheet.next_command, tone="command")] if fits else []
-    rows = [*sheet.answer, *_other_lines(sheet.others), *commands, Fact(what="next", value=f"{sheet.next_why}.")]
-    console.print(
-        Panel(
-            _grid(rows),
-            title=Text(sheet.headline, style="bold"),
-            title_align="left",
-            box=ROUNDED,
-            border_style=_BORDERS[sheet.tone],
-        )
-    )
+    others = [Fact(what=other.what, value=f"{other.value}: {other.reason}") for other in sheet.others]
+    rows = [*sheet.answer, *others, *commands, Fact(what="next", value=f"{sheet.next_why}.")]
+    named = [row if before.what != row.what else replace(row, what="") for before, row in pairwise(rows)]
+    terminal.answer_box(console, [rows[0], *named], headline=sheet.headline, tone=sheet.tone)
     if not fits:
         console.print(Text(f"  {sheet.next_command}"), soft_wrap=True)  # a wrapped command cannot be pasted
     if sheet.patch:
         console.print(Text(sheet.patch.rstrip("\n")), soft_wrap=True)
-
-
-def _grid(rows: Sequence[Fact]) -> Table:
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    last = ""
-    for row in rows:
-        grid.add_row(
-            Text("" if row.what == last else row.what), Text(row.value, style="bold" if row.tone == "command" else "")
-        )
-        last = row.what
-    return grid
-
-
-def _other_lines(others: Sequence[Fact]) -> list[Fact]:
-    return [Fact(what=other.what, value=f"{other.value}: {other.reason}") for other in others]

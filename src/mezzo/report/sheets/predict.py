@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.text import Text
@@ -23,17 +23,17 @@ class PredictLine:
     card: str
     """The GPU's memory as sold; empty where the record does not have it."""
     policy: str
-    throughput: str
-    band: str
-    step: str
-    memory: str
-    largest: str
-    speed_ups: str
-    cost: str
-    bound: str
+    throughput: str = fmt.MISSING
+    band: str = fmt.MISSING
+    step: str = fmt.MISSING
+    memory: str = fmt.MISSING
+    largest: str = fmt.MISSING
+    speed_ups: str = fmt.MISSING
+    cost: str = fmt.MISSING
+    bound: str = fmt.MISSING
     verdict: str
-    modules: list[Fact]
-    kinds: list[Fact]
+    modules: list[Fact] = field(default_factory=list)
+    kinds: list[Fact] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,35 +165,20 @@ def _room(one: Prediction) -> str:
 
 
 def _line(one: Prediction, trade: str) -> PredictLine:
+    gpu, card, policy = fmt.clean(one.gpu), _card(one), policy_words(one)
     if not one.possible:
-        missing = fmt.MISSING
-        return PredictLine(
-            gpu=fmt.clean(one.gpu),
-            card=_card(one),
-            policy=policy_words(one),
-            throughput=missing,
-            band=missing,
-            step=missing,
-            memory=missing,
-            largest=missing,
-            speed_ups=missing,
-            cost=missing,
-            bound=missing,
-            verdict=f"{fmt.clean(one.reason)}.",
-            modules=[],
-            kinds=[],
-        )
+        return PredictLine(gpu=gpu, card=card, policy=policy, verdict=f"{fmt.clean(one.reason)}.")
     bound = max(one.bounds, key=lambda kind: one.bounds[kind])
     notes = [
+        "" if one.fits else "Does not fit.",
         trade or one.verdict,
         f"{one.reason}." if one.reason else "",
         _trust(one),
     ]
-    notes.insert(0, "" if one.fits else "Does not fit.")
     return PredictLine(
-        gpu=fmt.clean(one.gpu),
-        card=_card(one),
-        policy=policy_words(one),
+        gpu=gpu,
+        card=card,
+        policy=policy,
         throughput=fmt.rate_text(one.throughput),
         band=f"{fmt.rate_text(one.throughput_low)} to {fmt.rate_text(one.throughput_high)}",
         step=fmt.ms_text(one.step_ms),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from mezzo.records import GRADIENTS, Casts, Histogram, KindRange, RangesRecord, ScaleWindow, TensorRange, UpdateLoss
+from mezzo.records import GRADIENTS, Casts, Histogram, RangesRecord, ScaleWindow, TensorRange, UpdateLoss
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
 from mezzo.report.sheets.shared import Fact, ScriptSheet
@@ -83,7 +83,7 @@ def ranges_sheet(record: RangesRecord) -> RangesSheet:
         windows=[_window_line(w, record.little) for w in record.windows],
         ends=_ends(window),
         updates=[_update_fact(u) for u in record.updates],
-        kinds=[_kind_line(kind) for kind in record.kinds],
+        kinds=[_line(one.kind, fmt.plural(one.num_tensors, "tensor"), one.histogram) for one in record.kinds],
         tensors=tensors,
         tightest=[tensors[i] for i in _tightest(record)[:_SHOWN]],
         formats=[fmt.clean(w.format) for w in record.windows],
@@ -183,10 +183,6 @@ def _update_fact(loss: UpdateLoss) -> Fact:
     )
 
 
-def _kind_line(kind: KindRange) -> TensorLine:
-    return _line(kind.kind, fmt.plural(kind.num_tensors, "tensor"), kind.histogram)
-
-
 def _tensor_line(tensor: TensorRange, form: str) -> TensorLine:
     low, high = tensor.lowest.get(form), tensor.highest.get(form)
     window = fmt.MISSING
@@ -197,24 +193,16 @@ def _tensor_line(tensor: TensorRange, form: str) -> TensorLine:
 
 
 def _line(kind: str, name: str, own: Histogram, *, window: str = "", note: str = "") -> TensorLine:
+    broken = [note, f"{own.infinite} infinite" if own.infinite else "", f"{own.nan} NaN" if own.nan else ""]
     return TensorLine(
         kind=kind,
         name=name,
         values=str(own.total),
         zeros=fmt.share_text(own.zeros / own.total) if own.total else fmt.MISSING,
-        span=_span(own.first_exponent, own.last_exponent, own.nonzero),
+        span=f"{power(own.first_exponent)} to {power(own.last_exponent + 1)}" if own.nonzero else "all zero",
         window=window,
-        note=", ".join(part for part in (note, _broken(own.infinite, own.nan)) if part),
+        note=", ".join(filter(None, broken)),
     )
-
-
-def _span(first: int, last: int, nonzero: int) -> str:
-    return f"{power(first)} to {power(last + 1)}" if nonzero else "all zero"
-
-
-def _broken(infinite: int, nan: int) -> str:
-    parts = [f"{infinite} infinite" if infinite else "", f"{nan} NaN" if nan else ""]
-    return ", ".join(part for part in parts if part)
 
 
 def _tightest(record: RangesRecord) -> list[int]:

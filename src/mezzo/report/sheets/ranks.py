@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mezzo.records import RankRun, RunRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
@@ -43,14 +41,10 @@ def _rank(rank: RankRun) -> Fact:
     if rank.skipped_steps:
         parts.append(f"{len(rank.skipped_steps)} skipped")
     failed = fmt.clean(rank.error or "")
-    place = _joined([fmt.clean(rank.host), fmt.clean(rank.device)])
+    where = [fmt.clean(rank.host), fmt.clean(rank.device), failed]
     return Fact(
         what=f"rank {rank.rank}",
         value=", ".join(parts),
-        reason=_joined([place, failed]) if failed else place,
+        reason=", ".join(filter(None, where)),
         tone="bad" if failed else "",
     )
-
-
-def _joined(words: Sequence[str]) -> str:
-    return ", ".join(word for word in words if word)

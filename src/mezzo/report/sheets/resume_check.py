@@ -26,18 +26,6 @@ _MOST_STEPS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class MissingLine:
-    """One part of the state that was not restored."""
-
-    state: str
-    name: str
-    undisturbed: str
-    resumed: str
-    evidence: str
-    fix: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class LossLine:
     """The loss of one step in both runs."""
 
@@ -55,7 +43,7 @@ class ResumeCheckSheet(ScriptSheet):
     error: str
     """The error of a run, and what to do about it; empty if that is not known."""
     facts: list[Fact]
-    missing: list[MissingLine]
+    missing: list[MissingState]
     losses: list[LossLine]
     without_effect: list[Fact]
 
@@ -72,7 +60,7 @@ def resume_check_sheet(record: ResumeCheckRecord) -> ResumeCheckSheet:
         why=fmt.clean(record.why).rstrip(".") + ".",
         error=shared.first_error_and_hint([record.whole, *([record.resumed] if record.resumed else [])]),
         facts=_facts(record),
-        missing=[_missing_line(one) for one in record.missing],
+        missing=[one.model_copy(update={name: fmt.clean(text) for name, text in one}) for one in record.missing],
         losses=list(_losses(record)),
         without_effect=shared.facts(record.without_effect),
         environment=shared.environment_facts(record.environment),
@@ -110,12 +98,6 @@ def _facts(record: ResumeCheckRecord) -> list[Fact]:
     files = [fmt.clean(PurePath(path).name) for path in record.checkpoints]
     rows.append(Fact(what="checkpoints", value=str(len(files)), reason=", ".join(files[:3])))
     return rows
-
-
-def _missing_line(one: MissingState) -> MissingLine:
-    texts = (one.state, one.name, one.undisturbed, one.resumed, one.evidence, one.fix)
-    state, name, undisturbed, resumed, evidence, fix = map(fmt.clean, texts)
-    return MissingLine(state=state, name=name, undisturbed=undisturbed, resumed=resumed, evidence=evidence, fix=fix)
 
 
 def _losses(record: ResumeCheckRecord) -> list[LossLine]:

@@ -6,10 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from rich.box import ROUNDED
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from mezzo.records import TuneRecord, TuneRow
@@ -20,7 +17,6 @@ from mezzo.report.sheets.answers import Answer
 from mezzo.report.sheets.shared import Fact, ScriptSheet
 
 _TONES = {"use": "good", "keep": "quiet", "undecided": "open", "failed": "bad"}
-_BORDER_COLOURS = {"good": "green", "quiet": "white", "open": "cyan", "bad": "red"}
 _STATE_TONES = {"faster": "good", "barred": "bad", "failed": "bad"}
 
 
@@ -147,19 +143,7 @@ def print_tune(sheet: TuneSheet, console: Console) -> None:
     told = [Fact(what=line.name, value=line.state, reason=line.reason) for line in sheet.lines[1:]]
     terminal.section(console, "Why", terminal.fact_table(told))
     console.print()
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    rows = [("why", sheet.why), *((note.what, f"{note.value}: {note.reason}.") for note in sheet.notes)]
-    for what, value in [*rows, ("next", f"{sheet.next_why}:")]:
-        grid.add_row(Text(what), Text(value))
-    console.print(
-        Panel(
-            grid,
-            title=Text(sheet.headline, style="bold"),
-            title_align="left",
-            box=ROUNDED,
-            border_style=_BORDER_COLOURS[sheet.tone],
-        )
-    )
+    notes = [Fact(what=note.what, value=f"{note.value}: {note.reason}.") for note in sheet.notes]
+    rows = [Fact(what="why", value=sheet.why), *notes, Fact(what="next", value=f"{sheet.next_why}:")]
+    terminal.answer_box(console, rows, headline=sheet.headline, tone=sheet.tone)
     console.print(Text(f"  {sheet.next_command}", style="bold"), soft_wrap=True)

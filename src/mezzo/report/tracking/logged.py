@@ -30,13 +30,13 @@ from mezzo.records import (
     Row,
     RunRecord,
 )
+from mezzo.report.sheets.shared import memory_kinds
 from mezzo.report.text import render
 
 Cell: TypeAlias = str | float | int | None
 OfOneRun: TypeAlias = AuditRecord | DiagnoseRecord | RangesRecord | FallbackRecord
 
 _STEP_COLUMNS = ("loss", "loss_scale", "skipped", "grad_norm", "time_ms", "cpu_ms")
-_MEMORY_KINDS = ("parameters", "gradients", "optimizer", "activations")
 _TEXT_WIDTH = 110
 
 
@@ -227,8 +227,7 @@ def _trend(record: DiagnoseRecord) -> Iterator[Curve]:
 
 
 def _counted(record: RunRecord) -> Iterator[tuple[str, float]]:
-    for kind in _MEMORY_KINDS:
-        size = getattr(record.memory, f"{kind}_bytes")
+    for kind, size in memory_kinds(record.memory).items():
         if size is not None:
             yield f"memory/{kind}_bytes", float(size)
     for name, share in record.effective.share_by_format.items():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mezzo.records import Histogram
 from mezzo.report.tracking.inflight import SUFFIX, Flight
 from mezzo.report.tracking.job import Job
-from mezzo.report.tracking.logged import Cell, Logged, Table
+from mezzo.report.tracking.logged import Cell, Logged
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -80,16 +80,12 @@ def _write(what: Logged, folder: Path) -> None:
         for name, value in what.numbers.items():
             writer.add_scalar(name, value, 0)
         for table in what.tables:
-            _add_table(writer, table)
+            if table.rows:
+                writer.add_text(table.name.replace(" ", "_"), _grid(table.columns, table.rows))
         for name, histogram in what.histograms.items():
             _add_exponents(writer, name, histogram)
     finally:
         writer.close()
-
-
-def _add_table(writer: SummaryWriter, table: Table) -> None:
-    if table.rows:
-        writer.add_text(table.name.replace(" ", "_"), _grid(table.columns, table.rows))
 
 
 def _grid(columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:

@@ -66,7 +66,7 @@ def initialize(
     if not torch.backends.cudnn.enabled:
         raise RuntimeError("Amp requires torch.backends.cudnn.enabled = True. Leave it on.")
     properties = levels.properties_of(opt_level)
-    _report(f"Selected optimization level {levels.LEVELS[opt_level].brief}", properties)
+    _report(f"Selected optimization level {levels.BRIEF[opt_level]}", properties)
     overrides = {
         "cast_model_type": cast_model_type,
         "patch_torch_functions": patch_torch_functions,
@@ -104,7 +104,7 @@ def _prepare(
         for model in models:
             model_casts.cast_weights(model, into, keep_batchnorm_fp32=bool(properties.keep_batchnorm_fp32))
             model_casts.cast_ends(model, into, cast_model_outputs or FP32.dtype, casting)
-            model_casts.save_fp32(model)
+            model.register_state_dict_post_hook(model_casts.widen)
         for optimizer in optimizers:
             optimizer.load_state_dict(optimizer.state_dict())  # casts state to the format of the weights
     elif cast_model_outputs is not None:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from mezzo.compat.apex.amp.state import warn_or_err
 from mezzo.formats import FP16, FP32
 
@@ -33,44 +31,34 @@ class Properties:
         return dataclasses.asdict(self)
 
 
-@dataclass(frozen=True)
-class Level:
-    """A level: one line that describes it, and its properties."""
-
-    brief: str
-    cast_model_type: torch.dtype | None
-    patch_torch_functions: bool
-    keep_batchnorm_fp32: bool | None
-    master_weights: bool | None
-    loss_scale: float | str
-
-    def properties(self, name: str) -> Properties:
-        """Return fresh properties of this level, called ``name``."""
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "brief"}
-        return Properties(enabled=True, opt_level=name, **own)
-
-
-#         in a line                                                       casts model  patches keeps BN masters loss scale
-LEVELS = {
-    "O0": Level("O0:  FP32 training, the baseline.", FP32.dtype, False, None, False, 1.0),
-    "O1": Level("O1:  torch's functions cast their operands; weights stay FP32.", None, True, None, None, "dynamic"),
-    "O2": Level("O2:  FP16 weights, FP32 batch norm and FP32 masters.", FP16.dtype, False, True, True, "dynamic"),
-    "O3": Level("O3:  FP16 throughout.", FP16.dtype, False, False, False, 1.0),
+BRIEF = {
+    "O0": "O0:  FP32 training, the baseline.",
+    "O1": "O1:  torch's functions cast their operands; weights stay FP32.",
+    "O2": "O2:  FP16 weights, FP32 batch norm and FP32 masters.",
+    "O3": "O3:  FP16 throughout.",
+}
+"""Each level in a line."""
+#                                    casts model patches keeps BN masters loss scale
+_LEVELS = {
+    "O0": Properties(True, "O0", FP32.dtype, False, None, False, 1.0),
+    "O1": Properties(True, "O1", None, True, None, None, "dynamic"),
+    "O2": Properties(True, "O2", FP16.dtype, False, True, True, "dynamic"),
+    "O3": Properties(True, "O3", FP16.dtype, False, False, False, 1.0),
 }
 
 
 def properties_of(opt_level: str) -> Properties:
-    """Return the properties of a level.
+    """Return fresh properties of a level.
 
     Raises:
         RuntimeError: there is no such level.
     """
-    if opt_level not in LEVELS:
-        names = ", ".join(repr(name) for name in LEVELS)
+    if opt_level not in _LEVELS:
+        names = ", ".join(repr(name) for name in _LEVELS)
         raise RuntimeError(
             f"Unexpected optimization level {opt_level!r}. Options are {names}: the letter O, not the number zero."
         )
-    return LEVELS[opt_level].properties(opt_level)
+    return dataclasses.replace(_LEVELS[opt_level])
 
 
 def override(properties: Properties, name: str, value: Any) -> None:

@@ -111,12 +111,8 @@ def _rebuilt(values: Mapping[Any, Any], cast: dict[Any, Any]) -> Any:
         return cast
 
 
-def save_fp32(model: nn.Module) -> None:
-    """Make ``model.state_dict()`` return FP32 copies of 16-bit weights, so that a checkpoint loads under every level."""
-    model.register_state_dict_post_hook(_widen)
-
-
-def _widen(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def widen(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Put FP32 copies of 16-bit weights into a state dict, as its hook, so that a checkpoint loads under every level."""
     for name, value in state.items():
         if name.startswith(prefix) and isinstance(value, Tensor) and value.dtype in HALF:
             state[name] = value.to(FP32.dtype)

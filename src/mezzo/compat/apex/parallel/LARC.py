@@ -47,12 +47,6 @@ class LARC:
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self.optim.param_groups = value
 
-    def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
     def __repr__(self) -> str:
         return repr(self.optim)
 

@@ -20,7 +20,7 @@ from mezzo.engine.guardrails.good_snapshots import newest_good
 from mezzo.engine.guardrails.remedies import apply_remedy
 from mezzo.launch.torch.policy_change import fall_back
 from mezzo.launch.torch.snapshots.passes import frames_of_script
-from mezzo.launch.torch.snapshots.variables import objects_in, set_object
+from mezzo.launch.torch.snapshots.variables import SETTERS, objects_in
 from mezzo.launch.torch.state import Run
 from mezzo.records import Alarm, Rewind
 
@@ -49,7 +49,7 @@ def return_to_good(
         return why
     saved, contents = good
     for _, kind, here, state in found:
-        set_object(kind, here, state)
+        SETTERS[kind](here, state)
     if contents.get("policy", str(run.current)) == str(
         run.current
     ):  # the scales of a policy that the run has left are over

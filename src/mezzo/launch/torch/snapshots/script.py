@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mezzo.engine.agreement import EVERY_S, Agreement, are_several
-from mezzo.engine.snapshots.background import Copies, Saving, write_whole
+from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.folder import Folder
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.structure import take_apart
@@ -80,7 +80,7 @@ class ScriptSnapshots:
         for one in self._resumed.refused:
             print(f"mezzo: not {one.path.name}: {one.why}", file=sys.stderr)
             self._record_problem(one.path.name, "not loaded", one.why)
-        self._patches.wrap(torch, "save", self._not_while_bringing)
+        self._patches.around(torch, "save", self._not_while_bringing)
 
     def close(self) -> SnapshotsTaken:
         """Wait for the last save, undo what ``install`` did, and return what was taken."""
@@ -170,8 +170,7 @@ class ScriptSnapshots:
         }
         tree, tensors = take_apart(contents)
         path = self._folder.next_path(updates=updates, calls=0)
-        write = write_whole(path, tree, self._copies.of(tensors), lambda: self._folder.prune(_KEEP))
-        self._saving = Saving(path, write)
+        self._saving = Saving(path, tree, self._copies.of(tensors), lambda: self._folder.prune(_KEEP))
 
     def _refuse_loop(self, this: Pass, frames: list[Any], library: str) -> None:
         why = ""
@@ -287,12 +286,9 @@ class ScriptSnapshots:
         self._nowhere.close()
         self._out = None
 
-    def _not_while_bringing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(*args: Any, **kwargs: Any) -> None:
-            if self._passes.arrived:
-                original(*args, **kwargs)
-
-        return save
+    def _not_while_bringing(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+        if self._passes.arrived:
+            original(*args, **kwargs)
 
     def _defer_sigterm(self) -> None:
         """End after the next batch and a snapshot, not at once; Mezzo's last word to a run still ends it."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mezzo.engine.snapshots.choosing import Chosen, Refused, contents_at, load_newest
+from mezzo.engine.snapshots.choosing import Chosen, Refused, contents_at, load_newest, none_loaded
 from mezzo.engine.snapshots.folder import saved_in
 from mezzo.errors import SnapshotError
 from mezzo.launch.ranks.meeting import JOIN_S, read_message, write_message
@@ -73,11 +73,7 @@ def _together(asked: SnapshotRequest) -> Start:
         refused.append(Refused(here[name], f"rank {rank}: {reasons[rank]}"))
     if not common:
         return Start(None, last)
-    listed = "".join(f"\n  {one.path.name}: {one.why}" for one in refused)
-    raise SnapshotError(
-        f"none of the {len(refused)} snapshots that all processes have can be loaded:{listed}",
-        hint="begin anew in another folder; these files were left as they are",
-    )
+    raise none_loaded(refused, "that all processes have")
 
 
 class _Exchange:

@@ -178,7 +178,7 @@ _STATES: dict[str, Callable[[Any], Any]] = {
     "numpy": lambda generator: generator.bit_generator.state,
     "python": lambda generator: generator.getstate(),
 }
-_SETTERS: dict[str, Callable[[Any, Any], Any]] = {
+SETTERS: dict[str, Callable[[Any, Any], Any]] = {
     "module": _set_module,
     "optimizer": _set_optimizer,
     "stateful": lambda one, state: one.load_state_dict(state),
@@ -222,8 +222,8 @@ def put(variables: Any, entries: Mapping[Any, Any], place: str = "") -> Iterator
             yield from put(here, saved, inner)
         elif kind == "attributes" and hasattr(here, "__dict__"):
             yield from put(here.__dict__, saved, inner)
-        elif kind in _SETTERS and kind_of(here) == kind:
-            _SETTERS[kind](here, saved)
+        elif kind in SETTERS and kind_of(here) == kind:
+            SETTERS[kind](here, saved)
         elif here is not None or _holds_objects(entry):
             yield inner
 
@@ -242,14 +242,9 @@ def objects_in(variables: Any, entries: Mapping[Any, Any], place: str = "") -> I
             yield from objects_in(here.__dict__, saved, inner)
 
 
-def set_object(kind: str, here: Any, state: Any) -> None:
-    """Put a saved state into a model, optimizer, scheduler or scaler."""
-    _SETTERS[kind](here, state)
-
-
 def _holds_objects(entry: Mapping[str, Any]) -> bool:
     ((kind, saved),) = entry.items()
-    return kind in _SETTERS or (kind in ("items", "attributes") and any(map(_holds_objects, saved.values())))
+    return kind in SETTERS or (kind in ("items", "attributes") and any(map(_holds_objects, saved.values())))
 
 
 def _get(variables: Any, name: Any) -> Any:

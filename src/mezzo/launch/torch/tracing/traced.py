@@ -82,21 +82,14 @@ class StateTrace:
         if drew and self._last >= 0:
             self._write("drew", {"updates": self._last, "generators": drew})
 
-    def step_closed(self, num_steps: int) -> None:
-        """Do nothing: a point is taken later, before the next forward pass."""
-
     def began_anew(self) -> None:
         """Trace from the first step again: those before were no steps."""
         self._last = -1
 
-    def backward_begins(self) -> None:
-        """Do nothing, as in the two below."""
+    def step_closed(self, *_: object) -> None:
+        """Do nothing: a point is taken later, before the next forward pass."""
 
-    def backward_ended(self) -> None:
-        """Do nothing."""
-
-    def compiled_ended(self) -> None:
-        """Do nothing."""
+    backward_begins = backward_ended = compiled_ended = step_closed
 
     def done(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return that every update is followed."""

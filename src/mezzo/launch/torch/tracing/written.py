@@ -38,23 +38,19 @@ class FilesWritten:
             _hooked = True
         _following = self
         patches.on_undo(_forget)
-        patches.wrap(torch, "save", functools.partial(self._saving, place=1))
-        patches.wrap(torch.jit, "save", functools.partial(self._saving, place=1))
+        patches.around(torch, "save", self._saving)
+        patches.around(torch.jit, "save", self._saving)
         after_import("safetensors.torch", functools.partial(self._wrap_safetensors, patches), patches)
 
     def _wrap_safetensors(self, patches: Patches) -> None:
         for name in ("save_file", "save_model"):
-            patches.wrap(sys.modules["safetensors.torch"], name, functools.partial(self._saving, place=1))
+            patches.around(sys.modules["safetensors.torch"], name, self._saving)
 
-    def _saving(self, original: Callable[..., Any], *, place: int) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def save(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            named = args[place] if len(args) > place else kwargs.get("f", kwargs.get("filename"))
-            self._note(getattr(named, "name", named), is_checkpoint=True)
-            return result
-
-        return save
+    def _saving(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        named = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+        self._note(getattr(named, "name", named), is_checkpoint=True)
+        return result
 
     def heard(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Note the file of an event, if it is one that writes a file."""
