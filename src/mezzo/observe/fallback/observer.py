@@ -120,8 +120,11 @@ class Fallback(Observer):
             for name, parameter in self._parameters().items():
                 if parameter.grad is not None:
                     self._fresh[name] = _plain(parameter.grad, scale=self.run.gradient_scale)
-            if not list(self.run.optimizers):  # the script updates its weights itself, with gradients that are now zero
-                torch._foreach_zero_([p.grad for p in self._parameters().values() if p.grad is not None])
+            held = [p.grad for p in self._parameters().values() if p.grad is not None]
+            if held and not list(
+                self.run.optimizers
+            ):  # the script updates its weights itself, with gradients that are now zero
+                torch._foreach_zero_(held)
         super().backward_ended()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
