@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, str, list[str], str]] = {
     "A201": ("as-is", "as-is", ["first", "last"], "n = 12: not a multiple of 8"),
     "A202": ("as-is", "as-is", ["middle"], "begins at a multiple of 2 bytes, not of 16"),
     "A203": ("as-is", "as-is", ["0", "2"], "its input is channels-first"),
+    "A205": ("as-is", "as-is", ["0"], "2 copies; the largest: convolution in 0 (forward)"),
     "A301": ("as-is", "as-is", ["middle"], "bf16 > fp32 > bf16 in middle"),
     "A302": ("as-is", "as-is", ["middle"], "casts of weights that the same forward pass had cast before"),
     "A303": ("as-is", "as-is", ["middle"], "of all bytes, most in middle"),
