@@ -154,10 +154,8 @@ def _problem(*kinds: str, gain: str) -> Callable[[AuditedSteps], Part | None]:
         problem = next(s for s in own[0].problems if s.split(":")[0] in kinds)
         detail = f"most of it: {own[0].op} in {own[0].module} ({own[0].phase}), {problem}"
         flops = sum(p.flops for p in own)
-        whole = audited.flops or 1
-        return Part(
-            [p.module for p in own], detail, flops, gain=f"{flops / whole:.1%} of the step's product FLOPs {gain}"
-        )
+        more = f"{flops / (audited.flops or 1):.1%} of the step's product FLOPs {gain}"
+        return Part([p.module for p in own], detail, flops, gain=more)
 
     return find
 
@@ -166,7 +164,7 @@ def _copied_inputs(audited: AuditedSteps) -> Part | None:
     own = [(one, size) for one in audited.seen if (size := copied_bytes(one))]
     if not own:
         return None
-    most, _ = max(own, key=lambda pair: pair[1])
+    most = max(own, key=lambda pair: pair[1])[0]
     detail = f"{len(own)} copies; the largest: {most.op} in {most.module} ({most.phase})"
     return Part([one.module for one, _ in own], detail, bytes=sum(size for _, size in own))
 

@@ -231,10 +231,7 @@ def _found(state: SearchState, kept: Names, how: str) -> tuple[FallbackVerdict, 
         worst = max((t.error for t in state.trials), default=0.0)
         if worst == 0:
             return "not needed", f"every gradient is the same to the bit as in FP32; {how}: {_CHANGED_NOTHING}", ()
-        why = (
-            f"with nothing kept in FP32 no gradient is off by more than {worst:.2g}; {how}: precision is not the cause"
-        )
-        return "not needed", why, ()
+        return "not needed", f"with nothing kept in FP32 no gradient is off by more than {worst:.2g}; {how}", ()
     return "found", f"with fewer modules a gradient is off by more than {state.tolerance:.2g}; {how}", kept
 
 

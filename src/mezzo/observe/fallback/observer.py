@@ -161,6 +161,7 @@ class Fallback(Observer):
         if any(not getattr(closure, "evaluated", False) for closure in closures):
             self._problem = f"{type(optimizer).__name__} moves the weights inside its step, which calls a closure"
         self._aside += set_aside(p for group in optimizer.param_groups for p in group["params"])
+        self.run.skips = True
 
     def _restore_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         aside, self._aside = self._aside, []
