@@ -94,7 +94,8 @@ HOW = {
     "A402": (
         "`mezzo audit` compares each operation of the forward pass with the portable op lists: one that they "
         "keep in FP32 read a 16-bit operand and made a 16-bit result. One with an FP32 result is not meant: CUDA's "
-        "autocast computes many in FP32 of 16-bit operands. Nor is `cross_entropy`, which the lists leave in its operand's format."
+        "autocast computes many in FP32 of 16-bit operands. Nor are `cross_entropy`, which the lists leave in its operand's format, "
+        "and `interpolate`, whose kernels add a few values in FP32."
     )
     + _EVERY,
     "A501": "`mezzo audit` reads the names of the kernels from torch's profiler, on CUDA only." + _LEAST,

@@ -230,13 +230,19 @@ def _trained(request: Request, training: Training) -> Ending:
     num_steps, observer = training.num_updates, training.observer
     error: MezzoError | None = training.not_resumed or training.stopped_by_guard
     if error is None and not num_steps:
-        error = _never_trained(request)
+        error = _never_trained(request, has_passes=training.has_passes)
     elif error is None and observer is not None and observer.too_short():
         error = _too_short(request, num_steps, compiles=observer.compiles)
     return (0, None) if error is None else (error.exit_code, error)
 
 
-def _never_trained(request: Request) -> ScriptError:
+def _never_trained(request: Request, *, has_passes: bool) -> ScriptError:
+    if has_passes:
+        return ScriptError(
+            f"{request.target} ended without a training step: it called backward(), and never an optimizer's step()",
+            hint="see whether it leaves out updates that are not finite, because of a loss scale of its own or of the policy: "
+            "--policy as-is runs it in its own precision",
+        )
     what, unseen = _TRAINS_BY[request.framework]
     return ScriptError(
         f"{request.target} ended without a training step: it never {what}",

@@ -77,6 +77,10 @@ class Training(Protocol):
         """The number of updates, including skipped ones and the open one."""
 
     @property
+    def has_passes(self) -> bool:
+        """Whether the script is known to have made a backward pass of a loss."""
+
+    @property
     def observer(self) -> Watching | None:
         """The observer of the training; None if it is only recorded."""
 

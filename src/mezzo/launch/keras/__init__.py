@@ -137,6 +137,11 @@ class KerasTraining(WithoutPyTorch):
         return f"keras {version} on {self._run.backend.name if self._run.backend else 'no backend'}"
 
     @property
+    def has_passes(self) -> bool:
+        """Whether a backward pass is known: an optimizer's call is all that is seen."""
+        return False
+
+    @property
     def num_updates(self) -> int:
         """The number of updates."""
         if self._run.backend is not None:

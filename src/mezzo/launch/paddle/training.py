@@ -90,6 +90,11 @@ class PaddleTraining(WithoutPyTorch):
         """The number of updates, including the open one."""
         return self._run.num_updates
 
+    @property
+    def has_passes(self) -> bool:
+        """Whether the script has made a backward pass of a loss."""
+        return self._run.steps.has_loss()
+
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""
         self._run.steps.reports.begin(report, every_s=every_s)

@@ -146,6 +146,11 @@ class TorchTraining:
         return self._run.num_updates
 
     @property
+    def has_passes(self) -> bool:
+        """Whether the script has made a backward pass of a loss."""
+        return self._run.recorder.has_any_loss
+
+    @property
     def observer(self) -> Observer | None:
         """The observer of the training."""
         return self._run.observer
