@@ -230,8 +230,7 @@ def _promoted(audited: AuditedSteps) -> Part | None:
     if not own:
         return None
     detail = f"{own[0].op} in {own[0].module} mixes {' and '.join(own[0].inputs)}, so its result is FP32"
-    size = sum(meta[2] // 2 for one in own for meta in one.noted.outs)
-    return Part([one.module for one in own], detail, bytes=size)
+    return Part([one.module for one in own], detail, bytes=sum(m[2] // 2 for one in own for m in one.noted.outs))
 
 
 # --- accuracy ----------------------------------------------------------------------------------------------------------------
