@@ -97,6 +97,7 @@ _REFUSED = re.compile(
     r"(?:\bdtype|scalar type|not implemented for|bias type)",
     re.DOTALL,
 )
+_TOO_LARGE = re.compile(r"value cannot be converted to type \S+ without overflow")
 _FP8_FORMATS = {"e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz"}
 WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
 
@@ -316,3 +317,8 @@ class RunRecord(WholeRecord):
 def refuses_format(error: str) -> bool:
     """Return whether an operation refused its operands' format: there is no kernel for it, or another operand has another one."""
     return _REFUSED.search(error) is not None
+
+
+def refuses_value(error: str) -> bool:
+    """Return whether an operation refused a number of the script, which the format of its operands does not hold."""
+    return _TOO_LARGE.search(error) is not None

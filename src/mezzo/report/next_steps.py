@@ -22,7 +22,7 @@ from mezzo.records import (
     Row,
     RunRecord,
 )
-from mezzo.records.run import WIDE, refuses_format
+from mezzo.records.run import WIDE, refuses_format, refuses_value
 from mezzo.report import formatting as fmt
 from mezzo.report import trained_elsewhere
 from mezzo.report.commands import (
@@ -39,6 +39,7 @@ from mezzo.report.commands import (
 MOST = 3
 _WRITTEN = re.compile(r'(?:.*  # )?policy = "([^"]*)"')
 """A fix of a diagnosis that is a policy, perhaps after what stands for it in the script's framework."""
+_TOO_LARGE = "a number of the script does not fit {policy}; find its line"
 _REFUSED = "an operation does not take the format of {policy}; find the modules that must stay in FP32"
 _MANY_SKIPS = 0.05
 _NOTHING_LOWERED = ("A101", "A108")
@@ -140,6 +141,8 @@ def _after_failure(record: RunRecord, commands: _Commands, policy: str) -> Itera
         yield NextStep(why="see which formats each device of this machine computes in", command="mezzo doctor")
     elif record.exit_code in (_FLOOR, _NOT_FINITE):
         yield from commands.step("find the first value that is not finite", "diagnose", policy=policy)
+    elif preset_of(record.policy) not in WIDE and refuses_value(record.error or ""):
+        yield from commands.step(_TOO_LARGE.format(policy=policy), "diagnose", policy=policy)
     elif preset_of(record.policy) not in WIDE and refuses_format(record.error or ""):
         yield from commands.step(_REFUSED.format(policy=policy), "fallback", policy=policy)
     elif record.exit_code not in (_NOT_A_TRAINING, _SNAPSHOT, _GUARD):
@@ -203,6 +206,10 @@ def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator
         yield from commands.step(f"{policy} diverged{where}; find the first bad value", "diagnose", policy=policy)
     elif row.verdict == "stopped_learning":
         yield from commands.step(f"{policy} stopped learning; find out why", "diagnose", policy=policy)
+    elif row.verdict == "failed" and any(
+        refuses_value(run.error or "") for run in record.runs if run.policy == row.policy
+    ):
+        yield from commands.step(_TOO_LARGE.format(policy=policy), "diagnose", policy=policy)
     elif row.verdict == "failed" and any(
         refuses_format(run.error or "") for run in record.runs if run.policy == row.policy
     ):

@@ -291,7 +291,7 @@ def _verify(state: SearchState, kept: Names, *, operations: Names = (), all_step
     )
     state.trials.append(trial)
     what = f"{len(operations)} operations in FP32" if operations else f"{len(kept)} kept in FP32"
-    state.note(f"{what}: {tensor or 'no gradient'} is off by {error:.2g}")
+    state.note(f"{what}: {tensor} is off by {error:.2g}" if tensor else f"{what}: it fails")
     return error
 
 
