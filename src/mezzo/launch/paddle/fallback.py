@@ -127,12 +127,13 @@ class Fallback(StepObserver):
         return output
 
     def _moved(self, value: Any) -> Any:
-        """Return ``value`` with every element of its FP32 tensors moved by about one unit in its last place, up or down."""
+        """Return ``value`` with every element of its FP32 tensors moved by about one unit in its last place, 1 and -1 towards 0."""
         if isinstance(value, paddle.Tensor):
             if value.dtype != paddle.float32:
                 return value
             signs = self._signs.integers(0, 2, value.shape) * 2.0 - 1.0
             with self.run.own_work():
+                signs[np.abs(value.numpy()) == 1.0] = -1.0  # probabilities and cosines stay in their range
                 return value * paddle.to_tensor((1.0 + FP32.eps * signs).astype(np.float32), place=value.place)
         if isinstance(value, dict):
             return {key: self._moved(item) for key, item in value.items()}

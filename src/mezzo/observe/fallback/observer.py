@@ -205,12 +205,16 @@ class Fallback(Observer):
         return tree_map_only(Tensor, self._moved, output)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` with every element moved by about one unit in its last place, up or down."""
+        """Return ``tensor`` with every element moved by about one unit in its last place, up or down, and 1 and -1 towards 0.
+
+        Probabilities and cosines stay in their range: what reads them may refuse others.
+        """
         if not tensor.is_floating_point() or tensor.dtype is not FP32.dtype:
             return tensor
         if tensor.device not in self._signs:  # a generator of its own leaves the script's random numbers unchanged
             self._signs[tensor.device] = torch.Generator(tensor.device)
         signs = torch.empty_like(tensor).bernoulli_(generator=self._signs[tensor.device]).mul_(2).sub_(1)
+        signs.masked_fill_(tensor.detach().abs() == 1, -1)
         return tensor * signs.mul_(FP32.eps).add_(1)
 
 
