@@ -39,8 +39,8 @@ from mezzo.report.commands import (
 MOST = 3
 _WRITTEN = re.compile(r'(?:.*  # )?policy = "([^"]*)"')
 """A fix of a diagnosis that is a policy, perhaps after what stands for it in the script's framework."""
-_TOO_LARGE = "a number of the script does not fit {policy}; find its line"
-_REFUSED = "an operation does not take the format of {policy}; find the modules that must stay in FP32"
+_TOO_LARGE = "a number of the script does not fit {policy}; find its line", "diagnose"
+_REFUSED = "an operation does not take the format of {policy}; find the modules that must stay in FP32", "fallback"
 _MANY_SKIPS = 0.05
 _NOTHING_LOWERED = ("A101", "A108")
 """The findings that a script's mixed precision is missing or off: a policy is the fix."""
@@ -122,10 +122,8 @@ def _after_training(record: RunRecord, commands: _Commands, policy: str) -> Iter
     if _skips_many(record.steps.num_skipped, len(record.steps)):
         share = fmt.share_text(record.steps.num_skipped / len(record.steps))
         yield from commands.step(f"{policy} skipped {share} of its updates; see why", "diagnose", policy=policy)
-    counted = record.effective.counted_on_step is not None
-    if preset_of(record.policy) in ("fp32", "tf32") or (
-        record.policy == AS_IS and counted and not record.effective.lowered
-    ):
+    lowers = record.policy != AS_IS or record.effective.counted_on_step is None or record.effective.lowered
+    if preset_of(record.policy) in ("fp32", "tf32") or not lowers:
         yield from commands.step("see what 16 bits keep and save", "compare", policies="fp32,bf16,fp16")
         return
     yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
@@ -141,12 +139,15 @@ def _after_failure(record: RunRecord, commands: _Commands, policy: str) -> Itera
         yield NextStep(why="see which formats each device of this machine computes in", command="mezzo doctor")
     elif record.exit_code in (_FLOOR, _NOT_FINITE):
         yield from commands.step("find the first value that is not finite", "diagnose", policy=policy)
-    elif preset_of(record.policy) not in WIDE and refuses_value(record.error or ""):
-        yield from commands.step(_TOO_LARGE.format(policy=policy), "diagnose", policy=policy)
-    elif preset_of(record.policy) not in WIDE and refuses_format(record.error or ""):
-        yield from commands.step(_REFUSED.format(policy=policy), "fallback", policy=policy)
+    elif preset_of(record.policy) not in WIDE and (found := _refused(record.error or "")):
+        yield from commands.step(found[0].format(policy=policy), found[1], policy=policy)
     elif record.exit_code not in (_NOT_A_TRAINING, _SNAPSHOT, _GUARD):
         yield from commands.alone("see whether the script fails without Mezzo, too")
+
+
+def _refused(errors: str) -> tuple[str, str] | None:
+    """Return why to look into runs that failed because of the format, and by which command; None for other errors."""
+    return _TOO_LARGE if refuses_value(errors) else _REFUSED if refuses_format(errors) else None
 
 
 def _ended_without_a_number(record: RunRecord) -> bool:
@@ -206,16 +207,10 @@ def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator
         yield from commands.step(f"{policy} diverged{where}; find the first bad value", "diagnose", policy=policy)
     elif row.verdict == "stopped_learning":
         yield from commands.step(f"{policy} stopped learning; find out why", "diagnose", policy=policy)
-    elif row.verdict == "failed" and any(
-        refuses_value(run.error or "") for run in record.runs if run.policy == row.policy
-    ):
-        yield from commands.step(_TOO_LARGE.format(policy=policy), "diagnose", policy=policy)
-    elif row.verdict == "failed" and any(
-        refuses_format(run.error or "") for run in record.runs if run.policy == row.policy
-    ):
-        yield from commands.step(_REFUSED.format(policy=policy), "fallback", policy=policy)
     elif row.verdict == "failed":
-        yield from commands.step(f"{policy} failed; see its output", "run", policy=policy)
+        found = _refused(" ".join(run.error or "" for run in record.runs if run.policy == row.policy))
+        why, command = found or ("{policy} failed; see its output", "run")
+        yield from commands.step(why.format(policy=policy), command, policy=policy)
     elif row.verdict == "different" and row.policy == AS_IS:
         yield from commands.step(f"{policy} trains to another result", "audit", policy=policy)
     elif row.verdict == "different":
