@@ -301,3 +301,20 @@ def test_upsampling_in_16_bits_is_not_sensitive(mode: str) -> None:
         seen=understand(tracer.trace, Names(tracer.trace.roots), set()), wide=[], trips=[], products=[]
     )
     assert [one.detail.partition(" ran")[0] for one in findings(steps) if one.code == "A402"] == ["_softmax"]
+
+
+def test_products_of_a_closure_are_no_part_of_the_update() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    record = mezzo.audit(lambda: optimizer.step(closure))
+    assert "A101" in [one.code for one in record.findings]
+    evaluation = 2 * 4 * (8 * 16 + 16)
+    assert record.flops_by_phase["forward"] == {"fp32": 2 * evaluation}
+    assert record.flops_by_phase["wgrad"] == {"fp32": 2 * evaluation}
