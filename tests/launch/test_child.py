@@ -184,14 +184,14 @@ def test_the_scripts_own_excepthook_is_called(tmp_path: Path) -> None:
     assert ended.printed.splitlines()[-1] == "hooked KeyError"
 
 
-def test_a_script_that_computes_gradients_and_makes_no_step(tmp_path: Path) -> None:
-    ended = run_text(tmp_path, "model(torch.ones(1, 3)).sum().backward()")
+def test_a_script_that_leaves_out_its_only_updates(tmp_path: Path) -> None:
+    ended = run_text(
+        tmp_path, "optimizer = torch.optim.SGD(model.parameters())\nmodel(torch.ones(1, 3)).sum().backward()"
+    )
     assert ended.code == 7
     assert ended.record.error is not None
-    assert ended.record.error.endswith(
-        "ended without a training step: it computed gradients, but no optimizer made a step"
-    )
-    assert ended.record.hint == "pass the arguments that make the script train until its first update"
+    assert ended.record.error.endswith("it called backward(), and no optimizer made a step")
+    assert "--policy as-is" in ended.record.hint
 
 
 def test_a_script_that_never_trains(tmp_path: Path) -> None:

@@ -53,18 +53,24 @@ HOW = {
     + "here none ran below 32 bits, and an autocast of the script was open around them, switched off."
     + _LEAST,
     "A201": _SHAPES
-    + "Here a dimension that lies innermost, the channels of a convolution or the width of a head is no multiple of 8. "
+    + "Here a dimension that lies innermost, the channels of a convolution or the width of a head is no multiple of 8. Up to 4 channels "
+    "of a convolution without groups are an image's, and are not meant. "
     "Products in FP32 are listed in the table of shapes, and are no finding." + _LEAST,
     "A202": _SHAPES
     + "Here the dimensions are multiples of 8, and an address or the distance of two rows is not."
     + _LEAST,
     "A203": (
-        "`mezzo audit` reads the strides of each 16-bit convolution's input: the stride of the channels is 1 "
-        "in channels-last."
+        "`mezzo audit` reads the strides of each 16-bit convolution's input and weight: here neither is channels-last. Torch takes "
+        "the layout of either for the whole convolution."
     )
     + _LEAST,
     "A204": (
         "`mezzo audit` counts the products in FP32 on a CUDA device of compute capability 8.0 or higher." + _LEAST
+    ),
+    "A205": (
+        "`mezzo audit` reads the strides of each 16-bit convolution's input and weight: here the weight is channels-last and the input "
+        "is not. The copy is counted as read and written, in the forward pass and for the gradient of the weight, from "
+        f"{MIN_SHARE:.0%} of the step's bytes on."
     ),
     "A301": (
         "`mezzo audit` follows each cast value: it was cast back, and what read it between would have run in "
@@ -88,7 +94,8 @@ HOW = {
     "A402": (
         "`mezzo audit` compares each operation of the forward pass with the portable op lists: one that they "
         "keep in FP32 read a 16-bit operand and made a 16-bit result. One with an FP32 result is not meant: CUDA's "
-        "autocast computes many in FP32 of 16-bit operands. Nor is `cross_entropy`, which the lists leave in its operand's format."
+        "autocast computes many in FP32 of 16-bit operands. Nor are `cross_entropy`, which the lists leave in its operand's format, "
+        "and `interpolate`, whose kernels add a few values in FP32."
     )
     + _EVERY,
     "A501": "`mezzo audit` reads the names of the kernels from torch's profiler, on CUDA only." + _LEAST,

@@ -28,7 +28,7 @@ from mezzo.records import (
     read_record,
     write_record,
 )
-from mezzo.records.run import refuses_format
+from mezzo.records.run import leaves_range, refuses_format
 
 KINDS: tuple[type[BaseModel], ...] = get_args(get_args(records.Record)[0])
 NAN, INF = math.nan, math.inf
@@ -366,3 +366,4 @@ REFUSALS = {
 @pytest.mark.parametrize(("error", "refused"), REFUSALS.items())
 def test_an_operation_that_refuses_a_format_is_told_from_other_errors(error: str, refused: bool) -> None:
     assert refuses_format(error) is refused
+    assert leaves_range(error) is error.endswith("without overflow")

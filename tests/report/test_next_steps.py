@@ -145,6 +145,14 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
             )
         ],
     ),
+    "run refused a number": (
+        run(
+            policy="fp16",
+            error="RuntimeError: value cannot be converted to type c10::Half without overflow",
+            exit_code=1,
+        ),
+        [("a number of the script does not fit fp16; find its line", f"mezzo diagnose --policy fp16 {TAIL}")],
+    ),
     "run refused in fp32": (
         run(policy="fp32", error="RuntimeError: Unsupported dtype BFloat16", exit_code=1),
         [("see whether the script fails without Mezzo, too", f"python {TAIL}")],

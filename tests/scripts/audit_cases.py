@@ -64,10 +64,11 @@ def promoted_product(self, x):
     return F.linear(x * torch.ones(16), self.weight.float()).to(x.dtype)
 
 
-def convolutions(planted):
+def convolutions(model_first, images_first):
     model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.Flatten(1))
-    layout = torch.contiguous_format if planted else torch.channels_last
-    return model.to(memory_format=layout), torch.randn(4, 8, 8, 8).to(memory_format=layout)
+    first, last = torch.contiguous_format, torch.channels_last
+    images = torch.randn(4, 8, 8, 8).to(memory_format=first if images_first else last)
+    return model.to(memory_format=first if model_first else last), images
 
 
 def case(code, planted):
@@ -99,7 +100,9 @@ def case(code, planted):
     elif code == "A202" and planted:
         model = Around(Middle(shifted))
     elif code == "A203":
-        model, x = convolutions(planted)
+        model, x = convolutions(planted, planted)
+    elif code == "A205":
+        model, x = convolutions(False, planted)
     elif code == "A301" and planted:
         model = Around(Middle(lambda self, x: x.float().relu()))
     elif code == "A302":

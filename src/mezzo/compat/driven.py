@@ -268,8 +268,9 @@ class Driven:
             put_back(self._left)
             self._left = []
         if self.short != 1.0:
-            held = self._asked.param_groups[0]["params"]
-            torch._foreach_mul_([p.grad for p in held if p.grad is not None], self.short)
+            held = [p.grad for p in self._asked.param_groups[0]["params"] if p.grad is not None]
+            if held:  # torch takes no empty list
+                torch._foreach_mul_(held, self.short)
 
     @property
     def overflowed(self) -> bool:

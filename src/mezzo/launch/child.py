@@ -230,24 +230,23 @@ def _trained(request: Request, training: Training) -> Ending:
     num_steps, observer = training.num_updates, training.observer
     error: MezzoError | None = training.not_resumed or training.stopped_by_guard
     if error is None and not num_steps:
-        error = _no_step_after_a_loss(request) if training.has_any_loss else _never_trained(request)
+        error = _never_trained(request, has_any_loss=training.has_any_loss)
     elif error is None and observer is not None and observer.too_short():
         error = _too_short(request, num_steps, compiles=observer.compiles)
     return (0, None) if error is None else (error.exit_code, error)
 
 
-def _never_trained(request: Request) -> ScriptError:
+def _never_trained(request: Request, *, has_any_loss: bool) -> ScriptError:
+    if has_any_loss:
+        return ScriptError(
+            f"{request.target} ended without a training step: it called backward(), and no optimizer made a step",
+            hint="pass the arguments that make it train until its first update; --policy as-is shows whether it leaves out updates that "
+            "are not finite under a loss scale of its own",
+        )
     what, unseen = _TRAINS_BY[request.framework]
     return ScriptError(
         f"{request.target} ended without a training step: it never {what}",
         hint=f"pass the script that trains, with the arguments that make it train; {unseen}",
-    )
-
-
-def _no_step_after_a_loss(request: Request) -> ScriptError:
-    return ScriptError(
-        f"{request.target} ended without a training step: it computed gradients, but no optimizer made a step",
-        hint="pass the arguments that make the script train until its first update",
     )
 
 

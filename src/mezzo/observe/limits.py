@@ -20,6 +20,8 @@ HARMLESS_LISTED = 3
 """Harmless values that a diagnosis names."""
 TENSOR_CORE_MULTIPLE = 8
 """Elements of 16 bits that a Tensor Core's kernels load at once: 16 bytes."""
+IMAGE_CHANNELS = 4
+"""Most channels of a convolution that are an image's: cuDNN has kernels for so few, and pads them itself."""
 WIDE = (FP32.name, TF32.name, FP64.name)
 """Formats in which a product does not run in mixed precision."""
 FITTING = 0.9

@@ -184,6 +184,12 @@ class Observer(ABC):
     def scaler_met(self, scaler: Any) -> None:  # noqa: B027 - most observers have nothing to do here
         """Record that the script's own GradScaler is about to scale a loss."""
 
+    def optimizer_made(self) -> None:  # noqa: B027 - most observers have nothing to do here
+        """Record that the script makes its first optimizer: what its models computed so far belongs to a step only if its gradients do."""
+
+    def began_anew(self) -> None:  # noqa: B027 - an observer that takes over has seen nothing
+        """Record that no step so far was one of the training."""
+
     def stepping(self) -> None:  # noqa: B027 - most observers have nothing to do here
         """Record that an optimizer's update begins."""
 
@@ -228,12 +234,12 @@ class Observer(ABC):
             if self._waiting[:1] <= [open_step]:  # it began where modes cannot be entered, as inside compiled code
                 self._remove_first_call()
                 self._waiting = [step for step in self._waiting if step > open_step]
-            if self._waiting[:1] == [open_step + 1] and self._can_switch_modes():
+            if self._waiting[:1] == [open_step + 1] and self.can_switch_modes():
                 self._begin()
 
     def _end_if_over(self) -> None:
         """End the observation if its step is over and modes can be left here."""
-        if self._observing is None or self._num_closed < self._observing or not self._can_switch_modes():
+        if self._observing is None or self._num_closed < self._observing or not self.can_switch_modes():
             return
         self.watched.append(self._observing)
         if self._waiting[1:2] == [self._observing + 1]:
@@ -245,7 +251,8 @@ class Observer(ABC):
         if not self._waiting:
             raise StopScript
 
-    def _can_switch_modes(self) -> bool:
+    def can_switch_modes(self) -> bool:
+        """Return whether observation can begin or end here."""
         # Autograd and compiled code restore the modes they found; compiled code cannot switch to eager half-way either.
         return not (self.run.in_backward or self.run.in_compiled)
 
@@ -272,7 +279,7 @@ class Observer(ABC):
             self._thread = thread
             self._begin()
             return True
-        if thread == self._thread or not torch.is_grad_enabled() or not self._can_switch_modes():
+        if thread == self._thread or not torch.is_grad_enabled() or not self.can_switch_modes():
             return False
         self._remove_first_call()
         self.move(self._observing)

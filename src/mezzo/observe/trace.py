@@ -121,6 +121,11 @@ class Trace:
         known = self.forward.get(node.number)
         return self.forward[nearest(sorted(self.forward), node.number)] if known is None else known
 
+    def goes_back(self, index: int, number: int) -> bool:
+        """Return whether an operation from ``index`` on runs in a graph node made before the one of this number."""
+        later = (Noted._make(values).node for values in self.operations[index:])
+        return any(node is not None and 0 <= node.number < number for node in later)
+
 
 def nearest(numbers: Sequence[int], number: int) -> int:
     """Return the first of sorted ``numbers`` that is not below ``number``, else the last one."""

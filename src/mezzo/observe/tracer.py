@@ -133,6 +133,11 @@ class Tracer(TorchDispatchMode):
         del before.operations[index:]
         return before
 
+    @property
+    def next_number(self) -> int:
+        """The number that the next graph node gets."""
+        return _next_number()
+
     # --- modules -------------------------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: Any) -> None:

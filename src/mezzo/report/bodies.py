@@ -86,7 +86,7 @@ def audit_details(sheet: AuditSheet, console: Console) -> None:
     section(console, "Products in FP32 or wider", _grid(sheet.wide, shown=_SHOWN_ROWS))
     section(console, "Casts", _grid(sheet.casts, shown=_SHOWN_ROWS))
     section(console, "Round-trip casts", _grid(sheet.trips, shown=_SHOWN_ROWS))
-    section(console, "Shapes that miss Tensor Cores", _grid(sheet.problems, shown=_SHOWN_ROWS))
+    section(console, "Shapes that do not suit Tensor Cores", _grid(sheet.problems, shown=_SHOWN_ROWS))
     section(console, "Kernels of products", _grid(sheet.kernels, shown=_SHOWN_ROWS))
     section(console, "Notes", fact_table(sheet.notes))
 

@@ -118,10 +118,8 @@ def _after_training(record: RunRecord, commands: _Commands, policy: str) -> Iter
     if _skips_many(record.steps.num_skipped, len(record.steps)):
         share = fmt.share_text(record.steps.num_skipped / len(record.steps))
         yield from commands.step(f"{policy} skipped {share} of its updates; see why", "diagnose", policy=policy)
-    counted = record.effective.counted_on_step is not None
-    if preset_of(record.policy) in ("fp32", "tf32") or (
-        record.policy == AS_IS and counted and not record.effective.lowered
-    ):
+    lowers = record.policy != AS_IS or record.effective.counted_on_step is None or record.effective.lowered
+    if preset_of(record.policy) in ("fp32", "tf32") or not lowers:
         yield from commands.step("see what 16 bits keep and save", "compare", policies="fp32,bf16,fp16")
         return
     yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from mezzo.launch.torch import switched
+from mezzo.launch.torch.state import Run
+from mezzo.measure.environment import environment
+from mezzo.observe.fallback.observer import Fallback
+from mezzo.observe.nonfinite.observer import NonFinite
+from mezzo.observe.ranges.observer import Ranges
+from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings, FallbackSettings, RangesSettings
+from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
+from mezzo.records import AuditRecord, RunRecord
 
 
 def model_of(seed: int = 0) -> tuple[nn.Module, Tensor]:
@@ -149,3 +158,121 @@ def test_a_trial_is_a_step_where_no_optimizer_is_ever_made() -> None:
     with switched(None) as (run, _):
         backward(*model_of())
     assert len(run.recorder.steps()) == 1
+
+
+# --- under an observer ---------------------------------------------------------------------------------------------------------
+
+
+def forward_only(model: nn.Module, x: Tensor) -> None:
+    model(1000 * x)
+
+
+def forward_without_gradients(model: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        model(1000 * x)
+
+
+def many(model: nn.Module, x: Tensor) -> None:
+    for _ in range(5):
+        backward(model, 1000 * x)
+
+
+def nothing(model: nn.Module, x: Tensor) -> None:
+    """Train at once."""
+
+
+def trains(trial: Callable[[nn.Module, Tensor], None]) -> None:
+    model, x = model_of()
+    trial(model, x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+
+
+def forward_first(trial: Callable[[nn.Module, Tensor], None]) -> None:
+    """Make the optimizer between the first forward pass and its backward pass."""
+    model, x = model_of()
+    trial(model, x)
+    loss = loss_of(model, x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loss = loss_of(model, x)
+
+
+RUN = RunRecord(command=[], script="t", script_sha256="", policy="as-is", environment=environment("cpu"))
+
+
+def audited(run: Run) -> object:
+    assert run.observer is not None
+    record = run.observer.record(RUN)
+    assert isinstance(record, AuditRecord)
+    return record.steps, [(one.op, one.module, one.phase, one.count, one.flops) for one in record.operations]
+
+
+def counted_ranges(run: Run) -> object:
+    assert isinstance(run.observer, Ranges)
+    return run.observer.watched, run.observer._tables.read()
+
+
+def evidence(run: Run) -> object:
+    assert isinstance(run.observer, NonFinite)
+    return run.observer.evidence(RUN)
+
+
+def measured(run: Run) -> object:
+    assert isinstance(run.observer, Fallback)
+    kept = {step: {name: g.tolist() for name, g in found.items()} for step, found in run.observer._kept.items()}
+    return run.observer.watched, kept, [(one.module, one.output, one.flops) for one in run.observer._local]
+
+
+OBSERVED: dict[str, tuple[AnySettings, Callable[[Run], object]]] = {
+    "audit": (AuditSettings(steps=(1, 2)), audited),
+    "ranges": (RangesSettings(steps=(1, 2)), counted_ranges),
+    "diagnose": (DiagnoseSettings(steps=(1, 2, 3)), evidence),
+    "fallback": (FallbackSettings(steps=(1, 2)), measured),
+}
+
+
+def observed(kind: str, script: Callable[..., None], trial: Callable[[nn.Module, Tensor], None]) -> object:
+    settings, found = OBSERVED[kind]
+    with switched(None, observe=settings) as (run, _), suppress(StopScript):
+        script(trial)
+    return found(run)
+
+
+@pytest.mark.parametrize("trial", [backward, many, gradients, jacobian, forward_only, forward_without_gradients])
+@pytest.mark.parametrize("kind", OBSERVED)
+def test_an_observer_sees_the_steps_of_the_training_alone(
+    kind: str, trial: Callable[[nn.Module, Tensor], None]
+) -> None:
+    assert observed(kind, trains, trial) == observed(kind, trains, nothing)
+
+
+@pytest.mark.parametrize("kind", ["audit", "ranges"])
+def test_a_forward_pass_before_the_optimizer_belongs_to_the_step_that_uses_it(kind: str) -> None:
+    assert observed(kind, forward_first, nothing) == observed(kind, trains, nothing)
+
+
+@pytest.mark.parametrize("update", [in_place, through_data, new_data])
+@pytest.mark.parametrize("kind", OBSERVED)
+def test_an_observer_ends_a_training_without_an_optimizer_after_its_last_step(
+    kind: str, update: Callable[[nn.Module], None]
+) -> None:
+    passes = 0
+    settings, _ = OBSERVED[kind]
+    with switched(None, observe=settings) as (run, _), suppress(StopScript):
+        model, x = model_of()
+        for _ in range(8):
+            passes += 1
+            model.zero_grad()
+            loss_of(model, x).backward()
+            update(model)
+    assert run.observer is not None
+    assert run.observer.watched == list(settings.steps)
+    late = (kind, update) == ("fallback", through_data)  # until its last step, it makes gradients 0: no value changes
+    assert passes == len(settings.steps) + 1 + late

@@ -628,3 +628,41 @@ def test_a_step_inside_a_modules_forward_pass_computes_as_one_outside(make: Any)
     (norms, weights), (plain_norms, plain_weights) = trained(inside=True), trained(inside=False)
     assert norms == plain_norms
     assert all(torch.equal(a, b) for a, b in zip(weights, plain_weights, strict=True))
+
+
+class Unasking(torch.optim.Optimizer):
+    """An optimizer that reads every gradient without asking whether there is one, as K-FAC does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Descend."""
+        self.num_steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad.data, alpha=-group["lr"])
+
+
+class Inheriting(Unasking):
+    """Its step is that of its base."""
+
+
+@pytest.mark.parametrize("kind", [Unasking, Inheriting])
+def test_a_skipped_update_does_not_call_an_optimizer_that_needs_gradients(kind: type[Unasking]) -> None:
+    raw = vars(Unasking)["step"]
+    with switched(Policy.parse("fp16:arithmetic=emulated")) as (run, _):
+        torch.manual_seed(0)
+        model, optimizers = nn.Linear(8, 8), []
+        for _ in range(2):  # torch hooks the class at its first optimizer
+            optimizers.append(kind(model.parameters()))
+            for _ in range(6):
+                optimizers[-1].zero_grad()
+                (model(torch.ones(4, 8)).sum() * 64.0).backward()
+                optimizers[-1].step()
+    skipped = run.recorder.steps().skipped
+    assert sum(skipped[:6]) > 0
+    assert [one.num_steps for one in optimizers] == [6 - sum(skipped[:6]), 6 - sum(skipped[6:])]
+    assert model.weight.isfinite().all()
+    assert vars(Unasking)["step"] is raw

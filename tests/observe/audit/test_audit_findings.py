@@ -8,12 +8,17 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import mezzo
 from helpers_audit import audited
 from helpers_engine import casting
+from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit.findings import RULES, AuditedSteps, findings
 from mezzo.observe.audit.kernels import uses_tensor_cores
+from mezzo.observe.audit.operations import understand
+from mezzo.observe.module_names import Names
+from mezzo.observe.tracer import Tracer
 from mezzo.records import Product
 from paths import ROOT
 
@@ -39,6 +44,7 @@ CASES: dict[str, tuple[str, str, list[str], str]] = {
     "A201": ("as-is", "as-is", ["first", "last"], "n = 12: not a multiple of 8"),
     "A202": ("as-is", "as-is", ["middle"], "begins at a multiple of 2 bytes, not of 16"),
     "A203": ("as-is", "as-is", ["0", "2"], "its input is channels-first"),
+    "A205": ("as-is", "as-is", ["0"], "2 copies; the largest: convolution in 0 (forward)"),
     "A301": ("as-is", "as-is", ["middle"], "bf16 > fp32 > bf16 in middle"),
     "A302": ("as-is", "as-is", ["middle"], "casts of weights that the same forward pass had cast before"),
     "A303": ("as-is", "as-is", ["middle"], "of all bytes, most in middle"),
@@ -288,3 +294,38 @@ def test_an_optimizer_that_multiplies_in_16_bits_is_no_autocast() -> None:
 @pytest.mark.parametrize("own", ["", "wide"])
 def test_an_optimizers_products_are_not_left_alone(own: str) -> None:
     assert audited("muon", own, policy="bf16").run.effective.left_alone == []
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "bilinear", "bicubic"])
+def test_upsampling_in_16_bits_is_not_sensitive(mode: str) -> None:
+    def upsampled(flat: Flat) -> Tensor:
+        return F.interpolate(flat.flat[:64].view(1, 1, 8, 8).to(torch.bfloat16), scale_factor=2, mode=mode)
+
+    tracer = Tracer(OperandFormats(), device_type="cpu")
+    tracer.start()
+    try:
+        Flat(upsampled)()
+        torch.softmax(torch.ones(8, 8, dtype=torch.bfloat16), -1)
+    finally:
+        tracer.stop()
+    steps = AuditedSteps(
+        seen=understand(tracer.trace, Names(tracer.trace.roots), set()), wide=[], trips=[], products=[]
+    )
+    assert [one.detail.partition(" ran")[0] for one in findings(steps) if one.code == "A402"] == ["_softmax"]
+
+
+def test_products_of_a_closure_are_no_part_of_the_update() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    record = mezzo.audit(lambda: optimizer.step(closure))
+    assert "A101" in [one.code for one in record.findings]
+    evaluation = 2 * 4 * (8 * 16 + 16)
+    assert record.flops_by_phase["forward"] == {"fp32": 2 * evaluation}
+    assert record.flops_by_phase["wgrad"] == {"fp32": 2 * evaluation}

@@ -91,6 +91,23 @@ def test_a_run_is_named_by_what_it_keeps() -> None:
     assert "/" not in name_of(("a/b",), (), all_steps=False)
 
 
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [
+        ("RuntimeError: value cannot be converted to type c10::Half without overflow", True),
+        ("""NotImplementedError: "svd_cpu" not implemented for 'Half'""", True),
+        ("KeyError: 'x'", False),
+    ],
+)
+def test_a_trial_that_fails_by_the_format_is_evidence(error: str, goes_on: bool) -> None:
+    run = run_record(num_steps=0, error=error, exit_code=1)
+    if goes_on:
+        assert checked(Measured(), run, where="a.log", role="check") == Measured()
+    for role in ["reference", "noise"] if goes_on else ["reference", "noise", "check"]:
+        with pytest.raises(ScriptError):
+            checked(Measured(), run, where="a.log", role=role)
+
+
 def test_a_run_that_was_refused_says_what_to_do_instead() -> None:
     run = run_record(num_steps=0, error="mezzo fallback inspects torch alone", hint="KERAS_BACKEND=torch works")
     with pytest.raises(

@@ -18,7 +18,7 @@ TITLES = {
     "A103": "a module opts out of autocast",
     "A104": "products kept in FP32 by an op list or a kernel",
     "A107": "products in FP64",
-    "A201": "shapes that miss Tensor Cores",
+    "A201": "shapes that do not suit Tensor Cores",
     "A203": "convolutions in channels-first layout",
     "A402": "range-sensitive operations in 16 bits",
 }
@@ -30,9 +30,13 @@ _FIXES = {
     "A103": "remove the layer from fp32_modules, or its auto_cast(enable=False), if FP32 is not needed there",
     "A104": "list the family in lower precision (policy field lower), or in custom_white_list of paddle.amp.auto_cast",
     "A107": 'find where float64 comes in (numpy arrays, paddle.set_default_dtype) and call .astype("float32") there',
-    "A201": "pad to a multiple of 8 (vocabulary, channels, head width); give groups at least 8 channels each",
+    "A201": "choose multiples of 8 (vocabulary, channels, head width); give groups at least 8 channels each",
     "A203": 'give the convolutions data_format="NHWC", and the images too',
     "A402": 'run under a policy with portable op lists, or call .astype("float32") before the operation',
+}
+_GAINS = {
+    "A201": "would run with full-width loads and without padding",
+    "A203": "would run without a transposition before and after",
 }
 
 
@@ -97,8 +101,7 @@ def _detail(own: Sequence[Audited], code: str) -> str:
 def _gain(code: str, share: float) -> str:
     if code == "A402":
         return "no speed: what leaves FP16's range here becomes infinite or zero, and long sums lose their small terms"
-    how = "would run in kernels with full-width loads" if code in ("A201", "A203") else "would run in 16 bits"
-    return f"{share:.1%} of the step's product FLOPs {how}"
+    return f"{share:.1%} of the step's product FLOPs {_GAINS.get(code, 'would run in 16 bits')}"
 
 
 def _lines(own: Iterable[Audited]) -> list[str]:

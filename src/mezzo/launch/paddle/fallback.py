@@ -127,11 +127,14 @@ class Fallback(StepObserver, Listener):
         return output
 
     def _moved(self, tensor: Any) -> Any:
-        """Return an FP32 tensor with every element moved by about one unit in its last place, up or down; others as they are."""
+        """Return an FP32 tensor with every element moved by about one unit in its last place, 1 and -1 towards 0; others as they are."""
         if tensor.dtype != paddle.float32:
             return tensor
         signs = self._signs.integers(0, 2, tensor.shape) * 2.0 - 1.0
         with self.run.own_work():
+            signs = np.where(
+                np.abs(tensor.numpy()) == 1.0, -1.0, signs
+            )  # probabilities and cosines stay in their range
             return tensor * paddle.to_tensor((1.0 + FP32.eps * signs).astype(np.float32), place=tensor.place)
 
     # --- the measurements ----------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from mezzo.observe.audit.merged import Shape
-from mezzo.observe.limits import TENSOR_CORE_MULTIPLE
+from mezzo.observe.limits import IMAGE_CHANNELS, TENSOR_CORE_MULTIPLE
 
 _CONVOLUTIONS = ("conv2d", "depthwise_conv2d", "conv3d")
 
@@ -47,14 +47,17 @@ def _convolution(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     channels = x.shape[-1] if layout in _LAST else x.shape[1]
     groups, outs = channels // weight.shape[1], weight.shape[0]
     positions, each = result.size // outs, (weight.shape[1], outs // groups)
+    least = 0 if groups > 1 else IMAGE_CHANNELS
     odd = [
-        f"{n} {what} channels" for n, what in zip(each, ("input", "output"), strict=True) if n % TENSOR_CORE_MULTIPLE
+        f"{n} {what} channels"
+        for n, what in zip(each, ("input", "output"), strict=True)
+        if n % TENSOR_CORE_MULTIPLE and n > least
     ]
     problems = {}
     if groups > 1 and odd:
         problems["groups"] = f"{' and '.join(odd)} in each of {groups} groups: too few for a Tensor Core's tile"
     elif odd:
-        problems["dimension"] = f"{' and '.join(odd)}: not a multiple of {TENSOR_CORE_MULTIPLE}"
+        problems["dimension"] = f"{' and '.join(odd)}: not a multiple of {TENSOR_CORE_MULTIPLE}, to which cuDNN pads"
     if layout not in _LAST and channels > 1:
         problems["layout"] = "its input is channels-first; the kernels take channels-last"
     return Shape(m=positions, n=each[1], k=math.prod(weight.shape[1:]), batch=groups, problems=problems)

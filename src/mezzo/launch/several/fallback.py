@@ -12,7 +12,7 @@ from mezzo.launch.ranks.requests import folder_beside
 from mezzo.launch.request import Request
 from mezzo.launch.several.side_by_side import output_of
 from mezzo.launch.several.waves import Waves
-from mezzo.observe.fallback.evidence import Measured, checked, has_overflowed, measured_path, of_all, read_measured
+from mezzo.observe.fallback.evidence import Measured, checked, failed_by_format, measured_path, of_all, read_measured
 from mezzo.observe.fallback.find import find
 from mezzo.observe.fallback.trials import Ahead
 from mezzo.observe.settings import FallbackSettings
@@ -95,7 +95,7 @@ def _finished(request: Request) -> RunRecord | None:
     found = record_at(path)
     if not isinstance(found, RunRecord) or found.request_sha256 != request.digest:
         return None
-    if found.error is not None and not has_overflowed(found):
+    if found.error is not None and not failed_by_format(found):
         return None
     if settings.role == "reference" and not _gradients(path.parent):
         return None

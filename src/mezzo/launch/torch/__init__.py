@@ -25,9 +25,8 @@ from mezzo.launch.torch.forward import Regions
 from mezzo.launch.torch.joining import refuse_join
 from mezzo.launch.torch.lint_hooks import report_to_lint
 from mezzo.launch.torch.model_changes import ChangedModels
-from mezzo.launch.torch.observers import observer_for
+from mezzo.launch.torch.observers import begin_observing
 from mezzo.launch.torch.own_amp import replace_amp
-from mezzo.launch.torch.script_profiles import note_script_profiles
 from mezzo.launch.torch.sessions import record_sessions
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tf32_switches import keep_fp32_products
@@ -95,11 +94,7 @@ def switched(
             if policy is None:
                 counted.when_over(regions.counted)
         else:  # one observer at a time: two would have to leave the dispatch mode stack in reverse order
-            run.observer = observer_for(observe, run)
-            run.watchers.append(run.observer)
-            note_script_profiles(run.observer, patches)
-            run.observer.start()
-            patches.on_undo(run.observer.close)
+            begin_observing(observe, run, patches)
         _keep_autocast(patches)
         with warnings.catch_warnings():
             # Our hooks skip what torch.compile traces and count depth, so firing once more for the wrapper is harmless.

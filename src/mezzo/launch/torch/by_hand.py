@@ -1,7 +1,8 @@
 """Updates of a script without an optimizer object: it updates its weights itself, and every backward pass counts as an update.
 
 A script may also make passes before it makes its optimizer, such as a trial of its model. Where these have changed no weight, they
-were no updates: the record begins anew when the optimizer is made, and says so.
+were no updates: the record begins anew when the optimizer is made, and says so. So does an observer, and while the passes so far may
+turn out to be such trials, it does not end the script.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from torch import Tensor
 
 from mezzo.engine.gradients import total_norm
 from mezzo.engine.scaling import scale_for
+from mezzo.observe.stopping import StopScript
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.state import Run
 
 _BY_HAND = "update by hand"
+_MOST_TRIALS = 100
+"""After so many passes without an optimizer, an observer ends the script where it has seen enough."""
 Leaf = tuple[Callable[[], Tensor | None], int, int]
 """A leaf of a pass, its version and the address of its values."""
 
@@ -34,6 +38,10 @@ class UpdatesByHand:
         """The leaves that passes have reached, by identity, as they were at the first."""
         self._sample: tuple[Callable[[], Tensor | None], Tensor] | None = None
         """The smallest leaf of the first pass, and its values then: a change through ``.data`` leaves its version."""
+        self._wants_stop = False
+        """Whether the observer has seen enough, if these passes are steps."""
+        self.observe_anew: Callable[[], None] | None = None
+        """Replaces the observer by one that has seen nothing; None without an observer."""
 
     def reached(self, leaves: Sequence[Tensor]) -> None:
         """Note the leaves of a pass before the script may change them."""
@@ -54,10 +62,34 @@ class UpdatesByHand:
             torch._foreach_zero_(gradients)  # the script's own update then changes nothing
         run.update_made(None)
 
+    def step_closed(self) -> None:
+        """Tell the run's watchers that a step is over; raise ``StopScript`` if that was the last one wanted."""
+        run = self._run
+        for watcher in tuple(run.watchers):
+            try:
+                watcher.step_closed(len(run.recorder))
+            except StopScript:
+                if not self._may_be_trials():
+                    raise
+                self._wants_stop = True
+        if self._wants_stop and not self._may_be_trials():
+            raise StopScript
+
+    def _may_be_trials(self) -> bool:
+        """Return whether an optimizer may still turn the steps so far into none."""
+        run = self._run
+        return run.observer is not None and 0 < self._num <= _MOST_TRIALS and not run.optimizers and not self._changed()
+
     def optimizer_made(self) -> None:
         """Forget all passes so far if they changed no weight: the script's first optimizer begins its training."""
-        run, num, self._num = self._run, self._num, 0
-        if not num or run.optimizers or run.observer is not None or self._changed():
+        run, num, self._num, self._wants_stop = self._run, self._num, 0, False
+        if run.optimizers or (run.observer is not None and not run.observer.can_switch_modes()):
+            return
+        if not num:
+            if run.observer is not None:
+                run.observer.optimizer_made()
+            return
+        if self._changed():
             return
         run.left_alone.pop(_BY_HAND, None)
         why = "they changed no weight and the script had no optimizer yet, so they are no steps of its training"
@@ -67,6 +99,8 @@ class UpdatesByHand:
         run.recorder = run.recorder.anew()
         if run.applied is not None and run.recorder.clock.device is not None:
             run.scale = scale_for(run.applied, run.recorder.clock.device, known=True)
+        if self.observe_anew is not None:
+            self.observe_anew()
         for watcher in run.watchers:
             watcher.began_anew()
         if run.guard is not None:

@@ -1,7 +1,10 @@
-"""Choose the observer for a request: one row per kind."""
+"""Choose the observer for a request, one row per kind, and let it observe a run."""
 
 from __future__ import annotations
 
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.script_profiles import note_script_profiles
+from mezzo.launch.torch.state import Run
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.listed_formats import JudgedFormats
 from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
@@ -30,3 +33,27 @@ def observer_for(settings: AnySettings, run: ObservedRun, formats: JudgedFormats
     from mezzo.observe.audit.observer import Audit
 
     return Audit(settings, run)
+
+
+def begin_observing(settings: AnySettings, run: Run, patches: Patches) -> None:
+    """Observe ``run`` until ``patches`` are undone; where its first steps turn out to be none, another observer takes over."""
+
+    def begin() -> Observer:
+        run.observer = observer_for(settings, run)
+        run.watchers.append(run.observer)
+        run.observer.start()
+        return run.observer
+
+    def observer() -> Observer:
+        assert run.observer is not None
+        return run.observer
+
+    def anew() -> None:
+        observer().close()
+        run.watchers.remove(run.observer)
+        begin()
+
+    begin()
+    run.by_hand.observe_anew = anew
+    note_script_profiles(observer, patches)
+    patches.on_undo(lambda: observer().close())

@@ -11,18 +11,18 @@ from mezzo.launch.patches import Patches
 from mezzo.observe.observer import Observer
 
 
-def note_script_profiles(observer: Observer, patches: Patches) -> None:
-    """Let ``observer`` know of every profile: ``torch.profiler.profile`` makes one of these, too, at its warm-up."""
+def note_script_profiles(observer: Callable[[], Observer], patches: Patches) -> None:
+    """Let the observer of the moment know of every profile: ``torch.profiler.profile`` makes one of these, too, at its warm-up."""
 
     def prepare(original: Callable[..., Any], self: Any) -> Any:
-        observer.profile_begins(self)
+        observer().profile_begins(self)
         return original(self)
 
     def leave(original: Callable[..., Any], self: Any, *error: Any) -> Any:
         try:
             return original(self, *error)
         finally:
-            observer.profile_ended(self)
+            observer().profile_ended(self)
 
     patches.around(profile, "_prepare_trace", prepare)
     patches.around(profile, "__exit__", leave)

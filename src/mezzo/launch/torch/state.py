@@ -357,8 +357,7 @@ class Run:
         self.recorder.close(skipped=self.open_skipped, scale=scale, made_by=self.steady.made_by | self.made_by)
         self.stepped, self.found, self.open_skipped = False, None, False
         self.made_by.clear()
-        for watcher in tuple(self.watchers):
-            watcher.step_closed(len(self.recorder))
+        self.by_hand.step_closed()
         self.updates = []
         self.steady.begin()
         self.check_limit()

@@ -2,7 +2,8 @@
 
 A hook before every optimizer step computes the norm of its gradients and, if the loss is scaled, reads one flag: on
 overflow the gradients are set to None while the optimizer steps, so that any torch optimizer does nothing, not even
-increase its step count.
+increase its step count. Other optimizers may read a gradient without asking whether there is one: their step is not called then,
+as a GradScaler does not call it.
 
 An optimizer of torch calls its closure once, before it reads the gradients: so the closure runs before the step, and the gradients are
 checked between the two. A closure that draws random numbers, accumulates or logs (Lightning's does all three) behaves
@@ -68,6 +69,8 @@ class Updates:
         """Whether casting was turned off for the step that runs."""
         self._first: set[type] = set()
         """Classes of optimizers whose closures run before the step."""
+        self._passed_over: set[type] = set()
+        """Classes of optimizers whose step is not called in a skipped update."""
 
     def install(self, patches: Patches) -> None:
         """Set the hooks until ``patches`` are undone."""
@@ -97,12 +100,29 @@ class Updates:
         self._run.steady.end()
         self._run.by_hand.optimizer_made()
         self._run.optimizers[optimizer] = None
+        self._pass_over(patches, type(optimizer))
         original(optimizer, *args, **kwargs)
         self._run.owners.made(optimizer)
         stepping = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
         if stepping not in self._first and _calls_its_closure_once(optimizer):
             self._first.add(stepping)
             patches.wrap(stepping, "step", _closure_first)
+
+    def _pass_over(self, patches: Patches, kind: type) -> None:
+        """Leave the steps of an optimizer that is not torch's out where its gradients are set aside; before torch hooks its step."""
+        stepping = next(one for one in kind.__mro__ if "step" in vars(one))
+        hooked = hasattr(vars(stepping)["step"], "hooked")
+        if hooked or stepping in self._passed_over or stepping.__module__.startswith("torch."):
+            return
+        self._passed_over.add(stepping)
+        run = self._run
+
+        def step(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if run.skips and _closure_of((optimizer, *args), kwargs) is None:
+                return None
+            return original(optimizer, *args, **kwargs)
+
+        patches.around(stepping, "step", step)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         run = self._run

@@ -2,8 +2,11 @@
 
 The rule is NVIDIA's (Deep Learning Performance guide, "Matrix Multiplication"): every row that a kernel loads or
 stores begins at a multiple of 16 bytes. For 16-bit operands, the innermost dimensions must therefore be multiples of 8. Since
-cuBLAS 11, other sizes run on Tensor Cores too, with narrower loads. For convolutions, the rule applies to the channels, and the
-kernels need the channels-last layout: any other costs a transposition before and after.
+cuBLAS 11, other sizes run on Tensor Cores too, with narrower loads. A matrix of one row or column is read in one piece.
+
+For convolutions, the rule applies to the channels, and cuDNN pads them by itself, with work that is thrown away. Up to 4 channels are those
+of an image, which no script can choose, and cuDNN has kernels for them. The kernels need the channels-last layout. Torch asks for it where
+the input or the weight has it, and then copies the other; where neither has it, cuDNN transposes before and after.
 
 An FP32 product is judged as if it had 16-bit operands: the question is what lowering it would give.
 """
@@ -11,13 +14,19 @@ An FP32 product is judged as if it had 16-bit operands: the question is what low
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
+from mezzo.observe.audit.causes import is_wide
 from mezzo.observe.audit.merged import Shape
 from mezzo.observe.audit.operations import TracedOperation
+from mezzo.observe.limits import IMAGE_CHANNELS
 
 _BYTES = 16
 _HALF = 2
 MULTIPLE = _BYTES // _HALF
+
+Operand: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Size, strides and alignment of a tensor."""
 
 
 def shape_of(seen: TracedOperation) -> Shape | None:
@@ -51,9 +60,7 @@ def _matmul(seen: TracedOperation) -> Shape:
 
 def _row(size: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     """Return the distance in elements between rows (or columns, if transposed) of a matrix; None if it is read in one piece."""
-    if len(size) < 2 or 1 in size[-2:]:
-        return max(size[-2:]) if len(size) >= 2 else None
-    return max(strides[-2:])
+    return None if len(size) < 2 or 1 in size[-2:] else max(strides[-2:])
 
 
 def _check_addresses(shape: Shape, seen: TracedOperation) -> None:
@@ -67,20 +74,58 @@ def _convolution(seen: TracedOperation) -> Shape:
     product = seen.product
     assert product is not None
     backward = seen.op == "convolution_backward"
-    x, weight = product.operands[1:3] if backward else product.operands[:2]
-    y = product.operands[0] if backward else product.operands[-1]
+    x, weight, y = _tensors(seen)
     transposed, groups = (product.arguments[4], product.arguments[6]) if backward else _settings(product.arguments)
     ins, outs = x[0][1] // groups, y[0][1] // groups
     positions = y[0][0] * math.prod((x if transposed else y)[0][2:])
     shape = Shape(positions, outs, ins * math.prod(weight[0][2:]), groups)
-    odd = [f"{n} {what} channels" for n, what in ((ins, "input"), (outs, "output")) if n % MULTIPLE]
+    least = 0 if groups > 1 else IMAGE_CHANNELS
+    odd = [f"{n} {what} channels" for n, what in ((ins, "input"), (outs, "output")) if n % MULTIPLE and n > least]
     if groups > 1 and odd:
         shape.problems["groups"] = f"{' and '.join(odd)} in each of {groups} groups: too few for a Tensor Core's tile"
     elif odd:
-        shape.problems["dimension"] = f"{' and '.join(odd)}: not a multiple of {MULTIPLE}"
-    if len(x[0]) >= 4 and x[0][1] > 1 and x[1][1] != 1:
+        shape.problems["dimension"] = f"{' and '.join(odd)}: not a multiple of {MULTIPLE}, to which cuDNN pads"
+    if copied_bytes(seen):
+        shape.problems["copy"] = "its input is channels-first and its weight channels-last: torch copies the input"
+    elif _has_layouts(x[0]) and not (is_channels_last(*x[:2]) or is_channels_last(*weight[:2])):
         shape.problems["layout"] = "its input is channels-first; the kernels take channels-last"
     return shape
+
+
+def _tensors(seen: TracedOperation) -> tuple[Operand, Operand, Operand]:
+    """Return the input, the weight and the result of a convolution; of a backward pass, the result's gradient."""
+    assert seen.product is not None
+    operands = seen.product.operands
+    if seen.op == "convolution_backward":
+        return operands[1], operands[2], operands[0]
+    return operands[0], operands[1], operands[-1]
+
+
+def copied_bytes(seen: TracedOperation) -> int:
+    """Return the bytes that torch moves to bring a 16-bit convolution's input into its weight's layout; 0 where it need not."""
+    if seen.op not in ("convolution", "convolution_backward") or seen.phase == "dgrad" or is_wide(seen):
+        return 0  # the gradient of the input is computed without the input
+    x, weight, _ = _tensors(seen)
+    if not _has_layouts(x[0]) or is_channels_last(*x[:2]) or not is_channels_last(*weight[:2]):
+        return 0
+    return 2 * _HALF * math.prod(x[0])  # read and written
+
+
+def _has_layouts(size: tuple[int, ...]) -> bool:
+    """Return whether a convolution's input has a layout: with one channel, both are the same memory."""
+    return len(size) >= 4 and size[1] > 1
+
+
+def is_channels_last(size: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether torch takes a tensor for channels-last: strides that fit both layouts count as channels-first."""
+    if len(size) < 4 or not all(size) or strides[1] == 0:
+        return False
+    least = 0
+    for dimension in (1, *range(len(size) - 1, 1, -1), 0):
+        if strides[dimension] < least or (dimension == 0 and least == strides[1]):
+            return False
+        least = strides[dimension] * size[dimension]
+    return True
 
 
 def _settings(arguments: tuple[object, ...]) -> tuple[bool, int]:

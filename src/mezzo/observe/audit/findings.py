@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from mezzo.formats import BF16, FP16, FP32
 from mezzo.observe.audit.causes import lowers
+from mezzo.observe.audit.eligibility import copied_bytes
 from mezzo.observe.audit.operations import TracedOperation, listed_precision
 from mezzo.observe.limits import MOST_LISTED, WIDE
 from mezzo.records import Cause, Finding, Product, RoundTrip, WideProduct
@@ -23,6 +24,7 @@ MIN_SHARE = 0.01
 MUCH_CAST = 0.25
 _HALF = (FP16.name, BF16.name)
 _AMPERE = (8, 0)
+_FULL_WIDTH = "would run in kernels with full-width loads"
 
 
 @dataclass
@@ -118,14 +120,14 @@ def _gain(part: Part, share: float) -> str:
 # --- products in FP32 or wider -----------------------------------------------------------------------------------------------
 
 
-def _wide(cause: Cause, *, lowers: bool | None = None) -> Callable[[AuditedSteps], Part | None]:
+def _wide(cause: Cause, *, lowers: bool | None = None, always: bool = False) -> Callable[[AuditedSteps], Part | None]:
     def find(audited: AuditedSteps) -> Part | None:
         own = [p for p in audited.wide if p.cause == cause]
         if not own or lowers not in (None, audited.lowers):
             return None
         flops = sum(p.flops for p in own)
         detail = f"{own[0].reason}; most of it: {own[0].op} in {own[0].module}, {own[0].format}"
-        return Part([p.module for p in own], detail, flops, lines=[p.line for p in own])
+        return Part([p.module for p in own], detail, flops, lines=[p.line for p in own], always=always)
 
     return find
 
@@ -142,7 +144,7 @@ def _tf32_off(audited: AuditedSteps) -> Part | None:
 # --- Tensor Cores ------------------------------------------------------------------------------------------------------------
 
 
-def _problem(*kinds: str) -> Callable[[AuditedSteps], Part | None]:
+def _problem(*kinds: str, gain: str) -> Callable[[AuditedSteps], Part | None]:
     def find(audited: AuditedSteps) -> Part | None:
         own = [
             p for p in audited.products if p.format not in WIDE and any(s.split(":")[0] in kinds for s in p.problems)
@@ -152,11 +154,19 @@ def _problem(*kinds: str) -> Callable[[AuditedSteps], Part | None]:
         problem = next(s for s in own[0].problems if s.split(":")[0] in kinds)
         detail = f"most of it: {own[0].op} in {own[0].module} ({own[0].phase}), {problem}"
         flops = sum(p.flops for p in own)
-        whole = audited.flops or 1
-        gain = f"{flops / whole:.1%} of the step's product FLOPs would run in kernels with full-width loads"
-        return Part([p.module for p in own], detail, flops, gain=gain)
+        more = f"{flops / (audited.flops or 1):.1%} of the step's product FLOPs {gain}"
+        return Part([p.module for p in own], detail, flops, gain=more)
 
     return find
+
+
+def _copied_inputs(audited: AuditedSteps) -> Part | None:
+    own = [(one, size) for one in audited.seen if (size := copied_bytes(one))]
+    if not own:
+        return None
+    most = max(own, key=lambda pair: pair[1])[0]
+    detail = f"{len(own)} copies; the largest: {most.op} in {most.module} ({most.phase})"
+    return Part([one.module for one, _ in own], detail, bytes=sum(size for _, size in own))
 
 
 def _off_tensor_cores(audited: AuditedSteps) -> Part | None:
@@ -220,8 +230,7 @@ def _promoted(audited: AuditedSteps) -> Part | None:
     if not own:
         return None
     detail = f"{own[0].op} in {own[0].module} mixes {' and '.join(own[0].inputs)}, so its result is FP32"
-    size = sum(meta[2] // 2 for one in own for meta in one.noted.outs)
-    return Part([one.module for one in own], detail, bytes=size)
+    return Part([one.module for one in own], detail, bytes=sum(m[2] // 2 for one in own for m in one.noted.outs))
 
 
 # --- accuracy ----------------------------------------------------------------------------------------------------------------
@@ -248,6 +257,8 @@ def _sensitive(audited: AuditedSteps) -> Part | None:
         and not one.noted.stepping
         and not one.noted.within
         and listed_precision(one.op) == "fp32"
+        and "upsample"
+        not in one.op  # a mean of a few values, which its kernels add in FP32; its backward pass is why it is listed
         and any(name in _HALF for name in one.inputs[:1])
         and any(name in _HALF for name in one.outputs[:1])  # else it reads 16 bits and computes in FP32
         and any(meta[2] > 2 for meta in one.noted.ins)
@@ -304,7 +315,7 @@ RULES: tuple[FindingRule, ...] = (
         "A107",
         "products in FP64",
         "find where float64 comes in (numpy arrays, torch.set_default_dtype) and cast to float32 there",
-        lambda audited: _always(_wide("float64")(audited)),
+        _wide("float64", always=True),
     ),
     FindingRule(
         "A108",
@@ -315,27 +326,34 @@ RULES: tuple[FindingRule, ...] = (
     ),
     FindingRule(
         "A201",
-        "shapes that miss Tensor Cores",
-        "pad to a multiple of 8 (vocabulary, channels, head width); give groups at least 8 channels each",
-        _problem("dimension", "groups"),
+        "shapes that do not suit Tensor Cores",
+        "choose multiples of 8 (vocabulary, channels, head width); give groups at least 8 channels each",
+        _problem("dimension", "groups", gain="would run with full-width loads and without padding"),
     ),
     FindingRule(
         "A202",
         "misaligned operands",
         "make the slice contiguous, or slice at multiples of 8",
-        _problem("alignment"),
+        _problem("alignment", gain=_FULL_WIDTH),
     ),
     FindingRule(
         "A203",
         "convolutions in channels-first layout",
-        "model.to(memory_format=torch.channels_last), and the images too",
-        _problem("layout"),
+        "model.to(memory_format=torch.channels_last), channels_last_3d for volumes, and the images too",
+        _problem("layout", gain="would run without a transposition before and after"),
     ),
     FindingRule(
         "A204",
         "TF32 is off",
         'torch.set_float32_matmul_precision("high"), torch.backends.cudnn.allow_tf32 = True, or --policy tf32',
         _tf32_off,
+    ),
+    FindingRule(
+        "A205",
+        "convolutions that copy their input",
+        "give a channels-last model channels-last images; look for what returns channels-first between its convolutions: "
+        "InstanceNorm, on CUDA also GroupNorm, reshape, flatten, einops",
+        _copied_inputs,
     ),
     FindingRule(
         "A301",
@@ -380,9 +398,3 @@ RULES: tuple[FindingRule, ...] = (
         _off_tensor_cores,
     ),
 )
-
-
-def _always(part: Part | None) -> Part | None:
-    if part is not None:
-        part.always = True
-    return part

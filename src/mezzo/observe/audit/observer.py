@@ -29,6 +29,8 @@ class Audit(Observer):
         super().__init__(run, steps=settings.steps)
         self._tracer: Tracer | None = None
         self._marked = 0
+        self._before: tuple[int, int] | None = None
+        """How many operations ran before the first optimizer was made, and the first number of a graph node after that."""
         self._traces: list[Trace] = []
         self._roots: dict[nn.Module, None] = {}
         self._weights: set[int] = set()
@@ -40,6 +42,7 @@ class Audit(Observer):
         formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
         self._tracer, self._marked = Tracer(formats, device_type=device_type, flags=self.run), 0
+        self._before = None  # the operations of another thread, where this one takes over
         self._tracer.start(stepping_is_called=True)
         self._watch_kernels()
 
@@ -66,9 +69,17 @@ class Audit(Observer):
         self._tracer.turn(len(self._tracer.trace.operations))
         self._kernels.restart()
 
+    def optimizer_made(self) -> None:
+        """Note what ran until now: a script may try its model before it trains it."""
+        if self._tracer is not None:
+            self._before = len(self._tracer.trace.operations), self._tracer.next_number
+
     def mark(self) -> None:
         """Mark everything recorded so far as belonging to the step."""
         assert self._tracer is not None
+        before, self._before = self._before, None
+        if before is not None and not self._tracer.trace.goes_back(*before):
+            self._tracer.turn(before[0])
         self._marked = len(self._tracer.trace.operations)
 
     def turn(self, step: int) -> None:

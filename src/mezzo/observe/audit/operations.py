@@ -156,7 +156,8 @@ class _Reader:
         """Return the phases of an operation, each with its number of equal shares of the FLOPs."""
         node = noted.node
         if node is None:
-            updates = noted.stepping or (index > self._last_backward and noted.entry is NOWHERE)
+            # An optimizer's closure calls modules inside its step.
+            updates = (noted.stepping or index > self._last_backward) and noted.entry is NOWHERE
             return [("optimizer" if updates else "forward", 1)]
         if noted.again or noted.entry.again:
             return [("recompute", 1)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, ScriptError
 from mezzo.observe.settings import FallbackSettings
 from mezzo.records import ModuleError, RunRecord, Value
-from mezzo.records.run import refuses_format
+from mezzo.records.run import leaves_range, refuses_format
 
 _OVERFLOWS = (NonFiniteLossError.exit_code, ScaleFloorError.exit_code)
 _TOP_EXPONENT = 14  # a quarter of FP16's largest number, because gradients vary between batches
@@ -87,9 +87,10 @@ def of_all(by_rank: Sequence[Measured]) -> Measured:
     )
 
 
-def has_overflowed(run: RunRecord) -> bool:
-    """Return whether a run ended because its values left the format, which says something of the format."""
-    return run.exit_code in _OVERFLOWS
+def failed_by_format(run: RunRecord) -> bool:
+    """Return whether a run ended because of the format: its values left it, or an operation takes no such operands."""
+    error = run.error or ""
+    return run.exit_code in _OVERFLOWS or refuses_format(error) or leaves_range(error)
 
 
 def checked(measured: Measured, run: RunRecord, *, where: str, role: str) -> Measured:
@@ -99,7 +100,7 @@ def checked(measured: Measured, run: RunRecord, *, where: str, role: str) -> Mea
             f"the gradients of {run.script} cannot be compared between precisions: {measured.problem}",
             hint="train with an optimizer that needs no closure while modules are searched",
         )
-    if not measured.steps and not (role == "check" and (has_overflowed(run) or refuses_format(run.error or ""))):
+    if not measured.steps and not (role == "check" and failed_by_format(run)):
         raise ScriptError(
             f"{run.script} made no training step that could be compared: {run.error or 'it ended before'}",
             hint=run.hint or f"run it by itself first; {where}",

@@ -231,10 +231,7 @@ def _found(state: SearchState, kept: Names, how: str) -> tuple[FallbackVerdict, 
         worst = max((t.error for t in state.trials), default=0.0)
         if worst == 0:
             return "not needed", f"every gradient is the same to the bit as in FP32; {how}: {_CHANGED_NOTHING}", ()
-        why = (
-            f"with nothing kept in FP32 no gradient is off by more than {worst:.2g}; {how}: precision is not the cause"
-        )
-        return "not needed", why, ()
+        return "not needed", f"with nothing kept in FP32 no gradient is off by more than {worst:.2g}; {how}", ()
     return "found", f"with fewer modules a gradient is off by more than {state.tolerance:.2g}; {how}", kept
 
 
@@ -294,7 +291,7 @@ def _verify(state: SearchState, kept: Names, *, operations: Names = (), all_step
     )
     state.trials.append(trial)
     what = f"{len(operations)} operations in FP32" if operations else f"{len(kept)} kept in FP32"
-    state.note(f"{what}: {tensor or 'no gradient'} is off by {error:.2g}")
+    state.note(f"{what}: {tensor} is off by {error:.2g}" if tensor else f"{what}: it fails")
     return error
 
 

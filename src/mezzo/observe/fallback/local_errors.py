@@ -42,26 +42,39 @@ class Call:
     kwargs: Any = field(default_factory=dict)
     gradients: list[Tensor | None] = field(default_factory=list)
     """One per output that has a gradient, in order."""
+    pass_number: int = 0
+    """Which call of an outermost module it was made in."""
 
 
 class Calls:
-    """The first call of every module."""
+    """The first call of every module in a forward pass that has a backward pass.
+
+    A script may call its model before it trains it, to learn the shape of its output. So a call that has no gradient yet gives way to
+    one in a later forward pass, which is a later call of an outermost module.
+    """
 
     def __init__(self) -> None:
         self.first: dict[nn.Module, Call] = {}
         self._open = threading.local()
+        self._passes = 0
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def entering(self, module: nn.Module, args: Any) -> None:
         """Copy a module's inputs before the module can change them in place."""
-        if module not in self.first and torch.is_grad_enabled():
+        outermost = self._open.__dict__.setdefault("outermost", None)
+        if outermost is None or outermost is module:
+            self._open.outermost = module
+            self._passes += 1
+        if self._is_wanted(module) and torch.is_grad_enabled():
             waiting = self._open.__dict__.setdefault("calls", {})
-            waiting.setdefault(module, Call(module, self._copied(args)))
+            waiting.setdefault(module, Call(module, self._copied(args), pass_number=self._passes))
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Hook the outputs of a module to keep their gradients."""
+        if self._open.__dict__.get("outermost") is module:
+            self._open.outermost = None
         call = self._open.__dict__.get("calls", {}).pop(module, None)
-        if call is None or module in self.first:
+        if call is None or not self._is_wanted(module, before=call.pass_number):
             return
         call.kwargs = self._copied(kwargs)
         outputs = differentiable(output)
@@ -70,6 +83,13 @@ class Calls:
             call.gradients = [None] * len(outputs)
             for place, tensor in enumerate(outputs):
                 tensor.register_hook(functools.partial(_arrived, call, place))
+
+    def _is_wanted(self, module: nn.Module, *, before: int = 0) -> bool:
+        """Return whether no call of a module is known, or one of an earlier pass than this that has no gradient."""
+        known = self.first.get(module)
+        if known is None:
+            return True
+        return known.pass_number < (before or self._passes) and all(g is None for g in known.gradients)
 
     def forget_copies(self) -> None:
         """Release tensors that were kept only to avoid a second copy."""

@@ -119,8 +119,11 @@ class Fallback(Observer):
             for name, parameter in self._parameters().items():
                 if parameter.grad is not None:
                     self._fresh[name] = _plain(parameter.grad, scale=self.run.gradient_scale)
-            if not list(self.run.optimizers):  # the script updates its weights itself, with gradients that are now zero
-                torch._foreach_zero_([p.grad for p in self._parameters().values() if p.grad is not None])
+            held = [p.grad for p in self._parameters().values() if p.grad is not None]
+            if held and not list(
+                self.run.optimizers
+            ):  # the script updates its weights itself, with gradients that are now zero
+                torch._foreach_zero_(held)
         super().backward_ended()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -157,6 +160,7 @@ class Fallback(Observer):
         if any(not getattr(closure, "evaluated", False) for closure in closures):
             self._problem = f"{type(optimizer).__name__} moves the weights inside its step, which calls a closure"
         self._aside += set_aside(p for group in optimizer.param_groups for p in group["params"])
+        self.run.skips = True
 
     def _restore_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         aside, self._aside = self._aside, []
@@ -200,12 +204,16 @@ class Fallback(Observer):
         return tree_map_only(Tensor, self._moved, output)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` with every element moved by about one unit in its last place, up or down."""
+        """Return ``tensor`` with every element moved by about one unit in its last place, up or down, and 1 and -1 towards 0.
+
+        Probabilities and cosines stay in their range: what reads them may refuse others.
+        """
         if not tensor.is_floating_point() or tensor.dtype is not FP32.dtype:
             return tensor
         if tensor.device not in self._signs:  # a generator of its own leaves the script's random numbers unchanged
             self._signs[tensor.device] = torch.Generator(tensor.device)
         signs = torch.empty_like(tensor).bernoulli_(generator=self._signs[tensor.device]).mul_(2).sub_(1)
+        signs.masked_fill_(tensor.detach().abs() == 1, -1)
         return tensor * signs.mul_(FP32.eps).add_(1)
 
 

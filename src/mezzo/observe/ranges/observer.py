@@ -52,6 +52,18 @@ class Tally:
     def __init__(self) -> None:
         self._kept: dict[Any, Tensor] = {}
         self._fresh: dict[Any, Tensor] = {}
+        self._aside: dict[Any, Tensor] = {}
+
+    def put_aside(self) -> None:
+        """Hold the current counts back until ``decide``."""
+        self._aside, self._fresh = self._fresh, {}
+
+    def decide(self, *, belongs: bool) -> None:
+        """Add the counts that were put aside to the current ones, or discard them."""
+        aside, self._aside = self._aside, {}
+        if belongs:
+            for key, table in aside.items():
+                self.fresh(key, table).add_(table)
 
     def fresh(self, key: Any, like: Tensor) -> Tensor:
         """Return the table of current counts under ``key``; create it like ``like`` at first."""
@@ -104,6 +116,10 @@ class Ranges(Observer):
         self._before: dict[Tensor, Tensor] = {}
         """Copies of the weights from before the steps of the running optimizers."""
         self._on = self._updates = False
+        self._trials = 0
+        """1 once calls are aside that were made before the first optimizer; 0 before."""
+        self._belong: bool | None = None
+        """Whether gradients arrived at their outputs, so that they are part of a step; None if no calls are aside."""
 
     # --- observation ------------------------------------------------------------------------------------------------------------------
 
@@ -126,8 +142,17 @@ class Ranges(Observer):
         self._tables.forget()
         self._swallowed.forget()
 
+    def optimizer_made(self) -> None:
+        """Put the calls so far aside: a script may try its model before it trains it."""
+        if self._on:
+            self._trials, self._belong = 1, False
+            self._tables.put_aside()
+
     def mark(self) -> None:
         """Keep the counts so far."""
+        if self._belong is not None:
+            self._tables.decide(belongs=self._belong)
+            self._belong = None
         self._tables.keep()
         self._swallowed.keep()
 
@@ -213,7 +238,7 @@ class Ranges(Observer):
                 self._lowered.add(("activations", name))
             if tensor.requires_grad and not tensor.is_leaf:
                 key: Key = ("activation gradients", name)
-                tensor.register_hook(functools.partial(self._gradient, key))
+                tensor.register_hook(functools.partial(self._activation_gradient, key, self._trials))
                 if lowered:
                     self._lowered.add(key)
 
@@ -244,6 +269,11 @@ class Ranges(Observer):
             self._add((kind, name), tensor)
             own.append(tensor)
         return own
+
+    def _activation_gradient(self, key: Key, trials: int, gradient: Tensor) -> None:
+        if self._belong is False and trials < self._trials:
+            self._belong = True
+        self._gradient(key, gradient)
 
     def _gradient(self, key: Key, gradient: Tensor) -> None:
         if self._on and _countable(gradient):

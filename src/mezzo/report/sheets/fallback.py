@@ -20,6 +20,8 @@ _TONES: dict[FallbackVerdict, str] = {
     "fp32 fails": "bad",
 }
 _NAMED = 6
+_FAR = 5
+"""Tolerances up to which a gradient's error does not show that the training suffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,12 +78,18 @@ def _headline(record: FallbackRecord, script: str) -> str:
         named = ", ".join(map(fmt.clean, record.operations))
         return f"FP32 in the modules of {script} does not help under {policy}; FP32 in these operations does: {named}"
     if record.verdict == "found":
-        more = fmt.plural(len(record.kept), "module")
-        return f"{more} of {script} must stay in FP32 under {policy}, {fmt.share_text(record.fp32_share)} of the FLOPs"
+        more, share = fmt.plural(len(record.kept), "module"), fmt.share_text(record.fp32_share)
+        if record.error_before is not None and record.error_before < _FAR * record.tolerance:
+            errors = error_text(record.error_before), error_text(record.tolerance)
+            return (
+                f"Under {policy} a gradient of {script} is off by {errors[0]}; with {more} in FP32, {share} of the FLOPs, none is "
+                f"by more than {errors[1]}"
+            )
+        return f"{more} of {script} must stay in FP32 under {policy}, {share} of the FLOPs"
     if record.verdict == "not needed" and record.error_before == 0:
         return f"{policy} changes no gradient of {script} by a bit, so it was not tried"
     return {
-        "not needed": f"No module of {script} needs FP32 under {policy}: precision is not the cause",
+        "not needed": f"No module of {script} needs FP32 under {policy}: no gradient is off by more than the tolerance",
         "elsewhere": f"FP32 in the modules of {script} does not help under {policy}",
         "not repeatable": f"{script} does not compute the same twice, so precision cannot be judged",
         "fp32 fails": f"{script} fails in FP32 too: precision is not the cause",
