@@ -581,7 +581,7 @@ def healthy_own_clipped():
 
 
 def gradient_replaced():
-    """Gradients that overflow are set to 0 by the script itself, so no update is ever skipped."""
+    """Gradients that overflow are set to 0 by the script itself; the update is skipped all the same, and the scale falls."""
     model = net(torch.tanh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
     for step in range(1, 7):

@@ -215,7 +215,7 @@ BY_FAMILY = [
     ),
     InFamily("own_refused", RANGE, "1", "masked_fill", "forward", 1, "-1e9", "autocast(", AS_IS),
     InFamily("own_recurring_skips", SCALE, "(script)", "to", "backward", 6, "float()", "bfloat16", AS_IS),
-    InFamily("gradient_replaced", SILENT, "Sequential", "to", "backward", 1, "* 100", '"fp16:init_scale=512"'),
+    InFamily("gradient_replaced", SCALE, "Sequential", "to", "backward", 1, "* 100", '"fp16:init_scale=512"'),
     InFamily("compiled_norm", SILENT, "1", "mul", "forward", 1, "sqrt", KEPT),
     InFamily("compiled_refused", RANGE, "1", "masked_fill", "forward", 1, "-1e9", 'policy = "'),
     InFamily("parallel_norm", SILENT, "1", "mul", "forward", 1, "sqrt", KEPT),
