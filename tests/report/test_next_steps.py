@@ -151,7 +151,12 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
             error="RuntimeError: value cannot be converted to type c10::Half without overflow",
             exit_code=1,
         ),
-        [("a number of the script lies beyond the range of fp16; find its line", f"mezzo diagnose --policy fp16 {TAIL}")],
+        [
+            (
+                "a number of the script lies beyond the range of fp16; find its line",
+                f"mezzo diagnose --policy fp16 {TAIL}",
+            )
+        ],
     ),
     "run refused in fp32": (
         run(policy="fp32", error="RuntimeError: Unsupported dtype BFloat16", exit_code=1),
