@@ -193,7 +193,7 @@ class ObservedKeras:
         updated = UpdatedVariables(inner, variables or inner._trainable_variables)
         self._optimizers[id(inner)] = updated
         self.recorder.norm(norm)
-        self.skips = self.script_scaler is not None and not math.isfinite(float(norm))
+        self.skips = overflowed = self.script_scaler is not None and not math.isfinite(float(norm))
         before = int(inner.iterations)
         had_gradients = updated.has_gradients
         for hook in tuple(optimizer_hooks._global_optimizer_pre_hooks.values()):
@@ -203,9 +203,9 @@ class ObservedKeras:
             result = None
             if updated.has_gradients or not had_gradients:
                 result = apply(grads, variables)
-            elif self.skips:
+            elif overflowed:
                 self.script_scaler.back_off()
-            else:  # held back: Keras' schedules still count it
+            else:  # held back by the observer: Keras' schedules still count it
                 inner.iterations.assign_add(1)
         finally:
             for hook in tuple(optimizer_hooks._global_optimizer_post_hooks.values()):
