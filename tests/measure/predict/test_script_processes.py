@@ -83,6 +83,7 @@ def test_gradients_lie_in_buckets_as_well(view: str, buckets: int, tmp_path: Pat
     assert (found["parameters"], found.get("buffers", 0)) == (4 * WEIGHTS, buckets)
 
 
+@pytest.mark.slow
 def test_a_launcher_is_stood_in_for_where_the_script_needs_one(tmp_path: Path) -> None:
     before = dict(os.environ)
     made = _taped(tmp_path, launched=True, **BY_LAUNCHER)

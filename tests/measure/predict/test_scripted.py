@@ -151,6 +151,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.slow
 def test_a_script_is_traced_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text(IN_A_JOB, encoding="utf-8")
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
