@@ -128,7 +128,7 @@ _ANSWERS: Mapping[str, Any] = {
         "memory_stats memory_stats_as_nested_dict host_memory_stats host_memory_stats_as_nested_dict", _none_of_each
     ),
     **_all("Event Stream ExternalStream StreamContext stream device device_of CUDAGraph graph MemPool", Idle),
-    **_all("current_stream default_stream get_stream_from_external use_mem_pool cudart", Idle),
+    **_all("current_stream default_stream get_stream_from_external use_mem_pool", Idle),
     **_all("caching_allocator_disabled", Idle),
     **_all("memory_snapshot list_gpu_processes", lambda *args, **kwargs: []),
     **_all("memory_summary", lambda *args, **kwargs: ""),
@@ -149,7 +149,7 @@ _OF_A_GPU: Mapping[str, Any] = {
     "get_device_capability": _capability,
     "get_device_properties": _properties,
     "mem_get_info": _memory,
-    "get_arch_list": lambda: [f"sm_{major}{minor}" for major, minor in (CAPABILITY,)],
+    "get_arch_list": lambda: ["sm_{}{}".format(*CAPABILITY)],
     "get_gencode_flags": lambda: "",
 }
 """What they return of the machine: it has one GPU."""

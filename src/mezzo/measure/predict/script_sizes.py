@@ -69,7 +69,7 @@ def _unique_consecutive(
 def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     if minlength == 0:
         raise DynamicOutputShapeException(aten.bincount.default)
-    return values.new_empty(minlength) if weights is None else weights.new_empty(minlength)
+    return (values if weights is None else weights).new_empty(minlength)
 
 
 def _all_different(values: Tensor, *, return_inverse: bool, return_counts: bool) -> tuple[Tensor, Tensor, Tensor]:

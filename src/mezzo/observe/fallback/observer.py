@@ -120,10 +120,8 @@ class Fallback(Observer):
                 if parameter.grad is not None:
                     self._fresh[name] = _plain(parameter.grad, scale=self.run.gradient_scale)
             held = [p.grad for p in self._parameters().values() if p.grad is not None]
-            if held and not list(
-                self.run.optimizers
-            ):  # the script updates its weights itself, with gradients that are now zero
-                torch._foreach_zero_(held)
+            if held and not list(self.run.optimizers):
+                torch._foreach_zero_(held)  # the script updates its weights itself, with gradients that are now zero
         super().backward_ended()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
