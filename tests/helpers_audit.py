@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import runpy
+from collections.abc import Callable
 
 from helpers_launch import as_script
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
+from mezzo.measure.flops import OperandFormats
+from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
+from mezzo.observe.module_names import Names
 from mezzo.observe.settings import AuditSettings
+from mezzo.observe.tracer import Tracer
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, RunRecord
 from paths import SCRIPTS
@@ -28,3 +33,15 @@ def audited(name: str, *arguments: str, policy: str = "as-is", steps: tuple[int,
         )
     assert isinstance(record, AuditRecord)
     return record
+
+
+def traced_operations(step: Callable[[], object], *, device_type: str = "cpu") -> list[TracedOperation]:
+    """Return the operations of ``step``, as an audit understands them."""
+    tracer = Tracer(OperandFormats(), device_type=device_type)
+    tracer.start()
+    try:
+        step()
+    finally:
+        tracer.stop()
+    names = Names(tracer.trace.roots)
+    return understand(tracer.trace, names, weights_of(names.roots, []))

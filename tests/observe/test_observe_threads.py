@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
+from helpers_audit import traced_operations
 from helpers_backward import WAYS, DeviceThread, LastingThread, backward_in
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
-from mezzo.observe.module_names import Names
+from mezzo.observe.audit.operations import TracedOperation
 from mezzo.observe.nonfinite.location import PlacingTracer
 from mezzo.observe.tracer import Tracer
 from paths import TESTS
@@ -138,14 +138,7 @@ def traced(step: Callable[[], None], warm: int) -> list[TracedOperation]:
     """Return the operations of a step that follows ``warm`` others."""
     for _ in range(warm):
         step()
-    tracer = Tracer(OperandFormats(), device_type="cpu")
-    tracer.start()
-    try:
-        step()
-    finally:
-        tracer.stop()
-    names = Names(tracer.trace.roots)
-    return understand(tracer.trace, names, weights_of(names.roots, []))
+    return traced_operations(step)
 
 
 def strangers(net: Net, seen: list[TracedOperation]) -> tuple[int, list[tuple[str, str, str, str]]]:

@@ -11,14 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import mezzo
-from helpers_audit import audited
+from helpers_audit import audited, traced_operations
 from helpers_engine import casting
-from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit.findings import RULES, AuditedSteps, findings
 from mezzo.observe.audit.kernels import uses_tensor_cores
-from mezzo.observe.audit.operations import understand
-from mezzo.observe.module_names import Names
-from mezzo.observe.tracer import Tracer
 from mezzo.records import Product
 from paths import ROOT
 
@@ -301,16 +297,11 @@ def test_upsampling_in_16_bits_is_not_sensitive(mode: str) -> None:
     def upsampled(flat: Flat) -> Tensor:
         return F.interpolate(flat.flat[:64].view(1, 1, 8, 8).to(torch.bfloat16), scale_factor=2, mode=mode)
 
-    tracer = Tracer(OperandFormats(), device_type="cpu")
-    tracer.start()
-    try:
+    def step() -> None:
         Flat(upsampled)()
         torch.softmax(torch.ones(8, 8, dtype=torch.bfloat16), -1)
-    finally:
-        tracer.stop()
-    steps = AuditedSteps(
-        seen=understand(tracer.trace, Names(tracer.trace.roots), set()), wide=[], trips=[], products=[]
-    )
+
+    steps = AuditedSteps(seen=traced_operations(step), wide=[], trips=[], products=[])
     assert [one.detail.partition(" ran")[0] for one in findings(steps) if one.code == "A402"] == ["_softmax"]
 
 

@@ -10,11 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mezzo.measure.flops import OperandFormats
+from helpers_audit import traced_operations
 from mezzo.observe.audit.findings import AuditedSteps, findings
-from mezzo.observe.audit.operations import understand
-from mezzo.observe.module_names import Names
-from mezzo.observe.tracer import Tracer
 from oracles.cuda_dispatch import cuda_autocast
 
 LOW = [torch.float16, torch.bfloat16]
@@ -75,17 +72,11 @@ WIDE_WITHOUT_AUTOCAST = ("log_softmax with a dtype", "cross_entropy of probabili
 
 
 def found(function: Function, low: torch.dtype, *, autocast: bool = True) -> list[str]:
-    tracer = Tracer(OperandFormats(), device_type="cuda")
     with FakeTensorMode(), torch.no_grad():
         x = torch.empty(8, 16, dtype=low, device="cuda:0")
         region = cuda_autocast(low) if autocast else torch.no_grad
         with region():
-            tracer.start()
-            try:
-                function(x)
-            finally:
-                tracer.stop()
-    seen = understand(tracer.trace, Names(tracer.trace.roots), set())
+            seen = traced_operations(lambda: function(x), device_type="cuda")
     assert any(one.op != "device" for one in seen)
     watched = AuditedSteps(seen=seen, wide=[], trips=[], products=[], device_type="cuda")
     return [one.code for one in findings(watched) if one.code == "A402"]

@@ -11,13 +11,10 @@ from torch import Tensor, nn
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mezzo.measure.flops import OperandFormats
+from helpers_audit import traced_operations
 from mezzo.observe.audit import totals
 from mezzo.observe.audit.eligibility import is_channels_last
 from mezzo.observe.audit.findings import AuditedSteps, findings
-from mezzo.observe.audit.operations import understand
-from mezzo.observe.module_names import Names
-from mezzo.observe.tracer import Tracer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 FIRST, LAST = torch.contiguous_format, torch.channels_last
@@ -68,14 +65,8 @@ def on_gpu(model: nn.Module, *, layout: torch.memory_format) -> nn.Module:
 
 def judged(model: nn.Module, x: Tensor) -> dict[str, list[str]]:
     """Return the modules of each finding on a forward pass; ``model`` and ``x`` are on a GPU that is not there."""
-    tracer = Tracer(OperandFormats(), device_type=x.device.type)
     with torch.no_grad():
-        tracer.start()
-        try:
-            model(x)
-        finally:
-            tracer.stop()
-    seen = understand(tracer.trace, Names(tracer.trace.roots), set())
+        seen = traced_operations(lambda: model(x), device_type=x.device.type)
     steps = AuditedSteps(seen=seen, wide=[], trips=[], products=totals.products(seen), device_type=x.device.type)
     return {one.code: one.modules for one in findings(steps) if one.code.startswith("A2")}
 
