@@ -10,22 +10,22 @@ FRAMEWORKS := keras paddle
 CUDA_PYTHON ?= $(shell python3.12 -c 'import sys; print(sys.executable)' 2>/dev/null || echo $(PYTHON))
 CUDA_BUILD := .venv-cuda
 
-# Byte code is kept where it can be: a framework that is compiled anew at every start takes longer to start than to train.
+# Keep byte code: a framework that is compiled at every start takes longer to start than to train.
 unexport PYTHONDONTWRITEBYTECODE
 
 MUTANTS ?= --count 120
 
-.PHONY: demo mutants environments test test-slow crash-test test-cuda-build test-wheel test-frameworks demo-frameworks check bench docs examples readme clean
+.PHONY: demo mutants environments test test-slow test-all crash-test test-cuda-build test-wheel test-frameworks demo-frameworks check bench docs examples readme clean
 
 # Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
 # Only a tenth of a framework is ever imported: the last command writes the byte code of that before anything is timed.
 .venv-%/.ready: pyproject.toml requirements-%.txt
-	$(PYTHON) -m venv .venv-$*
+	$(PYTHON) -m venv --clear .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --no-compile --requirement requirements-$*.txt --editable '.[test]'
 	.venv-$*/bin/python -c 'import $*, sklearn.datasets'
 	touch $@
@@ -41,6 +41,10 @@ test: $(READY)
 # What takes minutes: model families through torch.compile, several processes, scripts that are killed.
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
+
+# Both in one run, which imports once and waits for a last test once.
+test-all: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 # Some two minutes: a small training killed 200 times, while it saves too; each run must end with the bits of the undisturbed one. KILLS=20 for less.
 KILLS ?= 200
@@ -62,14 +66,15 @@ test-cuda-build: $(CUDA_BUILD)/.installed
 	env -u TRITON_INTERPRET $(CUDA_BUILD)/bin/python -m pytest -q tests/cuda_build tests/project/test_gpu_benchmark.py tests/engine/test_session_budget.py tests/engine/test_state_bytes.py
 
 $(CUDA_BUILD)/.installed: pyproject.toml
-	$(CUDA_PYTHON) -m venv $(CUDA_BUILD)
+	$(CUDA_PYTHON) -m venv --clear $(CUDA_BUILD)
 	$(CUDA_BUILD)/bin/python -m pip install --quiet 'torch>=2.11' --index-url https://download.pytorch.org/whl/cu130 || $(CUDA_BUILD)/bin/python -m pip install --quiet 'torch>=2.11'
 	$(CUDA_BUILD)/bin/python -c 'import torch, triton; assert torch.version.cuda, "this torch is no CUDA build"'
 	$(CUDA_BUILD)/bin/python -m pip install --quiet --editable '.[test]'
 	touch $@
 
+# A file is one worker's: its tests ask one process of the framework, which takes seconds to start.
 test-%: .venv-%/.ready
-	.venv-$*/bin/python -m pytest -q tests/frameworks/test_$**.py
+	.venv-$*/bin/python -m pytest -q -n 2 --dist loadfile tests/frameworks/test_$**.py
 
 # The same comparison in four frameworks, then all of it in one table; one that fails has its rows in the table, too.
 demo-frameworks: $(READY) $(FRAMEWORKS:%=.venv-%/.ready)
@@ -85,6 +90,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/project/test_laws.py
 
+# The benchmarks of some minutes that need no GPU. Times need a quiet machine.
 bench: $(READY)
 	$(BIN)/python -m benchmarks
 

@@ -1,4 +1,4 @@
-"""Run benchmarks by name, or all that need no GPU; or one with options of its own: ``host_time --device cuda``."""
+"""Run benchmarks by name, without names those of ``harness.chosen``; or one with options of its own: ``host_time --device cuda``."""
 
 import importlib
 import sys

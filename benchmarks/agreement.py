@@ -1,4 +1,4 @@
-"""How often Mezzo agrees to the bit with what torch.amp does: loss scales over random overflows, weights after training."""
+"""How often Mezzo agrees with torch.amp to the bit: loss scales over random overflows, weights after training."""
 
 from __future__ import annotations
 

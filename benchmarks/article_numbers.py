@@ -1,7 +1,7 @@
 """Figures that articles on mixed precision repeat, beside public measurements and predictions: ``python -m benchmarks article_numbers``.
 
 Writes ``results/article_numbers.json`` and the tables of docs/article-numbers.md. timm and transformers build the models; nothing is
-downloaded and nothing is run. ``article_measurements.csv`` holds the measurements, each with its source.
+downloaded, and no model is trained. ``article_measurements.csv`` holds the measurements, each with its source.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.harness import RESULTS, report
+from benchmarks.harness import RESULTS, report, with_table
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict.memory import CUBLAS_WORKSPACE_BYTES, DRIVER_BYTES, predict_memory
 from mezzo.measure.predict.named import NamedModel, named_model, tape_of
@@ -43,7 +43,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Claim:
-    """A figure as articles give it, as a range: without a batch, a layout or a script that could be checked."""
+    """A figure as articles state it, as a range, without a batch, a layout or a script to check it by."""
 
     what: str
     model: str
@@ -277,17 +277,8 @@ def measured_table() -> str:
         repository, _, path = row["source"].partition(":")
         link = f"[{SOURCES[repository]}](https://github.com/{repository}/blob/{row['commit']}/{path})"
         model = row["model"].partition(":")[2] + (f", {row['size']} tokens" if "bert" in row["model"] else "")
-        rows.append(
-            (
-                model,
-                f"`{row['gpu']}`",
-                row["setting"],
-                row["batch"],
-                said(float(row["samples_per_s"])),
-                row["libraries"],
-                link,
-            )
-        )
+        speed_text = said(float(row["samples_per_s"]))
+        rows.append((model, f"`{row['gpu']}`", row["setting"], row["batch"], speed_text, row["libraries"], link))
     return table(("model", "GPU", "arithmetic", "batch", "samples/s", "libraries", "source"), rows)
 
 
@@ -326,11 +317,9 @@ def written(page: str, data: dict[str, Any]) -> str:
         "cifar": cifar_table(data),
     }
     for name, text in made.items():
-        begin = f"<!-- {name}: made by python -m benchmarks article_numbers -->\n"
-        before, found, rest = page.partition(begin)
-        if not found:
-            raise SystemExit(f"{PAGE.name} needs the line {begin.strip()!r} before its table")
-        page = before + begin + text + "<!-- end -->" + rest.partition("<!-- end -->")[2]
+        page = with_table(
+            page, f"<!-- {name}: made by python -m benchmarks article_numbers -->\n", "<!-- end -->", text
+        )
     return page
 
 

@@ -1,7 +1,6 @@
-"""What watching a step costs: a step under the audit's tracer against the plain step, torch's FlopCounterMode beside it.
+"""The cost of an audit: a step under its tracer against the plain step, with torch's FlopCounterMode for comparison.
 
-The step is forward, backward and update. Working out what was seen happens once, after the watched steps, and is
-timed for itself.
+The step is forward, backward and update. The trace is interpreted once, after the traced steps, and that is timed separately.
 """
 
 from __future__ import annotations

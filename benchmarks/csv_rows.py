@@ -1,6 +1,6 @@
 """Rows of measurements in CSV files, gzipped where the name ends in ``.gz``, and the loop that measures until its time is over.
 
-For scripts that are copied to a machine and run there: Python's own modules alone, nothing of Mezzo.
+For scripts that are copied to another machine: needs the standard library only, not Mezzo.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def append(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str]) 
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> None:
-    """Write a file of its own for rows, each as soon as it is there."""
+    """Write rows to a new file, each as soon as it is available."""
     _write(path, rows, names, "w")
 
 

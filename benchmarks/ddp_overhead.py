@@ -1,10 +1,10 @@
-"""What a Session's step costs under DistributedDataParallel beside the hand-written DDP + GradScaler loop: CPU time, calls, collectives.
+"""The cost of a Session's step under DistributedDataParallel against a hand-written DDP + GradScaler loop: CPU time, calls, collectives.
 
 Two gloo processes train the same models in turns, block by block, so that both loops see the same load. Counted is the CPU time of the
-threads that train: forward and backward pass, hooks and update run in a process's first thread. What gloo's threads take depends on how
-long processes wait for each other, and is shown apart. A pair of blocks gives one ratio, of the sums over both processes. Both loops are
-built anew several times, as the place of their memory favours one or the other; the interval is that of the builds' medians. The
-hand-written loop against itself shows what the measurement can tell apart.
+threads that train: forward and backward pass, hooks and update run in a process's first thread. The time of gloo's threads depends on how
+long processes wait for each other, and is shown separately. A pair of blocks gives one ratio, of the sums over both processes. Both loops
+are built anew several times, because where their memory happens to be favours one or the other; the interval is that of the builds'
+medians. The hand-written loop against itself shows the smallest difference that can be resolved.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ SETTINGS["fp16, by hand against itself"] = Setting("fp16", second="hand")
 
 def main() -> None:
     """Measure with and without clipping in three formats, the same torch optimizer on both sides."""
+    torch.set_num_threads(1)  # as in the processes that measure
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks.ddp_overhead", folder]
         started = [subprocess.Popen([*command, str(rank)]) for rank in range(WORLD)]
@@ -113,10 +114,8 @@ def _loops(setting: Setting, *, session_first: bool) -> list[Loop]:
         return repeated(step_of_a_session(model, loss_of, session))
 
     second = by_hand if setting.second == "hand" else with_session
-    if session_first:
-        other = second()
-        return [by_hand(), other]
-    return [by_hand(), second()]
+    built = [build() for build in ((second, by_hand) if session_first else (by_hand, second))]
+    return built[::-1] if session_first else built
 
 
 def _measured(setting: Setting) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `mezzo diagnose` costs while nothing is wrong: steps under its patches and its two flags a step, against plain steps.
+"""The cost of `mezzo diagnose` while nothing is wrong: steps under its patches and its two flags per step, against plain steps.
 
 The steps whose operations are inspected (1, 2, 4, 8 and so on) are not among those that are timed; their cost is measured
 separately. Plain steps are a script without Mezzo: forward, backward and torch's AdamW in FP32.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +30,8 @@ def main() -> None:
         model, loss_of = make()
         name = f"{kind} of {sum(p.numel() for p in model.parameters()) // 1000} thousand weights"
         steps = _steps(model, loss_of)
-        idle = lambda steps=steps: _diagnosed((NEVER,), steps)  # noqa: E731 - one of two
-        inspecting = lambda steps=steps: _diagnosed((*range(1, 4 * STEPS), NEVER), steps)  # noqa: E731
+        idle = partial(_diagnosed, (NEVER,), steps)
+        inspecting = partial(_diagnosed, (*range(1, 4 * STEPS), NEVER), steps)
         times = interleave({"plain": steps, "armed": steps}, rounds=ROUNDS, around={"armed": idle})
         inspected = interleave(
             {"plain": steps, "inspected": steps}, rounds=ROUNDS // 5, around={"inspected": inspecting}
@@ -40,7 +41,7 @@ def main() -> None:
             (f"{name}: armed but idle, beyond a plain step", spread(share, "%"), "3% or less"),
             (f"{name}: a step whose operations are inspected", spread(ratio(inspected, "inspected", "plain")), ""),
         ]
-        data[name] = {f"median_ms_of_{STEPS}_steps": median_ms(times) | median_ms(inspected)}
+        data[name] = {f"median_ms_of_{STEPS}_steps": {"idle": median_ms(times), "inspecting": median_ms(inspected)}}
     report("diagnose", rows, data)
 
 
@@ -59,7 +60,7 @@ def _steps(model: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], None
 @contextmanager
 def _diagnosed(numbers: tuple[int, ...], steps: Callable[[], None]) -> Iterator[None]:
     with switched(None, observe=DiagnoseSettings(steps=numbers)):
-        steps()  # what happens once, at the first step, is not timed
+        steps()  # the first step's own work is not timed
         yield
 
 

@@ -6,7 +6,6 @@ here, not how good it is. The table goes to docs/examples.md.
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.harness import with_table
 from mezzo.records import CompareRecord, Row, read_record
 
 ROOT = Path(__file__).parents[1]
@@ -91,9 +91,7 @@ def main() -> None:
             lines.append(f"| `{example.script}` | {' | '.join(cells.get(policy, '-') for policy in POLICIES[1:])} |")
             print(lines[-1], flush=True)
     text = PAGE.read_text(encoding="utf-8")
-    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.S)
-    table = "\n".join(lines)
-    PAGE.write_text(pattern.sub(lambda _: f"{BEGIN}{table}\n{END}", text), encoding="utf-8")
+    PAGE.write_text(with_table(text, BEGIN, END, "\n".join(lines) + "\n"), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-
 import torch
 from torch import Tensor, nn
 
 import mezzo
-from benchmarks.harness import report, spread
+from benchmarks.harness import report, spread, summary
 
 SEEDS, UPDATES, WEIGHTS, LR = 4, 10_000, 64, 1e-3
 
@@ -19,7 +17,7 @@ def main() -> None:
     rows, data = [], {}
     for decay in (0.0, 0.01, 0.1):
         shares = [torch_s / ours for ours, torch_s in (distances(decay, seed) for seed in range(SEEDS))]
-        against = {"median": statistics.median(shares), "min": min(shares), "max": max(shares)}
+        against = summary(shares)
         rows.append((f"weight_decay={decay:g}: torch's distance to float64 over ours", spread(against), "1 or more"))
         data[f"{decay:g}"] = against
     report("float64", rows, {"torch_s_distance_over_ours": data})

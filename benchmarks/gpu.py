@@ -1,8 +1,8 @@
 """Start the process that measures, and end it in time: ``python benchmarks/gpu.py --minutes 8``.
 
-Rows are on disk as soon as they are measured (``gpu-DATE.jsonl``, and a table in ``gpu-DATE.md``). A case that would not fit into the
-time left is a row that says so; name it with ``--only`` to measure it in another run. Where a kernel takes the GPU's context down,
-the process is started again behind the case that did it.
+Rows are on disk as soon as they are measured (``gpu-DATE.jsonl``, and a table in ``gpu-DATE.md``). A case that does not fit into the
+time left is a row that says so; name it with ``--only`` to measure it in another run. If a kernel destroys the GPU's context, the
+process is started again and continues with the next case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = [str(ROOT), str(ROOT / "src")]  # a GPU machine is lent with torch, not with Mezzo installed
+SOURCES = [str(ROOT), str(ROOT / "src")]  # machines with a GPU often have torch and not Mezzo
 sys.path[:0] = SOURCES
 
 import mezzo  # noqa: E402
@@ -33,7 +33,7 @@ MARGIN_S = 10.0
 def main(argv: list[str]) -> int:
     """Run the benchmark within its budget; return the exit code."""
     started = time.time()
-    assert mezzo.Session  # imports what Mezzo needs: without one of it, the budget would be spent on the rivals alone
+    assert mezzo.Session  # imports Mezzo's dependencies: if one is missing, only the other libraries would be measured
     args = _parse(argv)
     if args.list:
         for case in plan(tiny=args.tiny):

@@ -1,8 +1,8 @@
 """Time pieces of code against each other on a machine that is not quiet.
 
 Interleaved rounds: every piece runs once a round, in turn, and ratios are taken within a round, so that a machine that slows down slows
-all of them down. Times are CPU times of the one thread, which another process's load changes least. Quoted are medians, with the
-smallest and the largest.
+all of them down. Times are CPU times of one thread, which the load of other processes changes least. Figures are medians, with the
+smallest and the largest value.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,14 +24,16 @@ RESULTS = Path(__file__).parent / "results"
 Row = tuple[str, str, str]
 """What was measured, what came out, and what it should be."""
 OF_ONE_MACHINE: dict[str, Any] = {"folder": True, "variables": {"TORCHINDUCTOR_CACHE_DIR": True, "PYTHONPATH": True}}
-"""What of the environment is a path that says nothing to anybody else."""
+"""The parts of the environment that are paths of this machine."""
+
+WARM_UP = 2
+"""Rounds before the timed ones."""
 
 
 def interleave(
     pieces: Mapping[str, Callable[[], Any]],
     *,
     rounds: int,
-    warmup: int = 2,
     around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, list[float]]:
     """Return the milliseconds of thread CPU time of every piece in every round.
@@ -41,33 +42,37 @@ def interleave(
     """
     torch.set_num_threads(1)
     times: dict[str, list[float]] = {name: [] for name in pieces}
-    for number in range(warmup + rounds):
+    for number in range(WARM_UP + rounds):
         for name, run in pieces.items():
             with (around or {}).get(name, nullcontext)():
                 started = time.thread_time()
                 run()
                 took_ms = (time.thread_time() - started) * 1e3
-            if number >= warmup:
+            if number >= WARM_UP:
                 times[name].append(took_ms)
     return times
 
 
 def ratio(times: Mapping[str, list[float]], of: str, to: str) -> dict[str, float]:
     """Return median, least and largest of the ratio of two pieces, round by round."""
-    ratios = [a / b for a, b in zip(times[of], times[to], strict=True)]
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+    return summary([a / b for a, b in zip(times[of], times[to], strict=True)])
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Return median, least and largest."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 BUILDS = 12
-"""How often both sides of a comparison are built anew: how memory happens to lie favours one of them by a percent or two."""
+"""How often both sides of a comparison are built anew: where their memory happens to be favours one of them by a percent or two."""
 CONFIDENCE = 0.95
 
 
 def over_builds(ratios: Iterable[Iterable[float]]) -> dict[str, Any]:
     """Return the median over builds of each build's median ratio, and the interval of these medians.
 
-    The interval is the narrowest one between two of them that holds the true median in 95% of all cases or more: from the 3rd to the 10th
-    of 12. With fewer than six there is none, and it is from the least to the greatest; ``confidence`` is what it has.
+    The interval is the narrowest one between two of them that contains the true median in 95% of all cases or more: from the 3rd to the
+    10th of 12. No two of fewer than six do, and the interval is from the least to the greatest. ``confidence`` is the interval's own.
     """
     medians = sorted(statistics.median(build) for build in ratios)
     outside = max((k for k in range(len(medians) // 2) if _confidence(len(medians), k) >= CONFIDENCE), default=0)
@@ -95,10 +100,13 @@ def spread(value: Mapping[str, float], unit: str = "x") -> str:
 
 
 def report(name: str, rows: list[Row], data: dict[str, Any]) -> None:
-    """Print rows of (what, measured, target) and write them with the environment to ``results/NAME.json``."""
+    """Print rows of (what, measured, target) and write them with the environment to ``results/NAME.json``.
+
+    All of them were measured on the CPU, also where there is a GPU.
+    """
     show(name, rows)
-    where = surroundings("cuda" if torch.cuda.is_available() else "cpu")
-    write(RESULTS / f"{name}.json", rows, {"command": f"python -m benchmarks {name}", "environment": where, **data})
+    facts = {"command": f"python -m benchmarks {name}", "environment": surroundings("cpu"), **data}
+    write(RESULTS / f"{name}.json", rows, facts)
 
 
 def show(name: str, rows: list[Row]) -> None:
@@ -110,7 +118,7 @@ def show(name: str, rows: list[Row]) -> None:
 
 
 def write(path: Path, rows: list[Row], facts: Mapping[str, Any]) -> None:
-    """Write rows to a result's file: behind the command and the environment, before all else."""
+    """Write a file of results: the command, the environment, the rows, then the other facts."""
     facts = dict(facts)
     record = {
         "name": path.stem,
@@ -124,16 +132,35 @@ def write(path: Path, rows: list[Row], facts: Mapping[str, Any]) -> None:
 
 
 def surroundings(device: str) -> dict[str, Any]:
-    """Return the environment of what is measured on a device; on a GPU this asks the driver."""
+    """Return the environment of measurements on a device; for a GPU this asks the driver."""
     return environment(device).model_dump(exclude=OF_ONE_MACHINE)
 
 
+def with_table(page: str, begin: str, end: str, table: str) -> str:
+    """Return a page with the text between two markers replaced.
+
+    Raises:
+        SystemExit: the page does not have the markers once, in this order.
+    """
+    before, found, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed or begin in rest:
+        raise SystemExit(
+            f"the page needs the line {begin.strip()!r}, and after it {end!r}, once each, around its table"
+        )
+    return before + begin + table + end + after
+
+
 def chosen(argv: list[str]) -> list[str]:
-    """Return the names of the benchmarks to run: those in ``argv``, or all that need no GPU."""
+    """Return the names of the benchmarks to run: those in ``argv``, or all that CI's packages and some ten minutes suffice for.
+
+    By name only: ``verdicts`` (eight minutes), ``reductions`` (a table, nothing timed), ``predict_trace`` and ``article_numbers`` (timm).
+    """
     return argv or [
         "agreement",
         "emulation",
         "session_overhead",
+        "ddp_overhead",
         "state_bytes",
         "host_time",
         "startup",
@@ -145,10 +172,8 @@ def chosen(argv: list[str]) -> list[str]:
         "audit",
         "ranges",
         "diagnose",
+        "snapshots",
+        "watching",
         "trainers",
         "machine_code",
     ]
-
-
-if __name__ == "__main__":
-    sys.exit("run python -m benchmarks")

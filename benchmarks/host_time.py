@@ -1,12 +1,12 @@
 """What `mezzo run` adds to the host's time of a step: an unmodified script under a policy against the same loop without Mezzo.
 
-A small MLP, so that the host's time is most of the step: on a GPU with small kernels that is what the step takes, and what
-`mezzo compare` would measure. Native arithmetic and the device's op lists: what is compared computes the same on both sides.
+A small MLP, so that the host's time is most of the step, as on a GPU with small kernels, where `mezzo compare` would measure it.
+Arithmetic is native and the op lists are the device's, so both sides compute the same.
 
 ``python -m benchmarks host_time --device cuda`` measures it on a GPU, and ``--model gpt2`` a GPT-2 of 12 layers there (8 x 128 tokens).
-A block ends when the GPU has finished, and three clocks time it. The clock on the wall is what a person waits for and what `mezzo compare`
-sees. The CPU time of all threads says how much of that the host worked; it contains the waiting, too, since CUDA waits with a busy
-loop. The CPU time of the first thread is in the file only: it lacks the backward pass, which runs in a thread of autograd's.
+A block ends when the GPU has finished, and three clocks time it. Wall time is what a person waits for and what `mezzo compare` sees. The
+CPU time of all threads says how much of that the host worked, and includes waiting, since CUDA waits in a busy loop. The CPU time of the
+first thread is in the file only: it lacks the backward pass, which runs in autograd's own thread.
 Builds are made until the seconds are used up, and the results so far are written after each.
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import BUILDS, CONFIDENCE, RESULTS, Row, show, surroundings, write
 from benchmarks.processes import Build, Loop, NoAnswerError, answer_of, build, ratio
-from mezzo.launch.guard_request import GuardRequest
+from mezzo.launch.request_parts import GuardRequest
 from mezzo.launch.torch import switched
 from mezzo.launch.torch.guarding import ScriptGuard
 from mezzo.policy import Policy
@@ -51,10 +51,10 @@ class Case:
     policy: str | None
     """None: as-is."""
     format: torch.dtype | None
-    """What the loop by hand gives autocast; None for no autocast. The script under Mezzo has none, unless it runs as it is.
+    """The loop by hand's autocast dtype; None for no autocast. The script under Mezzo has no autocast, unless it runs as-is.
 
-    On a CPU BF16 where a loss is scaled, too: FP16 products take it ten times as long as the rest of a step, which would hide what is
-    measured.
+    On a CPU it is BF16 even where a loss is scaled: FP16 products take ten times as long as the rest of a step, which would hide the
+    overhead.
     """
     scales: bool
     target: str
@@ -257,6 +257,7 @@ def gpu() -> dict[str, Any]:
     """
     if not torch.cuda.is_available():
         raise RuntimeError("torch.cuda.is_available() is false")
+    torch.set_num_threads(1)  # as in the processes that measure
     torch.ones(1, device="cuda", requires_grad=True).sum().backward()
     torch.cuda.synchronize()
     return surroundings("cuda")
@@ -273,7 +274,8 @@ def main(argv: Sequence[str] = ()) -> None:
     began_s = time.monotonic()
     args = _parse(argv)
     plan: Plan = replace(args.plan, seconds=args.seconds or args.plan.seconds)
-    facts = {"command": shlex.join(["python", "-m", "benchmarks", "host_time", *argv])}
+    facts = {"command": _command(argv)}
+    torch.set_num_threads(1)
     if plan.device == "cpu":
         facts, folder, so_far = {**facts, "environment": surroundings("cpu")}, RESULTS, on_cpu(plan)
     else:
@@ -295,6 +297,13 @@ def main(argv: Sequence[str] = ()) -> None:
     show(name, rows)
     if any(measured.startswith("failed") for _, measured, _ in rows):
         sys.exit(1)
+
+
+def _command(argv: Sequence[str]) -> str:
+    """Return the command as typed, without ``--out``: a path of this machine, which changes no figure."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--out")
+    return shlex.join(["python", "-m", "benchmarks", "host_time", *parser.parse_known_args(argv)[1]])
 
 
 def _parse(argv: Sequence[str]) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import mezzo
-from benchmarks.harness import interleave, median_ms, ratio, report, spread
+from benchmarks.harness import interleave, median_ms, ratio, report, spread, summary
 from benchmarks.optimizers import one_pass, resnet50
 
 SEEDS, STEPS, LR = 4, 400, 3e-3
@@ -41,7 +41,7 @@ def main() -> None:
         losses = [loss for loss, _ in ends]
         exact = exact or losses
         shares = [a / b for a, b in zip(losses, exact, strict=True)]
-        against = {"median": statistics.median(shares), "min": min(shares), "max": max(shares)}
+        against = summary(shares)
         what = f"{policy}, moments={moments}, rounding={rounding}"
         rows.append((f"{what}: bytes a parameter", f"{ends[0][1]:.2f}", target))
         rows.append((f"{what}: final loss against FP32", spread(against), ""))

@@ -1,7 +1,7 @@
-"""What the GPU kernels are compiled to, for GPUs that need not be there: registers, spills, and how wide memory is read.
+"""The machine code of the GPU kernels, also for GPUs that are not here: registers, spills, and the widths of memory accesses.
 
-Each kernel is launched on small tensors by a stand-in that takes its arguments down, and then compiled as Triton would compile it for
-those arguments. NVIDIA's compiler and disassembler come with Triton.
+Each kernel is launched on small tensors through a stand-in that records its arguments, and then compiled as Triton would compile it for
+these. NVIDIA's compiler and disassembler come with Triton.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OPTIONS = ("num_warps", "enable_fp_fusion", "maxnreg", "enable_reflect_ftz")
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What a kernel was called with."""
+    """The arguments of a kernel's launch."""
 
     name: str
     kernel: Any
@@ -55,7 +55,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """What the compiler made of a launch."""
+    """The compiled code of a launch."""
 
     registers: int
     """Of a thread."""
@@ -73,7 +73,7 @@ class Code:
 
 
 class _Recorder:
-    """Stand where a kernel stands and take its launches down."""
+    """Stands in for a kernel and records its launches."""
 
     def __init__(self, kernel: Any, launches: list[Launch]) -> None:
         self._kernel, self._launches = kernel, launches
@@ -150,7 +150,7 @@ def _type(argument: Any) -> str:
 
 
 def read(binary: bytes, *, widths: bool = True) -> Code:
-    """Return what a compiled kernel needs; ``widths`` of memory are read in the assembly, which CUDA 13 no longer has for sm_70."""
+    """Return the resources of a compiled kernel; ``widths`` of accesses come from the assembly, which CUDA 13 lacks for sm_70."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -183,7 +183,7 @@ def _widths(assembly: str, instruction: str) -> dict[int, int]:
 
 
 def main() -> None:
-    """Compile every kernel for every GPU and print what came of it."""
+    """Compile every kernel for every GPU and print the results."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("TRITON_INTERPRET=1 interprets kernels; take it out of the environment to compile them")
     rows, data = [], []

@@ -49,7 +49,7 @@ CASES = (
     Case("timm:efficientnet_b0", 224, 128, "fp16"),
     Case("timm:resnet50", 224, 256, "bf16", True),
 )
-"""Trainings of ``measure_zoo.py``'s first list, those of the greatest worth first."""
+"""Trainings of ``measure_zoo.py``'s first list, the most valuable first."""
 _MEASURED = "the step whose kernels count"
 _BY_HOST, _ON_DEVICE = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace's events."""
@@ -279,7 +279,7 @@ def measure(case: Case, device: str, out: Path) -> Step:
     text = path.read_text(encoding="utf-8", errors="replace")
     path.unlink()
     with zipfile.ZipFile(out / "traces.zip", "a", zipfile.ZIP_DEFLATED) as file:
-        file.writestr(f"{name_of(case)}.json", text)
+        file.writestr(f"{case.file_name}.json", text)
     try:
         kernels = rows_of(json.loads(text, strict=False))
     except (KeyError, ValueError) as error:  # the step's time is worth a row, and the trace is kept
@@ -302,11 +302,6 @@ def with_kernels(row: Step, kernels: Sequence[Kernel]) -> Step:
     )
 
 
-def name_of(case: Case) -> str:
-    """Return a name for the files of ``case``."""
-    return "-".join(case.key).replace(":", "-").replace("/", "-")
-
-
 def _append(path: Path, case: Case, kernels: Iterable[Kernel]) -> None:
     rows = ({**asdict(case), **asdict(kernel)} for kernel in kernels)
     rounded = (
@@ -319,8 +314,8 @@ def kept(out: Path) -> Iterator[tuple[Case, list[Kernel]]]:
     """Yield the cases of ``traces.zip`` with their kernels, read anew."""
     with zipfile.ZipFile(out / "traces.zip") as file:
         for case in CASES:
-            if f"{name_of(case)}.json" in file.namelist():
-                yield case, rows_of(json.loads(file.read(f"{name_of(case)}.json"), strict=False))
+            if f"{case.file_name}.json" in file.namelist():
+                yield case, rows_of(json.loads(file.read(f"{case.file_name}.json"), strict=False))
 
 
 def main() -> None:
@@ -344,7 +339,7 @@ def main() -> None:
         at = time.monotonic()
         try:
             one = measure(case, options.device, out)
-        except Exception as error:  # it is said, and the next case runs
+        except Exception as error:  # it is printed, and the next case runs
             print(f"{' '.join(case.key)}: not measured: {type(error).__name__}: {error}", flush=True)
             continue
         finally:

@@ -52,8 +52,13 @@ class Case:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells cases apart in the file."""
+        """The columns that identify a case in the file."""
         return tuple(str(value) for value in asdict(self).values())
+
+    @property
+    def file_name(self) -> str:
+        """A name for the case's files, without an ending."""
+        return "-".join(self.key).replace(":", "-").replace("/", "-")
 
 
 SIZES: tuple[tuple[str, int, int], ...] = (
@@ -77,11 +82,9 @@ SIZES: tuple[tuple[str, int, int], ...] = (
     ("timm:resnet18", 224, 256),
     ("timm:resnet152", 224, 64),
 )
-"""Models by the worth of their rows."""
+"""Models, the most valuable rows first."""
 LAST = ("timm:resnet50", "timm:mobilenetv3_large_100", "timm:efficientnet_b0", "timm:convnext_tiny")
 """Models that are measured channels-last as well."""
-
-
 HOLDOUT: tuple[tuple[str, int, int, str], ...] = (
     ("timm:resnet50", 224, 256, "fp16"),
     ("transformers:gpt2", 1024, 8, "fp16"),
@@ -103,18 +106,18 @@ HOLDOUT: tuple[tuple[str, int, int, str], ...] = (
     ("timm:densenet121", 224, 64, "bf16 tf32"),
     ("transformers:Qwen/Qwen2.5-0.5B", 512, 8, "bf16"),
 )
-"""Models that no version of the predictor had seen when their predictions were stored, with their policies, by the worth of their rows."""
+"""Models that no version of the predictor had seen when their predictions were stored, with policies, the most valuable rows first."""
 
 
 def zoo() -> list[Case]:
-    """Return the cases of the first rows, those of the greatest worth first."""
+    """Return the cases of the first rows, the most valuable first."""
     first = [Case(*one, policy) for one in SIZES for policy in ("fp32", "tf32", "bf16")]
     layouts = [Case(*one, "bf16", True) for one in SIZES if one[0] in LAST]
     return [*first[:30], *layouts[:3], *first[30:], *layouts[3:], *(Case(*one, "fp16") for one in SIZES)]
 
 
 def holdout() -> list[Case]:
-    """Return the cases that are predicted before they are measured, those of the greatest worth first."""
+    """Return the cases that are predicted before they are measured, the most valuable first."""
     return [Case(*one, policy) for *one, policies in HOLDOUT for policy in policies.split()]
 
 
@@ -141,13 +144,13 @@ class Measured:
     steps: int = 0
     throughput: float = 0.0
     allocated_bytes: int = 0
-    """Peak of what tensors took: ``max_memory_allocated``."""
+    """Peak memory of tensors: ``max_memory_allocated``."""
     reserved_bytes: int = 0
-    """Peak of what the caching allocator held: ``max_memory_reserved``."""
+    """Peak memory of the caching allocator: ``max_memory_reserved``."""
     device_bytes: int = 0
-    """Peak of ``reserved_bytes`` and what else the process took of the device, against an idle one."""
+    """Peak of ``reserved_bytes`` and everything else that the device uses more than when idle."""
     total_bytes: int = 0
-    """What the device has, by ``mem_get_info``."""
+    """The device's memory, by ``mem_get_info``."""
     retries: int = 0
     """How often the allocator emptied its cache for want of memory."""
     cudnn_benchmark: bool = False
@@ -283,7 +286,7 @@ def _times(step: Callable[[], None]) -> list[float]:
 
 
 def _with_history(case: Case, folder: Path) -> Training:
-    """Return ``case`` after two steps; what the allocator did until then is written: action, address and bytes of each event."""
+    """Return ``case`` after two steps; write the allocator's events until then, each with action, address and bytes."""
     memory = torch.cuda.memory
     torch.cuda.init()
     memory._record_memory_history("all", context=None, stacks="python", max_entries=1_000_000)
@@ -296,8 +299,7 @@ def _with_history(case: Case, folder: Path) -> Training:
     events = [(e["action"], e.get("addr", 0), e["size"]) for e in memory._snapshot()["device_traces"][0]]
     memory._record_memory_history(None)
     folder.mkdir(parents=True, exist_ok=True)
-    name = "-".join(case.key).replace(":", "-").replace("/", "-")
-    with gzip.open(folder / f"{name}.json.gz", "wt", encoding="utf-8") as file:
+    with gzip.open(folder / f"{case.file_name}.json.gz", "wt", encoding="utf-8") as file:
         json.dump({"case": asdict(case), "num_setup_events": num_setup, "events": events}, file)
     return training
 
@@ -315,7 +317,7 @@ def asked(what: str) -> int:
 def _child(send: Any, case: Case, options: dict[str, Any]) -> None:
     try:
         send.send(measure(case, **options))
-    except Exception as error:  # it is said, and the next case runs
+    except Exception as error:  # it is printed, and the next case runs
         send.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
 
@@ -352,9 +354,7 @@ def main() -> None:
     parser.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its algorithms")
     parser.add_argument("--history", type=Path, help="folder for the allocator's events of two steps, a file a case")
     options = parser.parse_args()
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # whether CUDA is there is asked without opening it before the fork
-    )
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # checks for CUDA without opening it before the fork
     import timm  # noqa: F401 - before the fork, so that no case imports it again
     import transformers  # noqa: F401
 

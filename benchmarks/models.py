@@ -1,4 +1,4 @@
-"""Small models that several benchmarks time."""
+"""Small models, and the shapes of a large one, that several benchmarks time."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def small_transformer() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
     inputs = torch.randn(16, 64, 128)
     return model, lambda net: net(inputs).float().square().mean()
+
+
+def bert_base_shapes(layers: int = 12) -> list[tuple[int, ...]]:
+    """Return the shapes of BERT-base's parameters: with 12 layers 199 of them, 109,482,240 parameters."""
+    embeddings: list[tuple[int, ...]] = [(30522, 768), (512, 768), (2, 768), (768,), (768,)]
+    attention: list[tuple[int, ...]] = [(768, 768), (768,)] * 4
+    layer = [*attention, (768,), (768,), (3072, 768), (3072,), (768, 3072), (768,), (768,), (768,)]
+    return [*embeddings, *layer * layers, (768, 768), (768,)]
 
 
 def mlp() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:

@@ -1,4 +1,4 @@
-"""One AdamW update of FP16 weights with FP32 masters, clipped and checked: three ways, and against what memory allows.
+"""One AdamW update of FP16 weights with FP32 masters, clipped and checked: three ways, beside what memory allows.
 
 Every way begins with scaled FP16 gradients and ends with updated FP16 weights. The hand-written way is what a training loop does with
 torch alone: FP32 copies of the gradients, ``GradScaler.unscale_``, ``clip_grad_norm_``, ``AdamW(foreach=True)``, masters copied into the
@@ -8,7 +8,7 @@ that of copying a large tensor in the same rounds.
 
 from __future__ import annotations
 
-import statistics
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,59 +16,50 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import interleave, median_ms, ratio, report, spread
+from benchmarks.harness import interleave, median_ms, ratio, report, spread, summary
+from benchmarks.models import bert_base_shapes
 from mezzo import AdamW, DynamicScale
 from mezzo.engine import onepass
 from mezzo.engine.gradients import not_finite
 from mezzo.engine.kernels import fused
 from mezzo.engine.kernels.choice import choose
 
+Shapes = list[tuple[int, ...]]
 IDEAL_BYTES = 30
 """Norm: 2 of gradient. Update: read 2 gradient, 4 master, 8 moments; write 4, 8 and 2 of weight."""
 COPIED = 64 * 2**20
 """Elements of FP32 that are copied: far beyond any cache."""
 CLIP = 1.0
 ROUNDS = {"bert_base": 5, "resnet50": 9}
-HAND, OURS, FUSED, COPY = (
-    "unscale_ + clip + AdamW(foreach) + copies",
-    "mezzo.AdamW",
-    "mezzo.AdamW, torch's fused",
-    "copy_",
-)
+HAND, COPY = "unscale_ + clip + AdamW(foreach) + copies", "copy_"
+OURS, FUSED = "mezzo.AdamW", "mezzo.AdamW, torch's fused"
 
 
 def main() -> None:
     """Measure both lists of tensors."""
     rows, data = [], {}
-    for name, shapes in (("resnet50", resnet50()), ("bert_base", bert_base())):
-        count = sum(shape.numel() for shape in shapes)
+    for name, shapes in (("resnet50", resnet50()), ("bert_base", bert_base_shapes())):
+        count = sum(map(math.prod, shapes))
         pieces = {HAND: hand(shapes), OURS: one_pass(shapes, None), FUSED: one_pass(shapes, fused), COPY: memory_copy()}
         times = interleave(pieces, rounds=ROUNDS[name])
-        per_ms = {n: statistics.median(times[n]) for n in times}
+        took_ms = median_ms(times)
         share = [IDEAL_BYTES * count / a / (8 * COPIED / b) for a, b in zip(times[OURS], times[COPY], strict=True)]
-        reach = {"median": 100 * statistics.median(share), "min": 100 * min(share), "max": 100 * max(share)}
+        reach = summary([100 * value for value in share])
         what = f"{name}, {count / 1e6:.1f} M parameters in {len(shapes)} tensors"
         rows += [
             (f"{what}: mezzo.AdamW against the hand-written way", spread(ratio(times, HAND, OURS)), "4x or more"),
             (f"{what}: torch's fused kernels against it", spread(ratio(times, HAND, FUSED)), ""),
             (f"{what}: ideal bytes against the rate of copy_", spread(reach, "%"), "100% or more"),
-            (f"{what}: ideal bytes a second", f"{IDEAL_BYTES * count / per_ms[OURS] / 1e6:.1f} GB/s", ""),
-            (f"{what}: copy_, read and write", f"{8 * COPIED / per_ms[COPY] / 1e6:.1f} GB/s", ""),
+            (f"{what}: ideal bytes a second", f"{IDEAL_BYTES * count / took_ms[OURS] / 1e6:.1f} GB/s", ""),
+            (f"{what}: copy_, read and write", f"{8 * COPIED / took_ms[COPY] / 1e6:.1f} GB/s", ""),
         ]
-        data[name] = {"median_ms": median_ms(times), "parameters": count, "percent_of_copy": reach}
+        data[name] = {"median_ms": took_ms, "parameters": count, "percent_of_copy": reach}
     report("optimizers", rows, {"kernels": choose("cpu")[1], **data})
 
 
-def bert_base() -> list[torch.Size]:
-    """Return the 199 shapes of BERT-base: 109,482,240 parameters."""
-    embeddings = [(30522, 768), (512, 768), (2, 768), (768,), (768,)]
-    layer = [*[(768, 768), (768,)] * 4, (768,), (768,), (3072, 768), (3072,), (768, 3072), (768,), (768,), (768,)]
-    return [torch.Size(s) for s in [*embeddings, *layer * 12, (768, 768), (768,)]]
-
-
-def resnet50() -> list[torch.Size]:
+def resnet50() -> Shapes:
     """Return the 161 shapes of ResNet-50: 25,557,032 parameters."""
-    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    shapes: Shapes = [(64, 3, 7, 7), (64,), (64,)]
     before = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
         for block in range(blocks):
@@ -77,10 +68,10 @@ def resnet50() -> list[torch.Size]:
             for shape in convolutions:
                 shapes += [shape, (shape[0],), (shape[0],)]
             before = 4 * width
-    return [torch.Size(s) for s in [*shapes, (1000, 2048), (1000,)]]
+    return [*shapes, (1000, 2048), (1000,)]
 
 
-def _weights(shapes: list[torch.Size]) -> list[nn.Parameter]:
+def _weights(shapes: Shapes) -> list[nn.Parameter]:
     torch.manual_seed(0)
     weights = [nn.Parameter((torch.randn(shape) * 0.02).half()) for shape in shapes]
     for weight in weights:
@@ -88,7 +79,7 @@ def _weights(shapes: list[torch.Size]) -> list[nn.Parameter]:
     return weights
 
 
-def hand(shapes: list[torch.Size]) -> Callable[[], None]:
+def hand(shapes: Shapes) -> Callable[[], None]:
     """Return the update as it is written with torch alone."""
     weights = _weights(shapes)
     masters = [nn.Parameter(w.detach().float()) for w in weights]
@@ -111,7 +102,7 @@ def hand(shapes: list[torch.Size]) -> Callable[[], None]:
     return update
 
 
-def one_pass(shapes: list[torch.Size], kernels: object | None, **settings: Any) -> Callable[[], None]:
+def one_pass(shapes: Shapes, kernels: object | None, **settings: Any) -> Callable[[], None]:
     """Return the update as a session does it, with the chosen kernels or the given ones, and settings of the optimizer."""
     weights = _weights(shapes)
     optimizer, scale = AdamW(weights, lr=1e-4, **settings), DynamicScale(2.0**11)

@@ -53,9 +53,8 @@ def detector_gradients() -> Tensor:
     """Return the FP32 gradients of the scores of a detector's boxes: a mean over all boxes and a batch, most of them surely background."""
     generator = torch.Generator().manual_seed(0)
     batch = 32
-    margin = 6 + 2 * torch.randn(
-        batch * ANCHORS, generator=generator
-    )  # of background over the best class: an advanced training
+    # The margin of background over the best class, as late in training.
+    margin = 6 + 2 * torch.randn(batch * ANCHORS, generator=generator)
     scores = torch.stack([margin, torch.zeros_like(margin)], dim=1).requires_grad_()
     loss = F.cross_entropy(scores, torch.zeros(len(margin), dtype=torch.long))
     loss.backward()
@@ -91,18 +90,12 @@ def main() -> None:
         rows.append((f"1. accuracy after {STEPS} updates: {policy}", spread, ""))
     gradients = detector_gradients()
     for scale in (1, 8, 1024, 65536):
-        rows.append(
-            (
-                f"2. gradients of a detector that become zero in FP16, loss scale {scale}",
-                f"{zeroed(gradients, scale):.1%}",
-                "",
-            )
-        )
+        what = f"2. gradients of a detector that become zero in FP16, loss scale {scale}"
+        rows.append((what, f"{zeroed(gradients, scale):.1%}", ""))
     for length in (64, 1024, 16384):
         for name, dtype in (("FP16", torch.float16), ("FP32", torch.float32)):
-            rows.append(
-                (f"3. error of a sum of {length} products, accumulator {name}", f"{dot_error(length, dtype):.2g}", "")
-            )
+            what = f"3. error of a sum of {length} products, accumulator {name}"
+            rows.append((what, f"{dot_error(length, dtype):.2g}", ""))
     report("paper", rows, {})
 
 

@@ -20,6 +20,8 @@ from predict_resnet import Pyramid, ResNet
 CLASSES = 80
 SAMPLED, ON_OBJECTS = 512, 128
 _PROPOSALS = 2000
+ANCHORS = 9
+"""Of each point of RetinaNet's maps."""
 _NAME = re.compile(r"(RetinaNet|Faster R-CNN|Mask R-CNN) (R|X)-(50|101)(?:-(32x4d|64x4d))?-FPN( caffe)?$")
 _GROUPS = {None: (1, 64), "32x4d": (32, 128), "64x4d": (64, 256)}
 """Groups and width of the middle convolutions by the name of a ResNeXt."""
@@ -49,7 +51,7 @@ def photographs(height: int, width: int, n: int) -> dict[str, Tensor]:
 
 
 def own_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
-    """Return the loss that the model computes; the loop keeps nothing else."""
+    """Return the loss, which the model computes; the loop keeps no outputs."""
     return model(inputs["x"]), None
 
 
@@ -79,7 +81,6 @@ class RetinaNet(nn.Module):
         channels: Sequence[int],
         *,
         classes: int = CLASSES,
-        anchors: int = 9,
         numbers: int = 4,
         boxes: int = COCO_BOXES,
     ) -> None:
@@ -88,9 +89,9 @@ class RetinaNet(nn.Module):
         self.body = body
         self.neck = Pyramid(channels[1:], extra="on_input")
         self.classify, self.locate = Tower(4), Tower(4)
-        self.scores = nn.Conv2d(256, anchors * classes, 3, padding=1)
-        self.boxes = nn.Conv2d(256, anchors * numbers, 3, padding=1)
-        self.num_classes, self.num_anchors, self.numbers, self.num_boxes = classes, anchors, numbers, boxes
+        self.scores = nn.Conv2d(256, ANCHORS * classes, 3, padding=1)
+        self.boxes = nn.Conv2d(256, ANCHORS * numbers, 3, padding=1)
+        self.num_classes, self.numbers, self.num_boxes = classes, numbers, boxes
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the loss."""
@@ -101,12 +102,12 @@ class RetinaNet(nn.Module):
 
     def loss(self, scores: Sequence[Tensor], boxes: Sequence[Tensor]) -> Tensor:
         """Return the loss of scores and boxes in FP32."""
-        assigned(points(scores) * self.num_anchors, self.num_boxes, len(scores[0]), rotated=self.numbers == 5)
+        assigned(points(scores) * ANCHORS, self.num_boxes, len(scores[0]), rotated=self.numbers == 5)
         return dense_loss(scores, boxes, classes=self.num_classes, numbers=self.numbers)
 
 
 class Proposals(nn.Module):
-    """A proposal network with three anchors a point."""
+    """A proposal network."""
 
     def __init__(self, channels: int = 256, *, anchors: int = 3, numbers: int = 4, boxes: int = COCO_BOXES) -> None:
         """Build the network; ``numbers`` describe a proposal."""

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from predict_boxes import COCO_BOXES, assign, flat, pooled, proposal_loss
-from predict_detectors import CLASSES, ON_OBJECTS, SAMPLED, MaskHead, Proposals, RegionHead, Tower, points
+from predict_detectors import ANCHORS, CLASSES, ON_OBJECTS, SAMPLED, MaskHead, Proposals, RegionHead, Tower, points
 from predict_resnet import Pyramid, ResNet
 
 _NAME = re.compile(
@@ -152,15 +152,15 @@ class DenseModel(nn.Module):
         self.body = body
         self.neck = Pyramid(_CHANNELS[1:], extra="on_input")
         self.classify, self.locate = Tower(4), Tower(4)
-        self.scores = nn.Conv2d(256, 9 * CLASSES, 3, padding=1)
-        self.boxes = nn.Conv2d(256, 9 * 4, 3, padding=1)
+        self.scores = nn.Conv2d(256, ANCHORS * CLASSES, 3, padding=1)
+        self.boxes = nn.Conv2d(256, ANCHORS * 4, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the loss."""
         levels = self.neck(self.body(x)[1:])
         scores = [self.scores(self.classify(level)) for level in levels]
         boxes = [self.boxes(self.locate(level)) for level in levels]
-        _assigned(points(levels) * 9, len(x))
+        _assigned(points(levels) * ANCHORS, len(x))
         found = torch.cat([flat(score, CLASSES).view(len(x), -1, CLASSES) for score in scores], 1).view(-1, CLASSES)
         moved = torch.cat([flat(box, 4).view(len(x), -1, 4) for box in boxes], 1).view(-1, 4)
         target, kept = torch.zeros_like(found), torch.empty(len(found), dtype=torch.long)  # few anchors are left out

@@ -19,7 +19,7 @@ from measure_kernels import Case, Kernel, Step, kind_of
 from mezzo.gpus import Gpu, find_gpu
 from mezzo.measure.predict.plan import recorded_as
 from mezzo.measure.predict.step import Conditions
-from mezzo.measure.predict.tape import Operation
+from mezzo.measure.predict.tape import CostedOperation
 from predict_zoo import label, said, tapes
 
 _SHOWN = 15
@@ -77,10 +77,10 @@ def measured_calls(kernels: Iterable[Kernel]) -> list[Call]:
     ]
 
 
-def predicted_calls(operations: Sequence[Operation], seconds: Iterable[float]) -> list[Call]:
+def predicted_calls(operations: Sequence[CostedOperation], seconds: Iterable[float]) -> list[Call]:
     """Return the calls of a tape's operations; a convolution's gradients, that of its bias too, are one call."""
     found: list[Call] = []
-    last: Operation | None = None
+    last: CostedOperation | None = None
     for operation, second in zip(operations, seconds, strict=True):
         kind, us = kind_of(operation.name, operation.phase), 1e6 * float(second)
         moved = operation.read_bytes + operation.written_bytes
@@ -94,7 +94,7 @@ def predicted_calls(operations: Sequence[Operation], seconds: Iterable[float]) -
     return found
 
 
-def _continues(last: Operation, operation: Operation) -> bool:
+def _continues(last: CostedOperation, operation: CostedOperation) -> bool:
     names = last.name, operation.name
     return last.module == operation.module and names in (
         ("convolution_input_gradient", "convolution_weight_gradient"),

@@ -79,10 +79,10 @@ _RANK_8 = ("phi-2", "phi-3", "gemma-2b")
 
 @dataclass(frozen=True)
 class Setting:
-    """What of a training does not follow from the architecture."""
+    """The facts about a training that do not follow from the architecture."""
 
     rank: int = 0
-    """Of the adapters; 0 trains everything."""
+    """The rank of the adapters; 0 trains everything."""
     everywhere: bool = False
     dropout: float = 0.05
     old: bool = False
@@ -240,7 +240,7 @@ def _loss(model: nn.Module, inputs: Mapping[str, Tensor], *, whole_head: bool) -
         del lowered
         logits[-1] = logits[-1][:, :-1]
         wanted = [part.reshape(-1) for part in targets[:, 1:].split(_CHUNK, dim=1)]  # type: ignore[assignment]
-    head_of.kept = logits  # the loop's name keeps them until the next step's are there
+    head_of.kept = logits  # the loop's variable keeps them until the next step's exist
     flat = [one.reshape(-1, one.shape[-1]) for one in logits]
     losses = [F.cross_entropy(a, b, reduction="none") for a, b in zip(flat, wanted, strict=True)]
     return torch.cat(losses).sum() / targets.numel(), None

@@ -93,7 +93,7 @@ ZERO_GRAD: dict[str, ZeroGrad] = {
 
 @dataclass
 class Found:
-    """What one row gave."""
+    """Prediction and measurement of one row."""
 
     name: str
     predicted_bytes: int
@@ -103,7 +103,7 @@ class Found:
     broken: int = 0
     """Those under which it ran out of memory."""
     device_bytes: int = 0
-    """What nvidia-smi would show, and showed; 0 where the row does not say."""
+    """Predicted and measured figures of nvidia-smi; 0 if the row has none."""
     measured_device_bytes: int = 0
     pair: str = ""
     """The pair of FP32 and mixed precision that the row belongs to."""
@@ -175,8 +175,8 @@ def xmem_row(cells: Mapping[str, str]) -> Found:
         predicted_bytes=memory(limit_bytes=total - DRIVER_BYTES).reserved_bytes,
         measured_bytes=int(cells["measured_peak_bytes"]),
     )
-    for rival in ("xmem", "dnnmem", "schedtune", "llmem"):
-        estimate, oom = cells.get(f"est_{rival}", ""), cells.get(f"limited_to_{rival}_oom", "")
+    for estimator in ("xmem", "dnnmem", "schedtune", "llmem"):
+        estimate, oom = cells.get(f"est_{estimator}", ""), cells.get(f"limited_to_{estimator}_oom", "")
         share = round(float(estimate) / total, 2) if estimate else 1.0
         if oom not in ("0", "1") or share > 0.94:
             continue

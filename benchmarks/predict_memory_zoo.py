@@ -47,12 +47,12 @@ _TILE = 1024, 1024
 
 @dataclass(frozen=True)
 class _Zoo:
-    """A row's training but for batch and precision."""
+    """A row's training without its batch and precision."""
 
     parts: tuple[Any, Any, Any]
     optimizer: Any
     of_device: bool = False
-    """Whether the row says what the whole device had taken."""
+    """Whether the row counts the memory of the whole device."""
 
 
 class Training:
@@ -80,14 +80,13 @@ class Training:
             )
         trained = _num_trained(zoo.parts[0])
         size = 2 if policy == "fp16-master" else 4
-        self.beside_bytes = (
-            0 if cells["n_gpus"] in ("1", "") else size * trained
-        )  # VOC's rows: configurations of one GPU
+        alone = cells["n_gpus"] in ("1", "")  # VOC's rows name no number: configurations of one GPU
+        self.beside_bytes = 0 if alone else size * trained
         """The buckets of data parallelism, and what mmcv's hook kept of gradients through the forward pass: FP16's and FP32's."""
         if policy == "fp16-master":
             self.beside_bytes += (2 + 4) * trained
         self.matrix_formats = () if cells["gpu"].startswith("1080 Ti") else HALF_FORMATS
-        """What the card's matrix units compute: Volta's and Ampere's FP16; Pascal has none."""
+        """The formats of the card's matrix units: Volta's and Ampere's FP16; Pascal has none."""
         self.limit_bytes = 32 * 2**30 - DRIVER_BYTES if cells["gpu"] == "V100 32GB" else None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mezzo.errors import UsageError
 from mezzo.measure.predict.libraries import imported
-from mezzo.measure.predict.tape import MemoryBlock, Operation, Tape
+from mezzo.measure.predict.tape import CostedOperation, MemoryBlock, TrainingTape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
 
@@ -27,8 +27,8 @@ BATCHES = 8, 16
 """The batch sizes that are recorded; costs at others follow."""
 
 
-_FIELDS = [field.name for kind in (Tape, MemoryBlock, Operation) for field in fields(kind)]
-"""What a tape has; one that was kept before a field came is recorded again."""
+_FIELDS = [field.name for kind in (TrainingTape, MemoryBlock, CostedOperation) for field in fields(kind)]
+"""The fields of a tape; a stored tape without one of them is recorded again."""
 
 
 class NotBuilt(Exception):
@@ -37,7 +37,7 @@ class NotBuilt(Exception):
 
 @dataclass(frozen=True)
 class Training:
-    """A training but for its precision."""
+    """A training without its precision."""
 
     build: Callable[[], nn.Module]
     batch_of: Callable[[int], dict[str, Tensor]]
@@ -247,7 +247,7 @@ def _ssd_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, A
 
 @dataclass(frozen=True)
 class Row:
-    """What a row of gpu_training_throughput.csv trains."""
+    """The training of a row of gpu_training_throughput.csv."""
 
     model: str
     size: str
@@ -256,7 +256,7 @@ class Row:
     layout: str
     optimizer: str
 
-    def tape(self, batch: int, cache: Path | None = None) -> Tape:
+    def tape(self, batch: int, cache: Path | None = None) -> TrainingTape:
         """Return the tape at ``batch``; recorded tapes are kept in ``cache``."""
         low, high = (self._recorded(n, cache) for n in BATCHES)
         return low.at_batch(high, batch)
@@ -266,20 +266,20 @@ class Row:
         """The row whose tape this one shares: TF32 runs what FP32 runs."""
         return replace(self, precision={"tf32": "fp32"}.get(self.precision, self.precision))
 
-    def _recorded(self, batch: int, cache: Path | None) -> Tape:
+    def _recorded(self, batch: int, cache: Path | None) -> TrainingTape:
         one = self.recorded
         path = None
         if cache is not None:
             path = cache / (hashlib.sha256(repr((one, batch, _FIELDS)).encode()).hexdigest()[:16] + ".pickle")
             if path.exists():
-                found: Tape = pickle.loads(path.read_bytes())
+                found: TrainingTape = pickle.loads(path.read_bytes())
                 return found
         tape = one._record(batch)
         if path is not None:
             path.write_bytes(pickle.dumps(tape))
         return tape
 
-    def _record(self, batch: int) -> Tape:
+    def _record(self, batch: int) -> TrainingTape:
         found = training(self.model, self.size)
         half = self.precision == "fp16-half"
         channels_last = self.layout == "nhwc" and found.kind != "language transformer"
@@ -318,18 +318,18 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def _master_weights(tape: Tape) -> list[Operation]:
+def _master_weights(tape: TrainingTape) -> list[CostedOperation]:
     # An FP32 copy of each weight: gradients are cast and unscaled, the result is cast back.
     half_bytes = sum(block.size_bytes for block in tape.blocks if block.kind == "parameters")
     extra = 2 * half_bytes
     return [
-        Operation("unscale", "optimizer", "", "fp32", 0, half_bytes, extra),
-        Operation("master_update", "optimizer", "", "fp32", 0, extra, half_bytes),
+        CostedOperation("unscale", "optimizer", "", "fp32", 0, half_bytes, extra),
+        CostedOperation("master_update", "optimizer", "", "fp32", 0, extra, half_bytes),
     ]
 
 
 def row_of(cells: Mapping[str, str]) -> tuple[Row, int, str]:
-    """Return what a row of the table trains, its batch size and the kind of its model.
+    """Return the training of a row, its batch size and the kind of its model.
 
     Raises:
         NotBuilt: the training cannot be built.

@@ -18,7 +18,7 @@ from mezzo.measure.predict.time import Array, Card, Columns, longer_of, operatio
 from predict_models import NotBuilt, Row, row_of
 
 SAME_AS = {"MI250 (1 GCD)": "MI210", "V100-SXM3-32GB": "V100-SXM2-32GB"}
-"""GPUs of rows that the table of GPUs has under another name: half an MI250 is an MI210."""
+"""GPUs with another name in the table of GPUs: half an MI250 is an MI210."""
 PRIOR = {
     "half": 0.3,
     "tf32": 0.3,
@@ -40,7 +40,7 @@ PRIOR = {
     "full_clock_w": 0.2,
     "old_libraries": 0.1,
 }
-"""How far each constant may be expected to lie from where the fit begins: the standard deviation of its logarithm."""
+"""The expected distance of each constant from the start of the fit: the standard deviation of its logarithm."""
 SHARES = ("half", "tf32", "fp32", "bandwidth")
 
 
@@ -53,11 +53,14 @@ class Measured:
     kind: str
     gpu: Gpu
     ops: Columns
+    """Different operations."""
+    counts: Array
+    """How often each of them runs."""
     seconds: float
 
     @property
     def family(self) -> str:
-        """The architecture that the row is left out with."""
+        """The group of architectures with which the row is left out."""
         return family(self.gpu.architecture)
 
     @property
@@ -68,14 +71,14 @@ class Measured:
 
     @property
     def setting(self) -> tuple[str, ...]:
-        """What repeated measurements share."""
+        """The facts that repeated measurements share."""
         return self.cells["model"], self.gpu.name, self.row.precision, self.row.layout
 
 
 def read(path: Path, cache: Path | None) -> tuple[list[Measured], Counter[str]]:
     """Return the rows of a table that can be predicted, and the reasons of the others with their number."""
     rows, reasons = [], Counter[str]()
-    priced: dict[tuple[Row, int], Columns] = {}
+    priced: dict[tuple[Row, int], tuple[Columns, Array]] = {}
     with path.open(encoding="utf-8", newline="") as file:
         for cells in csv.DictReader(file):
             gpu = find_gpu(SAME_AS.get(cells["gpu"], cells["gpu"]))
@@ -85,12 +88,21 @@ def read(path: Path, cache: Path | None) -> tuple[list[Measured], Counter[str]]:
                 row, batch, kind = row_of(cells)
                 key = row.recorded, batch
                 if key not in priced:
-                    priced[key] = Columns.of(row.tape(batch, cache).operations).merged()
+                    priced[key] = merged(Columns.of(row.tape(batch, cache).operations))
             except NotBuilt as error:
                 reasons[str(error)] += 1
                 continue
-            rows.append(Measured(cells, row, kind, gpu, priced[key], batch / float(cells["throughput_per_gpu"])))
+            rows.append(Measured(cells, row, kind, gpu, *priced[key], batch / float(cells["throughput_per_gpu"])))
     return rows, reasons
+
+
+def merged(columns: Columns) -> tuple[Columns, Array]:
+    """Return the different operations among ``columns``, and how often each of them occurs."""
+    own = {f.name: getattr(columns, f.name) for f in fields(Columns)}
+    table = np.stack([column.astype(np.float64) for column in own.values()], axis=1)
+    rows, counts = np.unique(table, axis=0, return_counts=True)
+    found = {name: row.astype(own[name].dtype) for name, row in zip(own, rows.T, strict=True)}
+    return Columns(**found), counts.astype(np.float64)
 
 
 class Joint:
@@ -108,11 +120,12 @@ class Joint:
         ]
         self.card = Card(**{f.name: np.repeat([getattr(c, f.name) for c in cards], sizes) for f in fields(Card)})
         self.old = np.array([row.old for row in rows])
-        self.kernels = np.array([row.ops.count.sum() for row in rows])
+        self.counts = np.concatenate([row.counts for row in rows])
+        self.kernels = np.array([row.counts.sum() for row in rows])
 
     def seconds(self, constants: Constants) -> Array:
         """Return the predicted seconds of each row."""
-        device = np.add.reduceat(operation_bounds(self.ops, self.card, constants).total, self.at)
+        device = np.add.reduceat(self.counts * operation_bounds(self.ops, self.card, constants).total, self.at)
         found: Array = longer_of(device, self.kernels * constants.launch_s)
         return found * np.where(self.old, constants.old_libraries, 1.0)
 

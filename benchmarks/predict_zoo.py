@@ -3,7 +3,7 @@
 FILE is what ``measure_zoo.py`` wrote. Each row is predicted as ``mezzo predict --model`` does, with the constants that ship and no
 calibration of the GPU. timm and transformers are needed, best in the versions that the rows name.
 
-``--cases holdout --out holdout_predicted.csv`` predicts a list of ``measure_zoo.py`` that nobody has measured yet, on ``--gpu``, and
+``--cases holdout --out holdout_predicted.csv`` predicts a list of ``measure_zoo.py`` that has not been measured yet, on ``--gpu``, and
 stores it with the commit. Where ``zoo_predicted.csv`` lies beside ``zoo.csv``, the stored predictions are compared too: with what was
 measured, and with today's.
 """
@@ -38,7 +38,7 @@ MEASURES = {
     "reserved": "reserved_bytes",
     "device": "device_bytes",
 }
-"""What is compared, with the column that has it; predictions have it under the same name."""
+"""The measures that are compared, with their columns, which are also the fields of predictions."""
 _SETTING = "model", "size", "batch", "gpu"
 
 
@@ -59,7 +59,7 @@ def predicted(cells: Cells, gpu: Gpu) -> Prediction:
 
 @dataclass
 class Stored:
-    """A prediction as it is kept until it is measured."""
+    """A prediction that is stored until it is measured."""
 
     model: str
     size: int
@@ -73,7 +73,7 @@ class Stored:
     reserved_bytes: int
     device_bytes: int
     commit: str
-    """What predicted it."""
+    """The commit that predicted it."""
     date: str
     torch: str
     library: str
@@ -119,7 +119,7 @@ def stored_beside(path: Path) -> dict[tuple[str, ...], Cells]:
 
 
 def key_of(cells: Cells) -> tuple[str, ...]:
-    """Return what tells rows apart: the case and the GPU."""
+    """Return the key of a row: its case and its GPU."""
     gpu = find_gpu(cells["gpu"])
     return (*(cells[field.name] for field in fields(Case)), gpu.name if gpu is not None else cells["gpu"])
 

@@ -1,4 +1,4 @@
-"""Time loops against each other, each in a process of its own, as a script runs: its hooks are set once, and nobody takes them back.
+"""Time loops against each other, each in its own process, as a script runs: its hooks are set once and never removed.
 
 In one process that sets and undoes the hooks between blocks, Python forgets what it had learned of the types that they change, and the
 loop with more Python pays most for that: 2% of a small step, which no script pays. The processes of a build are forked from one, so they
@@ -25,13 +25,13 @@ import torch
 from benchmarks.harness import over_builds
 
 SLOWEST_S = 120.0
-"""A process that does not answer for so long has failed."""
+"""A process that does not answer within this time has failed."""
 Loop = Callable[[], AbstractContextManager[Callable[[], Any]]]
 """Returns the context in which its block runs; has to be picklable where processes are not forked."""
 
 
 class Spent(NamedTuple):
-    """What one block took, in milliseconds."""
+    """The times of one block in milliseconds."""
 
     thread_ms: float
     """CPU time of the thread that trains. On a GPU the backward pass is not in it: autograd has a thread of its own for that."""
@@ -42,25 +42,25 @@ class Spent(NamedTuple):
 
 @dataclass(frozen=True)
 class Build:
-    """What the blocks of each loop took, and why loops have none."""
+    """The times of each loop's blocks, and the errors of loops without any."""
 
     times: dict[str, list[Spent]]
     failed: dict[str, str] = field(default_factory=dict)
 
 
 class NoAnswerError(Exception):
-    """Say why a process gave no answer."""
+    """A process did not answer."""
 
 
 class Served:
-    """A process, and the line on which it answers."""
+    """A process, and the connection over which it answers."""
 
     def __init__(self, start: str, serve: Callable[..., None], *arguments: Any) -> None:
         context: Any = multiprocessing.get_context(start)
         self._line, theirs = context.Pipe()
         self._process = context.Process(target=_answering, args=(theirs, serve, *arguments), daemon=True)
         self._process.start()
-        theirs.close()  # so that the line ends with the process
+        theirs.close()  # so that the connection ends with the process
 
     def answer(self) -> Any:
         """Return the next answer.
@@ -97,7 +97,7 @@ class Served:
 
 
 def answer_of(call: Callable[[], Any], *, start: str = "fork") -> Any:
-    """Return what ``call`` returns in a process that is thrown away.
+    """Return the result of ``call`` in a process of its own.
 
     Raises:
         NoAnswerError: it failed there.

@@ -1,4 +1,4 @@
-"""What it costs to count every parameter gradient of a step by exponent: as a share of the step, and by the element.
+"""The cost of counting every parameter gradient of a step by exponent: as a share of the step, and for each element.
 
 A step is forward, backward and torch's AdamW in FP32. The counting is one call for all gradients: once by what this machine chose (a
 compiled kernel where there is a compiler), once by plain torch operations.

@@ -1,4 +1,4 @@
-"""Make what the README shows: a recorded session, a picture of a report, and its table of figures, from the benchmarks' results.
+"""Make the figures of the README: a recorded session, a picture of a report, and its table of figures, from the benchmarks' results.
 
 ``make readme`` runs the benchmarks that count rather than time, takes both pictures again and writes the table. Times need a quiet
 machine and longer than a few minutes: the table takes them from the results that ``make bench`` left.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, with_table
 from benchmarks.recording import record_session
 from mezzo import read_record
 from mezzo.records import CompareRecord
@@ -36,7 +35,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WIDTH, HEIGHT = 1280, 1400
 
 Rows = dict[str, str]
-"""What one benchmark measured, as text by its own words."""
+"""The figures of one benchmark, as text by its own words."""
 
 
 class Line(NamedTuple):
@@ -142,16 +141,11 @@ def table() -> str:
 
 def written(text: str) -> str:
     """Return the README's ``text`` with the table made anew."""
-    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.S)
-    if len(pattern.findall(text)) != 1:
-        raise SystemExit(
-            f"README.md needs the lines {BEGIN.strip()!r} and {END!r} once each, around its table of figures"
-        )
-    return pattern.sub(lambda _: BEGIN + table() + END, text)
+    return with_table(text, BEGIN, END, table())
 
 
 def unfair(record: CompareRecord) -> list[str]:
-    """Return the policies that may not stand in a picture: their times, those of emulated formats, would stand beside measured ones."""
+    """Return the policies to leave out of a picture, because times of emulated formats would appear beside measured ones."""
     return [row.policy for row in record.rows if row.emulated]
 
 
@@ -159,9 +153,7 @@ def take_picture() -> None:
     """Compare policies on the digits example and photograph the report."""
     browser = next((path for path in map(shutil.which, BROWSERS) if path), None)
     if browser is None:
-        raise SystemExit(
-            f"the picture is taken by one of {', '.join(BROWSERS)}: install one, or see docs/images as it is"
-        )
+        raise SystemExit(f"the picture is taken by one of {', '.join(BROWSERS)}: install one")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "mezzo", "compare", *OPTIONS, "--out", f"{folder}/report", *SCRIPT]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE)
@@ -182,7 +174,7 @@ def photograph(browser: str, page: Path, picture: Path) -> None:
 
 
 def main() -> None:
-    """Run what counts, record the session, take the picture and write the table."""
+    """Run the benchmarks that count, record the session, take the picture and write the table."""
     for name in COUNTED:
         importlib.import_module(f"benchmarks.{name}").main()
     record_session()

@@ -1,4 +1,4 @@
-"""Record a session in the terminal as a picture: real commands, run now, and what they print; ``make readme`` takes it.
+"""Record a terminal session as a picture: real commands, run now, with their output; part of ``make readme``.
 
 What a command prints is shown from its headline to the section named beside it; the picture marks every cut with dots.
 """
@@ -26,7 +26,7 @@ LARGEST_BYTES = 60_000
 
 
 class Shown(NamedTuple):
-    """A command, and which part of its output is shown."""
+    """A command, and the part of its output to show."""
 
     command: str
     begins: str

@@ -1,4 +1,4 @@
-"""By how much an emulated reduction changes gradients: ``python -m benchmarks reductions`` prints the table of docs/policies.md."""
+"""How much an emulated reduction changes gradients: ``python -m benchmarks reductions`` prints the table of docs/policies.md."""
 
 from __future__ import annotations
 

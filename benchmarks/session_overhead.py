@@ -1,4 +1,4 @@
-"""What a Session's step costs beside the hand-written autocast and GradScaler loop: Python calls and CPU time."""
+"""The cost of a Session's step against the hand-written autocast and GradScaler loop: Python calls and CPU time."""
 
 from __future__ import annotations
 

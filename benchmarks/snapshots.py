@@ -1,4 +1,4 @@
-"""What one save a minute costs a session of 110 M parameters: CPU time of the training thread, and of the thread that writes.
+"""The cost of one save a minute to a session of 110 M parameters: CPU time of the training thread, and of the thread that writes.
 
 CPU time, not time on the clock: it stays right on a machine that does other work. The training thread is stopped while it copies the
 state; checksum and writing run beside it. The first save also gets the memory for the copy.
@@ -30,6 +30,7 @@ TARGET = "1% or less"
 def main() -> None:
     """Save a session four times under each policy; print the cost of the first save and the least of the others."""
     warnings.simplefilter("ignore", mezzo.PrecisionWarning)
+    torch.set_num_threads(1)  # or other threads would copy a part of the state, and their CPU time is not read
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     rows = []
     for policy in CASES:

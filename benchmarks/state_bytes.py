@@ -48,9 +48,7 @@ def bytes_a_parameter(policy: str, moments: str, rounding: str) -> float:
         session.backward(loss)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         session.update()
-    state = [
-        t for of_one in optimizer.state.values() for t in of_one.values() if t.ndim
-    ]  # step counts are one number each
+    state = [t for own in optimizer.state.values() for t in own.values() if t.ndim]  # no step counts
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [*model.parameters(), *gradients, *state]
     }

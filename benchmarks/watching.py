@@ -1,4 +1,4 @@
-"""What watching costs: the host's time for each batch, and for each sample of the thread beside the training."""
+"""The cost of ``mezzo watch``: CPU time for each batch, whose call is wrapped, and for each sample of a second thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mezzo.measure.watch.waits import Waits
 _CALLS, _ROUNDS = 20_000, 9
 _SAMPLES_A_SECOND = 10
 _STEP_MS = 1.0
-"""A short step: watching costs less of a longer one."""
+"""A short step: watching is a larger share of it than of a long one."""
 
 
 def cpu_us(action: Callable[[], object], *, calls: int) -> float:
@@ -37,7 +37,6 @@ def main() -> None:
     sample_us = cpu_us(HostSamples().take, calls=500)
     share = batch_us / (1e3 * _STEP_MS) + sample_us * _SAMPLES_A_SECOND / 1e6
     rows = [
-        ("host calls a step", "1 wrapped call a batch, 1 a collective", ""),
         ("a wrapped call", f"{batch_us:.2f} us", ""),
         (f"a sample, {_SAMPLES_A_SECOND} a second", f"{sample_us:.1f} us", ""),
         (f"share of a step of {_STEP_MS:g} ms", f"{share:.2%}", "at most 1%"),

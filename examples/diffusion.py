@@ -1,4 +1,4 @@
-"""Train a denoising diffusion model on MNIST (Ho et al., arXiv:2006.11239), with an average of its weights."""
+"""Train a denoising diffusion model on MNIST (Ho et al., arXiv:2006.11239), and keep a moving average of its weights."""
 
 import argparse
 import copy
@@ -16,7 +16,7 @@ NUM_TIMES = 1000
 
 
 class Stage(nn.Module):
-    """Two normalized convolutions that are told the time."""
+    """Two normalized convolutions, conditioned on the time."""
 
     def __init__(self, channels_in: int, channels: int, time_width: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Stage(nn.Module):
 
 
 class UNet(nn.Module):
-    """Two levels down, two up, joined at each level."""
+    """Two levels down and two up, with a skip connection at each."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from PIL import Image
 
 def read_set(folder: Path, size: int) -> tuple[np.ndarray, np.ndarray]:
     classes = sorted(place.name for place in folder.iterdir() if place.is_dir())
-    files = sorted(folder.glob("*/*.jpeg"))
+    files = sorted(folder.glob("*/*.[jJ][pP]*"))
     pictures = [np.asarray(Image.open(file).convert("RGB").resize((size, size)), dtype=np.float32) for file in files]
     values = (np.stack(pictures).transpose(0, 3, 1, 2) / 255 - 0.45) / 0.225
     return values.astype(np.float32), np.array([classes.index(file.parent.name) for file in files])

@@ -11,7 +11,7 @@ import mezzo
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """Return 1437 training and 360 test images of 8 x 8."""
+    """Return 1438 training and 359 test images of 8 x 8."""
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
     data = TensorDataset(images, torch.tensor(digits.target))
@@ -35,13 +35,13 @@ def build() -> nn.Module:
 
 
 def accuracy(model: nn.Module, session: mezzo.Session, test: TensorDataset) -> float:
-    """Return the share of test images that the model names right, computed under the session's policy."""
+    """Return the model's accuracy on the test images, computed under the session's policy."""
     images, targets = test[:]
     model.eval()
     with torch.no_grad(), session.autocast():
-        named: Tensor = model(images).argmax(dim=1)
+        predicted: Tensor = model(images).argmax(dim=1)
     model.train()
-    return (named == targets).float().mean().item()
+    return (predicted == targets).float().mean().item()
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ STEPS = 150
 
 
 def main() -> None:
-    """Train both players in turn and print where they stand."""
+    """Train critic and generator in turn and print their losses."""
     torch.manual_seed(0)
     images = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
     generator = nn.Sequential(nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 64), nn.Tanh())
@@ -28,7 +28,7 @@ def main() -> None:
     for step in range(1, STEPS + 1):
         real = images[torch.randint(len(images), (BATCH,))]
 
-        # The critic's turn: it learns to tell real from made. detach() keeps its loss out of the generator.
+        # The critic's turn: it learns to tell real images from generated ones. detach() keeps its loss out of the generator.
         with session.autocast():
             made = generator(torch.randn(BATCH, NOISE))
             scores_real, scores_made = critic(real), critic(made.detach())
@@ -36,7 +36,7 @@ def main() -> None:
         session.backward(critic_loss)
         session.update(judge)
 
-        # The generator's turn: its loss reaches into the critic as well; update(make) drops those gradients.
+        # The generator's turn: its loss also has gradients in the critic; update(make) drops them.
         with session.autocast():
             generator_loss = F.softplus(-critic(generator(torch.randn(BATCH, NOISE)))).mean()
         session.backward(generator_loss)

@@ -32,7 +32,7 @@ _MARKED = "slow"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import no file for ``-m slow`` that has no slow test: the word stands in it, or in a helper that it names."""
+    """Import no file for ``-m slow`` that has no slow test: the word is in it, or in a helper that it names."""
     if config.option.markexpr != _MARKED or collection_path.suffix != ".py":
         return None
     text = collection_path.read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ gc.disable()  # until everything is imported: nothing of it is garbage
 
 
 def pytest_collection_finish() -> None:
-    """Take what was imported, a million objects, out of the walks that garbage collection makes and that every run makes."""
+    """Keep the million objects that were imported out of garbage collection, and of the walks over all objects that runs make."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -64,18 +64,22 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_unconfigure() -> None:
-    """Give it back: at the interpreter's end, native libraries call objects that were never collected leaks."""
+    """Undo it: when the interpreter ends, native libraries report objects that were never collected as leaks."""
     gc.unfreeze()
 
 
 _EXCEPTHOOK = sys.excepthook
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def _tracebacks_as_python_shows_them() -> Iterator[None]:
-    """A process group puts a hook of its own there, which names the rank, and leaves it when it is destroyed."""
+def _interpreter_as_it_was() -> Iterator[None]:
+    """Restore what outlives a test: a process group's hook for tracebacks, a training's handler of SIGTERM."""
+    handlers = [signal.getsignal(number) for number in _STOPPING]
     yield
     sys.excepthook = _EXCEPTHOOK
+    for number, handler in zip(_STOPPING, handlers, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -86,7 +90,7 @@ def cpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_mode_stays() -> Iterator[None]:
-    """What a test leaves on, all later ones of its process would run under."""
+    """Fail a test that leaves a mode on, and remove it: all later tests of its process would run under it."""
     yield
     left = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     while _get_current_function_mode_stack():
@@ -96,7 +100,7 @@ def _no_mode_stays() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _fp32_products_stay() -> Iterator[None]:
-    """A session under tf32 or fp32 sets torch's switches for its whole process."""
+    """Restore torch's switches for FP32 products: a session under tf32 or fp32 sets them for its whole process."""
     with fp32_products_as_they_were():
         yield
 

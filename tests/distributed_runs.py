@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mezzo
 from helpers_engine import batches, mlp, spoil
 from mezzo import NonFiniteLossError, ScaleFloorError, Session, SessionError
+from processes import leave_process_group
 
 Kind = Literal["one", "ddp", "fsdp", "hsdp"]
 WORLD = 2
@@ -481,7 +482,7 @@ def joined(rank: int, folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        leave_process_group()
 
 
 def main(rank: int, folder: Path) -> None:

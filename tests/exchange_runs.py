@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mezzo import MezzoError, Session
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
+from processes import leave_process_group
 
 WORLD, WIDTH = 3, 4096
 
@@ -134,7 +135,7 @@ def main(rank: int, folder: Path) -> None:
             found[name] = traceback.format_exc()
     torch.save(found, folder / f"{rank}.pt")
     with contextlib.suppress(RuntimeError):
-        dist.destroy_process_group()
+        leave_process_group()
 
 
 if __name__ == "__main__":

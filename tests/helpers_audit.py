@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import torch
 
 from helpers_launch import as_script
 from mezzo.launch.torch import switched
@@ -37,6 +39,13 @@ def audited(name: str, *arguments: str, policy: str = "as-is", steps: tuple[int,
 
 def traced_operations(step: Callable[[], object], *, device_type: str = "cpu") -> list[TracedOperation]:
     """Return the operations of ``step``, as an audit understands them."""
+    return traced_step(step, device_type=device_type)[0]
+
+
+def traced_step(
+    step: Callable[[], object], *, optimizers: Iterable[torch.optim.Optimizer] = (), device_type: str = "cpu"
+) -> tuple[list[TracedOperation], Names]:
+    """Return the operations of ``step``, as an audit understands them, and the names of its modules."""
     tracer = Tracer(OperandFormats(), device_type=device_type)
     tracer.start()
     try:
@@ -44,4 +53,4 @@ def traced_operations(step: Callable[[], object], *, device_type: str = "cpu") -
     finally:
         tracer.stop()
     names = Names(tracer.trace.roots)
-    return understand(tracer.trace, names, weights_of(names.roots, []))
+    return understand(tracer.trace, names, weights_of(names.roots, optimizers)), names

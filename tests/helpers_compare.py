@@ -1,4 +1,4 @@
-"""Runs as a comparison takes them, made from a few numbers."""
+"""Runs for comparisons, made from a few numbers."""
 
 from __future__ import annotations
 

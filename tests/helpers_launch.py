@@ -29,7 +29,7 @@ AS_IS = "as-is"
 
 @dataclass(frozen=True)
 class Ran:
-    """Hold what a script printed, and what was recorded of it (nothing under plain python)."""
+    """A script's output, and what was recorded of it (nothing under plain python)."""
 
     values: dict[str, Any]
     """What the script printed by ``report(name=value)``: one JSON object a line, later names replace earlier ones."""
@@ -131,7 +131,7 @@ class _InThisProcess:
         return returned
 
     def pass_on(self, number: int, *, kill_after_s: float = 0.0) -> None:
-        """Go on: the signal has come to this process, which is the run as well."""
+        """Do nothing: this process, which is also the run, has received the signal."""
 
     def kill(self) -> None:
         raise KeyboardInterrupt  # a person who waits for the tests
@@ -139,7 +139,7 @@ class _InThisProcess:
 
 @contextlib.contextmanager
 def _as_child() -> Iterator[None]:
-    """Put back what a child process changes of its own; a trainer's progress bar leaves a daemon thread."""
+    """Restore what a child process changes in itself; a trainer's progress bar leaves a daemon thread."""
     handler = signal.getsignal(signal.SIGINT)
     with mock.patch.multiple(sys, argv=[], path=["", *sys.path]), mock.patch.object(child, "_exit_at_once"):
         try:

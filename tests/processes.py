@@ -1,15 +1,19 @@
-"""Start a command in several processes, as a launcher does."""
+"""Start a command in several processes, as a launcher does, and end a process group that trained."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from mezzo.launch.ranks.ports import free_port
+from paths import SCRIPTS
 
 
 class Ended(NamedTuple):
@@ -32,6 +36,8 @@ def in_processes(
 
     They have torchrun's variables if ``launched``. All are killed after ``timeout_s``.
     """
+    if program[0].endswith(".py"):
+        program = [str(SCRIPTS / "as_rank.py"), *program]
     shared = {
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
@@ -60,3 +66,13 @@ def in_processes(
             process.kill()
             process.wait()
     return [Ended(process.returncode, text) for process, text in zip(started, printed, strict=True)]
+
+
+def leave_process_group() -> None:
+    """Destroy the process group after gloo's threads have freed their last exchange.
+
+    They need the interpreter for that: the group's end would wait for them, and a process that ends meanwhile is aborted (see
+    ``scripts/as_rank.py``).
+    """
+    time.sleep(0.2)
+    dist.destroy_process_group()

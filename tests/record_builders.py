@@ -400,7 +400,7 @@ def tune_record(**fields: object) -> TuneRecord:
         "chosen": rows[1].name,
         "why": "1.69 times the inputs a second of the script now",
         "next_command": "mezzo run --policy bf16 --compile train.py --batch-size 64",
-        "next_why": "trains so, with the script unedited",
+        "next_why": "trains this way, with the script unedited",
         "rows": rows,
         "trials": [TuneTrial(name="as-is", round="1", seed=0, outcome="212 ms a step", folder="runs/x", resumed=True)],
         "budget_s": 600.0,

@@ -1,4 +1,4 @@
-"""What is measured, in order of importance, with the seconds that a case takes on a data-centre GPU."""
+"""The cases in order of importance, with the seconds that each takes on a data-centre GPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ LARGE = {"mobilenetv3_large": 256, "bert_base": 64, "resnet50": 256, "gpt2": 16}
 BUILT_IN = {"tiny_convnet": 4, "tiny_transformer": 2}
 """Models of torch's own layers, for a run that tests this program on a CPU."""
 LOST = 75
-"""Exit code of the measuring process where its GPU answers no more."""
+"""Exit code of the measuring process if its GPU no longer answers."""
 POLICIES = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp8")
 
 
 @dataclass(frozen=True)
 class Way:
-    """Name a way to train: whose step, in which policy, and how it is run."""
+    """A way to train: the library, the policy, and how steps run."""
 
     library: str
     """``mezzo``, ``torch.amp``, ``accelerate`` or ``fabric``."""
@@ -29,7 +29,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Case:
-    """Name one thing to measure; its ways are timed in turn."""
+    """One thing to measure, whose ways are timed in turn."""
 
     name: str
     kind: str
@@ -77,7 +77,7 @@ def _peers(model: str, batch: int) -> Case:
 def _beside(model: str, batch: int, policy: str, kind: str) -> Case:
     loop = Way("torch.amp", policy)
     ours = [Way("mezzo", policy, "captured"), Way("mezzo", f"{policy}-master", "captured"), Way("mezzo", policy)]
-    # Who captures has to be seen beside who captures, too: the same loop in a CUDA graph, by hand.
+    # A fair comparison for captured steps: the same loop in a CUDA graph, by hand.
     theirs = [Way("torch.amp", policy, "captured"), Way("accelerate", policy), Way("fabric", policy)]
     return _training(kind, model, batch, [ours[0], loop, *ours[1:], *theirs], loop, 50)
 
@@ -91,7 +91,7 @@ def _compiled(model: str, batch: int) -> Case:
 
 
 def _policy(model: str, batch: int, policy: str) -> Case:
-    # A case each: captured steps keep their memory, and those of all policies together would not fit.
+    # One case for each policy: captured steps keep their memory, and those of all policies together would not fit.
     loop = Way("torch.amp", "bf16" if policy == "fp8" else policy.removesuffix("-master"))
     ways = [loop, Way("mezzo", policy), Way("mezzo", policy, "captured")]
     return _training(f"policy {policy}", model, batch, ways, loop, 25)

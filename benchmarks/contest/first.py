@@ -1,6 +1,6 @@
-"""What a GPU should see before anything is timed on it: ``python -m benchmarks.contest.first kernels`` or ``waits``.
+"""Checks to run on a GPU before anything is timed: ``python -m benchmarks.contest.first kernels`` or ``waits``.
 
-``kernels`` runs every kernel of the optimizers over odd sizes, to be watched by compute-sanitizer. ``waits`` trains eagerly under every
+``kernels`` runs every kernel of the optimizers on odd sizes, under compute-sanitizer. ``waits`` trains eagerly under every
 policy while torch turns a wait for the device into an error.
 """
 

@@ -1,8 +1,8 @@
 """The optimizer's two passes over 110 M parameters, as a share of the bandwidth of a copy on the same device.
 
-``reduce`` reads every gradient once; ``apply`` reads gradient, master and moments and writes master, moments and weight. Ideal bytes
-are those, so a share says how near the kernels come to what memory allows. As called includes the host's work; kernels alone is the
-time that the device was busy, by torch's profiler.
+``reduce`` reads every gradient once; ``apply`` reads gradient, master and moments and writes master, moments and weight. These are
+the ideal bytes, so a share says how near the kernels come to what memory allows. "As called" includes the host's work; "kernels alone" is
+the time in which torch's profiler saw the device busy.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import nn
 
 import mezzo
 from benchmarks.contest.timing import Roofs, Sizes, block_ms, steps_for
+from benchmarks.models import bert_base_shapes
 from mezzo.engine.kernels.choice import choose
 
 Passes: TypeAlias = dict[str, tuple[Callable[[], Any], int]]
-"""What is run, and its ideal bytes a parameter."""
+"""What to run, and its ideal bytes for each parameter."""
 # weights: (format, ideal bytes a parameter of reduce, and of apply)
 _KINDS = {
     "fp16 weights with FP32 masters": (torch.float16, 2, 28),  # 2 + 4 + 8 read, 4 + 8 + 2 written
@@ -27,11 +28,12 @@ _KINDS = {
     "fp32 weights": (torch.float32, 4, 28),  # 4 + 4 + 8 read, 4 + 8 written
 }
 
+_REPEATS = 5
 _NO_KERNELS = "the profiler returned no kernel: CUPTI is missing, or counters are for administrators only"
 
 
 def measure(device: str, sizes: Sizes, roofs: Roofs) -> Iterator[dict[str, str]]:
-    """Yield what was measured, one line at a time."""
+    """Yield the measurements, one row at a time."""
     kernels, reason = choose(device)
     yield {"what": "kernels", "value": reason}
     for name, (dtype, reduced, applied) in _KINDS.items():
@@ -43,7 +45,7 @@ def measure(device: str, sizes: Sizes, roofs: Roofs) -> Iterator[dict[str, str]]
             what = f"{name}, {count / 1e6:.1f} M: {step}"
             try:
                 yield from _shares(what, run, size * count, device, sizes, roofs)
-            except Exception as error:  # the other passes are still worth knowing
+            except Exception as error:  # measure the other passes nevertheless
                 yield {"what": what, "value": f"failed: {type(error).__name__}: {error}"}
 
 
@@ -85,15 +87,15 @@ def _share(ms: float, ideal: int, roofs: Roofs) -> str:
     return f"{ms:.3f} ms, {rate:,.0f} GB/s, {100 * rate / roofs.copy_gb_per_s:.0f}% of a copy"
 
 
-def busy_ms(run: Callable[[], Any], repeats: int = 5) -> float:
+def busy_ms(run: Callable[[], Any]) -> float:
     """Return the milliseconds that the device is busy in one run, by torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        for _ in range(repeats):
+        for _ in range(_REPEATS):
             run()
         torch.cuda.synchronize()
-    return busy_us(found.key_averages()) / 1e3 / repeats
+    return busy_us(found.key_averages()) / 1e3 / _REPEATS
 
 
 def busy_us(events: Iterable[Any]) -> float:
@@ -109,10 +111,5 @@ def busy_us(events: Iterable[Any]) -> float:
 
 
 def shapes(layers: int) -> list[tuple[int, ...]]:
-    """Return the shapes of BERT-base with ``layers`` layers; of a small part of it without any."""
-    if layers == 0:
-        return [(768, 32), (32, 768), (768,)]
-    embeddings: list[tuple[int, ...]] = [(30522, 768), (512, 768), (2, 768), (768,), (768,), (768, 768), (768,)]
-    attention: list[tuple[int, ...]] = [(768, 768), (768,)] * 4
-    layer = [*attention, (768,), (768,), (3072, 768), (3072,), (768, 3072), (768,), (768,), (768,)]
-    return embeddings + layer * layers
+    """Return the shapes of BERT-base with ``layers`` layers; three small ones for none."""
+    return bert_base_shapes(layers) if layers else [(768, 32), (32, 768), (768,)]

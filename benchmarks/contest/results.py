@@ -1,4 +1,4 @@
-"""Rows as they are measured: JSON lines, each on disk before the next is measured, and a Markdown table of them."""
+"""Measured rows as JSON lines, each on disk before the next is measured, and as a Markdown table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COLUMNS = ("way", "ms a step", "a second", "against", "peak MiB", "loss", "of p
 
 
 class Results:
-    """Write rows of one run to a file that is only ever added to."""
+    """The rows of one run in a file that only grows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,11 +33,11 @@ class Results:
         return rows
 
     def begun(self) -> list[str]:
-        """Return the cases that were begun, in order."""
+        """Return the cases that have begun, in order."""
         return list(dict.fromkeys(row["case"] for row in self.rows() if row["kind"] == "begin"))
 
     def open_case(self) -> str | None:
-        """Return the case that was begun and has no end, or None."""
+        """Return the case that has begun and not ended, or None."""
         ended = {row["case"] for row in self.rows() if row["kind"] == "end"}
         return next((case for case in self.begun() if case not in ended), None)
 

@@ -1,4 +1,4 @@
-"""Times, memory and the roofs of the device: what a copy and a large matrix product reach on it."""
+"""Times, memory and the roofs of the device: the rates of a copy and of a large matrix product."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Hold how long is measured."""
+    """Sizes and durations of the measurements."""
 
     rounds: int
     block_ms: float
@@ -36,7 +36,7 @@ TINY = Sizes(rounds=3, block_ms=1.0, loss_steps=3, copied=2**18, product=64, par
 
 @dataclass
 class Roofs:
-    """Hold what the device was seen to reach."""
+    """The rates that the device reached."""
 
     copy_gb_per_s: float = 0.0
     """Bytes read and written."""
@@ -44,7 +44,7 @@ class Roofs:
     """By format, of a large square product."""
 
     def percent_of_peak(self, policy: str, tflops: float) -> float | None:
-        """Return a step's share of the matrix peak of the policy's format, or None where none was measured."""
+        """Return a step's percentage of the matrix peak of the policy's format, or None if no peak was measured."""
         peak = self.tflops.get(policy.split("-")[0])
         return 100 * tflops / peak if peak else None
 
@@ -66,7 +66,7 @@ def block_ms(run: Step, steps: int, device: str) -> float:
 
 
 def steps_for(run: Step, device: str, sizes: Sizes) -> int:
-    """Return how many runs make a block."""
+    """Return the number of runs in a block."""
     once = block_ms(run, 2, device) / 2
     return max(1, min(200, round(sizes.block_ms / max(once, 1e-3))))
 
@@ -74,10 +74,10 @@ def steps_for(run: Step, device: str, sizes: Sizes) -> int:
 def in_turn(
     runs: dict[str, Step], device: str, sizes: Sizes, deadline: float
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
-    """Time all in turn; return each one's milliseconds a run, round by round, and what failed on the way.
+    """Time all in turn; return the milliseconds of each one's run, round by round, and the errors of those that failed.
 
-    The order moves on by one every round. Past the deadline no further round is begun, but three are made. One that fails is
-    taken out of ``runs``, so that its memory is there for the others.
+    The order rotates by one every round. At least three rounds are made, and none begins after the deadline. One that fails is
+    removed from ``runs``, which frees its memory for the others.
     """
     failed: dict[str, Exception] = {}
     steps: dict[str, int] = {}
@@ -98,7 +98,7 @@ def in_turn(
 
 
 def bare(error: Exception) -> Exception:
-    """Return an error, and those that it came from, without tracebacks: they hold the tensors of the way that failed."""
+    """Return an error and its causes without tracebacks, which would keep the tensors of the failed way alive."""
     one: BaseException | None = error
     while one is not None:
         one.__traceback__ = None
@@ -144,7 +144,7 @@ def _median_ms(run: Step, device: str, sizes: Sizes) -> float:
 
 
 def set_precision(policy: str) -> None:
-    """Set how FP32 products are computed: what the policy says, or torch's default for all other ways."""
+    """Set how FP32 products are computed: as the policy says, or torch's default for other policies."""
     if policy in ("fp32", "tf32"):
         set_fp32_products("ieee" if policy == "fp32" else "tf32")
     else:
@@ -153,7 +153,7 @@ def set_precision(policy: str) -> None:
 
 
 class Memory:
-    """Watch what a way allocates from the moment it begins."""
+    """The memory that a way allocates from now on."""
 
     def __init__(self, device: str) -> None:
         self.on = device == "cuda"
@@ -165,7 +165,7 @@ class Memory:
             self.reserved = torch.cuda.memory_reserved()
 
     def found(self) -> dict[str, float | None]:
-        """Return the peak of what was allocated, and what is reserved now, in MiB above the beginning."""
+        """Return the peak of allocated memory and the memory reserved now, in MiB above the beginning."""
         if not self.on:
             return {"peak_mib": None, "reserved_mib": None}
         peak = torch.cuda.max_memory_allocated() - self.before

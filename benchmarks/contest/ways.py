@@ -1,4 +1,4 @@
-"""One training step, written the way each library wants it."""
+"""One training step, written as each library recommends."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Batch = tuple[Tensor, ...]
 
 
 class NotHereError(Exception):
-    """Say that a way cannot be run on this machine."""
+    """A way cannot run on this machine."""
 
 
 @dataclass
 class Contestant:
-    """Hold a way that is ready to train."""
+    """A way that is ready to train."""
 
     step: Callable[[Batch], Tensor]
     note: str = ""
@@ -82,7 +82,7 @@ def _torch_amp(way: Way, model: nn.Module, work: Workload, example: Batch, devic
     def step(batch: Batch) -> Tensor:
         if way.mode == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
-        # A cast that a graph keeps from outside of it would never follow its weight.
+        # No cache while capturing: a graph would replay with a cast of the weight that was made before it.
         with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, cache_enabled=not captured):
             loss = work.loss(model, *batch)
         scaler.scale(loss).backward()
@@ -101,9 +101,9 @@ def _torch_amp(way: Way, model: nn.Module, work: Workload, example: Batch, devic
 def _in_a_graph(
     step: Callable[[Batch], Tensor], model: nn.Module, optimizer: Any, scaler: Any, example: Batch
 ) -> Callable[[Batch], Tensor]:
-    """Return the step as a CUDA graph, as torch's notes on whole-network capture have it.
+    """Return the step as a CUDA graph, as torch's notes on whole-network capture recommend.
 
-    With a fused optimizer the scaler reads nothing back, so that it can be captured, too.
+    With a fused optimizer the scaler reads nothing back, so it can be captured too.
     """
     inputs = tuple(t.clone() for t in example)
     side = torch.cuda.Stream()
@@ -115,7 +115,7 @@ def _in_a_graph(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = step(inputs)
-    written = (model, optimizer, scaler)  # a graph keeps addresses, not the tensors that lie there
+    written = (model, optimizer, scaler)  # a graph keeps addresses, not the tensors at them
 
     def replay(batch: Batch, _keep: Any = written) -> Tensor:
         for place, tensor in zip(inputs, batch, strict=True):
@@ -128,7 +128,7 @@ def _in_a_graph(
 
 @contextmanager
 def rewound(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Iterator[None]:
-    """Put everything back in its place afterwards, as if no step had been made: every way begins from the same weights."""
+    """Restore everything after the block, as if no step had been made: every way starts from the same weights."""
     weights, scale = copy.deepcopy(model.state_dict()), scaler.state_dict()
     yield
     model.load_state_dict(weights)

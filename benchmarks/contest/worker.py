@@ -1,13 +1,11 @@
-"""The process that measures: the supervisor in ``__main__`` starts it, ends it in time, and starts it again where a GPU is lost."""
+"""The measuring process: ``benchmarks/gpu.py`` starts it, ends it in time, and restarts it if a GPU is lost."""
 
 from __future__ import annotations
 
 import gc
-import importlib.metadata
 import json
 import platform
 import re
-import subprocess
 import sys
 import time
 from datetime import datetime, timezone
@@ -24,6 +22,7 @@ from benchmarks.contest.ways import Contestant, NotHereError, build
 from benchmarks.contest.workloads import Workload, workload
 from mezzo.devices import cpu_name
 from mezzo.errors import UnsupportedFormatError
+from mezzo.measure.environment import nvidia_driver, package_version
 from mezzo.measure.flops import FlopCounter
 
 BATCHES = 4
@@ -31,7 +30,7 @@ LIBRARIES = ("mezzo", "triton", "timm", "transformers", "accelerate", "lightning
 
 
 class Worker:
-    """Run the cases that fit into the time that is left."""
+    """Runs the cases that fit into the time left."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.device, self.tiny = settings["device"], settings["tiny"]
@@ -79,7 +78,7 @@ class Worker:
         clean(self.device)
 
     def _pace(self) -> float:
-        """Return how much longer than planned cases took so far."""
+        """Return the time of the cases so far over their planned time."""
         return min(3.0, max(0.5, self.spent / self.planned)) if self.planned else 1.0
 
     def _roofs(self, case: Case, *, report: bool) -> None:
@@ -134,7 +133,7 @@ class Worker:
     def _prepared(
         self, case: Case, way: Way, work: Workload, batches: list[Any]
     ) -> tuple[timing.Step, dict[str, Any]] | None:
-        """Build a way and train its first steps; None where it failed, with a row that says why."""
+        """Build a way and train its first steps; return None if it fails, after adding a row that says why."""
         clean(self.device)
         memory, started = Memory(self.device), time.time()
         try:
@@ -185,7 +184,7 @@ def _runner(way: Way, contestant: Contestant, batches: list[Any]) -> timing.Step
 
 
 def lost() -> bool:
-    """Return whether the GPU answers no more, as after an illegal address: every later call would fail."""
+    """Return whether the GPU no longer answers, as after an illegal address, when every later call fails."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:
@@ -194,41 +193,25 @@ def lost() -> bool:
 
 
 def clean(device: str) -> None:
-    """Give back what nobody holds."""
+    """Free unused memory."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
 
 
 def environment(device: str, command: str) -> dict[str, str]:
-    """Return what the numbers were measured with."""
+    """Return the environment of the measurements."""
     on_gpu = device == "cuda"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else f"{cpu_name()}, a test of the program, not a measurement",
-        "driver": _driver() if on_gpu else "none",
+        "driver": nvidia_driver() or "unknown" if on_gpu else "none",
         "torch": torch.__version__,
         "cuda": f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
         "python": platform.python_version(),
-        **{name: _version(name) for name in LIBRARIES},
+        **{name: package_version(name) or "not installed" for name in LIBRARIES},
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": command,
     }
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return next(iter(done.stdout.split()), "unknown")
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 if __name__ == "__main__":

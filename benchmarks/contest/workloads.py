@@ -15,10 +15,10 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Workload:
-    """Hold a model's recipe, its data and its loss."""
+    """A model, its data and its loss."""
 
     make: Callable[[], nn.Module]
-    """Imports the library that the model is from: ImportError where it is missing."""
+    """Builds the model; raises ImportError if its library is missing."""
     batch: Callable[[int], tuple[Tensor, ...]]
     loss: Callable[..., Tensor]
     """Takes the model and a batch."""
@@ -27,10 +27,10 @@ class Workload:
     images: bool = False
 
     def model(self, device: str) -> nn.Module:
-        """Return the model with the first weights that every way begins from."""
+        """Return the model with the weights that every way starts from."""
         torch.manual_seed(SEED)
         model = self.make().train().to(device)
-        # Convolutions in 16 bits read channels next to each other on CUDA: for every way alike.
+        # Tensor Cores need channels-last for convolutions in 16 bits; it is the same for all ways.
         return model.to(memory_format=torch.channels_last) if self.images and device == "cuda" else model
 
     def batches(self, size: int, device: str, count: int) -> list[tuple[Tensor, ...]]:
@@ -96,10 +96,10 @@ def _timm(name: str, classes: int) -> nn.Module:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Take the place of transformers' masks: these batches have no padding and are not packed.
+    """Replace transformers' masks: these batches have no padding and are not packed.
 
-    To find that out, transformers looks at every batch, and the host waits; inside a captured or compiled step it cannot look
-    and makes a mask that rules fast attention out. Without a mask attention is the same, causal in GPT-2, and every way's alike.
+    To find that out, transformers reads every batch, and the host waits; inside a captured or compiled step it cannot read the batch
+    and makes a mask that prevents fast attention. Without a mask, attention is the same (causal in GPT-2), and equal in all ways.
     """
 
 

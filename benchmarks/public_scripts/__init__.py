@@ -1,11 +1,11 @@
 """Public training scripts, each at a fixed commit and unedited, under ``mezzo run``, ``compare``, ``audit`` and ``diagnose``.
 
-    python -m benchmarks.public_scripts CLONES                     all of them: nine trainings or more for each script
+    python -m benchmarks.public_scripts CLONES                     all of them: eight trainings or more for each script
     python -m benchmarks.public_scripts CLONES --only 'mnist|gan'  those whose repository, file or arguments match
     python -m benchmarks.public_scripts CLONES --list              the command lines, without running anything
 
-``CLONES`` is a folder with a clone of each repository, named ``owner+name``; one that is missing is fetched from GitHub, that commit
-alone. Nothing of theirs is copied into this project: a script runs in a new folder that git writes from the commit. Data that a script
+``CLONES`` is a folder with a clone of each repository, named ``owner+name``; a commit that is missing is fetched from GitHub, without its
+history. Nothing of theirs is copied into this project: a script runs in a new folder that git writes from the commit. Data that a script
 would download is replaced by small generated files (``data.py``) or generated images (``standins``); its code is never changed.
 torchvision, matplotlib, gymnasium, lightning, accelerate and whatever else a script imports must be installed beside Mezzo.
 """

@@ -32,10 +32,12 @@ LIMIT_S = 900
 
 
 def clone(script: Script, clones: Path) -> Path:
-    """Return the clone that has the script's commit; fetch it where there is none."""
+    """Return the folder of the script's repository; fetch its commit if it is not there."""
     folder = clones / script.repository.replace("/", "+")
     if not folder.exists():
         subprocess.run(["git", "init", "--quiet", folder], check=True)
+    known = ["git", "-C", folder, "cat-file", "-e", f"{script.commit}^{{commit}}"]
+    if subprocess.run(known, check=False, stderr=subprocess.DEVNULL).returncode:
         url = f"https://github.com/{script.repository}"
         subprocess.run(["git", "-C", folder, "fetch", "--quiet", "--depth", "1", url, script.commit], check=True)
     return folder
@@ -60,7 +62,7 @@ def line(script: Script, command: str) -> str:
     return f"{COMMANDS[command]} {shlex.quote(file)} {script.arguments}".strip()
 
 
-def outcome(script: Script, command: str, clones: Path, results: Path) -> str:
+def outcome(script: Script, command: str, repository: Path, results: Path) -> str:
     """Run one command in a new folder with the repository's files, and return its cell."""
     shutil.rmtree(results, ignore_errors=True)  # or Mezzo would write beside the record of another command line
     results.mkdir(parents=True)
@@ -68,7 +70,7 @@ def outcome(script: Script, command: str, clones: Path, results: Path) -> str:
         archive = [
             "git",
             "-C",
-            clone(script, clones),
+            repository,
             "archive",
             script.commit,
             script.where or ".",
@@ -87,7 +89,7 @@ def outcome(script: Script, command: str, clones: Path, results: Path) -> str:
         words = [sys.executable, "-m", "mezzo", verb, "--out", str(results), *rest]
         with (results / "output.txt").open("w", encoding="utf-8") as log:
             try:
-                code = subprocess.run(
+                done = subprocess.run(
                     words,
                     cwd=folder,
                     env=environment,
@@ -101,8 +103,8 @@ def outcome(script: Script, command: str, clones: Path, results: Path) -> str:
     try:
         said = cell(read_record(results / "record.json"))
     except (MezzoError, OSError) as error:
-        return f"exit {code.returncode}, no record: {error}"
-    return said if code.returncode == 0 else f"exit {code.returncode}; {said}"
+        return f"exit {done.returncode}, no record: {error}"
+    return said if done.returncode == 0 else f"exit {done.returncode}; {said}"
 
 
 def main() -> None:
@@ -128,9 +130,13 @@ def main() -> None:
             )
         return
 
+    # Before the threads start: several scripts share a repository.
+    clones = {script.repository: clone(script, asked.clones.resolve()) for script in chosen}
+
     def row(script: Script) -> dict[str, str]:
+        repository = clones[script.repository]
         folder = asked.results.resolve() / re.sub(r"\W+", "-", script.name)[:120].strip("-")
-        cells = {command: outcome(script, command, asked.clones.resolve(), folder / command) for command in commands}
+        cells = {command: outcome(script, command, repository, folder / command) for command in commands}
         print("\n".join([f"\n{script.name}", *(f"  {command}: {said}" for command, said in cells.items())]), flush=True)
         return {"script": script.name, "commit": script.commit, **cells}
 

@@ -35,8 +35,8 @@ def text(path: Path, *, num_lines: int) -> None:
             file.write(" ".join(f"{WORDS[i]} {WORDS[i * 7 % len(WORDS)]}" for i in first) + "\n")
 
 
-def images(folder: Path, *, count: int, side: int, suffix: str = "jpg", halves: bool = False) -> None:
-    """Write RGB images of a bright disc on noise, named by number; with ``halves`` masks of the disc, 0 and 255, instead."""
+def images(folder: Path, *, count: int, side: int, suffix: str = "jpg", masks: bool = False) -> None:
+    """Write RGB images of a bright disc on noise, named by number; with ``masks`` the disc alone, 0 and 255."""
     import numpy
     from PIL import Image
 
@@ -48,8 +48,8 @@ def images(folder: Path, *, count: int, side: int, suffix: str = "jpg", halves: 
         noise = draw.rand(side, side, 3)
         disc = (rows - centre[0]) ** 2 + (columns - centre[1]) ** 2 < radius**2
         picture = numpy.where(disc[..., None], 0.7, 0.0) + 0.3 * noise
-        array = disc.astype("uint8") * 255 if halves else (255 * picture).astype("uint8")
-        Image.fromarray(array).convert("L" if halves else "RGB").save(folder / f"{number:03}.{suffix}")
+        array = disc.astype("uint8") * 255 if masks else (255 * picture).astype("uint8")
+        Image.fromarray(array).convert("L" if masks else "RGB").save(folder / f"{number:03}.{suffix}")
 
 
 def none(folder: Path) -> None:
@@ -75,7 +75,7 @@ def words(folder: Path) -> None:
 def segmentation(folder: Path) -> None:
     """Write images and masks of one disc each."""
     images(folder / "data" / "imgs", count=24, side=64)
-    images(folder / "data" / "masks", count=24, side=64, suffix="png", halves=True)
+    images(folder / "data" / "masks", count=24, side=64, suffix="png", masks=True)
 
 
 def super_resolution(folder: Path) -> None:
@@ -88,7 +88,7 @@ def image_folders(folder: Path) -> None:
     """Write a folder of images a class, two classes, for training and for validation."""
     for split, count in (("train", 32), ("val", 8)):
         images(folder / "images" / split / "disc", count=count, side=64)
-        images(folder / "images" / split / "mask", count=count, side=64, suffix="png", halves=True)
+        images(folder / "images" / split / "mask", count=count, side=64, suffix="png", masks=True)
 
 
 def citations(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a record says, in the few words of a table's cell."""
+"""Summarise a record in the few words of a table's cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public scripts of docs/public-scripts.md: where each is, and how it is made to end within seconds."""
+"""The public scripts of docs/public-scripts.md: where each one is, and how to make it end within seconds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMITS = {
 
 
 class Script(NamedTuple):
-    """Say how one script is run."""
+    """One script and how to run it."""
 
     repository: str
     file: str
@@ -40,7 +40,7 @@ class Script(NamedTuple):
     """A file of the repository that is run first, with the same Python, relative to the folder."""
     variables: Mapping[str, str] = {}
     leave_out: str = "*.gif"
-    """What is not taken from the repository: large, and not read or replaced by ``data``."""
+    """Files of the repository to leave out: large ones that are not read, or are replaced by ``data``."""
 
     @property
     def commit(self) -> str:
@@ -54,7 +54,7 @@ class Script(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return a name that is told apart from all others."""
+        """Return a unique name."""
         return f"{self.repository} {self.file} {self.arguments}".strip()
 
 

@@ -1,13 +1,13 @@
 """How often the verdicts of ``mezzo compare`` are wrong, by simulation.
 
-Seeds and losses whose truth is known are judged by the functions that judge runs:
+Losses and metrics whose truth is known are judged by the functions that judge runs:
 
 ``differences``  equivalent and different, with the true difference at the margin
 ``metrics``      the same for metrics that come as counts or printed digits
 ``courses``      diverged and stopped learning: false alarms on noise without a trend, and what is found
 ``promises``     whether as many seeds as promised decide
 
-A rate is the worst of many settings, simulated once more by itself: the largest of many estimates would be too large. Everything is
+A rate is that of the worst of many settings, simulated once more by itself: the largest of many estimates would be too large. Everything is
 seeded. Takes eight minutes on one core.
 """
 

@@ -1,8 +1,8 @@
-"""Rates of ``diverged`` and ``stopped learning``, on losses of a known course.
+"""Rates of ``diverged`` and ``stopped learning``, on losses whose course is known.
 
 False alarms: a policy's runs and the baseline's are noise around one level, white or autocorrelated, normal or heavy-tailed, with
-seeds that have nothing to do with each other; and runs that learn alike, with seeds that differ in level and speed. Then what is
-found: one run of three that goes wrong, or all three.
+seeds that have nothing to do with each other; and runs that learn alike, with seeds that differ in level and speed. Then the faults that
+are found: one run of three goes wrong, or all three.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LENGTHS = {5: 400, 20: 400, 100: 200, 500: 60, 2000: 30}
 """Steps of a run, and comparisons a setting in the search for the worst."""
 AUTOCORRELATIONS = (0.0, 0.5, 0.9, 0.99)
 NOISE = (0.02, 0.1, 0.3)
-"""Standard deviation of a single loss, as a share of what training takes off."""
+"""Standard deviation of a single loss, as a share of its fall in training."""
 _NOWHERE = Environment(date="", mezzo="", python="", torch="", os="", cpu="", threads=1, device="cpu")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Hold what a simulation of noise assumes."""
+    """The assumptions of a simulation of noise."""
 
     num_steps: int
     autocorrelation: float
@@ -83,7 +83,7 @@ def correlated(noise: Array, autocorrelation: float) -> Array:
 
 
 def went_wrong(baseline: Array, policy: Array) -> str | None:
-    """Return ``diverged`` or ``stopped_learning`` where a run of the policy is found to; each row is a run's losses, by seed."""
+    """Return ``diverged`` or ``stopped_learning`` if a run of the policy is found to have; each row is a run's losses, by seed."""
     runs = [
         RunRecord(
             command=[], script="", script_sha256="", policy=name, seed=seed, environment=_NOWHERE,
@@ -114,6 +114,7 @@ def _course(rng: np.random.Generator) -> Array:
 
 
 def healthy(course: Array, rng: np.random.Generator) -> Array:
+    """Return a loss that learns as well, at another seed's speed and to its level."""
     return _course(rng)
 
 

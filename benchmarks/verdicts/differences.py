@@ -27,7 +27,7 @@ UNPAIRED = math.inf
 
 @dataclass(frozen=True)
 class Setting:
-    """Hold what a simulation assumes."""
+    """The assumptions of a simulation."""
 
     noise: str
     num_seeds: int

@@ -1,7 +1,7 @@
 """Whether the number of seeds that an undecided comparison promises decides.
 
-Pairs are drawn until so many are there; a first few are seen and found undecided, and the promise is made from them. Settings
-differ in the true difference and in the spread of the differences, both in margins.
+The first few pairs are judged, and where they are undecided the promise is made from them; then as many pairs are drawn as it
+promises. Settings differ in the true difference and in the spread of the differences, both in margins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEEN = (2, 3, 5)
 
 
 def rates(effort: float) -> list[Rate]:
-    """Return by number of seeds seen how often the promise is kept, of all that were made, and how often none could be made."""
+    """Return how often the promises that were made are kept, by number of seeds seen."""
     num, found = max(5, int(40 * effort)), []
     for num_seen in SEEN:
         kept = made = 0

@@ -16,13 +16,13 @@ SEEDS = (2, 3, 5, 10)
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """Hold how often something was said, of how many simulated comparisons."""
+    """How often a verdict was returned, of how many simulated comparisons."""
 
     what: str
     share: float
     num: int
     most: float | None = None
-    """The most that is aimed at."""
+    """The largest acceptable rate."""
     least: float | None = None
 
     @property
@@ -48,7 +48,7 @@ def worst(
         settings: all of them.
         share_of: simulates: setting, number of comparisons, seed.
         num: comparisons a setting in the search.
-        times: how many times as many are made of the worst.
+        times: how many times as many are made for the worst setting.
     """
     found = [(share_of(setting, num, 1 + place), place, setting) for place, setting in enumerate(settings)]
     _, place, setting = max(found, key=lambda item: item[:2])

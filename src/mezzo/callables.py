@@ -47,7 +47,7 @@ def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
 
     Args:
         step: makes one training step: forward, backward, update.
-        warmup: how often to call it before the recorded call, so that optimizers have their state.
+        warmup: how often to call it before the recorded call, so that optimizers have their state and the device is known.
 
     Raises:
         SessionError: ``step`` cannot be called, or ``warmup`` is negative.
@@ -59,23 +59,19 @@ def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
         )
     started = time.perf_counter()
     optimizers: dict[torch.optim.Optimizer, None] = {}
-    hook = register_optimizer_step_pre_hook(lambda o, *_: optimizers.setdefault(o))
-    with _noting_device() as devices:
-        for _ in range(warmup):
-            step()
-    device_type = next((d for d in devices if d != "cpu"), "cpu")
-    tracer = Tracer(OperandFormats(), device_type=device_type)
-    profiler = KernelWatch() if device_type == "cuda" else None
-    with _eagerly() as forced_eager:
-        tracer.start()
-        if profiler is not None:
-            profiler.start()
-        try:
-            step()
-        finally:
-            launches = profiler.stop() if profiler is not None else []
-            tracer.stop()
-            hook.remove()
+    with register_optimizer_step_pre_hook(lambda o, *_: optimizers.setdefault(o)):
+        device_type = _warmed_up(step, warmup)
+        tracer = Tracer(OperandFormats(), device_type=device_type)
+        profiler = KernelWatch() if device_type == "cuda" else None
+        with _eagerly() as forced_eager:
+            tracer.start()
+            if profiler is not None:
+                profiler.start()
+            try:
+                step()
+            finally:
+                launches = profiler.stop() if profiler is not None else []
+                tracer.stop()
     names = Names(tracer.trace.roots)
     return audit_record(
         _run_record(step, None, started, environment(device_type)),
@@ -98,7 +94,7 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
 
     Args:
         train: makes training steps, called without arguments.
-        policy: what to run them under; ``as-is`` for their own precision.
+        policy: the policy to run them under; ``as-is`` for their own precision.
         steps: how many steps to inspect at most.
 
     Raises:
@@ -125,14 +121,8 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
             f"{run.script} ended without a training step",
             hint="pass a function that calls backward() and updates the weights",
         )
-    only = ScriptRun(
-        role="first",
-        reason="every step's operations",
-        policy=chosen,
-        settings=settings,
-        run=run,
-        evidence=evidence,
-    )
+    why = "every step's operations"
+    only = ScriptRun(role="first", reason=why, policy=chosen, settings=settings, run=run, evidence=evidence)
     found = diagnosis([only], untried="a function cannot be run again from its first state")
     return found.model_copy(update={"fix_where": where_to_write(found, "function")})
 
@@ -149,11 +139,14 @@ def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: in
         steps: how many steps to record.
 
     Raises:
-        SessionError: ``steps`` is below 1.
+        SessionError: ``train`` cannot be called, or ``steps`` is below 1.
         ScriptError: ``train`` made no training step.
     """
-    if steps < 1:
-        raise SessionError(f"steps={steps!r}; allowed: whole numbers from 1", hint="record 20 steps: steps=20")
+    if not callable(train) or steps < 1:
+        raise SessionError(
+            f"ranges(train={train!r}, steps={steps!r}): train is a function without arguments, steps 1 or more",
+            hint="pass a function that trains: mezzo.ranges(lambda: train(loader))",
+        )
     settings = RangesSettings(steps=tuple(range(1, steps + 1)), policy=Policy.of(policy))
     with amp_off():
         trained, run, _ = _trained(train, Policy.parse("fp32"), settings, find_premade(torch.optim.Optimizer)[0])
@@ -246,7 +239,7 @@ def _run_record(
     message = error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}"
     return RunRecord(
         command=[sys.executable, *sys.argv],
-        script=_name(called),
+        script=getattr(called, "__qualname__", type(called).__name__),
         script_sha256="",
         policy=policy_text(policy),
         environment=where,
@@ -257,24 +250,17 @@ def _run_record(
     )
 
 
-def _name(called: Callable[[], Any]) -> str:
-    return getattr(called, "__qualname__", type(called).__name__)
-
-
-@contextmanager
-def _noting_device() -> Iterator[dict[str, None]]:
-    """Collect the device types of the parameters of modules that are called."""
+def _warmed_up(step: Callable[[], Any], times: int) -> str:
+    """Call ``step``; return the type of the device of the modules that it calls: of several, an accelerator's."""
     found: dict[str, None] = {}
 
     def note(module: nn.Module, args: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            found.setdefault(parameter.device.type)
+        found.update(dict.fromkeys(p.device.type for p in module.parameters(recurse=False)))
 
-    hook = register_module_forward_pre_hook(note)
-    try:
-        yield found
-    finally:
-        hook.remove()
+    with register_module_forward_pre_hook(note):
+        for _ in range(times):
+            step()
+    return next((device_type for device_type in found if device_type != "cpu"), "cpu")
 
 
 @contextmanager
@@ -283,9 +269,5 @@ def _eagerly() -> Iterator[bool]:
     if "torch._dynamo" not in sys.modules:
         yield False
         return
-    compiled = bool(torch._dynamo.utils.counters["frames"])
-    torch.compiler.set_stance("force_eager")
-    try:
-        yield compiled
-    finally:
-        torch.compiler.set_stance("default")
+    with torch.compiler.set_stance("force_eager"):
+        yield bool(torch._dynamo.utils.counters["frames"])

@@ -1,4 +1,4 @@
-"""What this machine can compute, format by format, and why.
+"""Which number formats this machine can compute in, and why.
 
 Support for a format on a device is one of
 
@@ -10,7 +10,7 @@ NVIDIA's matrix units take FP16 from compute capability 7.0, BF16 and TF32 from 
 Programming Guide, "Arithmetic Instructions" and "Compute Capabilities"). An x86 CPU has matrix or vector units for
 BF16 with AVX512-BF16 or AMX-BF16 and for FP16 with AVX512-FP16 or AMX-FP16; without them torch's half-precision
 kernels are 6 to 25 times slower than FP32 ones. AMD's GPUs report numbers that look like compute capabilities but are not: they are
-identified by their architecture (``gfx942``). Sources of every table: docs/hardware.md.
+identified by their architecture (``gfx942``). docs/hardware.md has the sources of every table.
 
 Mezzo's tests run on x86 CPUs, and those for GPUs ran on an H100. Statements about other devices come from their makers' documents and
 torch's source, as ``Device.evidence`` says.
@@ -78,7 +78,7 @@ class Support:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device: its kind and what it reports about itself, which together decide which formats it supports."""
+    """A device: its kind and what it reports about itself, from which the formats that it supports follow."""
 
     kind: str
     """torch's device type: ``cpu``, ``cuda``, ``mps``, ``xpu``."""
@@ -96,19 +96,8 @@ class Device:
 
     def support(self, fmt: Format) -> Support:
         """Return how this device computes in ``fmt``."""
-        if fmt is FP64 and not self.has_fp64:
-            return Support(
-                format=fmt.name, level="impossible", reason=f"{self.name} has no FP64; FP32 is used in its place"
-            )
-        if fmt in (FP32, FP64):
-            return Support(format=fmt.name, level="native", reason="every device computes in it")
-        if self.architecture is not None:
-            return self._rocm_support(fmt, self.architecture)
-        if self.kind == "cuda" and self.capability is not None:
-            return self._cuda_support(fmt, self.capability)
-        if self.kind == "cpu":
-            return self._cpu_support(fmt)
-        return self._other_support(fmt)
+        level, reason = self._level(fmt)
+        return Support(format=fmt.name, level=level, reason=reason)
 
     @property
     def evidence(self) -> str:
@@ -125,75 +114,78 @@ class Device:
         """Whether Mezzo has run on such a device."""
         return self.kind == "cpu" or (self.kind == "cuda" and self.architecture is None and "H100" in self.name)
 
-    def support_for_row_scales(self, fmt: Format = E4M3) -> Support:
-        """Return how this device multiplies matrices in ``fmt``, an 8-bit format, that have a scale a row."""
+    def support_for_row_scales(self, fmt: Format) -> Support:
+        """Return how this device multiplies matrices in ``fmt``, an 8-bit format, that have one scale per row."""
         found = self.support(fmt)
         first, beyond = _ROW_SCALES
-        if found.level == "native" and self.architecture is not None:
-            reason = f"row-wise FP8 is not known to run on {self.architecture}; fp8_recipe=tensorwise is native here"
-            return Support(format=fmt.name, level="emulated", reason=reason)
-        if found.level != "native" or self.capability is None or first <= self.capability < beyond:
+        if found.level != "native":
             return found
-        has = f"compute capability {self.capability[0]}.{self.capability[1]}"
-        reason = f"{has}, and row-wise FP8 is known to run from {first[0]}.{first[1]} to below {beyond[0]}.{beyond[1]}"
-        return Support(format=E4M3.name, level="emulated", reason=f"{reason}; fp8_recipe=tensorwise is native here")
+        if self.architecture is not None:
+            why = f"row-wise FP8 is not known to run on {self.architecture}"
+        elif self.capability is None or first <= self.capability < beyond:
+            return found
+        else:
+            known = f"from {first[0]}.{first[1]} to below {beyond[0]}.{beyond[1]}"
+            why = f"{_capability(self.capability)}, and row-wise FP8 is known to run {known}"
+        return Support(format=fmt.name, level="emulated", reason=f"{why}; fp8_recipe=tensorwise is native here")
 
-    def _cuda_support(self, fmt: Format, capability: tuple[int, int]) -> Support:
+    def _level(self, fmt: Format) -> tuple[Level, str]:
+        if fmt is FP64 and not self.has_fp64:
+            return "impossible", f"{self.name} has no FP64; FP32 is used in its place"
+        if fmt in (FP32, FP64):
+            return "native", "every device computes in it"
+        if self.architecture is not None:
+            return self._rocm_level(fmt, self.architecture)
+        if self.kind == "cuda" and self.capability is not None:
+            return self._cuda_level(fmt, self.capability)
+        return self._cpu_level(fmt) if self.kind == "cpu" else self._other_level(fmt)
+
+    def _cuda_level(self, fmt: Format, capability: tuple[int, int]) -> tuple[Level, str]:
         if fmt.fnuz:
-            reason = f"NVIDIA's matrix units take no {fmt.name}; fp8_formats=ocp is what they may have"
-            return Support(format=fmt.name, level="emulated", reason=reason)
-        needed = _MIN_CAPABILITY[fmt.name]
-        has = f"compute capability {capability[0]}.{capability[1]}"
+            return "emulated", f"NVIDIA's matrix units take no {fmt.name}; fp8_formats=ocp is what they may have"
+        needed, has = _MIN_CAPABILITY[fmt.name], _capability(capability)
         needs = f"{needed[0]}.{needed[1]}"
         if fmt is FP16 and capability == (7, 5) and _WITHOUT_TENSOR_CORES.search(self.name):
-            reason = f"{has} without Tensor Cores; its {fmt.name} units compute at twice the rate of FP32"
-            return Support(format=fmt.name, level="native", reason=reason)
+            return "native", f"{has} without Tensor Cores; its {fmt.name} units compute at twice the rate of FP32"
         if capability >= needed:
-            reason = f"{has}; matrix units take {fmt.name} from {needs}"
-            return Support(format=fmt.name, level="native", reason=reason)
+            return "native", f"{has}; matrix units take {fmt.name} from {needs}"
         reason = f"{has}, and matrix units take {fmt.name} only from {needs}"
-        level: Level = "impossible" if fmt is TF32 else "emulated"
-        return Support(format=fmt.name, level=level, reason=reason)
+        return ("impossible" if fmt is TF32 else "emulated"), reason
 
-    def _rocm_support(self, fmt: Format, architecture: str) -> Support:
+    def _rocm_level(self, fmt: Format, architecture: str) -> tuple[Level, str]:
         names, formats = _ROCM.get(architecture, ("", ""))
         if fmt is TF32:
-            reason = f"{architecture}: torch computes FP32 products in FP32 here"
-            return Support(format=fmt.name, level="impossible", reason=reason)
+            return "impossible", f"{architecture}: torch computes FP32 products in FP32 here"
         if fmt.name in formats.split():
-            reason = f"{architecture} ({names}); its matrix units take {fmt.name}"
-            return Support(format=fmt.name, level="native", reason=reason)
+            return "native", f"{architecture} ({names}); its matrix units take {fmt.name}"
         if not names:
-            reason = f"{architecture} is not among the architectures whose matrix units are known here"
-        else:
-            reason = f"{architecture} ({names}), and its matrix units take {', '.join(formats.split())}"
-        return Support(format=fmt.name, level="emulated", reason=reason)
+            return "emulated", f"{architecture} is not among the architectures whose matrix units are known here"
+        return "emulated", f"{architecture} ({names}), and its matrix units take {', '.join(formats.split())}"
 
-    def _cpu_support(self, fmt: Format) -> Support:
+    def _cpu_level(self, fmt: Format) -> tuple[Level, str]:
         if fmt is TF32:
-            reason = "TF32 is a mode of NVIDIA's matrix units; FP32 is computed instead"
-            return Support(format=fmt.name, level="impossible", reason=reason)
+            return "impossible", "TF32 is a mode of NVIDIA's matrix units; FP32 is computed instead"
         wanted = _CPU_FLAGS.get(fmt.name, ())
         found = [flag for flag in wanted if flag in self.flags]
         if found:
-            reason = f"this CPU has {' and '.join(found)}"
-            return Support(format=fmt.name, level="native", reason=reason)
+            return "native", f"this CPU has {' and '.join(found)}"
         lacks = " or ".join(wanted) if wanted else "units for 8-bit floating point"
-        reason = f"this CPU lacks {lacks}; native kernels would be many times slower than FP32"
-        return Support(format=fmt.name, level="emulated", reason=reason)
+        return "emulated", f"this CPU lacks {lacks}; native kernels would be many times slower than FP32"
 
-    def _other_support(self, fmt: Format) -> Support:
+    def _other_level(self, fmt: Format) -> tuple[Level, str]:
         if self.kind == "cuda":
-            reason = "torch finds no CUDA device on this machine"
-            return Support(format=fmt.name, level="impossible", reason=reason)
+            return "impossible", "torch finds no CUDA device on this machine"
         if fmt is BF16 and not self.has_bf16:
-            reason = "torch's autocast takes it on Apple's GPUs from macOS 14"
-            return Support(format=fmt.name, level="emulated", reason=reason)
+            return "emulated", "torch's autocast takes it on Apple's GPUs from macOS 14"
         if fmt in (FP16, BF16) and self.kind in ("mps", "xpu"):
-            return Support(format=fmt.name, level="native", reason=f"torch runs it on {self.kind}")
+            return "native", f"torch runs it on {self.kind}"
         if fmt is TF32:
-            return Support(format=fmt.name, level="impossible", reason="TF32 is NVIDIA's")
-        return Support(format=fmt.name, level="emulated", reason=f"no known unit on {self.kind}")
+            return "impossible", "TF32 is NVIDIA's"
+        return "emulated", f"no known unit on {self.kind}"
+
+
+def _capability(capability: tuple[int, int]) -> str:
+    return f"compute capability {capability[0]}.{capability[1]}"
 
 
 def this_device(kind: str) -> Device:
@@ -245,7 +237,7 @@ def cpu_name() -> str:
 
 
 def _cpu_flags() -> frozenset[str]:
-    # /proc/cpuinfo joins words as in "avx512_bf16"; elsewhere (macOS, Windows) nothing is known and the CPU is taken as plain.
+    # Only Linux has /proc/cpuinfo: on macOS and Windows a CPU counts as one without these units.
     return frozenset(_cpuinfo("flags").split())
 
 
@@ -254,8 +246,5 @@ def _cpuinfo(key: str) -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return ""
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == key:
-            return value.strip()
-    return ""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for name, _, value in pairs if name.strip() == key), "")

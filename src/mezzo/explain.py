@@ -53,7 +53,7 @@ class Choices(list[Choice]):
 
 
 def in_short(policy: Policy) -> str:
-    """Return what a policy asks for, in a line: what it computes in, what weights are kept in, how the loss is scaled."""
+    """Return a policy in one line: its compute format, the format of weights, its loss scale."""
     if not policy.lowers:
         return f"computes in {policy.compute}, casts nothing"
     ways = {"ops": "chosen operation by operation", "model": "for the whole model"}
@@ -179,11 +179,10 @@ def communication_left_out(policy: Policy) -> list[Choice]:
 
 
 def _user_lists(policy: Policy) -> list[Choice]:
-    named = [(p, getattr(policy, p)) for p in oplists.USER_LISTS]
     return [
         _choice("user op lists", f"{', '.join(names)}: {precision}", "the policy names them")
-        for precision, names in named
-        if names
+        for precision in oplists.USER_LISTS
+        if (names := getattr(policy, precision))
     ]
 
 

@@ -1,10 +1,10 @@
-"""What a number format can hold.
+"""What a number format can represent.
 
 A binary floating-point format is a sign, ``exponent_bits`` and ``mantissa_bits``; its range and spacing follow. With
 bias ``b = 2**(exponent_bits - 1) - 1`` the smallest normal is ``2**(1 - b)``, the smallest subnormal ``2**(1 - b -
-mantissa_bits)`` and the largest value ``(2 - 2**-mantissa_bits) * 2**b`` where the top exponent is kept for infinity
+mantissa_bits)`` and the largest value ``(2 - 2**-mantissa_bits) * 2**b`` where the top exponent is reserved for infinity
 and NaN (IEEE 754-2019, section 3.3). E4M3 keeps only one bit pattern for NaN and none for infinity, so its top
-exponent holds numbers: the largest is 448 (Micikevicius et al., arXiv:2209.05433, table 1).
+exponent encodes numbers: the largest is 448 (Micikevicius et al., arXiv:2209.05433, table 1).
 
 TF32 is a compute format: values are stored as FP32 and the matrix unit reads 10 of their 23 mantissa bits.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A binary floating-point format, given by its bits; everything else is derived."""
+    """A binary floating-point format, defined by its bits; everything else is derived."""
 
     name: str
     exponent_bits: int
@@ -29,7 +29,7 @@ class Format:
     """The torch dtype that stores it (``float32`` for TF32)."""
     has_inf: bool = True
     fnuz: bool = False
-    """Whether the pattern of the negative zero is the only one that is no number."""
+    """Whether the bit pattern of negative zero is the only NaN."""
 
     @property
     def bias(self) -> int:
@@ -62,7 +62,7 @@ class Format:
 
     @property
     def bytes(self) -> int:
-        """The bytes that one stored value takes."""
+        """The bytes of one stored value."""
         return STORED_BYTES[self.dtype_name]
 
     @property
@@ -104,13 +104,12 @@ E5M2FNUZ = Format(
 )
 
 FORMATS = {f.name: f for f in (FP64, FP32, TF32, FP16, BF16, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
+FORMAT_NAMES = {f.dtype_name: f.name for f in FORMATS.values() if f is not TF32}
+"""Names of formats by the dtypes that store them."""
 FP8_PAIRS = {"ocp": (E4M3, E5M2), "fnuz": (E4M3FNUZ, E5M2FNUZ)}
 """The formats of 8-bit operands and gradients: the Open Compute Project's, as NVIDIA and newer AMD GPUs have them, and MI300's."""
 
 
 def format_of(dtype: torch.dtype) -> Format | None:
     """Return the format that ``dtype`` stores, or None for an integer, boolean or complex dtype."""
-    return _BY_DTYPE_NAME.get(str(dtype).removeprefix("torch."))
-
-
-_BY_DTYPE_NAME = {f.dtype_name: f for f in (FP64, FP32, FP16, BF16, E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
+    return FORMATS.get(FORMAT_NAMES.get(str(dtype).removeprefix("torch."), ""))

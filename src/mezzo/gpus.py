@@ -42,14 +42,14 @@ class Gpu:
     multiprocessors: int
     l2_bytes: int
     power_w: float
-    """What the board may draw."""
+    """The board's power limit."""
     source: str
     checked: str
-    """What the row was compared with."""
+    """The source against which the row was checked."""
 
     @property
     def device(self) -> Device:
-        """The device that torch would report, which knows the formats that it computes in."""
+        """The device that torch would report, which knows its formats."""
         if self.compute_capability.startswith("gfx"):
             return Device(kind="cuda", name=self.label, architecture=self.compute_capability)
         major, _, minor = self.compute_capability.partition(".")
@@ -63,7 +63,7 @@ class Gpu:
 
 
 def gpu_named(text: str, *, option: str = "--gpu") -> Gpu:
-    """Return the GPU that a person means by ``text``: case, spaces, dashes and the maker's name do not matter.
+    """Return the GPU that ``text`` names: case, spaces, dashes and the maker's name do not matter.
 
     Raises:
         UsageError: there is none of that name.

@@ -1,16 +1,18 @@
 """Mezzo in Jupyter and IPython: a record shows its page, and ``%%mezzo`` runs a cell as a script.
 
-Records know nothing of reports, so it is the shell that is told how to show them: by ``import mezzo`` if it runs by then, else by
+Records know nothing of reports, so the shell learns how to show them: from ``import mezzo`` if the shell runs already, else from
 ``%load_ext mezzo``. Neither imports a record or a report before one is shown.
 """
 
 from __future__ import annotations
 
+import ast
 import codecs
 import hashlib
 import html
 import io
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -26,11 +28,14 @@ if TYPE_CHECKING:
 CELLS = Path("runs") / "cells"
 """Where cells are written, under the notebook's folder: tracebacks and records name these files."""
 _FIRST_LINE = "# %%mezzo\n"
-"""In the place of the magic, so that lines have the numbers that the notebook shows."""
+"""In place of the magic, so that lines have the numbers that the notebook shows."""
 _FRAME = "width:100%; height:640px; border:1px solid #8884; border-radius:6px; resize:vertical; overflow:auto"
 _SANDBOX = "allow-scripts allow-popups"
 """Rights of a page inside a notebook: it draws and opens links, and neither reads nor styles the notebook."""
 _WIDTH = 110
+_END = 1 << 16
+"""Characters kept of what a command prints, to find an error in."""
+_UNKNOWN_NAME = re.compile(r"^NameError: name '(\w+)' is not defined", re.MULTILINE)
 
 
 def show_records(shell: Any) -> None:
@@ -40,7 +45,7 @@ def show_records(shell: Any) -> None:
 
 
 def show_records_in_running_shell() -> None:
-    """Do so in the shell of this process, if it has one."""
+    """Make the IPython shell of this process show records, if it has one."""
     running = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if running is not None:
         show_records(running)
@@ -53,7 +58,7 @@ def load(shell: Any) -> None:
 
 
 def as_frame(record: AnyRecord) -> str:
-    """Return a record's page as an element of a notebook, with styles and scripts of its own."""
+    """Return a record's page as an HTML frame, whose styles and scripts are separate from the notebook's."""
     from mezzo.report.html import render_html
 
     page, title = html.escape(render_html(record)), html.escape(repr(record))
@@ -89,14 +94,61 @@ def run_command(line: str, cell: str | None = None) -> AnyRecord | None:
 
         raise EndOfCell("name a command: %%mezzo compare --policies fp32,bf16, or %mezzo --help")
     if cell is not None:
+        _refuse_magics(cell)
         end = words.index("--") if "--" in words else len(words)
         words = [*words[:end], str(_written(cell)), *words[end + 1 :]]
-    if not words[0].startswith("-") and not {"-h", "--help"} & set(words):
+    if _gives_a_record(words):
         words.insert(1, "--json")
     with tempfile.TemporaryDirectory(prefix="mezzo-") as folder:
         answer = Path(folder) / "record.json"
-        code = _run(words, answer)
+        code, said = _run(words, answer)
+        if code and cell is not None:
+            _point_out_variables(said)
         return _read(answer, code, name=words[0])
+
+
+def _gives_a_record(words: list[str]) -> bool:
+    """Return whether a command prints one record: all but help, an index of a folder, and a report of several records."""
+    if words[0].startswith("-") or {"-h", "--help"} & set(words):
+        return False
+    if words[0] != "report":
+        return True
+    shown = [path for path in map(Path, words[1:]) if path.exists()]
+    return len(shown) == 1 and (shown[0].is_file() or (shown[0] / "record.json").is_file())
+
+
+def _refuse_magics(cell: str) -> None:
+    """Refuse a cell that only IPython can read.
+
+    Raises:
+        EndOfCell: it has magics or shell commands.
+    """
+    from IPython.core.error import UsageError as EndOfCell
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    try:
+        ast.parse(cell)
+    except SyntaxError as error:
+        number = error.lineno or 1
+    else:
+        return
+    try:
+        ast.parse(TransformerManager().transform_cell(cell))
+    except SyntaxError:
+        return  # wrong in IPython, too: the command shows where
+    line = cell.splitlines()[number - 1].strip()
+    raise EndOfCell(
+        f"line {number + 1}, {line!r}, is for IPython, and %%mezzo runs the cell as a plain Python script: move it to another cell"
+    )
+
+
+def _point_out_variables(said: str) -> None:
+    """Say which variable the failed cell expected from the notebook, if one of that name is there."""
+    from IPython.core.getipython import get_ipython
+
+    found, shell = _UNKNOWN_NAME.search(said), get_ipython()
+    if found and shell is not None and found[1] in shell.user_ns and found[1] not in shell.user_ns_hidden:
+        print(f"mezzo: {found[1]} is a variable of the notebook, and the cell sees none of them: define it in the cell")
 
 
 def _written(cell: str) -> Path:
@@ -108,12 +160,13 @@ def _written(cell: str) -> Path:
     return path
 
 
-def _run(words: list[str], answer: Path) -> int:
-    """Run a command, its standard output in the file ``answer``, the rest printed as it comes; return its exit code."""
+def _run(words: list[str], answer: Path) -> tuple[int, str]:
+    """Run a command, its standard output in the file ``answer``; print its standard error, and return its exit code and that text's end."""
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}  # the notebook's own
     # A script finds the modules beside itself, a notebook those in its folder; a cell is both.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "mezzo", *words]
+    said = ""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with (
         answer.open("wb") as output,
@@ -125,12 +178,14 @@ def _run(words: list[str], answer: Path) -> int:
         while True:
             try:
                 part = os.read(process.stderr.fileno(), 1 << 16)
-            except KeyboardInterrupt:  # the command ends its runs and writes what it has
+            except KeyboardInterrupt:  # the command ends its runs and writes its record so far
                 process.send_signal(signal.SIGINT)
                 continue
-            print(decoder.decode(part, final=not part), end="", flush=True)
+            text = decoder.decode(part, final=not part)
+            said = (said + text)[-_END:]
+            print(text, end="", flush=True)
             if not part:
-                return process.wait()
+                return process.wait(), said
 
 
 def _read(answer: Path, code: int, *, name: str) -> AnyRecord | None:

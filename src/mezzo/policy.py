@@ -53,7 +53,7 @@ class Policy:
     """
 
     name: str = "fp32"
-    """The preset it came from."""
+    """The preset that it is based on."""
     compute: Compute = "fp32"
     """Format of matrix products and convolutions. ``fp8`` computes linear layers in E4M3/E5M2 and the rest in BF16."""
     casting: Casting = "none"
@@ -112,9 +112,12 @@ class Policy:
         return f"<Policy {self!s}: {in_short(self)}>"
 
     def __str__(self) -> str:
+        return ":".join([self.name, *(f"{field}={_print(value)}" for field, value in self._changed().items())])
+
+    def _changed(self) -> dict[str, Any]:
+        """Return the fields that differ from the preset, by name."""
         preset = PRESETS[self.name]
-        changed = [f for f in _SETTABLE if getattr(self, f) != getattr(preset, f)]
-        return ":".join([self.name, *(f"{f}={_print(getattr(self, f))}" for f in changed)])
+        return {f: getattr(self, f) for f in _SETTABLE if getattr(self, f) != getattr(preset, f)}
 
     @classmethod
     def parse(cls, text: str) -> Policy:
@@ -184,13 +187,8 @@ class Policy:
 
     def to_toml(self) -> str:
         """Return the text of a policy file that ``load`` reads back as this policy."""
-        preset = PRESETS[self.name]
-        lines = [f'policy = "{self.name}"']
-        for field in _SETTABLE:
-            value = getattr(self, field)
-            if value != getattr(preset, field):
-                lines.append(f"{field} = {_toml(value)}")
-        return "\n".join(lines) + "\n"
+        fields = {"policy": self.name, **self._changed()}
+        return "".join(f"{field} = {_toml(value)}\n" for field, value in fields.items())
 
     @property
     def storage(self) -> formats.Format:
@@ -244,7 +242,7 @@ class Policy:
         return f"the policy {why}; {reason}"
 
     def explain(self, where: Device | str = "cpu") -> Choices:
-        """Return what this policy does on a device, each choice with its reason; the result prints as a table.
+        """Return the choices that this policy makes on a device, each with its reason; the result prints as a table.
 
         Args:
             where: a ``Device``, or a torch device type of this machine.
@@ -256,7 +254,7 @@ class Policy:
 
 
 _WITHOUT_MASTERS = re.compile(r"[-_]?no[-_]?masters?$", re.IGNORECASE)
-"""What people type for the presets without FP32 master weights."""
+"""Spellings that people try for the presets without FP32 master weights."""
 
 
 def _preset(name: str) -> Policy:
@@ -340,4 +338,4 @@ ALIASES = {
     "mixed_float16": "fp16",
     "mixed_bfloat16": "bf16",
 }
-"""What other libraries call the presets."""
+"""Other libraries' names of the presets."""

@@ -153,7 +153,7 @@ def test_a_process_that_dies_leaves_the_record_of_a_run(tmp_path: Path) -> None:
     assert record.error == "the process died with exit code 3 before it could write a record"
 
 
-@pytest.mark.parametrize("steps", ["0", "", "a", "3-2", "1,,2", "-1", "1.5"])
+@pytest.mark.parametrize("steps", ["0", "", "a", "3-2", "1,,2", "-1", "1.5", "1-1000000000", "1-100001"])
 def test_steps_that_are_no_numbers(steps: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["audit", f"--steps={steps}", str(SCRIPTS / "plain.py")]) == 2
     assert "is not a list of steps" in capfd.readouterr().err

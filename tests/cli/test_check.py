@@ -36,7 +36,12 @@ def lines_of(text: str, words: Sequence[str]) -> list[str]:
     return [line for line in text.splitlines() if any(word in line for word in words)]
 
 
-def test_commands_of_the_answer_have_the_script_s_arguments_and_what_means_the_same_there() -> None:
+def test_commands_of_the_answer_have_the_script_s_arguments_and_what_means_the_same_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "lib")
+    Path("train.py").write_text("import torch\n")
     words = ("check", "--gpu", "h100", "--metric", "acc=(.*)", "--json", "train.py", "--save", "out/{run}")
     token = WORDS.set(words)
     try:
@@ -44,12 +49,12 @@ def test_commands_of_the_answer_have_the_script_s_arguments_and_what_means_the_s
         asked = CheckOptions(script=script, budget=Budget(60.0), gpu=None, policies=None, seeds=3, metric=words[4])
         command = _commands(asked)
         assert command("run", "--policy", "bf16") == (
-            "mezzo run --policy bf16 --metric 'acc=(.*)' train.py --save out/run-bf16"
+            "PYTHONPATH=lib mezzo run --policy bf16 --metric 'acc=(.*)' train.py --save out/run-bf16"
         )
         assert command("check", "--budget", "9m") == (
-            "mezzo check --budget 9m --gpu h100 --metric 'acc=(.*)' train.py --save 'out/{run}'"
+            "PYTHONPATH=lib mezzo check --budget 9m --gpu h100 --metric 'acc=(.*)' train.py --save 'out/{run}'"
         )
-        assert command("python") == "python train.py --save out/alone"
+        assert command("python") == "PYTHONPATH=lib python train.py --save out/alone"
     finally:
         WORDS.reset(token)
 
@@ -67,7 +72,10 @@ def test_a_prediction_has_the_time_that_is_left(
 
 
 @pytest.mark.usefixtures("cpu_alone")
-def test_one_command_ends_with_one_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_command_ends_with_one_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     children = Children()
     out = tmp_path / "out"
     assert checked("--gpu", "a100", "--out", str(out), PLAIN, "14", children=children) == 0
@@ -199,6 +207,7 @@ def test_a_script_that_fails_keeps_its_exit_code(
     why: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     Path("train.py").write_text(script, encoding="utf-8")
     children = Children()
     assert checked("--out", "out", "train.py", children=children) == code

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from helpers_launch import Children, children_in_this_process
+from helpers_waiting import until
 from mezzo import cli
 from mezzo.records import CompareRecord, RunRecord, read_record
 
@@ -201,17 +204,21 @@ def test_a_scripts_own_option_of_that_name_is_its_own() -> None:
 def test_killed_at_any_moment_it_goes_on_and_runs_nothing_twice_that_had_finished(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "mezzo", "compare", *WORDS, "--seeds", "2", "train.py", "{run}"]
     began, again = Path("began.txt"), list[str]()
-    for moment_s in (0.0, 0.02, 0.1, 0.4):  # after a run's first line: a run takes about 0.1 s
-        finished, before = {name for name in RUNS if _is_whole(name)}, _lines(began)
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and len(_lines(began)) == len(before):
+    for num_begun, num_finished, later_s in ((1, 0, 0.0), (1, 0, 0.02), (2, 0, 0.0), (0, 1, 0.0)):
+        finished, before = _finished(), _lines(began)
+        if len(finished) == len(RUNS):
+            break  # on a fast machine: a comparison that is over would run anew
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        while process.poll() is None and (
+            len(_lines(began)) < len(before) + num_begun or len(_finished()) < len(finished) + num_finished
+        ):
             time.sleep(0.005)
-        time.sleep(moment_s)
+        time.sleep(later_s)
         process.kill()
         process.wait()
-        time.sleep(0.3)  # its runs are killed with it
+        until(partial(_session_is_over, process.pid), "the ends of its runs")  # they are killed with it
         again += [name for name in _lines(began)[len(before) :] if name in finished]
-    finished = {name for name in RUNS if _is_whole(name)}
+    finished = _finished()
     code, made = compared()
     assert (code, made) == (0, 4 - len(finished) if len(finished) < 4 else made)
     assert again == []
@@ -223,6 +230,19 @@ def test_killed_at_any_moment_it_goes_on_and_runs_nothing_twice_that_had_finishe
 
 def _lines(path: Path) -> list[str]:
     return path.read_text().split() if path.exists() else []
+
+
+def _finished() -> set[str]:
+    return {name for name in RUNS if _is_whole(name)}
+
+
+def _session_is_over(number: int) -> bool:
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, _, session, *_ = path.read_text().rpartition(")")[2].split()
+            if session == str(number) and state not in "ZX":
+                return False
+    return True
 
 
 def _is_whole(name: str) -> bool:

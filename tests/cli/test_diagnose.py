@@ -181,13 +181,6 @@ def test_an_error_that_is_no_fault_of_numbers_is_raised() -> None:
         mezzo.diagnose(training(change))
 
 
-def test_the_room_and_the_function_have_one_name() -> None:
-    import mezzo.observe.settings
-
-    assert mezzo.observe.settings.DiagnoseSettings is not None
-    assert mezzo.diagnose(training()).verdict == "healthy"
-
-
 @pytest.mark.parametrize("values", [{"steps": 0}, {"train": 3}])
 def test_wrong_arguments_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(SessionError, match="steps 1 or more"):

@@ -52,6 +52,7 @@ def test_each_alarm_says_what_to_type(
     policy: str, kind: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "lib")  # without it, the script may be another one
     Path("train.py").write_text("import torch\n")
     script = Script(target="train.py", arguments=["--lr", "1"], as_module=False, out=None, log_to=None, as_json=False)
     token = WORDS.set(("run", "--policy", policy, "train.py", "--lr", "1"))
@@ -60,13 +61,14 @@ def test_each_alarm_says_what_to_type(
     finally:
         WORDS.reset(token)
     assert asked is not None
-    assert (asked.action, {**asked.commands}[kind]) == ("note", command)  # type: ignore[index]
+    assert (asked.action, {**asked.commands}[kind]) == ("note", f"PYTHONPATH=lib {command}")  # type: ignore[index]
 
 
 def test_the_record_and_the_terminal_say_what_went_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     script = str(SCRIPTS / "going_wrong.py")
     with children_in_this_process():
         code = cli.main(["run", "--guard", "stop", "--policy", "fp32", "--out", "o", script, "nan"])

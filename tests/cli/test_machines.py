@@ -12,7 +12,7 @@ from mezzo.devices import Device
 from mezzo.errors import ScriptError, UsageError
 from mezzo.launch.request import Request
 from mezzo.launch.several.on_cluster import OnCluster
-from mezzo.launch.several.side_by_side import Ended, Place, SideBySide, one_after_another
+from mezzo.launch.several.side_by_side import Ended, SideBySide, Slot, one_after_another
 from mezzo.measure.doctor import Facts
 from mezzo.measure.facts_there import TypeAdapter
 from mezzo.records import Placement
@@ -62,7 +62,7 @@ def test_here_it_is_this_machine(tmp_path: Path) -> None:
 
 
 def jobs(gpus: list[str | None]) -> SideBySide:
-    return SideBySide([Place({}, Placement(jobs=len(gpus), gpus=gpu)) for gpu in gpus])
+    return SideBySide([Slot({}, Placement(jobs=len(gpus), gpus=gpu)) for gpu in gpus])
 
 
 def test_the_record_says_how_runs_were_placed() -> None:

@@ -43,7 +43,14 @@ REFUSED = [
     ("undecided", "bf16", False, LOOP, "the answer is undecided: there is nothing to change in the script"),
     ("use", "as-is", False, LOOP, "the script turns on its own mixed precision already"),
     ("use", "bf16", True, LOOP, "a module that runs with -m cannot be tried from another folder"),
-    ("use", "bf16", False, "print('no loop')\n", ""),
+    (
+        "use",
+        "bf16",
+        False,
+        "print('no loop')\n",
+        "no training loop was found: neither a call of backward() nor a trainer that Mezzo knows; "
+        "pass the file that has the loop, or put its forward pass under torch.autocast by hand",
+    ),
 ]
 
 
@@ -63,7 +70,7 @@ def test_no_patch_without_something_to_change(
     assert found.patch == ""
     note = found.notes[-1]
     assert (note.what, note.value) == ("--write-patch", "no patch")
-    assert note.reason == why or (not why and note.reason)
+    assert note.reason == why
     assert f"--write-patch: no patch, because {why}" in capsys.readouterr().err
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from rich.console import Console
 from rich.live import Live
 
 from mezzo.cli import progress as module
-from mezzo.cli.progress import Progress, shown
+from mezzo.cli.progress import ProgressDisplay, shown
 from mezzo.launch.progress import reports_to
 from mezzo.launch.request import Request
 from mezzo.measure.live import Latest
 from mezzo.observe.settings import AuditSettings, DiagnoseSettings
 from record_builders import run_record
+
+LONGEST = 10_000  # waits of 0.01 s for what takes one, on a machine that has other work
 
 
 class Clock:
@@ -50,15 +53,15 @@ def request(tmp_path: Path, policy: str = "fp32", seed: int | None = 0, **fields
     return Request.model_validate({**known, **fields})
 
 
-def display(*planned: Request) -> tuple[Progress, io.StringIO]:
+def display(*planned: Request) -> tuple[ProgressDisplay, io.StringIO]:
     file = io.StringIO()
-    return Progress(Console(file=file, width=200), planned), file
+    return ProgressDisplay(Console(file=file, width=200), planned), file
 
 
-def parts(progress: Progress) -> str:
+def parts(progress: ProgressDisplay) -> str:
     current = progress._current
     assert current is not None
-    current.look()
+    current.read_report()
     return ", ".join(progress._parts(current))
 
 
@@ -156,39 +159,39 @@ def test_waits_are_shown_only_while_a_script_is_watched(tmp_path: Path, clock: C
 
 
 def test_plain_lines_come_seldom_and_only_while_something_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
     monkeypatch.setattr("mezzo.launch.progress.EVERY_S", 0.01)
-    monkeypatch.setattr(module, "_PLAIN_EVERY_S", 0.05)
     with shown() as progress:
         assert shown().__enter__() is progress  # a command inside another one goes on with its display
         one = request(tmp_path, "bf16", None)
         reports_to(one.progress_file)(Latest(4, 0.5, 1))
         with progress.following(one, passes_output=True):
-            for _ in range(200):
-                module.time.sleep(0.01)
-                if progress._told_s > progress._current.began_s:  # type: ignore[union-attr]
+            clock.now_s += 10.0
+            for _ in range(LONGEST):
+                time.sleep(0.01)
+                if progress._told_s == clock.now_s:
                     break
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("mezzo: bf16, step 4, loss 0.5, 1 skipped, 0 s\n")
+    assert printed.err == "mezzo: bf16, step 4, loss 0.5, 1 skipped, 10 s\n"
 
 
 @pytest.mark.parametrize("passes_output", [False, True])
 def test_a_line_moves_only_while_the_script_does_not_print_to_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passes_output: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock, passes_output: bool
 ) -> None:
     monkeypatch.setattr("mezzo.launch.progress.EVERY_S", 0.01)
     file = io.StringIO()
-    progress = Progress(Console(file=file, width=60, force_terminal=True, color_system=None))
+    progress = ProgressDisplay(Console(file=file, width=60, force_terminal=True, color_system=None))
     live = Live(console=progress.console, auto_refresh=False, transient=True)
     one = request(tmp_path, "bf16", None)
     reports_to(one.progress_file)(Latest(4, 0.5, 1))
     drawing = threading.Thread(target=progress.draw, args=(live,))
     with progress.following(one, passes_output=passes_output):
         drawing.start()
-        for _ in range(500 if not passes_output else 20):
-            module.time.sleep(0.01)
+        for _ in range(LONGEST if not passes_output else 20):
+            time.sleep(0.01)
             if "skipped" in file.getvalue():
                 break
         moved = live.is_started
@@ -197,3 +200,15 @@ def test_a_line_moves_only_while_the_script_does_not_print_to_the_terminal(
     live.stop()
     assert moved == (not passes_output)
     assert ("bf16, step 4, loss 0.5, 1 skipped, 0 s" in file.getvalue()) == (not passes_output)
+
+
+def test_runs_beside_each_other_both_leave_their_number_of_steps(tmp_path: Path, clock: Clock) -> None:
+    first, second, third = (request(tmp_path, "fp32", seed) for seed in range(3))
+    progress, _ = display(first, second, third)
+    with progress.following(first, passes_output=False), progress.following(second, passes_output=False):
+        clock.now_s += 10
+    progress.say_ended(first, run_record("fp32", num_steps=60))
+    progress.say_ended(second, run_record("fp32", num_steps=90))
+    with progress.following(third, passes_output=False):
+        reports_to(third.progress_file)(Latest(10, 0.25, 0))
+        assert "step 10, loss" in parts(progress)  # they differ, so nobody knows how many steps a third one makes

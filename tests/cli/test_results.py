@@ -235,7 +235,7 @@ def test_only_the_same_command_replaces_its_record(
     beside = out.with_name("out-2")
     assert new_folder(out, "train") == (out if own else beside)
     assert (out / "record.json").read_bytes() == before
-    said = f"mezzo: {out} already holds other results; writing to {beside} instead\n"
+    said = f"mezzo: {out} already contains other results; writing to {beside} instead\n"
     assert capsys.readouterr().err == ("" if own else said)
     assert (out / "report.html").exists() is not own
     if not own:  # and this one's own is found the next time
@@ -274,7 +274,7 @@ def test_fallback_deletes_no_folder_that_it_did_not_make(
     with children_in_this_process():
         assert cli.main(["fallback", "--policy", "bf16", "--fresh", "0", "--out", ".", PLAIN]) == 0
     assert kept.read_text() == "{}"
-    assert "already holds other results; writing to" in capsys.readouterr().err
+    assert "already contains other results; writing to" in capsys.readouterr().err
 
 
 # --- how to do it again ------------------------------------------------------------------------------------------------------

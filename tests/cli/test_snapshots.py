@@ -22,11 +22,11 @@ def test_times(text: str, seconds: float) -> None:
 REFUSED = [
     (
         ["--snapshot", "often"],
-        "mezzo: --snapshot 'often'; allowed: a time, as 30s, 5m or 1h\n  hint: type: --snapshot 5m\n",
+        "mezzo: --snapshot 'often'; allowed: a time, such as 30s, 5m or 1h\n  hint: type: --snapshot 5m\n",
     ),
     (
         ["--snapshot", "-5m"],
-        "mezzo: --snapshot '-5m'; allowed: a time, as 30s, 5m or 1h\n  hint: type: --snapshot 5m\n",
+        "mezzo: --snapshot '-5m'; allowed: a time, such as 30s, 5m or 1h\n  hint: type: --snapshot 5m\n",
     ),
     (
         ["--resume", "nowhere"],

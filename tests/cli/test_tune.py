@@ -110,12 +110,15 @@ def test_jobs_without_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "--jobs 2 without a GPU for each run; allowed: one run at a time" in capsys.readouterr().err
 
 
-def test_a_script_that_fails_keeps_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_fails_keeps_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "lib")
     Path("train.py").write_text("import torch\nraise SystemExit(3)\n", encoding="utf-8")
     children = Children()
     assert tuned("--out", "out", "train.py", children=children) == 3
     assert children.num == 1
-    assert (record().decision, record().next_command) == ("failed", "python train.py")
+    assert (record().decision, record().next_command) == ("failed", "PYTHONPATH=lib python train.py")
     assert "No answer: train.py cannot be timed" in capsys.readouterr().out
 
 

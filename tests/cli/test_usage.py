@@ -87,7 +87,7 @@ WRONG: list[Wrong] = [
     ("report", "Missing argument 'RECORD...'", "type: mezzo report runs/demo/record.json"),
     ("run --seed", "Option '--seed' requires an argument", "mezzo run --help lists its options"),
     # values
-    ("run --seed -5 train.py", "--seed -5; allowed: 0 to 4294967295, as NumPy takes them", "type: --seed 5"),
+    ("run --seed -5 train.py", "--seed -5; allowed: 0 to 4294967295, the range that NumPy accepts", "type: --seed 5"),
     ("run --seed 4294967296 train.py", "--seed 4294967296; allowed: 0 to 4294967295, ...", "type: --seed 4294967295"),
     ("run --seed two train.py", "--seed 'two'; allowed: a valid integer", "mezzo run --help lists its options"),
     (
@@ -107,9 +107,10 @@ WRONG: list[Wrong] = [
         "mezzo ranges --help lists its options",
     ),
     ("fallback --tolerance 3 train.py", "--tolerance '3'; allowed: ...", "mezzo fallback --help lists its options"),
+    ("run -mq train.py", "mezzo run has no option -q; allowed: ...", "mezzo run --help lists its options; ..."),
     (
         "audit --steps 5-3 train.py",
-        "--steps '5-3' is not a list of steps; allowed: numbers from 1, as 3 or 3,10 or 3-5",
+        "--steps '5-3' is not a list of steps; allowed: numbers from 1, such as 3 or 3,10 or 3-5, and ranges of at most 100,000 steps",
         "type: --steps 3",
     ),
     (
@@ -244,7 +245,7 @@ WRONG: list[Wrong] = [
     ),
     (
         "report --json runs/old/record.json b.json",
-        "--json takes one record; 2 were given",
+        "--json accepts one record; 2 were given",
         "type: mezzo report --json runs/old/record.json, and the same for each of the others",
     ),
     (

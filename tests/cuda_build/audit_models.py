@@ -14,12 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mezzo.measure.flops import OperandFormats
+from helpers_audit import traced_step
 from mezzo.observe.audit import totals
 from mezzo.observe.audit.findings import AuditedSteps, findings
-from mezzo.observe.audit.operations import understand, weights_of
-from mezzo.observe.module_names import Names
-from mezzo.observe.tracer import Tracer
 
 WORDS, WIDTH, LENGTH, HEADS = 512, 128, 256, 4
 
@@ -143,14 +140,7 @@ def found(case: Case, low: torch.dtype) -> list[str]:
             optimizer.zero_grad()
 
         step()
-        tracer = Tracer(OperandFormats(), device_type="cuda")
-        tracer.start()
-        try:
-            step()
-        finally:
-            tracer.stop()
-        names = Names(tracer.trace.roots)
-        seen = understand(tracer.trace, names, weights_of(tracer.trace.roots, [optimizer]))
+        seen, names = traced_step(step, optimizers=[optimizer], device_type="cuda")
     assert {one.phase for one in seen} == {"forward", "dgrad", "wgrad", "optimizer"}
     watched = AuditedSteps(
         seen=seen,

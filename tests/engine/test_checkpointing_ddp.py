@@ -1,11 +1,10 @@
 """Checkpointed modules in two processes under DistributedDataParallel: the same gradients and weights to the bit.
 
-Run as a script, this is one of the two processes: ``python test_checkpointing_ddp.py RANK FOLDER``.
+Run as a script, this is one of the two processes: ``as_rank.py test_checkpointing_ddp.py FOLDER``.
 """
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from datetime import timedelta
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
+from processes import in_processes
 
 POLICIES = ["fp32", "fp16", "bf16", "bf16-master", "fp8"]
 PLANS = ["none", "full", "selective", "5KiB"]
@@ -57,10 +57,10 @@ def trained(policy: str, plan: str, rank: int) -> tuple[list[Tensor], int]:
     return [*found, *(tensor.detach().clone() for tensor in tensors)], len(made.regions)
 
 
-def main(rank: int, folder: str) -> None:
+def main(folder: str) -> None:
     """Train under every policy and plan, and leave what was found."""
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    rank = dist.get_rank()
     try:
         found = {f"{policy} {plan}": trained(policy, plan, rank) for policy in POLICIES for plan in PLANS}
         torch.save(found, f"{folder}/rank{rank}.pt")
@@ -71,17 +71,8 @@ def main(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[list[Tensor], int]]]:
     folder = tmp_path_factory.mktemp("ddp")
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, str(rank), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in running]
-    assert [process.returncode for process in running] == [0] * WORLD, outputs
+    ended = in_processes([str(folder)], program=[__file__], size=WORLD, timeout_s=300)
+    assert [one.code for one in ended] == [0] * WORLD, ended
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
 
 
@@ -104,4 +95,4 @@ def test_two_processes_train_the_same_to_the_bit(
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1])

@@ -17,7 +17,17 @@ from torch.nn import functional as F
 from helpers_engine import casting, mlp, parameters, randn, same_bits
 from mezzo import PolicyError, Session
 from mezzo.engine.casting import Casting
-from mezzo.engine.conversion import OwnForward, cast_model, fp32_modules, is_norm, keep_fp32, to_format, unwrap, wrap
+from mezzo.engine.conversion import (
+    OwnForward,
+    cast_model,
+    fp32_modules,
+    is_norm,
+    keep_fp32,
+    to_format,
+    unwrap,
+    where_16_bits,
+    wrap,
+)
 from mezzo.policy import Policy
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -506,3 +516,22 @@ def test_a_compiled_model_trains_in_a_session_as_it_does_eagerly(policy: str, ho
         losses.append(seen)
         assert inspect.signature(bare.forward) == inspect.signature(Decorated().forward)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def half_of(*names: str) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(5)))
+    for name in names:
+        model.get_submodule(name).bfloat16()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("names", "where"),
+    [
+        ([""], "Sequential"),
+        (["1"], "1 in Sequential (20% of its weights)"),
+        (["0", "1", "2", "4"], "0, 1, 2 and 1 more in Sequential (80% of its weights)"),
+    ],
+)
+def test_the_weights_in_16_bits_are_named(names: list[str], where: str) -> None:
+    assert where_16_bits(half_of(*names)) == where

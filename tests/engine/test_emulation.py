@@ -517,6 +517,22 @@ def test_double_backward(name: str, low: torch.dtype) -> None:
         assert wanted.abs().max() > 0.01
 
 
+@pytest.mark.parametrize("wanted", [0, 1])
+@pytest.mark.parametrize("name", TWICE)
+def test_double_backward_of_one_operand(name: str, wanted: int) -> None:
+    op, shapes = TWICE[name]
+    given = [t.detach() for t in operands(shapes, FP16, FP32)]
+    given[wanted].requires_grad_()
+    with casting(POLICIES[FP16]).region():
+        loss = op(*given).float().tanh().sum()
+    (plain,) = torch.autograd.grad(loss, given[wanted], retain_graph=True)
+    (again,) = torch.autograd.grad(loss, given[wanted], create_graph=True)
+    assert torch.equal(again, plain)
+    (second,) = torch.autograd.grad(again.square().sum(), given[wanted])
+    assert second.isfinite().all()
+    assert second.abs().max() > 0
+
+
 def test_what_has_no_double_backward_says_so() -> None:
     q, k, v = (randn(1, 2, 6, 8, seed=i).requires_grad_() for i in range(3))
     with casting("fp16").region():

@@ -196,9 +196,12 @@ def test_a_loss_that_comes_back_is_a_copy_and_more_outputs_come_along(
     one = built("fp32", "SGD")
     monkeypatch.setattr(graphs, "graphs_for", lambda device: TapeGraphs(lambda: everything(one)))
 
-    def compute(batch: dict[str, Tensor], label: str) -> tuple[Tensor, dict[str, Tensor]]:
+    def compute(batch: dict[str, Tensor], label: str) -> tuple[Tensor, dict[str, Any]]:
         logits = one.models[0](batch["x"])
-        return nn.functional.cross_entropy(logits, batch["y"]), {"hits": (logits.argmax(1) == batch["y"]).sum()}
+        return nn.functional.cross_entropy(logits, batch["y"]), {
+            "hits": (logits.argmax(1) == batch["y"]).sum(),
+            "of": len(batch["y"]),
+        }
 
     first, second = ({"x": x, "y": y} for x, y in batches(2))
     step = one.capture(compute, first, "train")
@@ -207,8 +210,13 @@ def test_a_loss_that_comes_back_is_a_copy_and_more_outputs_come_along(
     step(second, "train")
     assert torch.equal(loss, kept[0])
     assert torch.equal(extra["hits"], kept[1])
+    assert extra["of"] == 5
     with pytest.raises(mezzo.SessionError, match="an input that is no tensor is 'valid'; captured: 'train'"):
         step(first, "valid")
+    with pytest.raises(mezzo.SessionError, match="an input is of type int; captured: Tensor"):
+        step({**first, "y": 1}, "train")
+    with pytest.raises(mezzo.SessionError, match="an input is of type Tensor; captured: str"):
+        step(first, first["y"])
 
 
 def test_other_shapes_raise_or_run_without_a_graph(tape: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +236,21 @@ def test_other_shapes_raise_or_run_without_a_graph(tape: None, monkeypatch: pyte
         torch.manual_seed(number)
         assert torch.equal(mine, eager_step(other, x, y))
     assert_same(one, other)
+
+
+def test_a_step_without_a_graph_returns_what_one_with_a_graph_does(tape: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = built("fp32", "SGD")
+    monkeypatch.setattr(graphs, "graphs_for", lambda device: TapeGraphs(lambda: everything(one)))
+
+    def compute(x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        logits = one.models[0](x)
+        return nn.functional.cross_entropy(logits, y), {"logits": logits, "of": len(y)}
+
+    step = one.capture(compute, *batches(1)[0], other_shapes="eager")
+    for size in (5, 3):
+        loss, extra = step(*batches(1, size=size)[0])
+        assert (loss.requires_grad, extra["logits"].requires_grad) == (False, False)
+        assert (extra["logits"].shape, extra["of"]) == ((size, 3), size)
 
 
 def test_a_step_that_reads_is_refused_and_training_goes_on_without(tape: None, monkeypatch: pytest.MonkeyPatch) -> None:

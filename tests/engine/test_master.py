@@ -202,3 +202,14 @@ def test_a_sparse_gradient_that_is_not_finite_skips_the_update(value: float) -> 
         else:
             session.update()
     assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
+
+
+@masters
+def test_a_model_without_16_bit_weights_has_no_masters_and_trains(policy: str) -> None:
+    session, model = built("torch SGD", policy, nn.LayerNorm(6))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    before = [p.detach().clone() for p in model.parameters()]
+    with session.autocast():
+        loss = model(torch.arange(6.0)).float().square().sum()
+    session.step(loss)
+    assert all(not torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))

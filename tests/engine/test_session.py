@@ -1115,6 +1115,18 @@ WRONG: dict[str, tuple[Callable[[], Any], type[MezzoError], str, str]] = {
         f"accumulate=1.5; allowed: {WHOLE}",
         "leave accumulate out for 1",
     ),
+    "accumulate True": (
+        build(accumulate=True),
+        SessionError,
+        f"accumulate=True; allowed: {WHOLE}",
+        "leave accumulate out for 1",
+    ),
+    "clip_norm True": (
+        build(clip_norm=True),
+        SessionError,
+        f"clip_norm=True; allowed: {ABOVE}",
+        "leave clip_norm out not to clip",
+    ),
     "num_losses 0": (
         build(num_losses=0),
         SessionError,

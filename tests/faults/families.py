@@ -13,6 +13,7 @@ from torch.distributions import Categorical, Normal
 from torch.nn import functional as F
 
 from faults import data, net, train
+from processes import leave_process_group
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -617,7 +618,7 @@ def _in_a_group(model):
     try:
         train(model, call=nn.parallel.DistributedDataParallel(model))
     finally:
-        torch.distributed.destroy_process_group()
+        leave_process_group()
 
 
 def parallel_norm():

@@ -65,6 +65,9 @@ ON_BOTH: list[Run] = [
     ("overflowing_loop", "fp16:min_scale=65536", None),
     ("two_optimizers", "fp16", None),
     ("gan", "fp32", None),
+    ("given_gradients", "as-is", None),
+    ("given_gradients", "fp32", None),
+    ("given_gradients", "fp16", None),
     ("two_epochs_adam", "fp32", None),
 ]
 ON_TF: list[Run] = [
@@ -310,6 +313,11 @@ def test_losses_of_two_optimizers_in_turn_are_told_apart(runs: Runs) -> None:
     for loss, first in zip(found["steps"]["losses"], (0, 1), strict=True):
         assert close(loss["values"], found["script"]["losses"][first::2], 1e-6)
     assert runs("two_optimizers", "fp16")["steps"]["losses"] == runs("fit", "fp16")["steps"]["losses"] == []
+
+
+@pytest.mark.parametrize("policy", ["as-is", "fp32", "fp16"])
+def test_a_loss_counts_times_the_gradient_that_its_backward_pass_starts_from(runs: Runs, policy: str) -> None:
+    assert runs("given_gradients", policy)["steps"]["loss"] == [2.0, -2.0, 2.5]
 
 
 @pytest.mark.parametrize("case", [case for case, policy, _ in ON_TF if case != "traced_loop"])

@@ -155,13 +155,13 @@ def test_a_script_chooses_its_backend(tmp_path: Path) -> None:
 def test_keras_by_tensorflows_name(tmp_path: Path) -> None:
     pytest.importorskip("tensorflow")
     script = str(SCRIPTS / "keras_in_tensorflow.py")
-    none, zero, one = (
-        record_of(tmp_path / f"{k}", "--policy", "fp16", *seed, script)
-        for k, seed in enumerate([[], ["--seed", "0"], ["--seed", "1"]])
+    none, one = (
+        record_of(tmp_path / name, "--policy", "fp16", *seed, script)
+        for name, seed in (("none", []), ("one", ["--seed", "1"]))
     )
     assert none["effective"]["flops_by_format"] == {"fp16": 2 * 2 * 4 * 4}
     assert len(none["steps"]["loss"]) == 2
-    assert none["printed"] == zero["printed"] != one["printed"]
+    assert none["printed"] != one["printed"]
 
 
 def test_another_backend_is_refused() -> None:

@@ -51,11 +51,10 @@ class Ended:
 
 @pytest.fixture(autouse=True)
 def _same_interpreter_afterwards() -> Iterator[None]:
-    before = list(sys.argv), list(sys.path), signal.getsignal(signal.SIGINT), sys.stdout, sys.stderr, os.getcwd()
+    before = list(sys.argv), list(sys.path), sys.stdout, sys.stderr, os.getcwd()
     yield
-    sys.argv, sys.path[:], sys.stdout, sys.stderr = before[0], before[1], before[3], before[4]
-    signal.signal(signal.SIGINT, before[2])
-    os.chdir(before[5])
+    sys.argv, sys.path[:], sys.stdout, sys.stderr = before[:4]
+    os.chdir(before[4])
 
 
 def run_text(tmp_path: Path, text: str, *arguments: str, policy: str = "fp16", **asked: Any) -> Ended:
@@ -349,10 +348,7 @@ def test_a_scripts_own_handler_is_its_own(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
     """
-    try:
-        ended = run_text(tmp_path, text)
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ended = run_text(tmp_path, text)
     assert (ended.code, ended.record.error, len(ended.record.steps)) == (7, None, 3)
 
 

@@ -84,6 +84,16 @@ def test_caches_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, va
     assert looked_at(written(tmp_path / "kernel.so", STARTED - 9.25)) == []
 
 
+@pytest.mark.parametrize("variable", ["HF_HOME", "XDG_CACHE_HOME"])
+def test_a_folder_whose_name_only_begins_like_a_cache_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, str(tmp_path / "hf"))
+    checkpoints = tmp_path / "hf_checkpoints"
+    checkpoints.mkdir()
+    assert looked_at(written(checkpoints / "last.pt", STARTED - 9.25)) == ["last.pt"]
+
+
 def test_the_time_survives_renaming_and_copying(tmp_path: Path) -> None:
     first = written(tmp_path / "last.tmp", STARTED - 9.25)
     os.replace(first, tmp_path / "last.pt")

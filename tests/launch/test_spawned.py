@@ -63,6 +63,13 @@ def test_processes_that_train_are_ranks(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # one record
 
 
+def test_a_script_in_a_folder_with_a_colon_may_only_start_processes(tmp_path: Path) -> None:
+    never = record([], error=f"/runs/12:30/{NEVER.error}", exit_code=7)
+    together = spawned(tmp_path, record([1.0]), record([3.0])).together(never)
+    assert isinstance(together, RunRecord)
+    assert (together.steps.loss, together.error, together.exit_code) == ([2.0], None, 0)
+
+
 def test_a_script_that_trains_itself_is_rank_0(tmp_path: Path) -> None:
     together = spawned(tmp_path, record([3.0])).together(record([1.0]))
     assert isinstance(together, RunRecord)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -57,25 +56,36 @@ def test_several_optimizers_stop_after_whole_steps(tmp_path: Path) -> None:
 
 def test_time_ends_a_run_after_the_open_step(tmp_path: Path) -> None:
     record = ran(tmp_path, "100000", stop_after_s=0.5)
-    assert record.first_steps == len(record.steps) > 0
+    assert record.first_steps == len(record.steps)
+    assert 0 < len(record.steps) < 100_000
     assert record.error is None
-    assert record.duration_s < 20
 
 
-def test_a_limit_counts_from_when_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([100.0, 104.9, 105.0])
+@pytest.mark.parametrize(
+    ("ends", "stopped_at"),
+    [
+        ([102.0, 104.9, 105.0], 3),
+        ([104.9, 105.0, 105.39, 105.41], 4),
+        ([130.0, 130.01, 130.49, 130.5], 4),
+        ([130.0, 160.0], 2),
+    ],
+    ids=["steps alike", "a first step up to the limit", "a first step that compiles", "long steps"],
+)
+def test_a_limit_counts_from_when_it_was_made(
+    monkeypatch: pytest.MonkeyPatch, ends: list[float], stopped_at: int
+) -> None:
+    now = iter([100.0, *ends])
     monkeypatch.setattr(step_limit.time, "monotonic", lambda: next(now))
     limit = StepLimit(steps=None, seconds=5.0)
-    limit.check(1)
-    assert not limit.stopped
+    for step in range(1, stopped_at):
+        limit.check(step)
+        assert not limit.stopped
     with pytest.raises(StopScript):
-        limit.check(2)
+        limit.check(stopped_at)
     assert limit.stopped
 
 
 def test_a_script_that_fails_before_its_limit_fails(tmp_path: Path) -> None:
-    began = time.monotonic()
     record = ran(tmp_path, "not-a-number", stop_after_steps=5)
-    assert record.exit_code == 1
-    assert record.first_steps is None
-    assert time.monotonic() - began < 60
+    assert (record.exit_code, record.first_steps, len(record.steps)) == (1, None, 0)
+    assert record.error == "ValueError: invalid literal for int() with base 10: 'not-a-number'"

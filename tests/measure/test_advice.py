@@ -13,6 +13,7 @@ APEX = "to run it with Mezzo's, type: python -m mezzo.compat.apex SCRIPT"
     ("error", "said"),
     [
         ("NameError: name 'get_ipython' is not defined", "delete its lines with get_ipython()"),
+        ("NameError: name 'display' is not defined", "write from IPython.display import display, or print"),
         ("train.py:3: NameError: name 'get_ipython' is not defined", "put %%mezzo above the cell that trains"),
         ("NameError: name 'ipython' is not defined", ""),
         ("AssertionError: Torch not compiled with CUDA enabled", "mezzo predict says what it would do on GPUs"),

@@ -50,6 +50,29 @@ def test_what_a_pass_reaches_matters_only_to_several_passes_and_optimizers(
     assert losses.needs_reach == needed
 
 
+@pytest.mark.parametrize("first", [0, 1, 2], ids="closed before: {}".format)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_turns_put_losses_where_close_and_add_do(passes: int, first: int) -> None:
+    turning, closing = (LossesApart[float](operator.add) for _ in range(2))
+    both, one = (turning, closing), frozenset((0,))
+    for losses in both:
+        for step in range(1, first + 1):
+            losses.add(10.0 * step)
+            losses.close(step, made_by=one)
+        for _ in range(passes):
+            losses.add(1.0)
+    turning.turns([2.0, 3.0, 4.0], first + 1, made_by=one)
+    for step, value in enumerate([2.0, 3.0, 4.0], start=first + 1):
+        closing.close(step, made_by=one)
+        closing.add(value)
+    for losses in both:
+        losses.close(first + 4, made_by=one)
+    earlier = [10.0 * step for step in range(1, first + 1)]
+    expected = [*earlier, float(passes), 2.0, 3.0, 4.0]
+    assert [vars(losses)["_columns"][one].values for losses in both] == [expected] * 2
+    assert [vars(losses)["_columns"][one].steps for losses in both] == [list(range(1, first + 5))] * 2
+
+
 @pytest.mark.parametrize("policy", ["fp32", "fp16"])
 def test_a_gans_losses_alternate(policy: str) -> None:
     def train() -> None:

@@ -163,13 +163,16 @@ def test_forward_code_outside_a_region_is_told_apart_and_its_backward_pass_is_no
 
 
 def test_products_of_an_optimizer_and_16_bit_ones_are_no_fp32_code() -> None:
-    stepping = iter([False, True])
-    with FlopCounter(in_region=lambda: False, in_step=lambda: next(stepping)) as counter:
+    stepping = False
+    with FlopCounter(in_region=lambda: False, in_step=lambda: stepping) as counter:
         torch.randn(2, 3) @ torch.randn(3, 4)
+        stepping = True
         torch.randn(5, 2) @ torch.randn(2, 6)
+        stepping = False
         torch.randn(5, 2, dtype=torch.bfloat16) @ torch.randn(2, 7, dtype=torch.bfloat16)
     assert counter.by_format == {"fp32": 2 * 2 * 3 * 4 + 2 * 5 * 2 * 6, "bf16": 2 * 5 * 2 * 7}
     assert counter.outside_region == 2 * 2 * 3 * 4
+    assert counter.in_updates == {"fp32": 2 * 5 * 2 * 6}
 
 
 def test_operations_that_multiply_nothing_do_not_count() -> None:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from mezzo.measure.numbers import CHUNK
 from mezzo.measure.steps import StepRecorder, _together
 
 
@@ -70,3 +71,24 @@ def test_turns_record_what_close_and_loss_do(monkeypatch: pytest.MonkeyPatch, al
     assert len(found) == 1200
     for column in ("loss", "loss_scale", "skipped", "grad_norm"):
         assert repr(getattr(found, column)) == repr(getattr(expected, column))  # NaN is equal to itself
+
+
+def test_a_norm_is_kept_without_its_graph() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    recorder = StepRecorder()
+    recorder.norm(weight.square().sum())  # as after a backward pass with create_graph
+    recorder.close(skipped=False, scale=None)
+    assert recorder.steps().grad_norm == [2.0]
+    assert not recorder._norm[0][0].where.row(0).requires_grad
+
+
+def test_turns_fill_a_chunk_before_they_begin_another() -> None:
+    recorder = StepRecorder()
+    recorder.loss(torch.tensor(0.0))
+    recorder.close(skipped=False, scale=None)
+    recorder.begin_turns(frozenset())
+    chunks = []
+    for step in range(1, 2 * CHUNK):
+        assert recorder.turn(torch.tensor(float(step)))
+        chunks.append(recorder._numbers[torch.device("cpu")].first // CHUNK)
+    assert chunks == [step // CHUNK for step in range(1, 2 * CHUNK)]

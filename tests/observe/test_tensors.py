@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from mezzo.observe.lint.by_hand import AverageView, GradientView
-from mezzo.observe.tensors import region, storage, storage_of
+from mezzo.observe.tensors import operand, region, storage, storage_of
 from mezzo.observe.trace import Region
 
 
@@ -32,6 +32,13 @@ def test_a_view_of_gradients_is_shown_wrappers() -> None:
     arriving = AsyncCollectiveTensor(torch.ones(2))
     view.inspect_call("contiguous", [arriving], arriving)
     assert seen == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2], ids=str)
+def test_magnitudes_of_every_format_are_its_own(dtype: torch.dtype) -> None:
+    extreme = torch.finfo(dtype)
+    found = operand(torch.tensor([extreme.max, extreme.tiny, torch.nan], dtype=torch.float64).to(dtype))
+    assert (found.largest, found.smallest, found.num_not_finite) == (extreme.max, extreme.tiny, 1)
 
 
 @pytest.mark.parametrize(

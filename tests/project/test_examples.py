@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from paths import ROOT
 
@@ -36,3 +40,19 @@ def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_scripts_never_mention_mezzo(name: str) -> None:
     assert "mezzo" not in (EXAMPLES / name).read_text(encoding="utf-8").lower()
+
+
+@pytest.mark.parametrize("name", ["keras_mobilenetv3.py", "paddle_mobilenetv3.py"])
+def test_pictures_are_read_whatever_the_case_of_their_endings(name: str, tmp_path: Path) -> None:
+    files = [("dog", "n01.JPEG"), ("cat", "n02.jpg"), ("cat", "n03.jpeg")]  # ImageNet's own files end in .JPEG
+    for folder, file in files:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / folder / file)
+    tree = ast.parse((EXAMPLES / name).read_text(encoding="utf-8"))  # its framework is not installed here
+    tree.body = [node for node in tree.body if getattr(node, "name", "") == "read_set"]
+    names = {"np": np, "Image": Image, "Path": Path}
+    exec(compile(tree, name, "exec"), names)
+
+    images, labels = names["read_set"](tmp_path, 4)
+    assert len(images) == 3
+    assert labels.tolist() == [0, 0, 1]

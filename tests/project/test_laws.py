@@ -392,6 +392,26 @@ def constants_defined_twice(sources: dict[str, str]) -> dict[str, list[str]]:
     return {f"{name} = {value}": paths for (name, value), paths in found.items() if len(paths) > 1}
 
 
+SAME_FOR_EACH_FRAMEWORK = ("launch/torch/", "launch/keras/", "launch/paddle/", "observe/")
+SAME_FOR_EACH_TRACKER = "report/tracking/"
+
+
+def classes_named_twice(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Return public classes of one name, unless each does the same for another framework (``observe/`` for PyTorch) or tracker."""
+    found: dict[str, list[str]] = {}
+    for path, source in sources.items():
+        for node in tree_of(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(path)
+
+    def parallel(paths: list[str]) -> bool:
+        wings = [next((w for w in SAME_FOR_EACH_FRAMEWORK if path.startswith(w)), "") for path in paths]
+        trackers = all(path.startswith(SAME_FOR_EACH_TRACKER) for path in paths)
+        return trackers or ("" not in wings and len(set(wings)) == len(wings))
+
+    return {name: paths for name, paths in found.items() if len(paths) > 1 and not parallel(paths)}
+
+
 OTHER_TESTS = ("project", "frameworks", "cuda_build", "gpu/", "oracles", "scripts", "faults")
 """Folders under tests/ beside those of the source: the project as a whole, other environments and devices, and what tests run."""
 
@@ -411,6 +431,10 @@ def strangers(tests: list[str], sources: dict[str, str]) -> list[str]:
 
 def test_no_constant_is_defined_twice() -> None:
     assert constants_defined_twice(SOURCES) == {}
+
+
+def test_no_class_name_has_two_meanings() -> None:
+    assert classes_named_twice(SOURCES) == {}
 
 
 def test_the_tests_mirror_the_source() -> None:
@@ -619,6 +643,18 @@ def test_a_constant_defined_twice_is_found() -> None:
         "AS_IS = 'as-is'": ["a.py", "b.py"]
     }
     assert constants_defined_twice({"a.py": "LIMIT = 1\nOTHER = 2\n", "b.py": "LIMIT = 2\nx = 1\n"}) == {}
+
+
+def test_a_class_name_with_two_meanings_is_found() -> None:
+    def named_twice(*paths: str) -> bool:
+        return classes_named_twice(dict.fromkeys(paths, "class A:\n    pass\n")) == {"A": list(paths)}
+
+    assert named_twice("cli/a.py", "records/a.py")
+    assert named_twice("observe/a.py", "observe/b.py")
+    assert named_twice("observe/a.py", "records/a.py")
+    assert named_twice("report/tracking/a.py", "report/a.py")
+    assert not named_twice("launch/torch/a.py", "launch/keras/a.py", "observe/a.py")
+    assert not named_twice("report/tracking/wandb.py", "report/tracking/mlflow.py")
 
 
 def test_a_test_that_mirrors_nothing_is_found() -> None:

@@ -24,10 +24,14 @@ import csv_rows
 import measure_kernels
 import measure_zoo
 import predict_kernels
+import predict_rows
 import predict_zoo
 from measure_kernels import kind_of, rows_of, write_trace
 from measure_zoo import Case
-from mezzo.measure.predict.tape import Operation, Shape
+from mezzo.gpus import GPUS
+from mezzo.measure.predict.constants import Constants
+from mezzo.measure.predict.tape import CostedOperation, Shape
+from mezzo.measure.predict.time import Card, Columns, operation_bounds
 from predict_kernels import Call, joined, measured_calls, parts_of, predicted_calls
 
 RESULTS = ROOT / "benchmarks" / "results" / "h100"
@@ -141,8 +145,8 @@ def test_kinds(operation: str, phase: str, kind: str) -> None:
     assert kind_of(operation, phase) == kind
 
 
-def _operation(name: str, phase: str = "backward", module: str = "a") -> Operation:
-    return Operation(name, phase, module, "fp32", 10, 3, 4, Shape())  # type: ignore[arg-type]
+def _operation(name: str, phase: str = "backward", module: str = "a") -> CostedOperation:
+    return CostedOperation(name, phase, module, "fp32", 10, 3, 4, Shape())  # type: ignore[arg-type]
 
 
 def test_a_convolutions_gradients_are_one_call_and_are_joined_with_the_measured_one() -> None:
@@ -284,3 +288,13 @@ def test_the_scripts_that_measure_need_nothing_of_mezzo() -> None:
             "measure_zoo",
             "csv_rows",
         }
+
+
+def test_merged_operations_cost_what_all_of_them_cost() -> None:
+    product = CostedOperation("mm", "forward", "", "fp16", 10**9, 10**6, 0, Shape(1, 512, 512, 512))
+    ops = Columns.of([product, CostedOperation("add", "forward", "", "fp32", 0, 10**6, 0)] * 3)
+    merged, counts = predict_rows.merged(ops)
+    assert (len(merged.flops), [*counts]) == (2, [3, 3])
+    card = Card.of(GPUS["a100-80gb"], tf32=True, channels_last=False)
+    whole, each = (operation_bounds(columns, card, Constants()).total for columns in (ops, merged))
+    assert (counts * each).sum() == pytest.approx(whole.sum())

@@ -6,6 +6,7 @@ import html
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ if not (ROOT / "benchmarks").is_dir():
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import format_pictures, readme, recording
-from benchmarks.harness import RESULTS, chosen
+from benchmarks.harness import RESULTS, chosen, with_table
 from benchmarks.readme import LINES, PICTURE, results, table, unfair, written
 
 import record_builders as build
@@ -90,3 +91,57 @@ def test_times_of_emulated_policies_do_not_stand_beside_measured_ones() -> None:
 def test_a_readme_without_a_place_for_the_table_is_refused() -> None:
     with pytest.raises(SystemExit, match="made by make readme"):
         written("# Mezzo\n")
+
+
+@pytest.mark.parametrize("page", ["", "(begin)\n", "(end)", "(end)\n(begin)\n", "(begin)\n(end) (begin)\n(end)"])
+def test_a_page_without_its_markers_is_an_error(page: str) -> None:
+    with pytest.raises(SystemExit, match=r"needs the line '\(begin\)'"):
+        with_table(page, "(begin)\n", "(end)", "new\n")
+
+
+def test_a_table_replaces_what_is_between_its_markers() -> None:
+    assert with_table("a\n(begin)\nold\n(end)\nb", "(begin)\n", "(end)", "new\n") == "a\n(begin)\nnew\n(end)\nb"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json*")), ids=lambda path: path.name)
+def test_results_name_no_path_of_a_machine(path: Path) -> None:
+    assert re.findall(r"/(?:tmp|home|root|work|Users)/\S*", path.read_text(encoding="utf-8")) == []
+
+
+def test_error_rates_on_the_page_of_compare_are_those_of_the_results() -> None:
+    rates: dict[str, float] = json.loads((RESULTS / "verdicts.json").read_text(encoding="utf-8"))["rates"]
+    page = (ROOT / "docs/compare.md").read_text(encoding="utf-8")
+
+    def of(pattern: str) -> list[float]:
+        return [rate for what, rate in rates.items() if re.search(pattern, what)]
+
+    worst = [
+        of("^equivalent at the margin.*(normal|heavy)"),
+        of("^different at the margin.*(normal|heavy)"),
+        of("^equivalent at the margin.*accuracy"),
+        of("^different at the margin.*accuracy"),
+        of("noise around one level"),
+        of("healthy runs that learn"),
+    ]
+    expected = [f"{max(found):.1%}" for found in worst] + [f"{int(100 * min(of('as promised decide')))}% or more"]
+    table = page.partition("| what is simulated |")[2].partition("\n\n")[0]
+    assert [row.split("|")[3].strip() for row in table.splitlines()[2:]] == expected
+    late, early = "found: one run of three stop.*", "found: one run of three (?!stop).*"
+    for text, figure in (
+        ("or less. With noise of 30% it is {:.0%} to 100%", min(of(f"{early} 30%"))),
+        ("100% of cases with noise of 2%, in {:.0%} with 10%", min(of(f"{late} 10%"))),
+        ("with 10%, and in {:.0%} with 30%", min(of(f"{late} 30%"))),
+    ):
+        assert text.format(figure) in page
+    assert min(of(f"{early} (2|10)%")) >= 0.99
+
+
+def test_every_benchmark_that_a_page_names_exists() -> None:
+    pages = [path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))]
+    commands = [words for page in pages for words in re.findall(r"python -m benchmarks((?: [a-z]\w*)+)", page)]
+    named = {name for words in commands for name in words.split()} | set(chosen([]))
+    assert len(named) >= 20
+    folder = ROOT / "benchmarks"
+    assert [
+        name for name in sorted(named) if not any((folder / p).is_file() for p in (f"{name}.py", f"{name}/__init__.py"))
+    ] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from typer.main import get_command
 
 import mezzo
 from mezzo.cli import app
-from mezzo.report.commands import CARRIED, DROPPED, FLAGS, Script, function_call
+from mezzo.report.commands import CARRIED, DROPPED, FLAGS, TypedScript, function_call
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 ON_SCRIPTS = [name for name, command in COMMANDS.items() if any(p.name == "target" for p in command.params)]
@@ -92,7 +93,7 @@ CASES = [
 
 @pytest.mark.parametrize(("typed", "name", "asked", "text"), CASES)
 def test_the_new_command(typed: str, name: str, asked: tuple[str, dict[str, str]], text: str) -> None:
-    script = Script.typed(["mezzo", *shlex.split(typed)], name)
+    script = TypedScript.typed(["mezzo", *shlex.split(typed)], name)
     assert script is not None
     assert script.under(asked[0], **asked[1]) == text
 
@@ -109,11 +110,11 @@ def test_the_new_command(typed: str, name: str, asked: tuple[str, dict[str, str]
     ],
 )
 def test_what_is_no_command_on_the_script(words: list[str]) -> None:
-    assert Script.typed(words, "train.py") is None
+    assert TypedScript.typed(words, "train.py") is None
 
 
 def test_the_scripts_own_command() -> None:
-    typed = Script.typed(["mezzo", "compare", "--seeds", "2", "-m", "pkg.train", "--to", "{run}"], "pkg.train")
+    typed = TypedScript.typed(["mezzo", "compare", "--seeds", "2", "-m", "pkg.train", "--to", "{run}"], "pkg.train")
     assert typed is not None
     assert typed.alone() == "python -m pkg.train --to alone"
 
@@ -134,21 +135,21 @@ def test_the_scripts_own_command() -> None:
     ],
 )
 def test_where_it_ran(variables: dict[str, str], text: str) -> None:
-    typed = Script.typed(["mezzo", "run", "t.py"], "t.py")
+    typed = TypedScript.typed(["mezzo", "run", "t.py"], "t.py")
     assert typed is not None
-    there = typed.in_framework("torch 2.13.0", variables)
+    there = replace(typed, framework="torch 2.13.0", variables=variables)
     assert there.under("audit") == text
     assert ("torchrun" in there.under("fallback")) is ("torchrun" in text)
     assert "torchrun" not in there.under("check")
 
 
 def test_other_frameworks_have_three_commands() -> None:
-    typed = Script.typed(["mezzo", "run", "t.py"], "t.py")
+    typed = TypedScript.typed(["mezzo", "run", "t.py"], "t.py")
     assert typed is not None
-    keras = typed.in_framework("keras 3.15.1 on tensorflow 2.21.0", {})
+    keras = replace(typed, framework="keras 3.15.1 on tensorflow 2.21.0")
     assert [name for name in ON_SCRIPTS if keras.runs(name)] == ["check", "run", "compare"]
     for inspected in ("torch 2.13.0", "keras 3.15.1 on torch 2.13.0", "paddle 3.3.0"):
-        assert all(typed.in_framework(inspected, {}).runs(name) for name in ON_SCRIPTS)
+        assert all(replace(typed, framework=inspected).runs(name) for name in ON_SCRIPTS)
 
 
 def test_a_function_has_its_call() -> None:
@@ -180,7 +181,9 @@ def _given(option: str) -> str:
 @pytest.mark.parametrize("command", ON_SCRIPTS)
 def test_the_same_command_keeps_every_option_but_those_dropped_for_a_reason(command: str) -> None:
     taken = sorted(_taken(command) - ({"--resume"} if command != "run" else set()))  # recorded commands leave it out
-    typed = Script.typed(["mezzo", command, *shlex.split(" ".join(map(_given, taken))), "t.py", "--own", "5"], "t.py")
+    typed = TypedScript.typed(
+        ["mezzo", command, *shlex.split(" ".join(map(_given, taken))), "t.py", "--own", "5"], "t.py"
+    )
     assert typed is not None
     kept = " ".join(_given(option) for option in taken if option not in DROPPED)
     assert typed.under(command) == f"mezzo {command} {kept} t.py --own 5"
@@ -190,7 +193,7 @@ def test_the_same_command_keeps_every_option_but_those_dropped_for_a_reason(comm
 def test_another_command_gets_every_option_that_it_has_too_or_there_is_a_reason(command: str) -> None:
     for other in set(ON_SCRIPTS) - {command}:
         for option in sorted(_taken(command) & _taken(other)):
-            typed = Script.typed(["mezzo", command, *shlex.split(_given(option)), "t.py"], "t.py")
+            typed = TypedScript.typed(["mezzo", command, *shlex.split(_given(option)), "t.py"], "t.py")
             assert typed is not None
             got = option in shlex.split(typed.under(other))
             reason = option in DROPPED or option in NOT_CARRIED

@@ -6,16 +6,16 @@ import pytest
 
 from mezzo.report.format_faults import explained
 
-REFUSED = "an operation does not take the format of O1; find the modules that must stay in FP32", "fallback"
+REFUSED = "an operation does not accept the format of O1; find the modules that must stay in FP32", "fallback"
 CASES: list[tuple[list[str], tuple[str, str] | None]] = [
     (["RuntimeError: expected scalar type Float but found Half"], REFUSED),
     (
         ["RuntimeError: value cannot be converted to type c10::Half without overflow"],
-        ("a number of the script lies beyond the range of O1; find its line", "diagnose"),
+        ("a number in the script is beyond the range of O1; find its line", "diagnose"),
     ),
     (
         ["RuntimeError: value cannot be converted to type at::Half without overflow", "KeyError: 'x'"],
-        ("a number of the script lies beyond the range of O1; find its line", "diagnose"),
+        ("a number in the script is beyond the range of O1; find its line", "diagnose"),
     ),
     (["KeyError: 'x'", "RuntimeError: Unsupported dtype BFloat16"], REFUSED),
     (["KeyError: 'x'", "RuntimeError: value cannot be converted to type int8_t without loss"], None),

@@ -33,6 +33,8 @@ from mezzo.records import (
 from mezzo.report import text
 from mezzo.report.html import render_html
 from mezzo.report.next_steps import MOST, next_steps
+from mezzo.report.sheets.compare import compare_sheet
+from mezzo.report.views import VIEWS
 
 NAN = float("nan")
 PLAIN = ("train.py", "--epochs", "3")
@@ -140,7 +142,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         run(policy="bf16", error="RuntimeError: Unsupported dtype BFloat16", exit_code=1),
         [
             (
-                "an operation does not take the format of bf16; find the modules that must stay in FP32",
+                "an operation does not accept the format of bf16; find the modules that must stay in FP32",
                 f"mezzo fallback --policy bf16 {TAIL}",
             )
         ],
@@ -153,7 +155,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         ),
         [
             (
-                "a number of the script lies beyond the range of fp16; find its line",
+                "a number in the script is beyond the range of fp16; find its line",
                 f"mezzo diagnose --policy fp16 {TAIL}",
             )
         ],
@@ -185,6 +187,13 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         run(error="no", exit_code=3),
         [("see which formats each device of this machine computes in", "mezzo doctor")],
     ),
+    **{
+        f"run whose script ends itself with code {code}": (
+            run(exit_code=code),
+            [("see whether the script fails without Mezzo, too", f"python {TAIL}")],
+        )
+        for code in (3, 5, 6, 7, 9, 10)  # Mezzo's own errors have them, too
+    },
     "run in keras": (
         run(policy="bf16", framework="keras 3.15.1 on tensorflow 2.21.0"),
         [("see whether bf16 trains like fp32", f"mezzo compare --policies fp32,bf16 {TAIL}")],
@@ -359,6 +368,20 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
             ("see whether fp16 trains like fp32", f"mezzo compare --policies fp32,fp16 {TAIL}"),
         ],
     ),
+    "audit of a step without products": (
+        AuditRecord(run=run("audit", "fp16"), steps=[3]),
+        [
+            (
+                "that step had no product; if optimizers take turns, audit all of a round",
+                f"mezzo audit --steps 3-6 {TAIL}",
+            ),
+            ("see whether fp16 trains like fp32", f"mezzo compare --policies fp32,fp16 {TAIL}"),
+        ],
+    ),
+    "audit of several steps without products": (
+        AuditRecord(run=run("audit", "fp16"), steps=[3, 4, 5, 6]),
+        [("see whether fp16 trains like fp32", f"mezzo compare --policies fp32,fp16 {TAIL}")],
+    ),
     "audit in fp32": (
         AuditRecord(
             run=run("audit", "as-is"),
@@ -386,9 +409,9 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         fallback("elsewhere"),
         [
             ("find the operation that loses values, and its line", f"mezzo diagnose --policy fp16 {TAIL}"),
-            ("if bf16 passes, range is the cause, and bf16 the cure", f"mezzo fallback --policy bf16 {TAIL}"),
+            ("if bf16 passes, the range is the cause, and bf16 the fix", f"mezzo fallback --policy bf16 {TAIL}"),
             (
-                "after giving that operation a module of its own: fp32_modules names modules only",
+                "after moving that operation into a module of its own: fp32_modules names modules only",
                 f"mezzo fallback --policy fp16 {TAIL}",
             ),
         ],
@@ -430,9 +453,9 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         ),
         [
             ("find the operation that loses values, and its line", 'mezzo.diagnose(train, policy="fp16")'),
-            ("if bf16 passes, range is the cause, and bf16 the cure", 'mezzo.fallback(train, policy="bf16")'),
+            ("if bf16 passes, the range is the cause, and bf16 the fix", 'mezzo.fallback(train, policy="bf16")'),
             (
-                "after giving that operation a module of its own: fp32_modules names modules only",
+                "after moving that operation into a module of its own: fp32_modules names modules only",
                 'mezzo.fallback(train, policy="fp16")',
             ),
         ],
@@ -519,6 +542,19 @@ def test_hostile_words_stay_the_scripts_own(words: tuple[str, ...]) -> None:
         assert steps
         for step in steps:
             is_accepted(step.command, words)
+
+
+def test_the_answer_of_a_page_is_about_the_policy_to_train_with() -> None:
+    slower = {"speedup": 1.1, "speedup_low": 0.99, "speedup_high": 1.2, "memory_ratio": 0.8}
+    smaller = {
+        "speedup": 1.0,
+        "speedup_low": 0.9,
+        "speedup_high": 1.1,
+        "memory_ratio": 0.5,
+    }  # neither is faster for certain
+    record = compare(("bf16", "equivalent", slower), ("fp16", "equivalent", smaller))
+    assert next_steps(record)[0].why == "train with fp16"
+    assert "memory, fp16" in [fact.what for fact in VIEWS["compare"].answer(record, compare_sheet(record)).facts]
 
 
 def test_there_are_three_at_most_and_no_command_twice() -> None:

@@ -11,7 +11,7 @@ import pytest
 import record_builders as build
 from mezzo.records import DiagnoseRecord, Finding, RunRecord
 from mezzo.report.html import render_html
-from mezzo.report.source import Source, source_of
+from mezzo.report.source import SourceLines, source_of
 
 TEXT = "".join(f"line_{n} = '<i>{n}</i>'\n" for n in range(1, 21))
 
@@ -35,7 +35,7 @@ def run_of(script: Path, lines: list[str], **fields: object) -> RunRecord:
     return build.run_record(script=script.name, findings=[finding], environment=environment, **(known | fields))
 
 
-def shown(source: Source) -> list[tuple[int, str, bool]]:
+def shown(source: SourceLines) -> list[tuple[int, str, bool]]:
     return [(line.number, line.text, bool(line.key)) for file in source.files for part in file.parts for line in part]
 
 
@@ -54,6 +54,14 @@ def test_a_line_is_shown_with_those_around_it_and_its_findings(script: Path) -> 
     page = render_html(run_of(script, [f"{script}:5"]))
     assert "line_5 = &#39;&lt;i&gt;5&lt;/i&gt;&#39;" in page
     assert '<a href="#line-1">train.py:5</a>' in page
+
+
+def test_lines_are_counted_as_python_counts_them(tmp_path: Path) -> None:
+    path = tmp_path / "old.py"
+    path.write_bytes(
+        b"a = 1\r\n\x0c\r\nb = '\xc2\x85'\rc = 3\n"
+    )  # a form feed, a next-line character and three kinds of line ends
+    assert [text for _, text, named in shown(source_of(run_of(path, [f"{path}:4"]))) if named] == ["c = 3"]
 
 
 def test_near_lines_share_a_part_and_far_ones_do_not(script: Path) -> None:
@@ -120,5 +128,5 @@ def test_a_diagnosis_shows_its_line(script: Path) -> None:
 
 
 def test_records_without_a_run_have_no_source() -> None:
-    assert source_of(build.doctor_record()) == Source()
-    assert source_of(build.compare_record(num_steps=2)) == Source()
+    assert source_of(build.doctor_record()) == SourceLines()
+    assert source_of(build.compare_record(num_steps=2)) == SourceLines()

@@ -62,6 +62,12 @@ def test_the_check_tries_the_policies_that_were_typed(typed: str, kept: str) -> 
     assert next_steps(record)[0].command == f"mezzo check --gpu t4 {kept}train.py --batch-size 64"
 
 
+def test_the_check_has_the_variables_that_choose_the_script() -> None:
+    here = build.environment(variables={"PYTHONPATH": "lib", "OMP_NUM_THREADS": "1"})
+    record = build.predict_record(command=TYPED, model="train.py", batch=64, predictions=[ON_T4], environment=here)
+    assert next_steps(record)[0].command == "PYTHONPATH=lib mezzo check --gpu t4 train.py --batch-size 64"
+
+
 def test_a_model_by_name_has_no_script_to_run() -> None:
     words = ["mezzo", "predict", "--model", "timm:resnet18"]
     assert next_steps(build.predict_record(command=words, model="timm:resnet18", predictions=[ON_T4])) == []

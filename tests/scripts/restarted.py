@@ -1,7 +1,7 @@
 """Two processes over gloo: ``restarted.py HOW MARKER [fsdp]``; each rank says what it ended with.
 
-HOW: no; or what rank 1 does once in all, kill itself, kill mezzo (its own), or hang; or told: MARKER appears at step 20, and steps are slow
-from there on. DistributedDataParallel, or ``fully_shard``.
+HOW: no; or what rank 1 does once in all, when both have a snapshot: kill itself, kill mezzo (its own), or hang; or told: MARKER appears at
+step 20, and steps are slow from there on. DistributedDataParallel, or ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 def main() -> None:
     how, marker, sharded = sys.argv[1], Path(sys.argv[2]), "fsdp" in sys.argv
-    dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=15) if how == "hang" else None)
     rank = dist.get_rank()
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(96, 6), torch.randint(0, 3, (96,)))
@@ -50,15 +50,27 @@ def main() -> None:
             if how == "told" and step == 20 and rank == 1:
                 marker.touch()
             time.sleep(0.2 if how == "told" and step >= 20 else 0.02)
-            if rank == 1 and step == 31 and how in ("kill", "kill mezzo", "hang") and not marker.exists():
-                marker.touch()
-                if how == "hang":
-                    time.sleep(10_000)
-                os.kill(os.getpid() if how == "kill" else os.getppid(), signal.SIGKILL)
+            if (
+                rank == 1
+                and step == 31
+                and how in ("kill", "kill mezzo", "hang")
+                and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            ):
+                lose_rank_1(how, marker)
     whole = [p.full_tensor() if sharded else p for p in model.parameters()]
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in whole)).hexdigest()
     print(f"RANK {rank} steps {step} seen {seen!r} weights {digest}\n", end="", flush=True)
     dist.destroy_process_group()
+
+
+def lose_rank_1(how: str, marker: Path) -> None:
+    """Lose it once both ranks have a snapshot."""
+    while any(not list(Path(f"out/snapshots/rank-{rank}-of-2").glob("*.safetensors")) for rank in (0, 1)):
+        time.sleep(0.02)
+    marker.touch()
+    if how == "hang":
+        time.sleep(10_000)
+    os.kill(os.getpid() if how == "kill" else os.getppid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ SETS = {"MNIST": (28, 1, 10), "FashionMNIST": (28, 1, 10), "CIFAR10": (32, 3, 10
 
 
 class WithStandIns(importlib.abc.MetaPathFinder):
-    """Find ``torchvision.datasets`` as usual, and change four names in it once it has run."""
+    """Finds ``torchvision.datasets`` as usual, and replaces four names in it after import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None

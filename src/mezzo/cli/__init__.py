@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     token = WORDS.set(tuple(words))
     try:
         return in_ranks(words, lambda: _exit_code(list(words)))
-    except MezzoError as error:  # of the processes, before the command began
+    except MezzoError as error:  # from the launcher's processes, before the command began
         exit_code = _failed(error)
         tell(exit_code, words[0])
         return exit_code

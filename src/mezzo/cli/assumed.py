@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mezzo.measure.predict.sharding import Job
+    from mezzo.measure.predict.sharding import GpuGroup
     from mezzo.records import Reason
 
 
-def assumptions(channels_last: bool, own_layout: bool | None, job: Job, *, asked: bool) -> list[Reason]:
+def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, asked: bool) -> list[Reason]:
     """Return what every prediction assumes.
 
     Args:
-        channels_last: whether images are stored channels-last.
-        own_layout: the same of what was traced; None where there are no images.
+        channels_last: whether images are predicted channels-last.
+        own_layout: whether the traced script or model stores them so; None if it has no images.
         job: how many GPUs train together.
-        asked: whether the layout is only what the options ask for.
+        asked: whether only the options decide the layout.
     """
     from mezzo.measure.predict.memory import DRIVER_BYTES
     from mezzo.records import Reason
@@ -30,19 +30,19 @@ def assumptions(channels_last: bool, own_layout: bool | None, job: Job, *, asked
         Reason(
             what="fp32 and tf32",
             value="all products in one of them",
-            reason="torch by itself computes convolutions in TF32 and matrix products in FP32, which lies between the two",
+            reason="torch's default is convolutions in TF32 and matrix products in FP32, which is between the two",
         ),
         Reason(what="input pipeline", value="keeps up", reason="its time is not predicted"),
         Reason(
             what="driver and context",
             value=f"{DRIVER_BYTES >> 20} MiB",
-            reason="it differs by driver; of cuDNN's workspaces, only copies of channels-first operands are counted",
+            reason="it depends on the driver; of cuDNN's workspaces, only copies of channels-first operands are counted",
         ),
         _sharing(job),
     ]
 
 
-def _sharing(job: Job) -> Reason:
+def _sharing(job: GpuGroup) -> Reason:
     from mezzo.measure.predict.sharding import LINK_SHARE
     from mezzo.records import Reason
 
@@ -51,5 +51,5 @@ def _sharing(job: Job) -> Reason:
     return Reason(
         what="step",
         value=f"eager, {job.num_gpus} GPUs of one machine, {job.shard}",
-        reason=f"links reach {LINK_SHARE:.0%} of their speed, an assumption; no measured job stands behind this",
+        reason=f"links reach {LINK_SHARE:.0%} of their speed, an assumption: no measured job confirms it",
     )

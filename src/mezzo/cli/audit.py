@@ -45,10 +45,12 @@ def _numbers(steps: str) -> tuple[int, ...]:
     found: set[int] = set()
     for part in steps.split(","):
         match = re.fullmatch(r"\s*([1-9]\d*)\s*(?:-\s*([1-9]\d*)\s*)?", part)
-        if match is None or int(match[2] or match[1]) < int(match[1]):
+        first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if not 1 <= first <= last < first + options.MOST_OBSERVED_STEPS:
             raise UsageError(
-                f"--steps {steps!r} is not a list of steps; allowed: numbers from 1, as 3 or 3,10 or 3-5",
+                f"--steps {steps!r} is not a list of steps; allowed: numbers from 1, such as 3 or 3,10 or 3-5, "
+                f"and ranges of at most {options.MOST_OBSERVED_STEPS:,} steps",
                 hint="type: --steps 3",
             )
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+        found.update(range(first, last + 1))
     return tuple(sorted(found))

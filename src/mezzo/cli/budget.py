@@ -1,4 +1,4 @@
-"""The time that a command may take: read from the command line, counted down, and shown beside what happens."""
+"""A command's time limit: read from the command line, counted down, and shown with each message."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.IGNORECASE)
 
 
 def seconds_of(text: str, *, option: str = "--budget", example: str = "10m") -> float:
-    """Return the seconds of an option's value, as ``90s``, ``10m`` or ``1h``.
+    """Return the seconds of an option's value, such as ``90s``, ``10m`` or ``1h``.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: the value is not a duration.
     """
     found = _DURATION.fullmatch(text.strip())
     seconds = float(found[1]) * _UNITS_S[found[2].lower()] if found else 0.0
@@ -32,12 +32,12 @@ def seconds_of(text: str, *, option: str = "--budget", example: str = "10m") -> 
 
 
 class Budget:
-    """The time that was given, and what is left of it."""
+    """A time limit, and how much of it is left."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self._began = seconds, time.monotonic()
         self.console: Console | None = None
-        """Where to print; None for standard error. A console keeps a line that changes below what is printed."""
+        """Where to print; None for standard error. A console keeps the progress line below what is printed."""
 
     @property
     def spent_s(self) -> float:
@@ -45,7 +45,7 @@ class Budget:
         return time.monotonic() - self._began
 
     def say(self, text: str) -> None:
-        """Print what happens, with the time that has passed and the time that is left."""
+        """Print a message, with the time that has passed and the time that is left."""
         left = max(self.seconds - self.spent_s, 0.0)
         line = f"[{clock(self.spent_s)}, {clock(left)} left] {text}"
         if self.console is None:

@@ -23,7 +23,7 @@ from mezzo.errors import PolicyError, UsageError
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
-    from mezzo.launch.several.check import Check, Settings
+    from mezzo.launch.several.check import Check, CheckSettings
     from mezzo.launch.several.resuming import Finished
     from mezzo.launch.several.side_by_side import Engine
     from mezzo.policy import Policy
@@ -37,16 +37,16 @@ _TAIL = 12
 def check(
     script: Script,
     budget: Annotated[
-        str, typer.Option(metavar="TIME", help="Time for everything, as 90s, 10m or 1h.", show_default=True)
+        str, typer.Option(metavar="TIME", help="Time for everything, such as 90s, 10m or 1h.", show_default=True)
     ] = "10m",
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The GPU to answer for, as a100-80gb. [default: this machine's device]"),
+        typer.Option(metavar="NAME", help="The GPU to answer for, such as a100-80gb. [default: this machine's device]"),
     ] = None,
     policies: Annotated[
         str | None,
         typer.Option(
-            help=f"Policies to try beside fp32, separated by commas. Presets: {options.PRESETS_HELP} "
+            help=f"Policies to try in addition to fp32, separated by commas. Presets: {options.PRESETS_HELP} "
             "[default: those that the device offers]"
         ),
     ] = None,
@@ -182,12 +182,12 @@ def _say_offers(budget: Budget, asked: CheckOptions, machine: Machine, offers: l
         budget.say(f"{offer.what} {offer.value}: {offer.reason}")
 
 
-def _settings(asked: CheckOptions, offers: list[Reason]) -> Settings:
-    from mezzo.launch.several.check import Settings
+def _settings(asked: CheckOptions, offers: list[Reason]) -> CheckSettings:
+    from mezzo.launch.several.check import CheckSettings
     from mezzo.measure.check.offers import tried
 
     script = asked.script
-    return Settings(
+    return CheckSettings(
         policies=tuple(tried(offers)),
         seeds=asked.seeds,
         budget_s=max(asked.budget.seconds - asked.budget.spent_s, 1.0),
@@ -198,7 +198,7 @@ def _settings(asked: CheckOptions, offers: list[Reason]) -> Settings:
     )
 
 
-def _finished(asked: CheckOptions, folder: Path, settings: Settings) -> Finished:
+def _finished(asked: CheckOptions, folder: Path, settings: CheckSettings) -> Finished:
     """Return what an interrupted check of the same script left in the folder."""
     finished = finished_before(asked.script, folder, "check", say=asked.budget.say, metric=asked.metric or "")
     if len(finished):

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from mezzo.records import Answer, CheckRecord, Reason
 
 _REFERENCE = "a100-80gb"
-"""The GPU that gains are bounded for where none is named and none is here."""
+"""The GPU that gains are bounded for if none is named and this machine has none."""
 _LEAST_PREDICTION_S = 30.0
-"""Time that a prediction has even where the runs took the whole budget: most scripts are traced in a third of it."""
+"""Least time for a prediction, even if the runs took the whole budget: most scripts are traced in a third of it."""
 _TIMES_MORE = 6
-"""How much longer the budget is that is suggested where this one is too short."""
+"""If the budget is too short, the suggested one is longer by this factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class CheckOptions:
     budget: Budget
     gpu: Gpu | None
     policies: list[str] | None
-    """Those of ``--policies``, as records name them."""
+    """The values of ``--policies``, under the names that records use."""
     seeds: int
     metric: str | None
 
@@ -112,7 +112,7 @@ def _notes(asked: CheckOptions, checking: Check, case: Case, answer: Answer) -> 
     notes: list[Reason] = []
     if checking.first_steps is not None:
         why = f"the whole script does not fit the budget with {asked.seeds} seeds; what happens later is not judged"
-        notes.append(Reason(what="steps", value=f"only the first {checking.first_steps} of each run", reason=why))
+        notes.append(Reason(what="steps", value=f"each run's first {checking.first_steps} only", reason=why))
     if asked.metric is None:
         why = "name what counts for you, as --metric 'acc=([0-9.]+)', and it is judged as well"
         notes.append(Reason(what="judged by", value="the training loss", reason=why))
@@ -136,11 +136,7 @@ def _notes(asked: CheckOptions, checking: Check, case: Case, answer: Answer) -> 
 
 def _commands(asked: CheckOptions) -> Callable[..., str]:
     """Return the function that writes a command on the same script, given the command's name and its options with their values."""
-    from mezzo.report import commands
-
-    script = asked.script
-    typed = commands.Script.typed(list(script.command), script.target)
-    assert typed is not None, script.command  # this command itself
+    typed = asked.script.retyped
 
     def command(kind: str, *given: str) -> str:
         if kind == "python":

@@ -26,7 +26,7 @@ On: TypeAlias = Annotated[
     typer.Option(
         "--on",
         metavar="CLUSTER",
-        help="Make the runs on a cluster that shares the folder: slurm (by submitit) or ray, with options, as "
+        help="Make the runs on a cluster that shares the folder: slurm (by submitit) or ray, with options, such as "
         "slurm:partition=gpu,gres=gpu:1,time=02:00:00 or ray:num_gpus=1. At most --jobs at once.",
     ),
 ]
@@ -37,7 +37,7 @@ def engine_of(jobs: int | None, on: str | None) -> Engine:
     """Return what makes the runs.
 
     Raises:
-        UsageError: so many runs at once have no place here, or the cluster cannot be used.
+        UsageError: this machine cannot make so many runs at once, or the cluster cannot be used.
     """
     from mezzo.launch.ranks.leading import leader
     from mezzo.launch.several.on_cluster import OnCluster
@@ -60,7 +60,7 @@ def named_cluster(text: str) -> Cluster:
     """Return the cluster of ``--on``.
 
     Raises:
-        UsageError: it is unknown, an option is none, or its library or Slurm is missing.
+        UsageError: it is unknown, an option is not valid, or its library or Slurm is missing.
     """
     from mezzo.launch.several.ray_cluster import Ray
     from mezzo.launch.several.slurm import Slurm

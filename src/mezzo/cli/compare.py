@@ -183,7 +183,7 @@ def _with_checkpointed(asked: dict[str, _Asked], checkpoint: str | None) -> dict
 
 
 def _folders(asked: dict[str, _Asked]) -> dict[str, str]:
-    """Return the start of the names of each policy's runs: two policies may differ in nothing that a folder's name can hold."""
+    """Return the prefix of each policy's run names: two policies may differ only in characters that a folder's name cannot have."""
     from mezzo.launch.several.compared_runs import folder_name
 
     found: dict[str, str] = {}

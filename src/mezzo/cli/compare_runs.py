@@ -1,4 +1,4 @@
-"""The runs of a comparison: those that are left from an earlier command, and those that are made now."""
+"""The runs of a comparison: those that an earlier command finished, and those made now."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 
 def begun(script: Script, folder: Path, *, metric: str | None, **asked: str) -> Finished:
-    """Begin a comparison in the folder, or go on with an interrupted one; say which, and what is asked otherwise than before.
+    """Begin a comparison in the folder, or continue an interrupted one; note which options have changed.
 
     Raises:
-        UsageError: ``--resume`` was typed, and there is nothing to go on with.
+        UsageError: ``--resume`` was typed, and there is nothing to continue.
     """
     finished = finished_before(script, folder, "comparison", say=results.note, metric=metric or "")
     anew = not finished.found or (finished.over and not script.resume)

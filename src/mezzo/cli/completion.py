@@ -1,4 +1,4 @@
-"""What a shell completes: policies, scripts, verdicts. Runs at every press of the key, so it imports little."""
+"""What a shell completes: policies, scripts, verdicts. It runs whenever Tab is pressed, so it imports little."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 
 
 class ScriptCommand(TyperCommand):
-    """A command on a script; after the script, its own options are none of the script's."""
+    """A command on a script. What follows the script belongs to the script, so the command's options are not completed there."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Return the options that begin with ``incomplete``; none after the script, where the shell completes files."""

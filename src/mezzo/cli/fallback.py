@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +11,6 @@ from mezzo.cli.clusters import Jobs, On, engine_of
 from mezzo.cli.progress import shown
 from mezzo.cli.resumed import finished_before
 from mezzo.cli.script import Script
-from mezzo.cli.words import resuming
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
@@ -70,8 +68,7 @@ def fallback(
                 )
             finished.end()
         except Stopped as stopped:
-            results.note(f"{stopped}; the records of its runs are in {folder / 'runs'}. To continue, type:")
-            print(f"  {resuming(folder, num_arguments=len(script.arguments or ()))}", file=sys.stderr)
+            script.say_stopped(f"{stopped}; the records of its runs are", folder)
             if stopped.record is None:
                 raise typer.Exit(stopped.exit_code) from None
             record = stopped.record

@@ -1,4 +1,4 @@
-"""What would fit, after a script has run out of a GPU's memory: the largest batch by the predictor, for its policy and a lower one."""
+"""What would fit, after a script has run out of a GPU's memory: the largest batch that the predictor finds for its policy, and for bf16."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _WHAT = "largest batch"
 
 
 def with_fits(record: RunRecord, script: Script, policy: str) -> RunRecord:
-    """Return ``record`` with the largest batch that fits; as it is where memory did not run out.
+    """Return ``record`` with the largest batch that fits; unchanged if memory did not run out.
 
     Args:
-        record: of a run that has ended.
+        record: the record of a run that has ended.
         script: the script, as it was typed.
         policy: the policy as typed.
     """
@@ -34,7 +34,7 @@ def with_fits(record: RunRecord, script: Script, policy: str) -> RunRecord:
 
 
 def _fits(record: RunRecord, script: Script, policy: str) -> tuple[list[Reason], str]:
-    """Return the largest batches, and why there are none."""
+    """Return the largest batches, or why there are none."""
     from mezzo.gpus import find_gpu
     from mezzo.measure.predict.plan import PREDICTED
 

@@ -22,7 +22,7 @@ _RECORD, _REPORT = "record.json", "report.html"
 def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Path:
     """Return a folder for records, created if need be: ``out``, or a new one under runs/ named after the date and ``name``.
 
-    If ``out`` holds the results of another command, or files that this one would overwrite, the folder is a new one beside it, and
+    If ``out`` contains the results of another command, or files that this one would overwrite, the folder is a new one beside it, and
     standard error says so. The same command repeated in the same folder replaces its own results.
 
     Args:
@@ -63,7 +63,7 @@ def resumed_folder(out: Path | None) -> Path:
 def _free(out: Path, leaves: Sequence[str]) -> Path:
     folder = next(folder for folder in _numbered(out) if not folder.is_dir() or _is_own(folder, leaves))
     if folder != out:
-        print(f"mezzo: {out} already holds other results; writing to {folder} instead", file=sys.stderr)
+        print(f"mezzo: {out} already contains other results; writing to {folder} instead", file=sys.stderr)
     return folder
 
 
@@ -105,7 +105,7 @@ def _made(folder: Path, option: str = "--out") -> bool:
 
 
 def _is_own(folder: Path, leaves: Sequence[str]) -> bool:
-    """Return whether the folder holds results of the same command, or nothing that this command would overwrite."""
+    """Return whether the folder contains results of the same command, or nothing that this command would overwrite."""
     path = folder / _RECORD
     if not path.exists():
         return not any((folder / name).exists() for name in (_REPORT, *leaves))

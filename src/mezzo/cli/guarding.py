@@ -1,16 +1,15 @@
-"""``--guard``: what to do when the training goes wrong, and what to type then."""
+"""``--guard``: what to do when training goes wrong, and which command to suggest."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
 
-from mezzo.cli.words import typed
 from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
-    from mezzo.launch.guard_request import GuardRequest
+    from mezzo.launch.request_parts import GuardRequest
     from mezzo.records import AlarmKind
 
 USUAL_REWINDS = 3
@@ -18,7 +17,7 @@ _LEAVES_FORMATS = ("fp32", "tf32", "as-is")
 
 
 def check_guard(text: str | None, *, snapshots: bool) -> None:
-    """Refuse what is no action, and a return to snapshots that are not taken."""
+    """Refuse an unknown action, and a rewind without snapshots."""
     if text is None:
         return
     match = re.fullmatch(r"note|stop|rewind(:[1-9]\d?)?", text)
@@ -42,7 +41,7 @@ def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequ
         text: the value of ``--guard``.
         policy: the policy as typed.
     """
-    from mezzo.launch.guard_request import GuardRequest
+    from mezzo.launch.request_parts import GuardRequest
 
     if text is None and script.framework != "torch":
         return None
@@ -52,15 +51,11 @@ def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequ
 
 
 def _commands(script: Script, policy: str) -> dict[AlarmKind, str]:
-    from mezzo.report.commands import Script as Typed
-
-    found = Typed.typed(list(typed()), script.target)
-    if found is None:
-        return {}
+    found = script.retyped
     diagnose = found.under("diagnose", policy=policy)
     judged = "fp16" if policy in _LEAVES_FORMATS else policy
     lost = found.under("ranges", policy=judged)
-    if policy in _LEAVES_FORMATS:  # precision is not to blame for its spike
+    if policy in _LEAVES_FORMATS:  # precision cannot be the cause of its spike
         spike = found.under("run", policy=policy, snapshot="1m", guard="rewind")
     else:
         spike = found.under("compare", policies=f"fp32,{policy}")

@@ -1,4 +1,4 @@
-"""``--log-to`` while a run is under way: the numbers that its process reports anyway, every few seconds, in a thread of the command."""
+"""``--log-to`` during a run: a thread of the command logs, every few seconds, the numbers that the run's process reports."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from mezzo.report.tracking import Flight, Writer
 
 EVERY_S = 5.0
-"""Between two steps that are logged."""
+"""Seconds between two logged steps."""
 
 
 def logged(places: Sequence[str] | None) -> AbstractContextManager[None]:
-    """Log the runs inside to trackers while they go on, if any are named."""
+    """Log the runs inside the block to trackers while they run, if any trackers are named."""
     from mezzo.launch.progress import shown_on
 
     return shown_on(LiveLog(places)) if places else nullcontext()
@@ -39,7 +39,7 @@ class LiveLog:
 
     @contextmanager
     def following(self, request: Request, *, passes_output: bool) -> Iterator[None]:
-        """Log the run of ``request`` inside."""
+        """Log the run of ``request`` while the block runs."""
         over = threading.Event()
         thread = threading.Thread(target=self._follow, args=(request, over), name="mezzo-log", daemon=True)
         thread.start()
@@ -50,7 +50,7 @@ class LiveLog:
             thread.join()
 
     def _follow(self, request: Request, over: threading.Event) -> None:
-        """Log until the run is over, and once more then."""
+        """Log until the run is over, and then once more."""
         from mezzo.launch.progress import EVERY_S as REPORTED_EVERY_S
 
         wait_s = REPORTED_EVERY_S  # the first report is logged soon: a run may be short

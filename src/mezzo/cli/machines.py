@@ -1,4 +1,4 @@
-"""The machine that a command's runs are made on: this one, or a worker of a cluster."""
+"""The machine that makes a command's runs: this one, or a worker of a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROGRAM = "mezzo.measure.facts_there"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine as a command knows it."""
+    """A machine that makes runs."""
 
     facts: Facts
     name: str
@@ -32,12 +32,12 @@ class Machine:
 
 
 def name_of(engine: Engine) -> str:
-    """Return what the machine is called that an engine makes runs on."""
+    """Return the name of the machine that makes an engine's runs."""
     return f"a worker of {engine.cluster}" if engine.cluster else "this machine"
 
 
 def machine_of(engine: Engine, folder: Path) -> Machine:
-    """Return the machine that an open engine makes runs on; of a cluster, the worker that it gives for one run.
+    """Return the machine that makes an open engine's runs; for a cluster, the worker that it assigns to one run.
 
     Raises:
         ScriptError: the worker did not say what it can compute.
@@ -80,14 +80,14 @@ def _of_worker(engine: Engine, folder: Path) -> Facts:
 
 
 def check_times(engine: Engine) -> None:
-    """Refuse to measure times where runs would disturb each other in a way that nobody knows.
+    """Refuse to measure times where simultaneous runs would slow each other down by an unknown amount.
 
     Raises:
         UsageError: the runs have no GPUs of their own.
     """
     if engine.gives_gpus is not False:
         return
-    why = "times are measured here, and runs beside each other on one CPU slow each other down"
+    why = "times are measured here, and runs that share one CPU slow each other down"
     if engine.cluster:
         raise UsageError(
             f"--on {engine.cluster} without a GPU for each run; allowed: a GPU of its own, because {why}",
@@ -95,12 +95,12 @@ def check_times(engine: Engine) -> None:
         )
     raise UsageError(
         f"--jobs {engine.at_once} without a GPU for each run; allowed: one run at a time, because {why}",
-        hint="leave out --jobs; mezzo compare, check and fallback take it on a CPU as well",
+        hint="leave out --jobs; mezzo compare, check and fallback accept it on a CPU as well",
     )
 
 
 def how_placed(engine: Engine) -> list[Reason]:
-    """Return how the runs were placed, for a record; nothing where one followed the other here."""
+    """Return how the runs were placed, for a record; nothing if they ran one after another on this machine."""
     from mezzo.records import Reason
 
     if engine.cluster:

@@ -1,4 +1,4 @@
-"""The options that change a script's models from outside: which scripts they are for."""
+"""Options that change a script's models from outside, and the scripts that they apply to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mezzo.errors import ScriptError
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
-    from mezzo.launch.model_changes import ModelChanges
+    from mezzo.launch.request_parts import ModelChanges
 
 
 def changes_of(
@@ -18,9 +18,9 @@ def changes_of(
     """Return what to change in the script's models; None for nothing.
 
     Raises:
-        ScriptError: such a script's models cannot be changed.
+        ScriptError: the models of this script cannot be changed.
     """
-    from mezzo.launch.model_changes import ModelChanges
+    from mezzo.launch.request_parts import ModelChanges
 
     asked = {"--channels-last": channels_last, "--compile": compiles, f"--checkpoint {checkpoint}": bool(checkpoint)}
     option = next((name for name, wanted in asked.items() if wanted), None)

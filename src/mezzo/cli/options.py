@@ -1,4 +1,4 @@
-"""Options that several commands share, and the values that they refuse before anything runs."""
+"""Options that several commands share, with checks that run before anything else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Out: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Folder for record and report; a folder beside it if it holds another command's results. "
+        help="Folder for record and report; a folder beside it if it contains another command's results. "
         "[default: a new folder under runs/]",
     ),
 ]
@@ -67,14 +67,14 @@ LogTo: TypeAlias = Annotated[
         "--log-to",
         metavar="TRACKER",
         callback=_check_destinations,
-        help="Also log the results to tensorboard, wandb or mlflow, or to a place there, as tensorboard:DIR. May be repeated.",
+        help="Also log the results to tensorboard, wandb or mlflow, or to a place there, such as tensorboard:DIR. May be repeated.",
     ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
 
 
 PRESETS_HELP = "fp32, tf32, fp16, bf16, fp8; fp16-master and bf16-master keep FP32 master weights, fp16-pure and bf16-pure have none."
-"""The presets, for the help of options that take policies."""
+"""The presets, for the help of options that accept policies."""
 
 
 def _check_checkpoint(text: str | None) -> str | None:
@@ -88,8 +88,8 @@ Checkpoint: TypeAlias = Annotated[
     typer.Option(
         metavar="PLAN",
         callback=_check_checkpoint,
-        help="Activation checkpointing of the script's models: full, every-2, selective, or what may wait for the backward pass, "
-        "as 12GiB.",
+        help="Activation checkpointing of the script's models: full, every-2, selective, or the memory to keep for the backward pass, "
+        "such as 12GiB.",
     ),
 ]
 
@@ -99,6 +99,8 @@ def policy_option(text: str) -> Any:
     return typer.Option(autocompletion=completion.policy, help=text)
 
 
+MOST_OBSERVED_STEPS = 100_000
+"""Most steps in one range to record or inspect: an observed step takes about a second, and every number some memory."""
 _LARGEST_SEED = 2**32 - 1
 
 
@@ -121,7 +123,7 @@ def check_seed(seed: int | None) -> None:
     """Refuse a seed that NumPy would refuse."""
     if seed is not None and not 0 <= seed <= _LARGEST_SEED:
         raise UsageError(
-            f"--seed {seed}; allowed: 0 to {_LARGEST_SEED}, as NumPy takes them",
+            f"--seed {seed}; allowed: 0 to {_LARGEST_SEED}, the range that NumPy accepts",
             hint=f"type: --seed {min(abs(seed), _LARGEST_SEED)}",
         )
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _WHY = "--write-patch: the change to the script itself, tried before it is offered"
 _LEAST_LIMIT_S = 120.0
-"""A trial runs twice, whatever is left of the budget."""
+"""Both runs of a trial have this time, however little is left of the budget."""
 
 
 def with_patch(

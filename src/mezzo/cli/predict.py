@@ -17,25 +17,28 @@ from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
     from mezzo.gpus import Gpu
-    from mezzo.measure.predict.sharding import Job
+    from mezzo.measure.predict.sharding import GpuGroup
     from mezzo.measure.predict.step import Conditions
     from mezzo.records import Prediction, PredictRecord
 
 USUAL = "t4,l4,rtx-4090,a100-80gb,h100-sxm"
 _BATCH = 32
 _CPU = "cpu"
-"""What --gpus calls the CPU of this machine."""
+"""The name of this machine's CPU in --gpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """How GPUs of one machine share a training."""
+    """How the GPUs of one machine share a training."""
 
     gpus_per_job: Annotated[
         int, typer.Option(min=1, help="GPUs of one machine that train together, each on a batch of its own.")
     ] = 1
     shard: Annotated[
-        str, typer.Option(help="How they share the training: ddp (each has everything) or fsdp (each has a share).")
+        str,
+        typer.Option(
+            help="How the GPUs share the training: ddp (each holds the whole model) or fsdp (each holds a shard)."
+        ),
     ] = "ddp"
 
 
@@ -54,7 +57,7 @@ def predict(
         str,
         typer.Option(
             metavar="NAMES",
-            help="GPUs by name, separated by commas, or all, the fastest first; cpu is this machine's, with --model.",
+            help="GPUs by name, separated by commas; all for every known GPU, the fastest first; cpu for this machine's, with --model.",
         ),
     ] = USUAL,
     policies: Annotated[
@@ -69,7 +72,8 @@ def predict(
     price: Annotated[
         str | None,
         typer.Option(
-            metavar="PRICE", help="Price of an hour, as 2.10 or h100=2.5,a100=1.3: adds the cost of a million samples."
+            metavar="PRICE",
+            help="Price of an hour, such as 2.10 or h100=2.5,a100=1.3: adds the cost of a million samples.",
         ),
     ] = None,
     slurm: Annotated[
@@ -151,7 +155,7 @@ def predict(
     results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to)
 
 
-def _conditions(gpu: Gpu, channels_last: bool, job: Job) -> Conditions:
+def _conditions(gpu: Gpu, channels_last: bool, job: GpuGroup) -> Conditions:
     from mezzo.measure.predict.calibrate import calibration_of
     from mezzo.measure.predict.step import Conditions
 
@@ -181,7 +185,7 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
 
 
 def _with_best(record: PredictRecord, plans: list[Traced], where: list[Conditions], slurm: bool) -> PredictRecord:
-    """Return the record with what it has of the fastest GPU alone."""
+    """Return the record with its details of the fastest GPU."""
     from mezzo.measure.predict.detail import detail_of
 
     on_gpus = [one for one in record.predictions if one.gpu != _CPU]
@@ -219,7 +223,7 @@ def _on_cpu(by_name: ByName, batch: int, channels_last: bool) -> Prediction:
     if by_name.model is None:
         raise UsageError(
             "--gpus cpu predicts models by name, not scripts",
-            hint="name a model, as --model timm:resnet50; a script is measured on this machine by mezzo run",
+            hint="name a model, for example --model timm:resnet50; a script is measured on this machine by mezzo run",
         )
     if found is None:
         raise UsageError(f"{device_name('cpu')}: not calibrated", hint="run mezzo predict --calibrate once")

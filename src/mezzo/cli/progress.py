@@ -1,6 +1,6 @@
-"""Progress of the runs of a command, on standard error: one line that changes in a terminal, a line now and then in a pipe or log.
+"""Progress of a command's runs, on standard error: a line that updates in a terminal; in a pipe or log, a plain line now and then.
 
-While a script prints to the terminal itself, no line may change under it: such a run has plain lines, too.
+A script that prints to the terminal itself would garble a line that updates, so its run has plain lines, too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from mezzo.measure.live import Latest
     from mezzo.records import RunRecord
 
-_PLAIN_EVERY_S = 10.0
-"""Between two plain lines."""
-_WATCH_EVERY_S = 2.0
-"""The same under ``mezzo watch``."""
+_PLAIN_EVERY_S, _WATCH_EVERY_S = 10.0, 2.0
+"""Seconds between two plain lines; fewer under ``mezzo watch``."""
 _LONGEST_NAME = 48
 _BAR = 12
 
@@ -37,8 +35,6 @@ class Ended(NamedTuple):
 
     policy: str
     duration_s: float
-    num_steps: int = 0
-    """0 if it is not known."""
 
 
 class _Current:
@@ -51,8 +47,8 @@ class _Current:
         self.first: tuple[float, int] | None = None
         """Time and step of the first report."""
 
-    def look(self) -> None:
-        """Read the latest report."""
+    def read_report(self) -> None:
+        """Read the latest report, if there is one."""
         from mezzo.launch.progress import read_latest
 
         latest = read_latest(self.request.progress_file)
@@ -62,7 +58,7 @@ class _Current:
         self.first = self.first or (time.monotonic(), latest.step)
 
 
-class Progress:
+class ProgressDisplay:
     """The display of a command's runs (``launch.progress.Watcher``)."""
 
     def __init__(self, console: Console, planned: Sequence[Request] = ()) -> None:
@@ -70,12 +66,14 @@ class Progress:
 
         Args:
             console: standard error.
-            planned: all runs that will be made, if that is known: only then is the time left of the whole command.
+            planned: all runs that will be made, if that is known: only then is the time left that of the whole command.
         """
         self.console, self._planned = console, list(planned)
         # A moving line belongs in a terminal only, even if colours are forced into a log.
         self.moves = sys.stderr.isatty() and not console.is_dumb_terminal
         self._ended: list[Ended] = []
+        self._steps_made: set[int] = set()
+        """The numbers of steps of runs that have ended."""
         self._running: list[_Current] = []
         """The runs in progress, the oldest first."""
         self._lock = threading.Lock()
@@ -100,8 +98,7 @@ class Progress:
 
     def say_ended(self, request: Request, record: RunRecord) -> None:
         """Note how many steps a run made, and print how it ended if it failed or no line moves."""
-        if self._ended:
-            self._ended[-1] = self._ended[-1]._replace(num_steps=len(record.steps))
+        self._steps_made |= {len(record.steps)} - {0}
         if not record.error and self.moves:
             return
         outcome = record.error or fmt.plural(len(record.steps), "step")
@@ -124,7 +121,7 @@ class Progress:
             with self._lock:
                 current = self._current
             if current is not None:
-                current.look()
+                current.read_report()
             if live is not None and (current is None or not current.passes_output):
                 if not live.is_started:
                     live.start()  # not before: it hides the cursor, which belongs to a script that prints here
@@ -176,8 +173,7 @@ class Progress:
         observe = current.request.observe
         if observe is not None:
             return observe.steps[-1] if observe.kind in ("audit", "ranges") else None
-        made = {ended.num_steps for ended in self._ended if ended.num_steps}
-        total = next(iter(made)) if len(made) == 1 else 0
+        total = max(self._steps_made) if len(self._steps_made) == 1 else 0
         return total if current.latest is not None and total >= current.latest.step else None
 
     def _left_s(self) -> float | None:
@@ -233,11 +229,11 @@ def _left_text(seconds: float) -> str:
     return f"about {_time_text(max(coarse, 1)).removesuffix(' 00 s')} left"
 
 
-_PROGRESS: ContextVar[Progress | None] = ContextVar("progress", default=None)
+_PROGRESS: ContextVar[ProgressDisplay | None] = ContextVar("progress", default=None)
 
 
 @contextmanager
-def shown(planned: Sequence[Request] = ()) -> Iterator[Progress]:
+def shown(planned: Sequence[Request] = ()) -> Iterator[ProgressDisplay]:
     """Show the progress of the runs inside; within a command that shows it already, that display stays.
 
     Args:
@@ -249,7 +245,7 @@ def shown(planned: Sequence[Request] = ()) -> Iterator[Progress]:
     if outer is not None:
         yield outer
         return
-    progress = Progress(results.console(stderr=True), planned)
+    progress = ProgressDisplay(results.console(stderr=True), planned)
     token = _PROGRESS.set(progress)
     try:
         with shown_on(progress), _drawn(progress):
@@ -259,7 +255,7 @@ def shown(planned: Sequence[Request] = ()) -> Iterator[Progress]:
 
 
 @contextmanager
-def _drawn(progress: Progress) -> Iterator[None]:
+def _drawn(progress: ProgressDisplay) -> Iterator[None]:
     from rich.live import Live
 
     live = Live(console=progress.console, auto_refresh=False, transient=True) if progress.moves else None

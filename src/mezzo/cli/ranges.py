@@ -23,7 +23,12 @@ def ranges(
         ),
     ] = "fp16",
     steps: Annotated[
-        int, typer.Option(min=1, help="Number of training steps to record. The script stops after them.")
+        int,
+        typer.Option(
+            min=1,
+            max=options.MOST_OBSERVED_STEPS,
+            help="Number of training steps to record. The script stops after them.",
+        ),
     ] = 20,
 ) -> None:
     """Show the ranges of a training script's values, and what each format and loss scale would do to them.

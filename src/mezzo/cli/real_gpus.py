@@ -1,4 +1,4 @@
-"""Predictions for real GPUs beside measurements on a machine without them."""
+"""Predictions for GPUs, shown beside measurements on a machine without them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NONE = "none"
 
 
 def named_gpus(text: str | None) -> list[Gpu] | None:
-    """Return the GPUs of ``--gpu``; None where the usual ones are meant.
+    """Return the GPUs of ``--gpu``; None for the usual ones.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: a GPU is unknown.
     """
     from mezzo.gpus import gpu_named
 
@@ -39,11 +39,11 @@ def predicted_for(
     *,
     limit_s: float | None = None,
 ) -> RealGpus | None:
-    """Return predictions of the policies of ``runs``; None where none were asked for, and where a GPU has measured them.
+    """Return predictions for the policies of ``runs``; None if none were asked for, or if the runs were on a GPU.
 
     Args:
         script: the script of the runs.
-        runs: what was measured.
+        runs: the measured runs.
         gpus: the GPUs; None for the usual ones, if no run was on a GPU in its own formats.
         say: prints a line.
         limit_s: time after which tracing ends; None for no limit.

@@ -38,10 +38,10 @@ def report(
         bool, typer.Option("--serve", help="Serve the pages on this machine (127.0.0.1 only) until Ctrl-C.")
     ] = False,
     port: Annotated[
-        int, typer.Option(metavar="PORT", min=0, max=65535, help="Port for --serve; 0 takes a free one.")
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="Port for --serve; 0 for any free port.")
     ] = 0,
 ) -> None:
-    """Show records in the terminal and write each as a self-contained HTML page; of a folder, an index of all records in it."""
+    """Show records in the terminal and write each as a self-contained HTML page; for a folder, write an index of all records in it."""
     folders = [path for path in records if path.is_dir() and not (path / "record.json").is_file()]
     if folders:
         _refuse_mixed(records, folders, out=out, log_to=log_to, as_json=as_json)
@@ -73,14 +73,14 @@ def _refuse_mixed(
 
 
 def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | None, as_json: bool) -> Path:
-    """Show ``records`` and write their pages; return the page to open: the one that has all, or the first."""
+    """Show ``records`` and write their pages; return the page to open: the one of all comparisons, or the first."""
     from mezzo.records import CompareRecord, read_record
     from mezzo.report.html import write_html, write_together
     from mezzo.report.text import render, render_together
 
     if as_json and len(records) > 1:
         raise UsageError(
-            f"--json takes one record; {len(records)} were given",
+            f"--json accepts one record; {len(records)} were given",
             hint=f"type: mezzo report --json {shlex.quote(str(records[0]))}, and the same for each of the others",
         )
     records = [path / "record.json" if path.is_dir() else path for path in records]

@@ -83,10 +83,10 @@ def write(record: AnyRecord, folder: Path) -> None:
 def track(record: AnyRecord, path: Path, page: Path, log_to: Sequence[str] | None) -> None:
     """Log a record that is on disk; a tracker that fails is noted, since the results are complete without it."""
     for text in log_to or ():
-        from mezzo.report.tracking import Job, destination, send
+        from mezzo.report.tracking import TrackedRecord, destination, send
 
         try:
-            where = send(record, Job(record=path, page=page), destination(text))
+            where = send(record, TrackedRecord(record=path, page=page), destination(text))
         except Exception as error:  # of a library, its server or its disk
             said = f"{type(error).__name__}: {error}".splitlines()[0]
             again = shlex.join(["mezzo", "report", str(path), "--log-to", text])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,9 @@ def resume_check(
     script: Script,
     resume_with: Annotated[
         str,
-        typer.Option(metavar="ARGS", help="Arguments to add when the script is started again, as '--resume last.pt'."),
+        typer.Option(
+            metavar="ARGS", help="Arguments to add when the script is started again, such as '--resume last.pt'."
+        ),
     ] = "",
     stop_after: Annotated[
         int | None,
@@ -54,11 +55,8 @@ def resume_check(
     from mezzo.launch.runner import several_runs
 
     script = _inside(script)
-    began_s, notice_s, more = (
-        time.monotonic(),
-        seconds_of(notice, option="--notice", example="10s"),
-        shlex.split(resume_with),
-    )
+    began_s, more = time.monotonic(), shlex.split(resume_with)
+    notice_s = seconds_of(notice, option="--notice", example="10s")
     script.check(None)
     check_pytorch(
         script.target,
@@ -81,7 +79,7 @@ def resume_check(
 
 
 def _inside(script: Script) -> Script:
-    """Return the script with a path relative to this folder if it lies in it: it then runs in the copies."""
+    """Return the script with a path relative to this folder if it is inside it, so that it runs in the copies."""
     path = Path(script.target)
     if script.as_module or not path.is_absolute() or not path.resolve().is_relative_to(Path.cwd().resolve()):
         return script
@@ -99,15 +97,10 @@ def _check(
         arguments=tuple(script.arguments or ()),
         resume_with=resume_with,
         make_request=script.request,
-        say=_say,
+        say=note,
         stop_after=stop_after,
         notice_s=notice_s,
     )
-
-
-def _say(text: str) -> None:
-    note(text)
-    sys.stderr.flush()
 
 
 def _record(

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 def finished_before(
     script: Script, folder: Path, what: str, *, say: Callable[[str], None], **identity: str
 ) -> Finished:
-    """Return what an earlier command left in the folder; empty, with the reason said, if it asked for something else.
+    """Return what an earlier command finished in the folder; empty, with the reason printed, if that command was another one.
 
     Args:
         script: the script, as it was typed.
         folder: the command's folder.
         what: the command's work, as ``check`` or ``comparison``.
         say: prints a line.
-        identity: options of the command that must be the same.
+        identity: options of the command that must not have changed.
 
     Raises:
-        UsageError: ``--resume`` was typed, and there is nothing to go on with, or it is of another script.
+        UsageError: ``--resume`` was typed, and there is nothing to continue, or it was another script.
     """
     from mezzo.launch.several.resuming import Finished
 

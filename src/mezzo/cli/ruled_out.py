@@ -1,4 +1,4 @@
-"""Which configurations of ``mezzo tune`` need no run, by predictions made before the first one."""
+"""Configurations of ``mezzo tune`` that predictions rule out before the first run."""
 
 from __future__ import annotations
 
@@ -16,38 +16,24 @@ if TYPE_CHECKING:
     from mezzo.records import Reason
 
 _SHARE = 0.2
-"""Of the budget, the most that predictions may take."""
+"""The largest share of the budget that predictions may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuledOut:
-    """What predictions say."""
+    """Configurations that are ruled out, and what was predicted."""
 
     reasons: dict[Configuration, str] = field(default_factory=dict)
-    """Why each configuration that is left out needs no run."""
+    """Why each of these configurations needs no run."""
     notes: list[Reason] = field(default_factory=list)
 
 
-def check_gpu(text: str | None) -> None:
-    """Refuse a GPU that is unknown.
+def gpu_of(asked: Gpu | str | None, here: Device) -> Gpu | str | None:
+    """Return the GPU of ``--gpu``, or the one of the runs; None for a CPU; a text that says why nothing is predicted."""
+    from mezzo.gpus import find_gpu
 
-    Raises:
-        UsageError: there is none of that name.
-    """
-    from mezzo.gpus import gpu_named
-
-    if text not in (None, NONE):
-        gpu_named(str(text))
-
-
-def named_gpu(text: str | None, here: Device) -> Gpu | str | None:
-    """Return the GPU of ``--gpu``, or the one that the runs are made on; None for a CPU, or why nothing is to be predicted."""
-    from mezzo.gpus import find_gpu, gpu_named
-
-    if text == NONE:
-        return "--gpu none"
-    if text is not None:
-        return gpu_named(text)
+    if asked is not None:
+        return f"--gpu {NONE}" if asked == NONE else asked
     if here.kind == "cpu":
         return None
     return find_gpu(here.name) or f"{here.name} is not in the predictor's table"
@@ -56,7 +42,7 @@ def named_gpu(text: str | None, here: Device) -> Gpu | str | None:
 def predicted_out(
     script: Script, configurations: list[Configuration], gpu: Gpu | str | None, limit_bytes: int | None, budget: Budget
 ) -> RuledOut:
-    """Return what is predicted not to fit, or to be much slower on a GPU; ``limit_bytes`` is what was asked for.
+    """Return what is predicted not to fit, or to be much slower on a GPU; ``limit_bytes`` is the value of ``--memory``.
 
     On a CPU the time of scripts is not predicted, so without a limit there is nothing to predict.
     """
@@ -65,7 +51,7 @@ def predicted_out(
     if isinstance(gpu, str):
         return RuledOut(notes=[Reason(what="predictions", value="none", reason=gpu)])
     if gpu is None and limit_bytes is None:
-        why = "the time of scripts is predicted on GPUs alone, and no --memory limits this CPU"
+        why = "the time of scripts is predicted for GPUs only, and there is no --memory to limit this CPU"
         return RuledOut(notes=[Reason(what="predictions", value="none", reason=why)])
     from mezzo.measure.predict.memory import DRIVER_BYTES
     from mezzo.measure.tune.forecast import forecasts, not_predicted, ruled_out

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import wraps
 from inspect import Signature, signature
 from pathlib import Path
@@ -29,9 +29,10 @@ from mezzo.version import VERSION
 if TYPE_CHECKING:
     from mezzo.launch.frameworks import Framework
     from mezzo.launch.request import Request
-    from mezzo.launch.snapshot_request import SnapshotRequest
+    from mezzo.launch.request_parts import SnapshotRequest
     from mezzo.policy import Policy
     from mezzo.records import AnyRecord
+    from mezzo.report.commands import TypedScript as Typed
 
 R = TypeVar("R", bound="AnyRecord")
 
@@ -65,6 +66,16 @@ class Script:
         """The command as typed, for records; without ``--resume``, because a resumed command has the record of the one it continues."""
         return typed_before(len(self.arguments or ())) if self.resume else typed()
 
+    @property
+    def retyped(self) -> Typed:
+        """The command as typed, to write other commands on the same script where this one runs."""
+        from mezzo.measure.variables import variables_that_matter
+        from mezzo.report.commands import TypedScript as Typed
+
+        found = Typed.typed(self.command, self.target)
+        assert found is not None, self.command  # this command itself
+        return replace(found, framework=self.framework, variables=variables_that_matter(os.environ))
+
     def check(self, *policies: Policy | None) -> None:
         """Refuse a target that is not a script or module, or cannot run under a policy; show a syntax error as python does."""
         from mezzo.launch.targets import check_target, show_syntax_error
@@ -77,7 +88,7 @@ class Script:
         except SyntaxError as error:
             print(show_syntax_error(error), file=sys.stderr)
             raise typer.Exit(1) from None
-        if typed()[1:2] not in (("run",), ("watch",)):  # these run it once, perhaps beside what it reads
+        if typed()[1:2] not in (("run",), ("watch",)):  # these run it once, so it can read its input as it arrives
             keep_input_for(self.target, as_module=self.as_module)
 
     def request(self, policy: Policy | None, *, folder: Path, **more: Any) -> Request:
@@ -98,7 +109,7 @@ class Script:
         )
 
     def identity(self, **more: str) -> dict[str, str]:
-        """Return what must be the same for a command to continue where it was interrupted; ``more`` are options of the command."""
+        """Return what must not change for an interrupted command to continue; ``more`` are options of the command."""
         from mezzo.launch.frameworks import own_sources
         from mezzo.measure.environment import package_version
         from mezzo.measure.standard_input import digest_of_input
@@ -136,7 +147,7 @@ class Script:
 
 
 def keep_input_for(target: str, *, as_module: bool) -> None:
-    """Keep what a script reads from standard input for all its runs."""
+    """Keep what a script reads from standard input, so that each of its runs can read it."""
     from mezzo.launch.frameworks import own_sources
     from mezzo.measure.standard_input import keep_input
 
@@ -144,10 +155,10 @@ def keep_input_for(target: str, *, as_module: bool) -> None:
 
 
 def with_groups(command: Callable[..., None], *, resumes: bool = False) -> Callable[..., None]:
-    """Return a command that is given groups of options, each a dataclass, as one whose options are read by the parser.
+    """Return a command for the parser, with one parameter per option, from one whose parameters include groups of options.
 
     Args:
-        command: a function of groups and of options of its own; those of a ``Script`` are read around the command's own.
+        command: a function whose parameters are options or dataclasses of options; those of a ``Script`` surround the others.
         resumes: whether the script has ``--resume``.
     """
     parameters = signature(command, eval_str=True).parameters.values()

@@ -1,4 +1,4 @@
-"""``--snapshot`` and ``--resume``: how often, where, and what two runs have to have in common."""
+"""``--snapshot`` and ``--resume``: how often, where, and what a resumed run must have in common with the first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
-    from mezzo.launch.snapshot_request import SnapshotRequest
+    from mezzo.launch.request_parts import SnapshotRequest
     from mezzo.policy import Policy
 
 FOLDER = "snapshots"
@@ -20,7 +20,7 @@ _USUAL_S = 300.0
 
 
 def check_snapshots(snapshot: str | None, resume: Path | None, *, out: Path | None) -> None:
-    """Refuse a time that is none, and a run without snapshots; a run that resumes itself may be the first."""
+    """Refuse an invalid time, and a run to resume that has no snapshots; a run that resumes its own folder may be the first."""
     if snapshot is not None:
         seconds_of(snapshot)
     if resume is not None and not (resume / FOLDER).is_dir() and not _is_itself(resume, out):
@@ -34,11 +34,11 @@ def seconds_of(text: str) -> float:
     """Return the seconds of a time such as ``30s``, ``5m`` or ``1h``.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the text is not a time.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
     if match is None:
-        raise UsageError(f"--snapshot {text!r}; allowed: a time, as 30s, 5m or 1h", hint="type: --snapshot 5m")
+        raise UsageError(f"--snapshot {text!r}; allowed: a time, such as 30s, 5m or 1h", hint="type: --snapshot 5m")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -47,7 +47,7 @@ def snapshot_request(
 ) -> SnapshotRequest | None:
     """Return what to ask of the run's snapshots; None for nothing. A resumed run continues in the folder of the earlier one."""
     from mezzo.launch.request import policy_text
-    from mezzo.launch.snapshot_request import SnapshotRequest
+    from mezzo.launch.request_parts import SnapshotRequest
 
     if snapshot is None and resume is None:
         return None
@@ -66,5 +66,5 @@ def snapshot_request(
 
 
 def _is_itself(resume: Path | None, out: Path | None) -> bool:
-    """Return whether a run resumes the folder that it writes to: the command that a launcher starts again and again."""
+    """Return whether a run resumes the folder that it writes to: a launcher may start such a command again and again."""
     return resume is not None and out is not None and resume.absolute() == out.absolute()

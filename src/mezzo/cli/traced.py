@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ByName:
-    """A model by its name, with the options that a script decides itself."""
+    """A model by name, with options for what a script would decide itself."""
 
     model: Annotated[
         str | None,
@@ -46,8 +46,8 @@ class ByName:
         str | None,
         typer.Option(
             metavar="PLANS",
-            help="With --model: also predict checkpointed: full, every-2, selective, or the bytes to keep for the backward pass, "
-            "as 12GiB.",
+            help="With --model: also predict checkpointed: full, every-2, selective, or the memory to keep for the backward pass, "
+            "such as 12GiB.",
         ),
     ] = None
 

@@ -14,8 +14,9 @@ from mezzo.cli.budget import Budget, clock, seconds_of
 from mezzo.cli.clusters import Jobs, On, engine_of
 from mezzo.cli.machines import check_times, how_placed, machine_of
 from mezzo.cli.progress import shown
+from mezzo.cli.real_gpus import NONE
 from mezzo.cli.resumed import finished_before
-from mezzo.cli.ruled_out import check_gpu, named_gpu, predicted_out
+from mezzo.cli.ruled_out import gpu_of, predicted_out
 from mezzo.cli.script import Script, check_pytorch
 from mezzo.errors import UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from mezzo.devices import Device
     from mezzo.launch.several.side_by_side import Engine
     from mezzo.launch.several.tune import Tune
-    from mezzo.measure.tune.answer import Found
+    from mezzo.measure.tune.answer import BestTrial
     from mezzo.measure.tune.configurations import Changes, Configuration
     from mezzo.records import Reason, RunRecord, TuneRecord
 
@@ -38,12 +39,12 @@ def tune(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUES",
-            help="Values of an option of the script to try, as batch-size=32,64,128. May be repeated.",
+            help="Values to try for an option of the script, such as batch-size=32,64,128. May be repeated.",
         ),
     ] = None,
     policies: Annotated[
         str | None,
-        typer.Option(help="Policies to try, separated by commas. [default: those that this device has units for]"),
+        typer.Option(help="Policies to try, separated by commas. [default: those that this device computes natively]"),
     ] = None,
     changes: Annotated[
         str,
@@ -55,12 +56,12 @@ def tune(
         str | None,
         typer.Option(
             metavar="PLANS",
-            help="Activation checkpointing to try: full, every-2, selective, or the bytes to keep for the backward pass, as 12GiB, "
+            help="Activation checkpointing to try: full, every-2, selective, or the memory to keep for the backward pass, such as 12GiB, "
             "separated by commas.",
         ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The most memory that a configuration may take, as 12GiB.")
+        str | None, typer.Option(metavar="SIZE", help="The most memory that a configuration may take, such as 12GiB.")
     ] = None,
     gpu: Annotated[
         str | None,
@@ -71,7 +72,7 @@ def tune(
         ),
     ] = None,
     budget: Annotated[
-        str, typer.Option(metavar="TIME", help="Time for everything, as 90s, 10m or 1h.", show_default=True)
+        str, typer.Option(metavar="TIME", help="Time for everything, such as 90s, 10m or 1h.", show_default=True)
     ] = "10m",
     steps: Annotated[
         int, typer.Option(min=10, help="Steps of each run of the first round; finalists run four times as many.")
@@ -89,12 +90,13 @@ def tune(
     Ctrl-C keeps what is finished: the same command with the same --out continues from there. Exit code 0: there is an answer (to keep
     the script as it is is one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
     """
+    from mezzo.gpus import gpu_named
     from mezzo.measure.checkpointing.wanted import bytes_of_text
     from mezzo.measure.tune.configurations import grid
 
     time_left, varied, changed = Budget(seconds_of(budget)), _varied(vary or []), _changes(changes)
     limit_bytes, plans = None if memory is None else bytes_of_text(memory, option="--memory"), _plans(checkpoint)
-    check_gpu(gpu)
+    asked_gpu = gpu if gpu in (None, NONE) else gpu_named(str(gpu))
     asked = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
     script.check(*(options.asked_policy(name) for name in asked or []))
     check_pytorch(
@@ -113,7 +115,7 @@ def tune(
                 here = machine_of(engine, folder).device
                 notes, chosen = _policies(here, asked)
                 configurations = grid(chosen, varied, changed, script.arguments or [], checkpoints=plans)
-                out_of_play = predicted_out(script, configurations, named_gpu(gpu, here), limit_bytes, time_left)
+                out_of_play = predicted_out(script, configurations, gpu_of(asked_gpu, here), limit_bytes, time_left)
                 tuning = _tuning(script, folder, time_left, configurations, (steps, repeats, limit_bytes), engine)
                 tuning.known = replace(tuning.known, ruled_out=out_of_play.reasons)
                 left_out = [*notes, *out_of_play.notes, *how_placed(engine)]
@@ -193,7 +195,7 @@ def _tuning(
     from mezzo.launch.several.plan import MARGIN
     from mezzo.launch.several.tune import Tune
     from mezzo.launch.several.waves import Waves
-    from mezzo.measure.tune.plan import Known
+    from mezzo.measure.tune.plan import TuneState
 
     steps, repeats, memory_bytes = limits
     finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))
@@ -201,7 +203,7 @@ def _tuning(
         budget.say(f"{len(finished)} finished runs of the interrupted search are used again")
     finished.write()
     budget.say(f"{len(configurations)} configurations, the script as it is among them")
-    known = Known(
+    known = TuneState(
         configurations=tuple(configurations), steps=steps, repeats=repeats, memory_bytes=memory_bytes, margin=MARGIN
     )
     return Tune(
@@ -259,7 +261,7 @@ def _hints(runs: Iterable[RunRecord]) -> list[Reason]:
     from mezzo.records import Reason
 
     found = {run.hint: str(run.error).splitlines()[0] for run in runs if run.hint}
-    return [Reason(what="to mend it", value=hint, reason=error) for hint, error in found.items()]
+    return [Reason(what="to fix it", value=hint, reason=error) for hint, error in found.items()]
 
 
 def _limits(steps: int) -> list[Reason]:
@@ -272,20 +274,18 @@ def _limits(steps: int) -> list[Reason]:
         Reason(
             what="not tried",
             value="CUDA graphs of whole steps",
-            reason="a captured step must find its batch at fixed addresses and read no number on the host, so only the script can "
+            reason="a captured step needs its batch at fixed addresses and may read no number on the host, so only the script can "
             "capture it: session.capture",
         ),
     ]
 
 
-def _next(script: Script, found: Found, budget: Budget) -> tuple[str, str]:
+def _next(script: Script, found: BestTrial, budget: Budget) -> tuple[str, str]:
     """Return the command to type next, and what it does."""
     from mezzo.measure.advice import asks_for_a_gpu
     from mezzo.records import AS_IS
-    from mezzo.report import commands
 
-    typed = commands.Script.typed(list(script.command), script.target)
-    assert typed is not None, script.command  # this command itself
+    typed = script.retyped
     if found.decision == "undecided":
         more = f"{-(-int(3 * budget.seconds) // 60)}m"
         return typed.under("tune", budget=more), f"has more time than {clock(budget.seconds)}"
@@ -295,10 +295,10 @@ def _next(script: Script, found: Found, budget: Budget) -> tuple[str, str]:
         given = ({"channels-last": ""} if chosen.channels_last else {}) | ({"compile": ""} if chosen.compiles else {})
         given |= {"checkpoint": chosen.checkpoint} if chosen.checkpoint else {}
         if chosen.policy == AS_IS and not given:
-            return typed.alone(), "trains so, without Mezzo"
-        return typed.under("run", policy=chosen.policy, **given), "trains so, with the script unedited"
+            return typed.alone(), "trains this way, without Mezzo"
+        return typed.under("run", policy=chosen.policy, **given), "trains this way, with the script unedited"
     if found.decision == "keep":
-        return typed.alone(), "is the script as it is"
+        return typed.alone(), "runs the script as it is"
     if any(asks_for_a_gpu(row.reason) for row in found.rows):
-        return typed.under("predict"), "says how fast it would be on GPUs that are not here"
+        return typed.under("predict"), "predicts how fast it would be on other GPUs"
     return typed.alone(), "shows what fails, without Mezzo"

@@ -55,8 +55,8 @@ def _unknown_command(context: Any) -> UsageError:
 
 def _unknown_option(name: str, context: Any) -> UsageError:
     words = list(typed())
-    place = next(n for n, word in enumerate(words) if word.partition("=")[0] == name)
     options = _options(context.command)
+    place = next((n for n, word in enumerate(words) if word.partition("=")[0] == name), None)  # None: -q of -mq
     given = {name, *(word.partition("=")[0] for word in words[2:])} & {name, *options}
     others = [other for other, command in context.parent.command.commands.items() if given <= {*_options(command)}]
     near = get_close_matches(name.strip("-"), [option.strip("-") for option in options], n=1, cutoff=_NEAR)
@@ -64,7 +64,7 @@ def _unknown_option(name: str, context: Any) -> UsageError:
     if others:
         other = min(others, key=lambda command: command == "check")  # which takes options of several others
         hint = f"type: {shlex.join(['mezzo', other, *words[2:]])}"
-    elif near:
+    elif near and place is not None:
         option = next(option for option in options if option.strip("-") == near[0])
         hint = f"type: {shlex.join([*words[:place], option + words[place].removeprefix(name), *words[place + 1 :]])}"
     return UsageError(f"{context.command_path} has no option {name}; allowed: {', '.join(options)}", hint=hint)

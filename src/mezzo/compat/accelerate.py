@@ -29,7 +29,7 @@ from mezzo.policy import Policy
 from mezzo.records import RunRecord
 
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-"""Where every process has the whole model, and Accelerate averages the gradients."""
+"""Kinds of training in which every process has the whole model, and Accelerate averages the gradients."""
 
 
 class MezzoAccelerator(accelerate.Accelerator):
@@ -37,7 +37,7 @@ class MezzoAccelerator(accelerate.Accelerator):
 
     Args:
         policy: a ``Policy``, a policy text, or the path of a policy file.
-        **settings: what ``Accelerator`` takes, ``mixed_precision`` left out.
+        **settings: arguments of ``Accelerator``, without ``mixed_precision``.
 
     Raises:
         SessionError: ``mixed_precision`` was given, or processes have parts of the model.
@@ -73,7 +73,7 @@ class MezzoAccelerator(accelerate.Accelerator):
         model = super().prepare_model(model, *args, **kwargs)
         if not any(model is known for known in self.driven.models):
             self.driven.add(model)
-            unwrap(model, _under_policy)  # of an accelerator that trained it before
+            unwrap(model, _under_policy)  # an earlier accelerator's
             _wrap(model, self.driven)
         elif any(model is one for one in self._unwrapped):
             _wrap(model, self.driven)
@@ -175,11 +175,11 @@ class MezzoOptimizer(AcceleratedOptimizer):
             )
         if not self.gradient_state.sync_gradients:
             return
-        room = self.accelerator
-        room._note_short_window()
-        room._micro_batches = 0
-        room.driven.step(self.optimizer, self.optimizer.step)
-        self._is_overflow = room.driven.skipped
+        accelerator = self.accelerator
+        accelerator._note_short_window()
+        accelerator._micro_batches = 0
+        accelerator.driven.step(self.optimizer, self.optimizer.step)
+        self._is_overflow = accelerator.driven.skipped
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop gradients at the end of a window."""
@@ -196,7 +196,7 @@ def _under_policy(call: Callable[..., Any], region: ModelRegion, model: nn.Modul
     if isinstance(driven, Driven) and not driven.began:
         for one in driven.models:
             unwrap(one, _under_policy)
-        _ = driven.session  # may cast the models: its wrappers around their calls belong inside ours
+        _ = driven.session  # casts the models, if the policy does: its wrappers have to be inside ours
         for one in driven.models:
             _wrap(one, driven)
         return model(*args, **kwargs)

@@ -1,11 +1,11 @@
 """A session whose loop belongs to another library, which decides when to run a backward pass, inspect gradients or step.
 
 Such a library calls ``optimizer.step`` for one optimizer at a time, and zeroes and clips gradients itself. A session has
-one update for all of them. So it is given a single optimizer with all parameters, whose step runs the optimizer that
-asked. The first optimizer that steps after a backward pass closes the session's window: all gradients are unscaled
+one update for all optimizers. So its only optimizer has all parameters, and the step of that one runs the optimizer that the
+library is stepping. The first optimizer that steps after a backward pass closes the session's window: all gradients are unscaled
 once, and whether to skip is decided once. Later optimizers follow that decision.
 
-Unscaled gradients that an optimizer left behind are set aside while others' fresh ones are scaled.
+Unscaled gradients that an optimizer has not used are set aside while a backward pass adds scaled ones.
 """
 
 from __future__ import annotations
@@ -37,23 +37,22 @@ from mezzo.records import Effective, Memory, Reason, RunRecord
 Optimizer = torch.optim.Optimizer
 
 
-class Asked(Optimizer):
-    """The session's one optimizer: it has all parameters and runs the step of whichever optimizer asked for an update."""
+class DrivenOptimizer(Optimizer):
+    """The session's only optimizer: it has all parameters, and its step runs that of the optimizer that the library steps."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(
-            [{"params": list(parameters)}], {}
-        )  # as a group, which may be empty: a model that only predicts
+        # As a group, which may be empty: a model that only predicts.
+        super().__init__([{"params": list(parameters)}], {})
         self.run: Callable[[], Any] = lambda: None
         self.result: Any = None
         self.stepped = False
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step the optimizer that asked."""
+        """Step the library's optimizer."""
         self.stepped = True
         self.result = self.run()
 
-    step.hooked = True  # type: ignore[attr-defined] # torch would put its hooks and its profiler around this one as well
+    step.hooked = True  # type: ignore[attr-defined] # keeps torch from wrapping this one in hooks and its profiler as well
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Leave gradients to the library that drives the loop."""
@@ -82,7 +81,7 @@ class Observed(Session):
             torch.clear_autocast_cache()  # Mezzo's own casts compare a weight's version
 
     def unscale(self) -> None:
-        """Unscale the gradients and find out whether the update will be skipped."""
+        """Unscale the gradients and decide whether the update will be skipped."""
         checks.check_unscale(calls=self._window.calls, unscaled=self._window.unscaled is not None)
         gradients, inverse = self._gradients(self.optimizers), self.scales[0].inverse()
         checks.refuse_half_gradients(gradients)
@@ -101,7 +100,7 @@ class Observed(Session):
         unscaled = self._window.unscaled
         return unscaled is not None and bool(unscaled.overflowed)
 
-    def look(self) -> None:
+    def measure_norm(self) -> None:
         """Compute the norm now."""
         self.norm = super()._norm_here(self._gradients(self.optimizers))
 
@@ -121,7 +120,7 @@ class Driven:
         self.short = 1.0
         """The factor for this window's gradients if it is shorter than the window that the library divided losses by."""
         self._session: Observed | None = None
-        self._asked: Asked
+        self._asked: DrivenOptimizer
         self._parameters: list[nn.Parameter] = []
         self._open = self._unscaled = False
         self.scales = False
@@ -163,7 +162,7 @@ class Driven:
     def _begin(self) -> Observed:
         _refuse_what_needs_agreement(self.models, self.policy)
         self._parameters = parameters_of(self.models)  # frozen ones too: they may be unfrozen later
-        self._asked = Asked(self._parameters)
+        self._asked = DrivenOptimizer(self._parameters)
         self._session = session = Observed(self.models, self._asked, policy=self.policy)
         self.scales = session.scales[0].checks or self.policy.master_weights
         self.recorder.clock.device = session.device
@@ -172,8 +171,8 @@ class Driven:
         self._held: dict[Tensor, Tensor] = dict(zip(self._parameters, held, strict=True))
         return session
 
-    def take(self, optimizer: Optimizer) -> None:
-        """Give an optimizer the master weights of its parameters, if there are any, and add parameters that no model has.
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Add an optimizer: put master weights in place of its parameters, if there are any, and add parameters of no model.
 
         Raises:
             SessionError: the optimizer cannot work in the format that the policy keeps weights in.
@@ -192,7 +191,7 @@ class Driven:
         self._taken[optimizer] = len(optimizer.param_groups)
 
     def held(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-        """Return where the gradients of ``parameters`` are: the same, or their masters."""
+        """Return the tensors whose ``.grad`` has the gradients of ``parameters``: themselves, or their masters."""
         given = [parameters] if isinstance(parameters, Tensor) else parameters
         return [self._held.get(p, p) for p in given]
 
@@ -207,10 +206,10 @@ class Driven:
 
         Args:
             loss: one number.
-            model: the model it belongs to, according to the library; ignored.
-            *args: nothing.
+            model: the library's argument; ignored.
+            *args: refused.
             retain_graph: as in torch.
-            **kwargs: nothing.
+            **kwargs: refused.
 
         Raises:
             SessionError: more than the loss and ``retain_graph`` was given.
@@ -224,7 +223,7 @@ class Driven:
         if not self._open:
             self._open, self._unscaled = True, False
             for optimizer in [o for o, count in self._taken.items() if len(o.param_groups) != count]:
-                self.take(optimizer)
+                self.add_optimizer(optimizer)
             if self.scales:
                 self._left = set_aside(self._parameters)
         session.norm = None  # that of other gradients
@@ -232,19 +231,16 @@ class Driven:
         session.backward(loss, retain_graph=retain_graph)
 
     def unscale(self, optimizer: Optimizer | None = None) -> None:
-        """Unscale gradients and compute their norm: the library is about to clip them.
-
-        ``optimizer``: one to give its masters first.
-        """
+        """Unscale gradients and compute their norm before the library clips them; add ``optimizer`` first, if it is new."""
         if optimizer is not None and optimizer is not self._last:
-            self.take(optimizer)
+            self.add_optimizer(optimizer)
         self.settle()
-        self.look()
+        self.measure_norm()
 
-    def look(self) -> None:
+    def measure_norm(self) -> None:
         """Compute the norm of unscaled gradients, once per window, before the library changes them."""
         if self._open and self.session.norm is None:
-            self.session.look()
+            self.session.measure_norm()
 
     def clip(self, parameters: Iterable[Tensor], max_norm: float) -> None:
         """Clip unscaled gradients by their norm, which is also the update's if these are all parameters."""
@@ -253,7 +249,7 @@ class Driven:
         ids = set(map(id, clipped))
         held = self._asked.param_groups[0]["params"]
         if [p for p in held if p.grad is not None and id(p) not in ids]:
-            self.look()
+            self.measure_norm()
         norm = torch.nn.utils.clip_grad_norm_(clipped, max_norm)
         if self._open and self.session.norm is None:
             self.session.norm = norm
@@ -278,13 +274,13 @@ class Driven:
         return self._unscaled and self.session.overflowed
 
     def step(self, optimizer: Optimizer, run: Callable[[], Any]) -> Any:
-        """Step an optimizer by ``run`` unless the update is skipped; return what it returns.
+        """Call ``run``, the step of an optimizer, unless the update is skipped; return its result.
 
         Raises:
             ScaleFloorError: the loss scale is at its floor and gradients still overflow.
         """
         if optimizer is not self._last:
-            self.take(optimizer)
+            self.add_optimizer(optimizer)
         if not self._open:
             return None if self.skipped else self._follow(run)
         asked, session = self._asked, self._session or self._begin()
@@ -320,7 +316,7 @@ class Driven:
     def hold(self, scheduler: Any) -> Any:
         """Make a scheduler wait if the only update since its last step was skipped; return it.
 
-        A schedule by update waits; one by epoch never does. The object stays the same, with a class derived from its own.
+        A schedule by update waits; one by epoch never does. The object itself gets a class derived from its own.
         """
         kind, schedules = type(scheduler), self._schedules
         if getattr(kind, "_mezzo_holds", None) is schedules:
@@ -335,10 +331,10 @@ class Driven:
         scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "_mezzo_holds": schedules})
         return scheduler
 
-    # --- what is kept ----------------------------------------------------------------------------------------------------------
+    # --- checkpoints and the record --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the library's own checkpoint lacks: loss scale, counts and, by model, FP32 masters."""
+        """Return the state that the library's own checkpoint lacks: loss scale and, by model, FP32 masters; and counts, to read."""
         session = self.session
         masters = [
             {n: v.clone() for n, p in m.named_parameters() if (v := session.masters.values(p)) is not None}
@@ -353,7 +349,7 @@ class Driven:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, after the library has loaded models and optimizers."""
+        """Load the scale and masters of a ``state_dict``, after the library has loaded models and optimizers."""
         session = self.session
         session.scales[0].load_state_dict(state["scale"])
         for model, values in zip(self.models, state["masters"], strict=True):
@@ -387,7 +383,7 @@ class Driven:
 
 
 def _refuse_what_needs_agreement(models: Iterable[nn.Module], policy: Policy) -> None:
-    """Refuse several processes unless the library averages whole gradients before an update: then all of them decide alike."""
+    """Refuse several processes unless the library averages whole gradients before an update, so that all decide the same."""
     size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     sharded = any(is_shared(p) or hasattr(p, "_is_flat_param") for model in models for p in model.parameters())
     if size > 1 and (sharded or policy.casting == "model"):

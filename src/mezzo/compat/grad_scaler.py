@@ -31,9 +31,9 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
     Args:
         device: torch's device type.
         init_scale: first loss scale.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` good updates in a row; above 1.
-        backoff_factor: what it is multiplied by on an overflow; below 1.
-        growth_interval: see there.
+        growth_factor: factor of the scale after ``growth_interval`` good updates in a row; above 1.
+        backoff_factor: factor of the scale on an overflow; below 1.
+        growth_interval: good updates in a row before the scale grows.
         enabled: False leaves losses and steps unchanged.
         hysteresis: overflows in a row before the scale backs off.
         min_scale: floor of the scale.
@@ -89,7 +89,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         """Return a tensor, or tensors in lists and tuples, times the scale.
 
         Raises:
-            SessionError: there is something else among them.
+            SessionError: ``outputs`` is something else.
         """
         if self._enabled and not isinstance(outputs, (Tensor, Iterable)):
             raise SessionError(
@@ -127,10 +127,10 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         return found
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step the optimizer unless a gradient is not finite; return what its ``step`` returns, None where it is skipped.
+        """Step the optimizer unless a gradient is not finite; return the result of its ``step``, None if it is skipped.
 
-        An optimizer that scales by itself (``_step_supports_amp_scaling``) is given the scale and the flag, or this scaler where its
-        ``step`` takes one.
+        An optimizer that unscales by itself (``_step_supports_amp_scaling``) gets the scale and the flag, or this scaler if its
+        ``step`` accepts one.
 
         Raises:
             SessionError: a closure was passed, no loss was scaled, there are no gradients, or the optimizer was stepped since the
@@ -180,7 +180,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
             self._scale.clamp_(self._min_scale, self._max_scale)
 
     def _learn(self) -> None:
-        """Count this iteration's overflow, and hide overflows that the hysteresis tolerates from torch's update."""
+        """Count this iteration's overflow, and hide those that the hysteresis tolerates from torch's update."""
         found = [one for state in self._per_optimizer_states.values() for one in state["found_inf_per_device"].values()]
         if not found:
             raise SessionError(
@@ -211,7 +211,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         return int(self._skips)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state that ``torch.amp.GradScaler`` takes too, empty where the scale is off; waits for the device."""
+        """Return a state that ``torch.amp.GradScaler`` loads too, empty if the scaler is off; waits for the device."""
         if not self._enabled:
             return {}
         own = {"min_scale": self._min_scale, "max_scale": self._max_scale}
@@ -250,7 +250,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
 
 
 _ENTRIES = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-"""What torch reads of a state."""
+"""The entries that torch reads from a state."""
 
 
 def _check_settings(

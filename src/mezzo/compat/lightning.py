@@ -56,11 +56,11 @@ class _Plugin:
         return self.driven.region()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return loss scale, counts and masters; for ``fabric.save``, name the plugin in the state that it gets."""
+        """Return loss scale, counts and masters; pass the plugin to ``fabric.save`` within its state to save them."""
         return self.driven.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned."""
+        """Load the scale and masters of a ``state_dict``."""
         self.driven.load_state_dict(state_dict)
 
 
@@ -74,7 +74,7 @@ class MezzoFabricPrecision(_Plugin, FabricPrecision):
     def __init__(self, policy: Policy | str = "fp16") -> None:
         super().__init__(policy)
         self._lowers, self._low = self.driven.policy.lowers, self.driven.policy.storage.dtype
-        # Assigned, not defined as methods: Fabric's own mixed precision makes as many calls per step, and extra ones would show.
+        # Attributes, not methods: one more Python call per step than Fabric's own mixed precision could be measured.
         self.backward = self.driven.backward
         self.unscale_gradients = self.driven.unscale
 
@@ -152,7 +152,7 @@ class MezzoPrecision(_Plugin, TrainerPrecision):
         self._changed = bool(before_step - {_IDLE}) or not self._idle.issuperset(_HOOKS[2:])
         for optimizer in optimizers:
             _refuse_lbfgs(optimizer)
-            driven.take(optimizer)
+            driven.add_optimizer(optimizer)
         for config in lr_schedulers:
             driven.hold(config.scheduler)
         return model, optimizers, lr_schedulers
@@ -188,7 +188,7 @@ class MezzoPrecision(_Plugin, TrainerPrecision):
             call._call_lightning_module_hook(model.trainer, hook, *args)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure, pass gradients to hooks, clip them and step the optimizer, or skip; return what step or closure returned.
+        """Run the closure, pass gradients to hooks, clip them and step the optimizer, or skip; return the result of step or closure.
 
         The module's own ``optimizer_step`` may have run the closure already, and there may be no backward pass:
         ``training_step`` returned no loss, or weight averaging passes over the data again. So backward passes are counted.
@@ -203,7 +203,7 @@ class MezzoPrecision(_Plugin, TrainerPrecision):
         self._calls = 0
         driven.settle()
         if self._changed:
-            driven.look()
+            driven.measure_norm()
         self._after_closure(model, optimizer)
         stepped = driven.step(optimizer, functools.partial(optimizer.step, **kwargs) if kwargs else optimizer.step)
         return result if stepped is None else stepped

@@ -1,4 +1,4 @@
-"""The region that a model's calls run in, stored with the model: a copy of the model has its own."""
+"""The region in which a model's calls run, stored with the model: a copy of the model has its own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mezzo.policy import Policy
 
 
 class ModelRegion:
-    """The region of whoever trains the model or, for a copy of the model, one of the policy alone.
+    """The region of the model's owner, which trains it; for a copy of the model, a region of the policy alone.
 
-    A copy is another model: it does not train with this one, and pickles without its optimizers.
+    A copy does not train with the original, and pickles without the original's optimizers.
     """
 
     def __init__(self, policy: Policy, owner: Any = None) -> None:
-        """Open the ``region()`` of ``owner``; None for a copy."""
+        """Use the ``region()`` of ``owner``; None for a copy of the model."""
         self.policy, self.owner = policy, owner
 
     def __call__(self, model: nn.Module) -> AbstractContextManager[Any]:

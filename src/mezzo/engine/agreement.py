@@ -1,8 +1,8 @@
-"""What the processes of a training decide together, at the same update: to save a snapshot, to end, to stop because of an alarm.
+"""Decisions that the processes of a training make together, at the same update: to save a snapshot, to end, to stop at an alarm.
 
-One process that saves, ends or goes back alone leaves the others waiting in their next reduction. So every process has the same
-updates at which all exchange a few numbers, about once a second: the first process measures how many updates that is. The updates between
-communicate nothing. The numbers go over gloo in a group of their own, so that the training's reductions and streams are left alone.
+If one process saved, ended or went back alone, the others would wait in their next reduction. So all processes exchange a few numbers at
+the same updates, about once a second; the first process measures how many updates that is. No other update communicates. The numbers are
+sent over gloo in a separate group, which leaves the training's reductions and streams alone.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 EVERY_S = 1.0
-"""About how often processes exchange: the time after which all know of an alarm of one, or that it was asked to end."""
+"""Interval between exchanges, about: all processes know of an alarm, or of a request to end, after that time."""
 _MOST_UPDATES = 10_000
-"""Between two exchanges: a training whose steps become slow is still heard within hours."""
+"""Most updates between two exchanges: processes whose steps become slow still exchange within hours."""
 
 
 class Agreement:
     """The exchanges of one process with the others."""
 
     def __init__(self, *, every_s: float = EVERY_S, within: Any = None) -> None:
-        """Begin.
+        """Create the exchanges; the first comes at update 1.
 
         Args:
-            every_s: about how often to exchange.
-            within: the processes; None for all.
+            every_s: the interval between exchanges, about.
+            within: the process group; None for all processes.
         """
         self._every_s, self._within = every_s, within
         self._group: Any = None
@@ -40,15 +40,15 @@ class Agreement:
         """The number of updates at which all processes exchange again."""
 
     def again(self) -> None:
-        """Exchange at the next update: their count begins anew."""
+        """Exchange at the next update; the count of updates restarts."""
         self.next, self._interval = 1, 1
 
     def reached(self, updates: int, wishes: Sequence[int]) -> list[int]:
-        """Return the largest of each number over all processes; to be called when ``next`` updates are made.
+        """Return the largest of each number over all processes; call it after ``next`` updates.
 
         Args:
-            updates: made so far, the same in all processes.
-            wishes: numbers of 0 or more, as many in each process.
+            updates: the number of updates so far, the same in all processes.
+            wishes: numbers of 0 or more, equally many in each process.
         """
         first = dist.get_rank(self._own_group()) == 0
         self._interval, *found = self.largest([self._wanted(updates) if first else 0, *wishes])
@@ -72,7 +72,7 @@ class Agreement:
 
     @property
     def rank(self) -> int:
-        """Which of the processes this is."""
+        """The rank of this process."""
         return dist.get_rank(self._own_group())
 
     @property
@@ -92,7 +92,7 @@ class Agreement:
         return self.first_of(value) if any(self.reached(updates, [value is not None])) else None
 
     def _wanted(self, updates: int) -> int:
-        """Return the updates until the next exchange, as the first process measures them; at most twice as many as before."""
+        """Return the number of updates until the next exchange, by this process's clock; at most twice as many as before."""
         before, at_s = self._last
         per_update_s = (time.monotonic() - at_s) / max(updates - before, 1)
         return max(1, min(int(self._every_s / max(per_update_s, 1e-6)), 2 * self._interval, _MOST_UPDATES))
@@ -100,7 +100,7 @@ class Agreement:
     def _own_group(self) -> Any:
         if self._group is None:
             ranks = None if self._within is None else dist.get_process_group_ranks(self._within)
-            # A part of all processes cannot ask the others to take part.
+            # With only some of the processes, the others take no part in creating the group.
             self._group = dist.new_group(
                 ranks, backend="gloo", timeout=_timeout(), use_local_synchronization=ranks is not None
             )
@@ -108,7 +108,7 @@ class Agreement:
 
 
 def _timeout() -> timedelta | None:
-    """Return after how long the script's own reductions give up on a process that hangs; None for torch's default."""
+    """Return the timeout of the script's own process group; None for torch's default."""
     whole: Any = dist.group.WORLD
     for device in whole._device_types:
         options = getattr(whole._get_backend(device), "options", None)

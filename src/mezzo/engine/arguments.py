@@ -1,4 +1,4 @@
-"""Checks of a session's arguments: models, optimizers, schedulers and numbers that cannot be trained together are refused."""
+"""Checks of a session's arguments: refuse models, optimizers, schedulers and numbers that cannot be trained together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from mezzo.engine.checks import warn
 from mezzo.engine.onepass import OnePass
-from mezzo.engine.parameters import parameters_of
+from mezzo.engine.parameters import parameters_of, trained_by
 from mezzo.errors import SessionError
 from mezzo.formats import FP16, FP32, FP64
 from mezzo.policy import Policy
@@ -21,7 +21,7 @@ Optimizers = Sequence[torch.optim.Optimizer]
 def check_counts(**counts: Any) -> None:
     """Refuse counts that are not whole numbers of 1 or more."""
     for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise SessionError(
                 f"{name}={count!r}; allowed: a whole number of 1 or more",
                 hint=f"leave {name} out for 1",
@@ -31,7 +31,7 @@ def check_counts(**counts: Any) -> None:
 def check_limits(**limits: Any) -> None:
     """Refuse limits that are neither None nor numbers above 0."""
     for name, limit in limits.items():
-        if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0):
             raise SessionError(
                 f"{name}={limit!r}; allowed: a number above 0, or None",
                 hint=f"leave {name} out not to clip",
@@ -41,7 +41,7 @@ def check_limits(**limits: Any) -> None:
 def check_parts(
     models: Sequence[nn.Module], optimizers: Optimizers, schedulers: Sequence[Any], policy: Policy
 ) -> torch.device:
-    """Refuse models, optimizers and schedulers that cannot be trained together under ``policy``; return where the models are."""
+    """Refuse models, optimizers and schedulers that cannot be trained together under ``policy``; return the models' device."""
     check_kinds(models, optimizers, schedulers)
     check_optimizers(optimizers, schedulers)
     parameters = parameters_of(models)
@@ -53,7 +53,7 @@ def check_parts(
 
 
 def check_kinds(models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
-    """Refuse what is no module, no optimizer or no scheduler."""
+    """Refuse values that are not modules, optimizers or schedulers."""
     for model in models:
         if not isinstance(model, nn.Module):
             swapped = isinstance(model, torch.optim.Optimizer)
@@ -98,7 +98,7 @@ def check_optimizers(optimizers: Optimizers, schedulers: Iterable[Any]) -> None:
                 "LBFGS evaluates the loss several times an update through a closure; a session has one backward pass",
                 hint="train with LBFGS in FP32, or run the script under mezzo run, which handles closures",
             )
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in trained_by([optimizer]):
             if seen.setdefault(parameter, number) != number:
                 raise SessionError(
                     f"optimizers {seen[parameter]} and {number} share a parameter of shape {tuple(parameter.shape)}",
@@ -120,10 +120,9 @@ def check_optimizers(optimizers: Optimizers, schedulers: Iterable[Any]) -> None:
 
 def check_trained(optimizers: Optimizers, parameters: Sequence[nn.Parameter]) -> None:
     """Refuse an optimizer that has no parameter of the models, and warn of one that was built before the model was changed."""
-    trained = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    own = set(parameters)
+    trained, own = set(trained_by(optimizers)), set(parameters)
     for optimizer in optimizers:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = trained_by([optimizer])
         if held and own.isdisjoint(held):
             raise SessionError(
                 f"{type(optimizer).__name__} has {len(held)} parameters, none of which is the model's",
@@ -140,12 +139,12 @@ def check_trained(optimizers: Optimizers, parameters: Sequence[nn.Parameter]) ->
 
 
 def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
-    """Return the device that training runs on: that of the first parameter off the CPU, else the CPU.
+    """Return the device that training runs on: that of the first parameter not on the CPU, else the CPU.
 
-    A model may be spread over several devices, or keep a large embedding on the CPU; casts are chosen for the device that computes.
+    A model may be spread over several devices, or keep a large embedding on the CPU; casts are chosen for the computing device.
 
     Raises:
-        SessionError: the model has no parameter, or keeps them on the CPU and computes elsewhere, as FSDP2's ``CPUOffloadPolicy`` does.
+        SessionError: the model has no parameters, or keeps them on the CPU and computes elsewhere, as FSDP2's ``CPUOffloadPolicy`` does.
     """
     if not parameters:
         raise SessionError(

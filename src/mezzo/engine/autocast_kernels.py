@@ -1,17 +1,17 @@
-"""Replace the kernels of ``torch.autocast``: what decides, below Python and above autograd, how an operation is cast.
+"""Replace the kernels of ``torch.autocast``, which decide below Python and above autograd how an operation is cast.
 
 Every operation passes through torch's dispatcher. While autocast is on for a device, an operation that has a kernel at that
 device's autocast key runs this kernel first; it casts the operands and calls the operation again below autocast.
-torch registers one fixed list of kernels per device. Here a Python kernel is registered over each of them. It finds the
-*cast table* of the open region and casts as the table says. With no region open it calls torch's own kernel, so plain
+torch registers one fixed list of kernels per device. Mezzo registers a Python kernel over each of them. It finds the
+*cast table* of the open region and casts by the table's rules. With no region open it calls torch's own kernel, so plain
 ``torch.autocast`` works as before.
 
-At this key Mezzo sees exactly what CUDA's autocast sees: the parts of composite operations (``square`` calls ``pow``,
-``trapezoid`` calls ``sum``), TorchScript, ``torch.func`` and whatever ``torch.compile`` traces.
+At this key Mezzo sees exactly the operations that CUDA's autocast sees: the parts of composite operations (``square`` calls
+``pow``, ``trapezoid`` calls ``sum``), TorchScript, ``torch.func`` and everything that ``torch.compile`` traces.
 
 Autograd's threads, which recompute checkpointed forward passes, and the guards of compiled code both depend on
-autocast's state. So an open table encodes its number there: autocast is turned on for two device types that have no
-tensors here, with two dtypes as the digits of the number. torch copies this state into autograd's threads and recompiles
+autocast's state. So an open table encodes its number there: autocast is turned on for two device types without tensors,
+with two dtypes as the digits of the number. torch copies this state into autograd's threads and recompiles
 when it changes. ``compiling`` has the compiler's other settings.
 
 Costs: about 5 us for each listed operation, nothing for others. Registered kernels stay for the life of the process.
@@ -39,17 +39,17 @@ _CASTABLE = (*HALF, FP32.dtype)  # FP64 is never cast: code that asks for it nee
 
 @dataclass(frozen=True)
 class CastRule:
-    """What to do with a call of one operation."""
+    """The rule for calls of one operation."""
 
     precision: Precision
     emulation: Emulation | None = None
-    """What computes the operation on 16-bit operands in its place."""
+    """Computes the operation on 16-bit operands in its place."""
     keeps_weight: bool = False
     """Whether the call is a linear layer whose emulation takes the weight uncast."""
 
 
 class CastTable:
-    """What a policy does with each operation on one kind of device."""
+    """A policy's rules for the operations on one kind of device."""
 
     def __init__(
         self,
@@ -60,10 +60,10 @@ class CastTable:
         casts_operands: bool = True,
         keeps_kernels: bool = False,
     ) -> None:
-        """Register what the table needs.
+        """Register the kernels that the table needs.
 
         Args:
-            rules: what to do, by operation.
+            rules: the rule for each operation.
             device_type: torch's name of the kind of device.
             low: the format that operations of the lower precision compute in.
             casts_operands: whether operands are cast; otherwise operations on 16-bit operands are emulated and nothing is cast.
@@ -82,7 +82,7 @@ class CastTable:
         return None if _LOCAL.casting else self.rules.get(op)
 
     def answer(self, op: Op, rule: CastRule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run ``op`` as ``rule`` says, or unchanged in a backward pass."""
+        """Run ``op`` under ``rule``, or unchanged in a backward pass."""
         _LOCAL.casting = True
         try:
             return registration.call_op(op, args, kwargs) if _is_backward() else self.run(op, rule, args, kwargs)
@@ -90,7 +90,7 @@ class CastTable:
             _LOCAL.casting = False
 
     def run(self, op: Op, rule: CastRule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run ``op`` below autocast as ``rule`` says."""
+        """Run ``op`` below autocast under ``rule``."""
         if rule.keeps_weight and self.casts_operands and self._casts(args):
             assert rule.emulation is not None
             x, weight, *bias = args
@@ -111,10 +111,8 @@ class CastTable:
 
     def cast_weight(self, weight: Tensor) -> Tensor:
         """Return a weight in the lower format; each weight is cast once while a region is open."""
-        low = self.low.dtype
-        return (
-            _LOCAL.casts.of(weight, low) if _LOCAL.open.depth else weight.to(low)
-        )  # a thread with no region of its own keeps no casts
+        low = self.low.dtype  # a thread without an open region keeps no casts
+        return _LOCAL.casts.of(weight, low) if _LOCAL.open.depth else weight.to(low)
 
     def _casts(self, operands: Sequence[Any]) -> bool:
         return all(t.dtype in _CASTABLE and t.device.type == self.device_type for t in operands if t is not None)
@@ -142,7 +140,7 @@ class CastTable:
         return value
 
 
-_PLAIN = (Tensor, nn.Parameter)  # not the stand-ins of tracing: their casts are no values to keep
+_PLAIN = (Tensor, nn.Parameter)  # not the fake tensors of tracing, whose casts have no values to keep
 
 
 def flat_tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -210,7 +208,7 @@ class _Open(NamedTuple):
     depth: int
     """Number of open regions, this one included."""
     nesting: int
-    """How many autocast contexts were open when the region was opened, its own included."""
+    """Number of autocast contexts that were open when the region was opened, its own included."""
     node: Any
     """The node of the autograd graph in whose backward pass the region was opened."""
 
@@ -219,7 +217,7 @@ class _Local(threading.local):
     """A thread's state."""
 
     def __init__(self) -> None:
-        self.open = _Open(None, 0, 0, None)  # one value: each access to a thread's own costs some 0.1 us
+        self.open = _Open(None, 0, 0, None)  # one value: each access to a thread-local costs about 0.1 us
         self.casting = False
         """Whether one of our kernels is running: at each of its levels torch.func turns autocast on again for the operations inside."""
         self.casts = WeightCasts()
@@ -229,7 +227,7 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
-class Region:
+class AutocastRegion:
     """Autocast on or off for one kind of device, with a cast table or with torch's own lists; regions nest."""
 
     def __init__(self, table: CastTable | None, device_type: str, dtype: torch.dtype, *, enabled: bool) -> None:
@@ -246,9 +244,9 @@ class Region:
         self._before = outer, torch.is_autocast_enabled(kind), before
         if table is not outer.table:
             _encode(table)
-        node = None if table is None else torch._C._current_autograd_node()  # for a table's operations alone
+        node = None if table is None else torch._C._current_autograd_node()  # only a table's operations need it
         inner = (table, outer.depth + 1, torch.autocast_increment_nesting(), node)
-        _LOCAL.open = tuple.__new__(_Open, inner)  # not _Open(...), a call of Python
+        _LOCAL.open = tuple.__new__(_Open, inner)  # _Open(...) would be a Python call
         torch.set_autocast_enabled(kind, self._enabled)
         if before is not self._dtype:
             torch.set_autocast_dtype(kind, self._dtype)
@@ -274,7 +272,7 @@ def weight_casts() -> WeightCasts:
 
 
 def open_table() -> CastTable | None:
-    """Return the table of the open region, in autograd's threads too."""
+    """Return the table of the open region, also in autograd's threads."""
     return _LOCAL.open.table or _table_of_state()
 
 
@@ -312,7 +310,7 @@ def _numbered(table: CastTable) -> int:
 
 
 def _encode(table: CastTable | None) -> None:
-    """Put a table's number into autocast's state, where autograd's threads find it."""
+    """Encode a table's number in autocast's state, which autograd's threads inherit."""
     number = 0 if table is None else table.number
     for kind in _DIGITS:
         number, digit = divmod(number, len(_DTYPES))
@@ -323,8 +321,8 @@ def _encode(table: CastTable | None) -> None:
 def _is_backward() -> bool:
     """Return whether an operation belongs to a backward pass rather than to a forward pass recomputed in it.
 
-    A backward pass inside a region runs with autocast on, and none of it may be cast. A recomputed forward pass is cast; it
-    opens autocast or a region of its own.
+    A backward pass inside a region runs with autocast on, and none of its operations may be cast. A recomputed forward pass is cast;
+    it opens autocast or a region of its own.
     """
     node = torch._C._current_autograd_node()
     if node is None or node is _LOCAL.open.node:

@@ -1,16 +1,16 @@
 """Apply a policy to the operations of a region of code.
 
 ``torch.autocast`` is two things: a state (on or off, in which dtype; nestable, kept by activation checkpointing for
-its recompute, guarded by torch.compile) and an implementation (C++ kernels with one fixed list a device). Here the
-state stays torch's. Where the policy differs from what the kernels do, our kernels replace them while the region is
+its recompute, guarded by torch.compile) and an implementation (C++ kernels with one fixed list per device). The state
+remains torch's. Where the policy differs from torch's kernels, our kernels replace them while the region is
 open (``engine.autocast_kernels``). So a nested ``torch.autocast(enabled=False)`` in a model works as always, and
 ``torch.is_autocast_enabled`` is right.
 
 Three ways, chosen once by ``Casting.choose`` with its reason:
 
-``kernels``  the policy is what the device's kernels do: autocast's state and torch's kernels, none of ours
+``kernels``  the policy equals the device's kernels: autocast's state and torch's kernels, none of ours
 ``overlay``  torch's kernels, and ours for the operations that the policy changes
-``table``    ours alone: portable lists on a device with other lists, or emulated arithmetic
+``table``    only ours: portable lists on a device with other lists, or emulated arithmetic
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 from mezzo import oplists
 from mezzo.devices import Device, this_device
-from mezzo.engine.autocast_kernels import CastRule, CastTable, Region
+from mezzo.engine.autocast_kernels import AutocastRegion, CastRule, CastTable
 from mezzo.engine.emulation import Emulation, emulation, fft
 from mezzo.engine.registration import Op, find_op
 from mezzo.explain import Choice
@@ -56,7 +56,7 @@ class Casting:
         return self.arithmetic == "emulated"
 
     def choose(self) -> tuple[Way, str]:
-        """Return the way in which the policy is applied, and why."""
+        """Return how the policy is applied, and why."""
         policy = self.policy
         if not policy.lowers:
             return "none", "the policy casts nothing"
@@ -90,7 +90,7 @@ class Casting:
             return nullcontext()
         if self.table is None and torch.compiler.is_dynamo_compiling():
             return torch.autocast(self.device_type, dtype=self._dtype)  # Dynamo traces this context and not ours
-        return Region(self.table, self.device_type, self._dtype, enabled=True)
+        return AutocastRegion(self.table, self.device_type, self._dtype, enabled=True)
 
     def backward(self) -> AbstractContextManager[None]:
         """Return the context of a backward pass, in which activation checkpointing recomputes under the policy.
@@ -99,14 +99,14 @@ class Casting:
         """
         if self.table is None:
             return nullcontext()
-        return Region(self.table, self.device_type, self._dtype, enabled=False)
+        return AutocastRegion(self.table, self.device_type, self._dtype, enabled=False)
 
 
 def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastRule]:
     """Return the rules of the operations that the policy's lists name and this torch has.
 
     Args:
-        policy: gives the lists, and whether linear layers are computed in FP8.
+        policy: its lists, and whether it computes linear layers in FP8.
         emulate: whether the lower-precision operations are emulated.
         overlay: whether only the operations that the policy itself names get rules; torch's kernels cast the rest.
     """

@@ -1,14 +1,14 @@
-"""Activation checkpointing of chosen modules: forget what their forward pass computes, and compute it again in the backward pass.
+"""Activation checkpointing of chosen modules: discard their activations, and recompute them in the backward pass.
 
 A checkpointed module keeps its inputs, or its inputs and the outputs of its products (``Keeps``). torch's non-reentrant
-``checkpoint`` does the work: it restores the format (autocast) and torch's random generators for the second forward pass. Two things
-that it leaves to the model are done here, so that a step ends as it would have ended without:
+``checkpoint`` does the work: it restores autocast and torch's random generators for the second forward pass. It leaves two things to the
+model, which are done here so that a step ends as it would without checkpointing:
 
-- Buffers that the forward pass changes (running statistics, power iterations) begin the second pass as they began the first, and
+- Buffers that the forward pass changes (running statistics, power iterations) have the same values at the start of both passes, and
   the second pass does not change them. Their copies take as many bytes as the buffers.
 - Python's and NumPy's random generators are restored, too.
 
-Under ``torch.compile`` the compiler computes again what its graph says, which has no side effects, so neither is needed there.
+Under ``torch.compile`` the compiler recomputes parts of its graph, which has no side effects, so neither is needed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PRODUCTS = tuple(
         aten._scaled_dot_product_cudnn_attention,
     )
 )
-"""Products, convolutions and attention: slow to compute again for the bytes of their outputs."""
+"""Products, convolutions and attention: slow to recompute, compared with the bytes of their outputs."""
 _KEPT = frozenset(PRODUCTS)
 
 
@@ -57,7 +57,7 @@ class Checkpointed:
     """How a module is checkpointed."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Start with a module that is not."""
+        """Begin with checkpointing off."""
         self.module = module
         self.keeps: Keeps | None = None
         """None while the module runs as it would without checkpointing."""
@@ -155,7 +155,7 @@ class KeptProducts(TorchDispatchMode):
 
 
 class _Reuse(TorchDispatchMode):
-    """Gives back what ``KeptProducts`` kept, once."""
+    """Returns the results that ``KeptProducts`` kept, each once."""
 
     def __init__(self, products: dict[Any, list[Any]]) -> None:
         super().__init__()
@@ -199,12 +199,12 @@ def _with_version(tensor: Tensor) -> _Kept:
 
 
 class _Again(AbstractContextManager[None]):
-    """The context of a second forward pass; entered once a backward pass through the module."""
+    """The context of a second forward pass; entered once per backward pass through the module."""
 
     def __init__(
         self, inner: AbstractContextManager[Any], module: nn.Module, changed: list[tuple[nn.Module, str]]
     ) -> None:
-        """Copy the state in which the first forward pass begins."""
+        """Copy the state at the beginning of the first forward pass."""
         self._inner, self._module = inner, module
         self._copies = [(owner, name, owner._buffers[name].detach().clone()) for owner, name in changed]  # type: ignore[union-attr]
         self._random = HostStates.now()
@@ -220,9 +220,8 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._inner.__exit__(*error)
-        weight_casts().keep_only(
-            self._casts
-        )  # the region of the backward pass would keep those of every module to its end
+        # Otherwise the region of the backward pass would keep the casts of every module to its end.
+        weight_casts().keep_only(self._casts)
         self._random_now.set()
         changed = [name for name, state in self._other_buffers().items() if self._versions.get(name) != state]
         for owner, name, buffer in self._now:

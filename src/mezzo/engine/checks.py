@@ -18,7 +18,7 @@ from mezzo.policy import Policy
 
 
 class PrecisionWarning(UserWarning):
-    """A chosen format loses what training needs, or is used nowhere."""
+    """A chosen format that loses values which training needs, or that is not used at all."""
 
 
 def warn(text: str) -> None:
@@ -70,7 +70,7 @@ def no_backward() -> SessionError:
 
 
 def taken_over() -> SessionError:
-    """Return the error for training on with a session whose model another session has taken."""
+    """Return the error for a backward pass of a session whose model now belongs to another session."""
     return SessionError(
         "backward() of a session whose model was given to another session since; allowed: the newer one",
         hint="use one session at a time; models that are trained in turns share one: "
@@ -79,7 +79,7 @@ def taken_over() -> SessionError:
 
 
 def no_gradients() -> SessionError:
-    """Return the error for an update where no parameter of the optimizers has a gradient."""
+    """Return the error for an update in which no parameter of the optimizers has a gradient."""
     return SessionError(
         "no parameter of the optimizers has a gradient after the backward pass: the loss does not depend on them",
         hint="compute the loss from the output of the session's own model, and name the optimizers of what it reaches: update(optimizer)",
@@ -102,7 +102,7 @@ def may_lose_updates(policy: Policy, optimizers: Sequence[torch.optim.Optimizer]
 
 
 def snapshot(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """Return copies of the weights that are trained."""
+    """Return copies of the trained weights."""
     return [p.detach().clone() for p in parameters if p.requires_grad]
 
 

@@ -1,8 +1,7 @@
 """Convert a model's modules to a policy's formats: weights to 16 bits, norms and named modules to FP32.
 
-A module's behaviour is changed by giving the instance its own ``forward``, a partial of a module-level function. It has the
-signature of the forward that it replaces, which other libraries read to learn a model's inputs. It pickles, deep-copies
-and compiles, and ``del module.forward`` removes it.
+A converted module instance has its own ``forward``, a partial of a module-level function. It has the signature of the forward that it
+replaces, from which other libraries read a model's inputs. It pickles, deep-copies and compiles, and ``del module.forward`` removes it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,10 +31,12 @@ _NORMS = (
     nn.LocalResponseNorm,
 )
 _BATCH_NORMS = (nn.modules.batchnorm._NormBase,)
+_MOST_NAMED = 3
+"""Most modules with 16-bit weights that are named."""
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether ``module`` is a norm: one of torch's, or a leaf whose class is named ...Norm (as ``LlamaRMSNorm``)."""
+    """Return whether ``module`` is a norm: one of torch's, or a leaf whose class is named ...Norm (such as ``LlamaRMSNorm``)."""
     named = type(module).__name__.lower().endswith("norm") and not any(module.children())
     return isinstance(module, _NORMS) or named
 
@@ -52,6 +53,24 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
             raise no_such_module(pattern, module_names(model))
     named = module_names(model).items()
     return [module for name, module in named if any(fnmatchcase(name, p) for p in policy.fp32_modules)]
+
+
+def where_16_bits(model: nn.Module, *, leave_out: Container[Tensor] = ()) -> str:
+    """Return which weights of ``model`` are in 16 bits: its class if all are, else the modules, and their share of the weights.
+
+    Args:
+        model: the model.
+        leave_out: weights that do not count.
+    """
+    floating = {n: p for n, p in model.named_parameters() if p.is_floating_point() and p not in leave_out}
+    narrow = {name: p for name, p in floating.items() if p.dtype.itemsize == 2}
+    kind = type(model).__name__
+    if len(narrow) == len(floating):
+        return kind
+    share = sum(p.numel() for p in narrow.values()) / max(1, sum(p.numel() for p in floating.values()))
+    names = list(dict.fromkeys(name.rpartition(".")[0] or name for name in narrow))
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{', '.join(names[:_MOST_NAMED])}{more} in {kind} ({share:.0%} of its weights)"
 
 
 def matching_patterns(model: nn.Module, patterns: Iterable[str]) -> set[str]:
@@ -83,7 +102,7 @@ def keep_fp32(model: nn.Module, policy: Policy, device_type: str) -> None:
 def cast_model(model: nn.Module, policy: Policy, device_type: str) -> None:
     """Cast a model's weights and buffers in place to the policy's format, and its inputs; outputs become FP32.
 
-    Norms stay in FP32 where the policy says so. BatchNorm accepts 16-bit inputs with FP32 weights; the inputs of other norms
+    Norms stay in FP32 if the policy says so. BatchNorm accepts 16-bit inputs with FP32 weights; the inputs of other norms
     are cast, and their outputs are cast back. Modules that the policy names return FP32, since their outputs may exceed the
     range of 16 bits; modules with 16-bit weights after them cast their own inputs.
     """
@@ -110,10 +129,10 @@ def _state(module: nn.Module) -> Iterator[Tensor]:
 
 
 class OwnForward:
-    """The forward method of a module's class: a copy of it belongs to the copy of the module.
+    """The forward method of a module's class, which is copied and pickled with the module.
 
-    It is not a bound method: that would pickle as the module's attribute ``forward``, which is the forward that calls this one.
-    Nor is it the function, which decorators may have left with a name that pickle cannot find.
+    A bound method would pickle as the module's attribute ``forward``, which is the forward that calls this one. The plain function may
+    have a name, left by a decorator, that pickle cannot find.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -131,7 +150,7 @@ class OwnForward:
 
 def wrap(module: nn.Module, how: Callable[..., Any], *settings: Any) -> None:
     """Make calls of ``module`` run ``how(call, *settings, *args, **kwargs)``; ``call`` is the module's previous forward."""
-    inner = module.__dict__.get("forward")  # an instance's own forward, where another library gave it one
+    inner = module.__dict__.get("forward")  # an instance's own forward, if another library has set one
     call = OwnForward(module) if inner is None else inner
     forward = functools.partial(how, call, *settings)
     functools.update_wrapper(forward, type(module).forward, updated=())
@@ -140,7 +159,7 @@ def wrap(module: nn.Module, how: Callable[..., Any], *settings: Any) -> None:
 
 
 def wrapped_by(module: nn.Module, how: Callable[..., Any]) -> functools.partial[Any] | None:
-    """Return the forward that ``wrap(module, how, ...)`` gave ``module``, None if it has another."""
+    """Return the forward that ``wrap(module, how, ...)`` set; None if ``module`` has another."""
     forward = module.__dict__.get("forward")
     return forward if isinstance(forward, functools.partial) and forward.func is how else None
 
@@ -171,7 +190,7 @@ def _cast_inputs(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwarg
 
 
 def cast_ends(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    """Run ``call`` with its arguments cast to ``low``, and return what it returns in FP32."""
+    """Run ``call`` with its arguments cast to ``low``, and return its outputs in FP32."""
     return to_format(call(*to_format(args, low), **to_format(kwargs, low)), FP32.dtype)
 
 

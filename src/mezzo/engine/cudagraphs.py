@@ -1,16 +1,16 @@
-"""CUDA graphs: rehearse and capture on one stream, and report what broke a capture, with what to do about it.
+"""CUDA graphs: rehearse and capture on one stream, and report what broke a capture, with a hint.
 
 A session has one stream for its rehearsals and captures, on its own device. Rehearsing on the capture's stream leaves autograd's
 nodes there. torch creates its default capture stream once per process, on the device of the first capture: a second session on another
 GPU would capture nothing.
 
-cuBLAS keeps a workspace for each stream, which a graph uses by its address. One that a rehearsal has left in ordinary memory is freed by
-whoever clears the workspaces, as ``torch.compile(mode="reduce-overhead")`` does, and a replay would write into the memory of others. So
-they are cleared before the first capture, which puts its own into the graphs' pool. Limit: cleared again between two captures of a
-session, a workspace leaves that pool to the second one's tensors.
+cuBLAS keeps a workspace for each stream, which a graph uses by its address. If a rehearsal leaves one in ordinary memory, any code that
+clears the workspaces, such as ``torch.compile(mode="reduce-overhead")``, frees it, and a replay would write into memory of others. So the
+workspaces are cleared before the first capture, which then allocates its own from the graphs' pool. Limit: if they are cleared again
+between two captures of a session, tensors of the second capture may reuse that memory.
 
 ``torch.cuda.graph`` raises two errors when a capture fails: the one that broke it, then one because the capture cannot be ended. The
-second hides the first and leaves the capture's stream current. Here the stream is restored and the first error is raised.
+second hides the first and leaves the capture's stream current. ``CudaGraphs.capture`` restores the stream and raises the first error.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _HINTS = {
     "Only one capture": "a model compiled with mode='reduce-overhead' captures graphs of its own: compile it without a mode",
     "uncaptured work": "the step waits for work on another stream: wait for that stream before the capture, or keep to one stream",
 }
-"""What to do, by a part of CUDA's or torch's message."""
+"""Hints, by a part of CUDA's or torch's message."""
 _NEW_PROCESS = "; start a new process for it, since a failed capture leaves memory reserved"
 
 
 def refusal(error: BaseException) -> SessionError:
-    """Return the error for a step that could not be captured, with what to do about its cause."""
+    """Return the error for a step that could not be captured, with a hint for its cause."""
     message = str(error)
     hint = next((what for part, what in _HINTS.items() if part in message), _READS)
     first = (message.splitlines() or [""])[0] or type(error).__name__
@@ -68,7 +68,7 @@ class CudaGraphs:
             torch.cuda.set_rng_state(state, self._device)
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Return a replay of what ``run`` enqueues, and what it returned; raise what ``run`` raises."""
+        """Return a function that replays the work that ``run`` enqueues, and the result of ``run``; raise what ``run`` raises."""
         raised: list[BaseException] = []
 
         def noted() -> Any:

@@ -1,7 +1,7 @@
-"""Sessions, optimizers and tensors in words, for ``repr``: a few lines that a person in a notebook or a debugger can use.
+"""Sessions, optimizers and tensors in words, for ``repr``: a few lines for a person in a notebook or a debugger.
 
-Only what the host knows is shown. A number that is on a GPU stays there, and the text says how to read it: a debugger must not
-make a program wait.
+Only values on the host are shown. A number on a GPU stays there, and the text says how to read it: a debugger must not make a program
+wait.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from mezzo.engine.session import Session
 
 _NO_EFFECT = ("foreach", "capturable", "differentiable", "fused")
-"""Settings that torch's optimizers have and that change nothing in ours."""
+"""Settings of torch's optimizers that have no effect in ours."""
 _SHOWN_GROUPS = 3
 
 
 def host_value(tensor: Tensor) -> float | None:
-    """Return the number in a tensor on the CPU; None where reading it would wait for a device, or where there is no number."""
+    """Return the number in a tensor on the CPU; None if reading it would wait for a device, or if it has no data."""
     if tensor.device.type != "cpu":
         return None
     try:
         return float(tensor.item())
-    except RuntimeError:  # a tensor without data, as while a model is traced
+    except RuntimeError:  # a tensor without data, such as one of a traced model
         return None
 
 
@@ -40,7 +40,7 @@ def number_of(tensor: Tensor) -> str:
 
 
 def tensors_text(tensors: Iterable[Tensor]) -> str:
-    """Return how many values there are in which formats: ``9,610 values in 4 tensors, fp32``."""
+    """Return the number of values and their formats: ``9,610 values in 4 tensors, fp32``."""
     found = list(tensors)
     names = {form.dtype: form.name for form in reversed(FORMATS.values())}  # FP32 before TF32, which shares its dtype
     kinds = dict.fromkeys(names.get(t.dtype, str(t.dtype).removeprefix("torch.")) for t in found)
@@ -49,13 +49,13 @@ def tensors_text(tensors: Iterable[Tensor]) -> str:
 
 
 def one_pass_text(optimizer: OnePass) -> str:
-    """Return what an optimizer updates, and with which settings: those of its first group, then how others differ."""
+    """Return an optimizer's parameters and settings: those of its first group, then the differences of the others."""
     name = type(optimizer).__name__
     if not getattr(optimizer, "param_groups", None):  # a debugger shows it while it is being made
         return f"{name}()"
     shown = [
         name for name in optimizer.defaults if name not in _NO_EFFECT
-    ]  # schedulers add keys of their own to groups
+    ]  # without keys that schedulers add to groups
     first, *others = ({key: _setting(group[key]) for key in shown} for group in optimizer.param_groups)
     said = {key: text for key, text in first.items() if text != "False"}
     lines = [f"{name}({_listed(said)}): {tensors_text(optimizer.parameters())}"]
@@ -76,7 +76,7 @@ def _listed(settings: dict[str, str]) -> str:
 
 
 def session_text(session: Session) -> str:
-    """Return what a session trains, how, and how far it is."""
+    """Return a session's models, optimizers, window and progress."""
     if not hasattr(session, "_watch_rounding"):  # a debugger shows it while it is being made
         return f"{type(session).__name__}()"
     lines = [

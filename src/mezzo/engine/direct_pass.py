@@ -1,12 +1,12 @@
-"""The usual backward pass of a training, without torch's preparation of it in Python.
+"""The usual backward pass of a training, without torch's preparation in Python.
 
-``loss.backward()`` of one plain FP32 scalar needs nothing of what ``torch.autograd.backward`` sorts out before it calls the engine:
-lists of outputs and inputs, tensor subclasses, gradients to make. That costs a twentieth of a small model's pass, more than Mezzo's own
-hooks. The engine is given what torch would give it, so the gradients are equal to the bit.
+``torch.autograd.backward`` prepares lists of outputs and inputs, tensor subclasses and initial gradients before it calls the engine. One
+plain FP32 scalar needs none of that, and it costs a twentieth of a small model's pass, more than Mezzo's own hooks. The engine receives
+the same arguments as from torch, so the gradients are equal to the bit.
 
-The gradient of the loss itself is always 1, in a tensor that is kept. Nobody else may get hold of it: a loss with a hook or with
-``retain_grad`` takes torch's way, so does a pass that a CUDA graph captures, and a custom function that writes into it leaves a version
-number, so a new one is made. It is used from the next pass on: whatever stream that runs on has waited for this one's update.
+The gradient of the loss itself is always 1, in a tensor that is reused. No other code may keep it: a loss with a hook or with
+``retain_grad`` takes torch's way, and so does a pass that a CUDA graph captures; a custom function that writes into it changes its
+version, and then a new one is made. It is used from the next pass on, whose stream has waited for this pass's update.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DirectPasses:
     """Backward passes from one scalar."""
 
     def __init__(self, run_engine: Callable[..., None]) -> None:
-        """Run what is special by ``run_engine``, torch's own ``backward``."""
+        """Create passes; those that need torch's preparation run by ``run_engine``, torch's own ``backward``."""
         self._run_engine = run_engine
         self._one: Tensor | None = None
 
@@ -43,7 +43,7 @@ class DirectPasses:
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        """Run the backward pass of ``loss``; takes what ``torch.autograd.backward`` takes."""
+        """Run the backward pass of ``loss``, with the arguments of ``torch.autograd.backward``."""
         if (
             not (retain_graph or create_graph)
             and grad_variables is None
@@ -51,7 +51,7 @@ class DirectPasses:
             and type(loss) is Tensor
             and loss.dtype is _FP32
             and loss.dim() == 0
-            and not loss.is_leaf  # grad_fn would make an object of Python
+            and not loss.is_leaf  # reading grad_fn would create a Python object
             and loss._backward_hooks is None
             and not loss.retains_grad
             and not torch._C._are_functorch_transforms_active()
@@ -73,5 +73,5 @@ class DirectPasses:
 
 
 def _runs_torchs_own() -> bool:
-    """Return whether ``loss.backward()`` runs torch's own functions: other tools replace them, and must be told of every pass."""
+    """Return whether ``loss.backward()`` runs torch's own functions; tools that replace them must see every pass."""
     return torch.autograd.backward is _BACKWARD and Tensor.backward is _OF_TENSORS and _ARE_TORCHS

@@ -1,22 +1,23 @@
-"""Several processes that train one model: what they have to agree on, and when they communicate.
+"""Several processes that train one model: the values on which they must agree, and when they communicate.
 
-Every process has to find the same loss scale, the same norm and the same answer to "skip this update?", or their weights drift
-apart. Two ways to distribute training are supported; each leaves something else to agree on:
+Every process must find the same loss scale, the same norm and the same answer to "skip this update?", or their weights drift
+apart. Two ways to distribute training are supported:
 
 ``DistributedDataParallel``  every process has the whole model. The last backward pass of an accumulation window averages the
     gradients while it runs; earlier ones exchange nothing. Averaged gradients are bit-identical everywhere, and so is everything
     derived from them: no further communication is needed. Gradients that no backward pass averaged (a window closed early, several backward
     passes from one forward pass, several loss scales) are averaged when the window closes, without overlap.
-``fully_shard``  every process has its shard of each tensor, which each backward pass averages and adds up: gradients stay
-    sharded, and a short window is as good as a full one. With replicas of the shards (a mesh of two dimensions) the all-reduce
-    among those waits for the window's last backward pass. At the update one all-reduce of one number gives the norm, and the norm
-    tells whether a gradient is not finite.
+``fully_shard``  every process has its shard of each tensor, and each backward pass averages the shards' gradients: gradients stay
+    sharded, and a short window needs nothing special. With replicas of the shards (a mesh of two dimensions) the all-reduce
+    among replicas waits for the window's last backward pass. At the update one all-reduce of one number computes the norm, which
+    also shows whether a gradient is not finite.
 
-Weights (``backward(weight=...)``) may differ between processes: gradients are divided by the sum over all. It is one more number in
-that all-reduce, or has an all-reduce of its own. Weights are counted in a unit: the first weight of the first process, sent once.
+Weights (``backward(weight=...)``) may differ between processes: gradients are divided by the sum over all of them. The sum is one more
+number in that all-reduce, or has its own. Weights are counted in a unit: the first weight of the first process, sent once.
 
-Limits: all processes call the session in the same way (weights given by all or by none); an exception that only one of them
-raises, as in its data loader, leaves the others waiting. ``DistributedDataParallel.join`` covers none of the session's own communication.
+Limits: all processes call the session in the same way (with weights, or without); an exception that only one of them
+raises, for example in its data loader, leaves the others waiting. ``DistributedDataParallel.join`` covers none of the session's own
+communication.
 """
 
 from __future__ import annotations
@@ -45,27 +46,27 @@ from mezzo.policy import Policy
 
 
 class OneProcess:
-    """A session's only process: it has all gradients."""
+    """A session's only process, which has all gradients."""
 
     several = False
     sharded = False
-    """Whether models' parameters are shards, which ``fully_shard`` exchanges for whole tensors around a forward pass."""
+    """Whether models' parameters are shards, which ``fully_shard`` gathers into whole tensors for a forward pass."""
     group: Any = None
-    """The processes, where there are several; None for all."""
+    """The process group, if there are several processes; None for all."""
 
     def explain(self) -> list[Choice]:
         """Return the choices made for several processes."""
         return []
 
     check_loss = staticmethod(checks.check_loss)
-    """Refuses what cannot be a loss, and a ``first`` one that is not finite."""
+    """Refuses a value that cannot be a loss, and a ``first`` loss that is not finite."""
 
     def unit(self, weight: float | None) -> float:
         """Return the unit in which weights are counted; 0 for the first of each window."""
         return 0.0
 
     def expect(self, calls: int) -> None:
-        """Prepare for the next backward pass of a window that has had ``calls``."""
+        """Prepare for the next backward pass of a window that has had ``calls`` of them."""
 
     def ran(self, calls: int) -> None:
         """Register a backward pass, the ``calls``-th of its window, and prepare for the next."""
@@ -74,37 +75,37 @@ class OneProcess:
         """Average gradients over the processes if no backward pass did."""
 
     def reduce_in(self, policy: Policy) -> None:
-        """Exchange gradients in the format that ``policy`` names, once weights have the formats that they will keep."""
+        """Reduce gradients from now on in the format that ``policy`` names; call it after weights were cast."""
 
     gradients: Callable[[Iterable[Tensor]], list[Tensor]] = staticmethod(gradients_of)
-    """The gradients of parameters; of sharded ones, this process's part."""
+    """Returns the gradients of parameters; for sharded ones, this process's part."""
 
     def norm(
         self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor], window: Window | None = None
     ) -> Tensor:
-        """Return the norm over all processes of what ``gradients()`` returned.
+        """Return the norm over all processes of the gradients that ``gradients()`` returned.
 
         Args:
-            gradients: these, or the same in another format.
-            take: gives the norm of a list of tensors.
+            gradients: these gradients, or the same in another format.
+            take: returns the norm of a list of tensors.
             window: receives the totals of all processes' weights and losses.
         """
         return take(gradients)
 
     def all_finite(self, gradients: list[Tensor]) -> bool:
-        """Return whether what ``gradients()`` returned is finite in every process; waits for the device."""
+        """Return whether the gradients that ``gradients()`` returned are finite in every process; waits for the device."""
         return all_finite(gradients)
 
 
 class Emulated(OneProcess):
-    """The only process, with gradients as several would have reduced them (``reduce=bf16:world=384``)."""
+    """The only process, with gradients rounded as if several had reduced them (``reduce=bf16:world=384``)."""
 
     def __init__(self, trained: Sequence[nn.Parameter], policy: Policy) -> None:
         self._trained, self._world = trained, EmulatedWorld(policy)
         self._due = False
 
     def explain(self) -> list[Choice]:
-        """Return that processes are emulated, and what their rounding did so far."""
+        """Return that processes are emulated, and the error of their rounding so far."""
         value = f"{self._world.size}, emulated"
         error = self._world.error()
         reason = "only the rounding of their reduction is: this process has the gradients of all"
@@ -113,7 +114,7 @@ class Emulated(OneProcess):
         return [Choice(what="processes", value=value, reason=reason)]
 
     def ran(self, calls: int) -> None:
-        """Register a backward pass, whose gradients are to be reduced."""
+        """Register a backward pass, whose gradients must be reduced."""
         self._due = True
 
     def collect(self) -> None:
@@ -124,7 +125,7 @@ class Emulated(OneProcess):
 
 
 class Processes(OneProcess):
-    """The processes of ``DistributedDataParallel`` or ``fully_shard``, which have to agree."""
+    """The processes of ``DistributedDataParallel`` or ``fully_shard``."""
 
     several = True
 
@@ -138,15 +139,15 @@ class Processes(OneProcess):
         accumulate: int,
         num_losses: int,
     ) -> None:
-        """Start to follow the models.
+        """Create the processes of a session.
 
         Args:
             replicas: the ``DistributedDataParallel`` modules.
             roots: the modules that ``fully_shard`` was called on.
-            group: the processes; None for all.
-            device: the session's.
+            group: the process group; None for all processes.
+            device: the session's device.
             accumulate: backward passes in a window.
-            num_losses: losses with scales of their own.
+            num_losses: losses with their own scales.
         """
         self._replicas = [Replica(model) for model in replicas]
         self._roots = roots
@@ -177,7 +178,7 @@ class Processes(OneProcess):
             replica.format = format_of_reduction(policy)
 
     def check_loss(self, loss: Any, *, first: bool) -> None:
-        """Refuse what cannot be a loss; when the window closes, all processes learn whether the first was finite."""
+        """Refuse a value that cannot be a loss; when the window closes, all processes learn whether the first loss was finite."""
         checks.check_loss(loss, first=False)
         for replica in self._replicas:
             if replica.model._join_config.enable:
@@ -186,7 +187,7 @@ class Processes(OneProcess):
             self._first_loss = loss.detach()
 
     def unit(self, weight: float | None) -> float:
-        """Return the unit in which weights are counted: the first process's first weight, broadcast once; waits for the device then."""
+        """Return the unit in which weights are counted: the first process's first weight; its broadcast waits for the device once."""
         if weight is not None and not self._unit:
             unit = torch.full((), float(weight), dtype=self._wide, device=self._device)
             dist.broadcast(unit, group=self.group, group_src=0)
@@ -194,29 +195,29 @@ class Processes(OneProcess):
         return self._unit
 
     def expect(self, calls: int) -> None:
-        """Let the next backward pass exchange gradients if it completes a full window, and those after it: the same once more."""
+        """Let the next backward pass exchange gradients if it completes a full window; so does every one after it."""
         for replica in self._replicas:
             replica.expect(exchange=calls + 1 >= self._accumulate and not self._several_scales)
         if self._replicated_shards:
-            # Gradients with different scales must not be summed before they are brought to one scale.
+            # Gradients with different scales must not be summed before they have one scale.
             self._reduces = calls + 1 >= self._accumulate or self._several_scales
             for root in self._roots:
                 root.set_requires_all_reduce(self._reduces, recurse=False)
 
     def ran(self, calls: int) -> None:
-        """Note what the backward pass exchanged, and prepare for the next."""
+        """Record whether the backward pass exchanged gradients, and prepare for the next."""
         for replica in self._replicas:
             replica.ran()
         self._held_back = self._replicated_shards and not self._reduces
-        if self._accumulate > 1:  # else every backward pass exchanges
+        if self._accumulate > 1:  # otherwise every backward pass exchanges
             self.expect(calls)
 
     def collect(self) -> None:
-        """Average the gradients that no backward pass did.
+        """Average the gradients that no backward pass averaged.
 
         Raises:
             NonFiniteLossError: the very first loss was not finite in some process.
-            SessionError: shards of several replicas were not reduced yet, and only a backward pass can.
+            SessionError: shards of several replicas were not reduced yet, which only a backward pass can do.
         """
         if self._first_loss is not None:
             self._check_first_loss(self._first_loss)
@@ -267,9 +268,9 @@ class Processes(OneProcess):
     def _squares_here(
         self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor]
     ) -> tuple[Tensor, torch.dtype]:
-        """Return this process's part of the sum of squares, in FP64 where the device has it, and the format of a norm.
+        """Return this process's part of the sum of squares, in FP64 if the device has it, and the format of a norm.
 
-        Of a gradient that ``n`` processes have, each contributes 1/n.
+        If ``n`` processes have a gradient, each contributes 1/n of it.
         """
         held: dict[int, list[Tensor]] = {}
         for copies, gradient in zip(self._copies, gradients, strict=True):
@@ -286,7 +287,7 @@ class Processes(OneProcess):
         return list(sums)
 
     def all_finite(self, gradients: list[Tensor]) -> bool:
-        """Return whether what ``gradients()`` returned is finite in every process; waits for the device."""
+        """Return whether the gradients that ``gradients()`` returned are finite in every process; waits for the device."""
         here = all_finite(gradients)
         return self._everywhere(here) if self.sharded else here
 
@@ -321,14 +322,14 @@ def processes_for(
     accumulate: int,
     num_losses: int,
 ) -> OneProcess:
-    """Return the processes that train the models: several if ``DistributedDataParallel`` or ``fully_shard`` made one of them.
+    """Return the processes that train the models: several for ``DistributedDataParallel`` or ``fully_shard``.
 
     Args:
-        models: the session's.
+        models: the session's models.
         trained: the parameters of models and optimizers.
-        policy: how they are to be trained.
+        policy: the session's policy.
         accumulate: backward passes in a window.
-        num_losses: losses with scales of their own.
+        num_losses: losses with their own scales.
 
     Raises:
         SessionError: parameters would drift apart, or the policy cannot be applied to shards.
@@ -380,7 +381,7 @@ def _refuse_left_out(replicas: list[DistributedDataParallel], trained: Iterable[
 
 
 def _group(replicas: Iterable[DistributedDataParallel], shared: Iterable[Any]) -> Any:
-    """Return the group of processes that train together: the largest of any part, None for all."""
+    """Return the group of processes that train together: the largest group of any part; None for all processes."""
     groups = {dist.get_world_size(m.process_group): m.process_group for m in replicas}
     meshes = {p.device_mesh.size(): p.device_mesh for p in shared}
     largest = max([*groups, *meshes])

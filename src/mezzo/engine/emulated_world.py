@@ -1,23 +1,23 @@
-"""What reducing gradients in 16 bits over N processes would do to them, in one process (``reduce=bf16:world=384``).
+"""Emulate in one process a reduction of gradients in 16 bits over N processes (``reduce=bf16:world=384``).
 
-**What it shows.** Summing N shares in a format rounds every share and every partial sum. In BF16, with its 8 significant bits, a sum of
-hundreds of shares loses accuracy with the square root of N in a ring, and slower in a tree. Here that sum is really computed: N shares
-are rounded, and added one after the other in the format's own arithmetic. The gradients that a script gets differ from its own by the
-rounding of that reduction and by nothing else.
+**Method.** Summing N shares in a format rounds every share and every partial sum. In BF16, with its 8 significant bits, a sum of
+hundreds of shares loses accuracy with the square root of N in a ring, and more slowly in a tree. That sum is actually computed: N shares
+are rounded, and added one after the other in the format's own arithmetic. The script's gradients then differ from the exact ones only by
+the rounding of that reduction.
 
-**What has to be assumed.** One process knows the average of the processes' gradients, and not the share of each. The shares are drawn
+**Assumptions.** One process knows the average of the processes' gradients, but not the share of each. The shares are drawn
 at random, element by element: their mean is the gradient ``g`` itself, and their standard deviation ``sqrt(N) * abs(g)``. So noise
-and signal are equal in the average, as they are where the batch of all processes together has the critical size, beyond which a larger
+and signal are equal in the average, as in a batch of the critical size over all processes, beyond which a larger
 batch no longer pays (McCandlish et al., arXiv:1812.06162). The draws are normal, in pairs of opposite sign in random order, so that
 their sum is zero; a gradient of zero stays zero.
 
 **Limits.** Shares that hardly differ, from batches far beyond the critical size, are worse: a ring in BF16 adds up about 256 equal
-shares, and the rest are each less than half a unit of the sum and vanish. A ring and a tree of pairs are the two extremes of what
-communication libraries do; those that add in FP32 inside the network or a node round less. The time of the emulation is its own: N
-passes over the gradients.
+shares, and each further one is less than half a unit of the sum and vanishes. A ring and a tree of pairs are the two extremes of
+communication libraries; those that add in FP32 inside the network or a node round less. The emulation takes N passes over the gradients,
+so its time says nothing about a real reduction.
 
-The draws depend on the gradients' values alone: a resumed run repeats those of the run that was never stopped, and the script's
-random numbers are left as they are.
+The draws depend only on the gradients' values: a resumed run repeats those of an uninterrupted one, and the script's random numbers do
+not change.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from mezzo.policy import Policy
 _CHUNK = 2**14
 """Elements that are summed at a time: they stay in a core's cache during the N passes."""
 _TABLE = 16 * _CHUNK
-"""Random numbers; each process reads them from a place of its own."""
+"""Number of random numbers; each process reads them from another position."""
 
 
 class EmulatedWorld:
-    """Processes that do not exist, and the rounding of their reductions."""
+    """Emulated processes, and the rounding of their reductions."""
 
     def __init__(self, policy: Policy, loss_scale: LossScale = no_scale) -> None:
         """Create ``policy.world`` processes.
 
         Args:
             policy: names the format, the number of processes and the order of the sum.
-            loss_scale: returns what gradients are multiplied by while they are in FP16.
+            loss_scale: returns the factor of gradients while they are in FP16.
         """
         fmt = format_of_reduction(policy)
         assert fmt is not None
@@ -65,7 +65,7 @@ class EmulatedWorld:
     @torch.no_grad()
     def reduce(self, gradients: Sequence[Tensor]) -> None:
         """Change ``gradients`` in place as their reduction over the processes would."""
-        with _disable_current_modes(), torch._C.DisableTorchFunction():  # counters and observers are not to see it
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # hidden from counters and observers
             parts = [local(g) for g in gradients]
             real = [torch.view_as_real(g) if g.is_complex() else g for g in parts]
             for bucket in buckets([g for g in real if g.numel() and g.is_floating_point()]):
@@ -76,7 +76,7 @@ class EmulatedWorld:
                 self._errors.append((after - before).norm() / before.norm())
 
     def error(self) -> float | None:
-        """Return the median of the reductions' errors, each a share of the gradients' norm; None before any; waits for the device."""
+        """Return the median of the reductions' errors, each relative to the gradients' norm; None before any; waits for the device."""
         known = [error for error in map(float, self._errors) if math.isfinite(error)]
         return sorted(known)[len(known) // 2] if known else None
 
@@ -92,7 +92,7 @@ class EmulatedWorld:
     def _shares(self, mean: Tensor, chance: random.Random) -> Iterator[Tensor]:
         """Yield each process' share of a chunk in the format; the next one overwrites it."""
         table, pairs = self._table(mean), self.size // 2
-        spread = self.size / math.sqrt(2 * pairs)  # sqrt(N), and more if an odd one draws nothing
+        spread = self.size / math.sqrt(2 * pairs)  # sqrt(N), or more for an odd N, whose last share is the mean
         places = [chance.randrange(_TABLE - mean.numel() + 1) for _ in range(pairs)]
         draws = [(at, factor) for at in places for factor in (-spread, spread)] + [(0, 0.0)] * (self.size % 2)
         chance.shuffle(draws)

@@ -1,4 +1,4 @@
-"""The arithmetic of 16-bit matrix units, done in FP32.
+"""Emulate the arithmetic of 16-bit matrix units in FP32.
 
 A matrix unit reads 16-bit operands, multiplies them exactly (a product of two 11-bit significands fits FP32's 24
 bits), adds in FP32 and rounds each result once. So rounding the operands, multiplying in FP32 and rounding the result
@@ -47,20 +47,20 @@ from mezzo.formats import FP8_PAIRS, FP16
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """One operation, computed as a unit for 16-bit or 8-bit operands would; called with the operation's arguments."""
+    """One operation, computed as a 16-bit or 8-bit matrix unit would; called with the operation's arguments."""
 
     name: str
     """The operation's name in torch."""
     format: str
     """Name of the format that the unit multiplies in."""
     recipe: str | None = None
-    """How 8-bit operands are scaled, where they are."""
+    """How 8-bit operands are scaled; None for 16-bit ones."""
     run: Op = field(compare=False)
     made: ClassVar[bool] = False
     """Whether this process has created any."""
 
     def __post_init__(self) -> None:
-        """Tell observers that there are emulations to ask about."""
+        """Record for observers that this process has emulations."""
         Emulation.made = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,8 +280,8 @@ def emulation(op: Op, name: str, *, low: str, family: str, float8: tuple[str, st
         op: the torch function; the emulation takes its arguments, with 16-bit tensors.
         name: its name without overload (``linear``).
         low: name of the 16-bit format.
-        family: the family that the op lists give it.
-        float8: the recipe and the pair of formats in which linear layers are computed in 8 bits, if they are.
+        family: its family in the op lists.
+        float8: the recipe and the pair of formats of linear layers in FP8; None if they stay in 16 bits.
     """
     if float8 is not None and name == "linear":
         return Emulation(name=name, format=FP8_PAIRS[float8[1]][0].name, recipe=float8[0], run=LINEAR[float8])

@@ -1,10 +1,10 @@
-"""The nodes of the autograd graph that compute in FP32 what a 16-bit unit computes, forward and backward.
+"""Autograd functions that emulate the operations of 16-bit units in FP32, forward and backward.
 
-Each node keeps 16-bit operands for its backward pass and rounds its gradients to their format. In a backward pass whose
-own gradient was asked for, a node computes by operations that are emulated and differentiable themselves. A node says
-in ``stands_for`` which format it multiplies in.
+Each node keeps 16-bit operands for its backward pass and rounds its gradients to their format. In a backward pass with
+``create_graph``, a node uses operations that are emulated and differentiable themselves. A node's ``stands_for`` is the
+format that it multiplies in.
 
-What is traced by torch.compile or transformed by torch.func takes casts around FP32 operations (``by_casts``) instead.
+Code that torch.compile traces or torch.func transforms gets casts around FP32 operations (``by_casts``) instead.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _Modes = torch._C._TorchDispatchModeKey
 
 
 def stands_for(node: Any) -> str | None:
-    """Return the name of the format that a node of the autograd graph emulates, or None for a node that is no emulation."""
+    """Return the name of the format that a node of the autograd graph emulates; None for any other node."""
     return getattr(node, "stands_for", None)
 
 
 def is_recomputed(node: Any) -> bool:
-    """Return whether a node's backward pass computes its forward pass again, which no device that has the format would."""
+    """Return whether a node's backward pass recomputes its forward pass, which a device with the format would not."""
     return getattr(node, "_forward_cls", None) is Recomputed
 
 
@@ -50,7 +50,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a gradient of this gradient was asked for
+        if torch.is_grad_enabled():  # the backward pass runs with create_graph
             return _linear_gradients(ctx, grad, x, weight)
         wide = grad.float()
         rows = wide.reshape(-1, wide.shape[-1])
@@ -65,12 +65,12 @@ class Linear(torch.autograd.Function):
 
 
 def _read_by_gradients(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return what the gradients of a product read: each operand's gradient reads the other operand."""
+    """Return the operands that the gradients of a product read: each operand's gradient reads the other operand."""
     return a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None
 
 
 def _linear_gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of a linear layer by operations that are emulated and differentiable themselves."""
+    """Compute the gradients of a linear layer with operations that are emulated and differentiable themselves."""
     rows = grad.reshape(-1, grad.shape[-1])
     grad_x = matmul(grad, weight) if ctx.needs_input_grad[0] else None
     grad_weight = matmul(rows.mT, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
@@ -79,7 +79,7 @@ def _linear_gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tupl
 
 
 class MatMul(torch.autograd.Function):
-    """A product of matrices or of batches of them (both operands have two dimensions or more)."""
+    """A product of matrices or of batches of them (both operands have at least two dimensions)."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -92,9 +92,7 @@ class MatMul(torch.autograd.Function):
         a, b = ctx.saved_tensors
         shape_a, shape_b = ctx.shapes
         if torch.is_grad_enabled():
-            grad_a = matmul(grad, b.mT).sum_to_size(shape_a) if ctx.needs_input_grad[0] else None
-            grad_b = matmul(a.mT, grad).sum_to_size(shape_b) if ctx.needs_input_grad[1] else None
-            return grad_a, grad_b
+            return _matmul_gradients(ctx, grad, a, b)
         wide = grad.float()
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
@@ -106,6 +104,17 @@ class MatMul(torch.autograd.Function):
                 grad_b = (a.float().mT @ wide).sum_to_size(shape_b)
             grad_b = grad_b.to(a.dtype)
         return grad_a, grad_b
+
+
+def _matmul_gradients(ctx: Any, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the gradients of a product with operations that are emulated and differentiable themselves."""
+    shape_a, shape_b = ctx.shapes
+    grad_a = matmul(grad, b.mT).sum_to_size(shape_a) if ctx.needs_input_grad[0] else None
+    if not ctx.needs_input_grad[1]:
+        return grad_a, None
+    if len(shape_b) == 2:  # one product and one rounding, as without create_graph
+        return grad_a, matmul(a.reshape(-1, a.shape[-1]).mT, grad.reshape(-1, grad.shape[-1]))
+    return grad_a, matmul(a.mT, grad).sum_to_size(shape_b)
 
 
 class Convolution(torch.autograd.Function):
@@ -164,7 +173,7 @@ class FlashAttention(torch.autograd.Function):
 
 
 class Recomputed(torch.autograd.Function):
-    """Any operation, run in FP32 on 16-bit tensors; the backward pass runs it again instead of keeping FP32 copies."""
+    """Any operation, run in FP32 on 16-bit tensors; the backward pass recomputes it instead of keeping FP32 copies."""
 
     @staticmethod
     def forward(
@@ -180,7 +189,7 @@ class Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors[: ctx.num_tensors]
-        create_graph = torch.is_grad_enabled()  # a gradient of this gradient was asked for
+        create_graph = torch.is_grad_enabled()  # the backward pass runs with create_graph
         needed = [i for i, wants in enumerate(ctx.needs_input_grad[4:]) if wants]
         with torch.enable_grad():
             if not create_graph:
@@ -202,7 +211,7 @@ class Recomputed(torch.autograd.Function):
 
 
 class Inside:
-    """Whether to count what a device keeps inside operations whose emulation keeps only the operands."""
+    """Whether to count memory that a device keeps inside operations whose emulation keeps only the operands."""
 
     counted = False
 
@@ -211,9 +220,9 @@ inside = Inside()
 
 
 def _kept_by_device(call: Op, tensors: Sequence[Tensor], low: torch.dtype) -> Tensor:
-    """Return memory, never written, of the size that a device keeps inside an operation: what FP32 keeps, in the 16-bit format.
+    """Return unused memory of the size that a device keeps inside an operation: the size that FP32 keeps, in the 16-bit format.
 
-    The operation runs once more for that, in the one step whose bytes are counted.
+    To find it, the operation runs once more, only in the step whose bytes are counted.
     """
     kept: dict[int, Tensor] = {}
 
@@ -240,7 +249,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _replaying(state: Tensor | None, device: torch.device) -> AbstractContextManager[None]:
-    """Draw the random numbers of ``state`` inside, and go on with those of before."""
+    """Return a context in which random numbers continue from ``state``; the previous state is restored at its end."""
     return nullcontext() if state is None else _Replay(state, device)
 
 
@@ -271,7 +280,7 @@ def _narrow(results: Sequence[Any], low: torch.dtype) -> list[Any]:
 
 
 def is_traced() -> bool:
-    """Return whether operations are traced by torch.compile or transformed by torch.func: autograd functions are not for these."""
+    """Return whether torch.compile traces operations or torch.func transforms them: autograd functions do not support these."""
     return (
         torch._C._get_dispatch_mode(_Modes.FUNCTIONAL) is not None
         or torch._C._get_dispatch_mode(_Modes.PROXY) is not None
@@ -280,22 +289,22 @@ def is_traced() -> bool:
 
 
 def is_sparse(*tensors: Tensor) -> bool:
-    """Return whether a tensor is in one of the layouts that keep only what is not zero."""
+    """Return whether a tensor has one of the sparse layouts."""
     return any(tensor.layout is not torch.strided for tensor in tensors)
 
 
 def general(op: Op, *args: Any, draws: bool = False, keeps: bool = False, **kwargs: Any) -> Any:
-    """Emulate ``op`` for its 16-bit tensor arguments wherever they stand, keeping only those for the backward pass.
+    """Emulate ``op`` for its 16-bit tensor arguments, and keep only these for the backward pass.
 
-    ``draws`` says whether the operation draws random numbers, ``keeps`` whether on a device it keeps much more than its operands.
+    ``draws`` says whether the operation draws random numbers, ``keeps`` whether a device keeps much more than its operands.
     """
     if is_traced():
         return by_casts(op, *args, **kwargs)
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dtype in HALF]
     given = [leaves[i] for i in places]
-    for place in places:
-        leaves[place] = None  # the call below must not keep alive what a checkpoint or an offloading hook lets go
+    for place in places:  # the call below must not keep tensors alive that a checkpoint or an offloading hook releases
+        leaves[place] = None
 
     def call(*tensors: Tensor) -> Any:
         filled = list(leaves)
@@ -308,7 +317,7 @@ def general(op: Op, *args: Any, draws: bool = False, keeps: bool = False, **kwar
 
 
 def by_casts(op: Op, *args: Any, **kwargs: Any) -> Any:
-    """Emulate ``op`` by casts around it, whose gradients round as the emulation does."""
+    """Emulate ``op`` with casts around it, whose gradients round like the emulation."""
     leaves, spec = tree_flatten((args, kwargs))
     low = next(leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in HALF)
     wide = [x.float() if isinstance(x, Tensor) and x.dtype in HALF else x for x in leaves]
@@ -323,7 +332,7 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
         result: Tensor = by_casts(torch.matmul, input, other)
         return result
     if is_sparse(input, other):
-        return general(torch.matmul, input, other)  # type: ignore[no-any-return] # torch has gradients of its own for these
+        return general(torch.matmul, input, other)  # type: ignore[no-any-return] # torch has its own gradients for these
     a = input.unsqueeze(0) if input.dim() == 1 else input
     b = other.unsqueeze(-1) if other.dim() == 1 else other
     y: Tensor = MatMul.apply(a, b)

@@ -6,10 +6,10 @@ A bucket of gradients goes through::
     FP16          divide by about sqrt(N), round, sum, divide by the rest         as fully_shard: N times a value would overflow,
                                                                                   and an Nth of a small one would become 0
 
-The division is made in FP32 before rounding, so a gradient is rounded once on its way out; torch's compression hooks round first and
-divide then, which rounds twice unless N is a power of two. ``about sqrt(N)`` is a power of two, whose division is exact.
+Gradients are divided in FP32 before rounding, so each is rounded once before it is sent; torch's compression hooks round first and
+then divide, which rounds twice unless N is a power of two. ``about sqrt(N)`` is a power of two, so dividing by it is exact.
 
-Gradients that had their loss scale taken out already are multiplied by it again for FP16, or small ones would be lost; the sum is
+Gradients that were already unscaled are multiplied by the loss scale again for FP16, or small ones would be lost; the sum is
 divided by it. A sum that leaves FP16's range is infinite in every process, so that all skip the same update.
 """
 
@@ -29,7 +29,7 @@ from mezzo.formats import FORMATS, FP16, FP32, Format
 from mezzo.policy import Policy
 
 LossScale = Callable[[], Tensor | None]
-"""Returns the loss scale that was taken out of the gradients, None for 1."""
+"""Returns the loss scale by which the gradients were divided; None for 1."""
 
 
 def no_scale() -> Tensor | None:
@@ -38,7 +38,7 @@ def no_scale() -> Tensor | None:
 
 
 def divisors(fmt: Format, size: int) -> tuple[float, float]:
-    """Return what gradients of ``size`` processes are divided by before and after they are summed in ``fmt``."""
+    """Return the divisors of gradients of ``size`` processes, before and after they are summed in ``fmt``."""
     if fmt is not FP16:
         return float(size), 1.0
     before = 2.0 ** math.ceil(math.log2(size) / 2)
@@ -59,7 +59,7 @@ class Exchange:
         Args:
             fmt: the format in which gradients are sent and summed.
             group: the processes; None for all.
-            loss_scale: returns what gradients are multiplied by while they are in FP16.
+            loss_scale: returns the factor of gradients while they are in FP16.
         """
         self.format, self._group = fmt, group
         self._loss_scale: LossScale = loss_scale if fmt is FP16 else no_scale
@@ -83,7 +83,7 @@ def as_wide(gradient: Tensor) -> Tensor:
 
 
 def averaged(total: Tensor, after: float, scale: Tensor | None) -> Tensor:
-    """Return the average of which ``total`` is a sum: divided by the rest of N and by the loss scale.
+    """Return the average from the sum ``total``: divided by the rest of N and by the loss scale.
 
     Without the scale an overflow is NaN instead of infinite: it must survive a script's clamp of its gradients.
     """
@@ -120,7 +120,7 @@ def refuse_world(policy: Policy) -> None:
     """Refuse to emulate processes among several real ones.
 
     Raises:
-        PolicyError: the policy emulates some.
+        PolicyError: the policy emulates processes.
     """
     if policy.world > 1:
         raise PolicyError(
@@ -135,10 +135,10 @@ def refuse_other_formats(roots: Iterable[Any], policy: Policy, *, reduces: bool 
     Args:
         roots: the modules that ``fully_shard`` was called on.
         policy: the session's.
-        reduces: whether it is ``fully_shard`` that reduces; a world that is emulated has the policy's format.
+        reduces: whether ``fully_shard`` reduces the gradients; an emulated world reduces them in the policy's format.
 
     Raises:
-        SessionError: names the formats of both.
+        SessionError: the formats differ.
     """
     for root in roots:
         given = root._get_fsdp_state()._mp_policy

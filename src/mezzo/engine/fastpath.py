@@ -3,10 +3,10 @@
 The benefit of a switch depends on the device: ``channels_last`` speeds up FP16 convolutions on a GPU and slows down
 FP32 ones on a CPU. So every switch is decided for a model, a policy and a device, and the decision is a ``Choice``
 whose reason quotes a figure and its source. Figures called published come from others and were not measured by this
-project; what counts is the time of your own step.
+project; only the time of your own step counts.
 
-Limits: alignment considers linear layers, convolutions, attention's projections and vocabularies, not at recurrent
-layers; sizes that come from the data (sequence length, batch) are not known here.
+Limits: alignment considers linear layers, convolutions, attention's projections and vocabularies, not recurrent
+layers; sizes that come from the data (sequence length, batch) are unknown.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from mezzo.policy import Policy
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _PLANAR = (nn.Conv2d, nn.ConvTranspose2d)
 _CONVOLUTIONAL_SHARE = 0.25
-"""Share of the layers with weights to multiply that makes a model convolutional: a vision transformer's one does not."""
+"""Least share of two-dimensional convolutions among the layers of a convolutional model; a vision transformer has only one."""
 _ROW_BYTES, _TILE_BYTES = 16, 128
-"""What matrix units load at once, and the line of memory that a vocabulary is padded to: its 47 rows are cheap."""
+"""Bytes that matrix units load at once, and the cache line to which a vocabulary is padded: its rows are cheap."""
 _SMALL_SHARE = 0.01
 """Share of the multiplied weights below which padding a layer is not worth a changed checkpoint."""
 
@@ -39,18 +39,18 @@ _SMALL_SHARE = 0.01
 class _Switch:
     choice: Choice
     turn: Callable[[], object] | None = None
-    """What applies the choice; None where there is nothing to do."""
+    """Applies the choice; None if there is nothing to do."""
 
 
 @dataclass(frozen=True)
 class _Case:
-    """The facts that the decisions are made from."""
+    """The facts behind the decisions."""
 
     model: nn.Module
     policy: Policy
     device: Device
     native: bool
-    """Whether the policy's 16-bit or 8-bit format is multiplied by the device's own units."""
+    """Whether the device's own units multiply the policy's 16-bit or 8-bit format."""
     fixed_shapes: bool
     compile: bool
 
@@ -67,16 +67,16 @@ def fast_path(
     """Return which switches pay for ``model`` under a policy on a device, each with a figure; apply them if asked.
 
     Call it before ``Session``: the session's optimizers and compiled code then start from the right memory format.
-    With ``apply`` the model is changed in place; switches of torch's are set for the whole process.
+    With ``apply`` the model is changed in place; torch's own switches are set for the whole process.
 
     Args:
         model: a module; one on the meta device is enough to ask.
         policy: a ``Policy``, a policy text, or the path of a policy file, as for ``Session``.
-        device: where it will be trained: torch's device type, or a ``Device`` that need not be in this machine.
+        device: the device to train on: torch's device type, or a ``Device``, which need not be in this machine.
             The model's own device if left out.
         fixed_shapes: whether every step has inputs of the same shapes.
         compile: compile the model with torch.compile, in place.
-        apply: apply what was chosen.
+        apply: apply the choices.
 
     Raises:
         PolicyError: the policy cannot be read.
@@ -238,7 +238,7 @@ def _shared_weights(model: nn.Module) -> int:
 
 
 class _Side(NamedTuple):
-    """One dimension of a weight in a product, and how many weights one more of it would add."""
+    """One dimension of a multiplied weight, and how many weights one more of it would add."""
 
     layer: str
     what: str
@@ -320,7 +320,7 @@ def _sides(model: nn.Module) -> Iterator[_Side]:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
-    """Return outputs and inputs of a layer's matrix, of one group's for a convolution; zeros where nothing is multiplied."""
+    """Return the outputs and inputs of a layer's matrix, for a convolution of one group's; zeros if nothing is multiplied."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     if isinstance(module, _CONVOLUTIONS):

@@ -1,8 +1,8 @@
 """Checks of a session's first windows, for loops that would silently train wrongly.
 
-A loop that is wrong is wrong from its first step. So three windows are checked, and no more: identities, formats and
-version counters of tensors, and once the last operations of the loss. Nothing is read from the device, with one
-exception: if the very last operation multiplies or divides the loss by one number, that number.
+A wrong loop is wrong from its first step, so only three windows are checked: identities, formats and version counters of
+tensors, and once the last operations of the loss. Nothing is read from the device, with one exception: if the very last
+operation multiplies or divides the loss by one number, that number.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 Region: TypeAlias = AbstractContextManager[Any]
 
 WINDOWS = 3
-"""How many are checked: what one window leaves behind shows in the next, and the first may be skipped."""
+"""Number of checked windows: mistakes of one window show in the next, and the first update may be skipped."""
 
 
 class NoWatch:
-    """No checks: the state after the first windows."""
+    """No checks, for all windows after the first ones."""
 
     def region(self, region: Region) -> Region:
         """Return the session's region, with its checks."""
@@ -44,7 +44,7 @@ class NoWatch:
         """Record the state after a backward pass."""
 
     def gradients_moved(self) -> None:
-        """Forget the gradients after the last backward pass: the session set them aside, dropped them or put them back."""
+        """Forget the gradients of the last backward pass: the session set them aside, dropped them or put them back."""
 
     def before_update(self) -> NoWatch:
         """Check the gradients before an update; return the checks of the next window."""
@@ -119,7 +119,7 @@ class FirstWindows(NoWatch):
         )
 
     def gradients_moved(self) -> None:
-        """Forget the gradients after the last backward pass: the session set them aside, dropped them or put them back."""
+        """Forget the gradients of the last backward pass: the session set them aside, dropped them or put them back."""
         self._held = None
 
     def before_update(self) -> NoWatch:
@@ -235,7 +235,7 @@ def _last_factors(loss: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _is_a_loss_scale(number: Tensor) -> bool:
     """Return whether ``number`` is the tensor that a GradScaler multiplies losses by; searches the heap."""
-    if number.dtype is not FP32.dtype:  # a Python number, as `loss * 0.1` saves
+    if number.dtype is not FP32.dtype:  # a Python number, such as that of `loss * 0.1`
         return False
     scalers: list[Any] = [held for held in gc.get_objects() if issubclass(type(held), torch.amp.GradScaler)]
     scales = [scaler._get_scale_async() for scaler in scalers if scaler.is_enabled()]
@@ -263,7 +263,7 @@ def _is_a_square(node: Any) -> bool:
 
 
 def _is_a_sum(node: Any) -> bool:
-    """Return whether an operation sums over samples, so that dividing by their number gives a mean."""
+    """Return whether an operation sums over samples, so that dividing by their number makes a mean."""
     return bool(node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", 1) == 2)
 
 

@@ -1,9 +1,8 @@
 """torch's switches for FP32 matrix products, convolutions and recurrent layers: FP32 itself, or TF32.
 
-torch has older switches (``set_float32_matmul_precision``, ``allow_tf32``) and newer ones (``fp32_precision``). Setting a newer one
-alone makes torch raise wherever an older one is read, as Lightning and torch's own compiler do. Setting the older ones keeps both
-readable.
-No switch queries the CUDA driver.
+torch has older switches (``set_float32_matmul_precision``, ``allow_tf32``) and newer ones (``fp32_precision``). If only a newer one is
+set, torch raises when an older one is read, as Lightning and torch's own compiler do. Setting the older ones keeps both readable. No
+switch queries the CUDA driver.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ def set_fp32_products(precision: Products) -> None:
     _CUDNN.allow_tf32 = tf32
     if tf32:
         _MKLDNN.matmul.fp32_precision = "ieee"  # "high" would change products on CPUs too, and TF32 is CUDA's here
-    elif "tf32" in (
-        _CUDNN.conv.fp32_precision,
-        _CUDNN.rnn.fp32_precision,
-    ):  # inherited from torch.backends.fp32_precision
+    elif "tf32" in (_CUDNN.conv.fp32_precision, _CUDNN.rnn.fp32_precision):  # from torch.backends.fp32_precision
         _CUDNN.fp32_precision = "ieee"
 
 
@@ -68,7 +64,7 @@ def runs_in_tf32(op: str, operand: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Switches:
-    """The values of all switches; an older one is None where newer ones disagree, which makes it unreadable."""
+    """The values of all switches; an older one is None if newer ones disagree, which makes it unreadable."""
 
     older: str | None
     older_cudnn: bool | None

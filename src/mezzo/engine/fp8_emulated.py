@@ -6,7 +6,7 @@ to BF16. Each use computes its scale from the largest magnitude: ``scale = max /
 section 3.2). The two recipes are torchao's, which computes them on a GPU:
 
 ``tensorwise``  one scale per tensor; values and weights in E4M3, gradients in E5M2
-``rowwise``     all in E4M3; one scale for each row that a product adds up along, the largest power of two not above ``max / amax``
+``rowwise``     all in E4M3; one scale for each row that a product sums over, the largest power of two not above ``max / amax``
 
 E4M3 and E5M2 are the Open Compute Project's, or the FNUZ ones of AMD's MI300, to which torchao rounds there.
 
@@ -32,12 +32,12 @@ from mezzo.formats import FP8_PAIRS, Format
 
 @dataclass(frozen=True)
 class Recipe:
-    """The formats of each operand and gradient, and how much one scale covers."""
+    """The formats of operands and gradients, and the extent of one scale."""
 
     values: Format
     gradients: Format
     by_rows: bool
-    """Whether every row has a scale of its own; the whole tensor has one otherwise."""
+    """Whether every row has its own scale; otherwise the whole tensor has one."""
 
     def rounded(self, x: Tensor, fmt: Format, *, along: int) -> Tensor:
         """Return ``x`` rounded to ``fmt``, in FP32, for a product that sums along dimension ``along``."""
@@ -87,12 +87,11 @@ def quantise(x: Tensor, fmt: Format, *, along: int | None = None) -> tuple[Tenso
         return x.to(fmt.dtype), torch.ones((), device=x.device)
     magnitudes = x.abs()
     amax = magnitudes.amax() if along is None else magnitudes.amax(dim=along, keepdim=True)
-    # torchao's least: smaller magnitudes get the scale of this one, and zeros a finite scale. A literal, because a compiler
-    # with dynamic shapes makes a variable of a global number, and cannot inside an autograd function.
+    # torchao's minimum: smaller magnitudes get the scale of this one, and zeros a finite scale. A literal, because a compiler
+    # with dynamic shapes turns a global number into a variable, which fails inside an autograd function.
     least = amax.float().clamp(min=1e-12)
-    scale = (
-        torch.full_like(least, fmt.max) / least
-    )  # torch divides a number by a tensor as a product with the reciprocal, which rounds twice
+    # torch divides a number by a tensor as a product with the reciprocal, which rounds twice.
+    scale = torch.full_like(least, fmt.max) / least
     if along is not None:
         scale = scale.log2().floor().exp2()
     return (x.float() * scale).clamp(-fmt.max, fmt.max).to(fmt.dtype), scale

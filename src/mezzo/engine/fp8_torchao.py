@@ -1,17 +1,17 @@
 """Linear layers in FP8 on a GPU's own matrix units, by torchao's float8 training.
 
 torchao computes the three products of a linear layer with 8-bit operands; weights, gradients and saved activations are
-unchanged. It has its own class for such layers. A converted layer is given that class and its settings in place: it
-remains the object that the model, its hooks and the optimizer know, with the same parameters and names, so state dicts
+unchanged. It has its own class for such layers. A layer is converted in place, by changing its class and settings: it
+remains the same object for the model, its hooks and the optimizer, with the same parameters and names, so state dicts
 do not change.
 
-FP8 pays where products are large: rounding costs a pass over every operand. So these layers stay in BF16, each with
+FP8 pays only for large products, because rounding costs a pass over every operand. So these layers stay in BF16, each with
 its reason in ``Session.explain``: layers whose sizes are not multiples of 16, which FP8 matrix units require; layers
 smaller than those for which torchao measured a gain (on H100s); the last linear layer, whose errors reach the loss
-directly; layers with code of their own, whose results another class would change; and those the policy keeps in FP32.
+directly; layers with their own code, whose results another class would change; and those that the policy keeps in FP32.
 
-The number of rows (samples times positions) must be a multiple of 16 too, because the gradient of the weight sums
-over them. An odd batch is padded with zero rows: they change no largest magnitude and no sum.
+The number of rows (samples times positions) must also be a multiple of 16, because the gradient of the weight sums
+over them. An odd batch is padded with zero rows, which change no largest magnitude and no sum.
 
 Outside the session's region a layer computes as it did before, like every other operation.
 """
@@ -60,7 +60,7 @@ def convert(models: Sequence[nn.Module], policy: Policy) -> int:
     chosen = [layer for of_model in reasons for _, layer, reason in of_model if reason is None]
     config = _config(policy) if chosen else None
     for layer in chosen:
-        _take_on(layer, config, policy)
+        _convert_layer(layer, config, policy)
     return len(chosen)
 
 
@@ -143,8 +143,8 @@ def _config(policy: Policy) -> Any:
     return Float8LinearConfig.from_recipe_name(policy.fp8_recipe)
 
 
-def _take_on(layer: nn.Linear, config: Any, policy: Policy) -> None:
-    """Give ``layer`` the class and settings of torchao's layer, and a forward that uses them only in the session's region."""
+def _convert_layer(layer: nn.Linear, config: Any, policy: Policy) -> None:
+    """Change ``layer`` to torchao's class and settings, with a forward that uses them only in the session's region."""
     from torchao.float8 import convert_to_float8_training
 
     known = _computes_in_fp8(layer)

@@ -16,9 +16,9 @@ _ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients of ``parameters``, not copied; of a sparse gradient its values.
+    """Return the gradients of ``parameters``, not copied; for a sparse gradient its values.
 
-    A sparse gradient is first coalesced in place, so that a row that was used twice counts with its sum.
+    Sparse gradients are first coalesced in place, so that a row that was used twice counts as its sum.
     """
     given = list(parameters)
     found = [gradient for p in given if (gradient := p.grad) is not None]
@@ -34,12 +34,12 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def wide(gradient: Tensor) -> Tensor:
-    """Return a gradient in FP64, on the CPU where its device has none: for the few updates whose squares leave FP32's range."""
+    """Return a gradient in FP64, on the CPU if its device has no FP64: for the few updates whose squares leave FP32's range."""
     return gradient.double() if has_fp64(gradient.device) else gradient.cpu().double()
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
-    """Return the norm of all gradients together: FP32 (FP64 where a gradient is), on the first one's device.
+    """Return the norm of all gradients together: FP32 (FP64 if a gradient is), on the first one's device.
 
     16-bit gradients are squared in FP32: their squares leave FP16's range from 256 on.
     """
@@ -60,14 +60,14 @@ def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def multiply(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply ``tensors``, on whatever devices they are, by one number in place."""
+    """Multiply ``tensors``, on any devices, by one number in place."""
     if (
         tensors
         and factor.is_cpu
         and factor.dtype is _FP32
         and False not in [t.is_cpu and t.dtype is _FP32 for t in tensors]
     ):
-        # One operation, where foreach on a CPU makes one of each tensor; the products are the same, to the bit.
+        # One operation; foreach on a CPU runs one for each tensor. The products are equal to the bit.
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.empty_like(factor), factor)
         return
     devices = {t.device for t in tensors}
@@ -88,19 +88,19 @@ def clamp(tensors: list[Tensor], largest: float) -> None:
 def clip_factor(norm: Tensor, largest: float, factor: Tensor | None) -> Tensor:
     """Return ``factor`` (None for 1) times the coefficient that clips gradients of ``norm`` to ``largest``.
 
-    As ``torch.nn.utils.clip_grad_norm_`` has it: ``largest / (norm + 1e-6)``, at most 1.
+    The coefficient is that of ``torch.nn.utils.clip_grad_norm_``: ``largest / (norm + 1e-6)``, at most 1.
     """
     coefficient = torch.clamp(largest / (norm + 1e-6), max=1.0)
     return coefficient if factor is None else coefficient * factor
 
 
 def not_finite(norm: Tensor) -> Tensor:
-    """Return 1 where ``norm`` is not finite, else 0, in FP32 and without waiting for the device."""
+    """Return 1 if ``norm`` is not finite, else 0, in FP32 and without waiting for the device."""
     return (norm - norm).ne(0).float()  # NaN there; isfinite would be four operations for this one
 
 
 def any_not_finite(gradients: list[Tensor]) -> Tensor:
-    """Return 1 where an element of a gradient is not finite, else 0, in FP32 and without waiting for the device."""
+    """Return 1 if an element of a gradient is not finite, else 0, in FP32 and without waiting for the device."""
     largest = torch._foreach_norm(gradients, ord=math.inf)  # of magnitudes: no square that leaves FP32's range
     return (~torch.stack([n.to(largest[0].device) for n in largest]).isfinite()).any().float()
 
@@ -119,7 +119,7 @@ def set_aside(parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, Te
 
 
 def drop_gradients(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Set all gradients to None, as ``zero_grad`` does; by that method where it was replaced, overridden or wrapped."""
+    """Set all gradients to None, as ``zero_grad`` does; call that method if it was replaced, overridden or wrapped."""
     for optimizer in optimizers:
         if type(optimizer).zero_grad is not _ZERO_GRAD or "zero_grad" in vars(optimizer):
             optimizer.zero_grad(set_to_none=True)
@@ -130,7 +130,7 @@ def drop_gradients(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def put_back(aside: list[tuple[nn.Parameter, Tensor]]) -> None:
-    """Add what ``set_aside`` took to the fresh gradients."""
+    """Add the gradients that ``set_aside`` removed to the fresh ones."""
     for parameter, gradient in aside:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 

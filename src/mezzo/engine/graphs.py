@@ -1,22 +1,22 @@
 """A whole training step as CUDA graphs: forward, backward, loss scaling, clipping and the update in one replay.
 
-A small step spends its time launching kernels one by one. A graph launches a recorded step as a whole. Whatever differs
-from replay to replay has to be on the device, at fixed addresses:
+A small step spends its time launching kernels one by one. A graph launches a recorded step as a whole. Values that differ
+between replays must be on the device, at fixed addresses:
 
 * inputs are copied into the captured memory; the returned loss is a copy;
-* loss scale, growth tracker, found_inf, norm, clip coefficient and step counts live there anyway (``scaling``, ``kernels``);
+* loss scale, growth tracker, found_inf, norm, clip coefficient and step counts are there anyway (``scaling``, ``kernels``);
 * learning rate and other settings of a group are at the head of the kernels' tables and are sent again when they change;
-* dropout and the like advance, because torch's generator gives every replay a new offset.
+* dropout and similar operations advance, because torch's generator has a new offset for every replay.
 
 Two graphs share a memory pool: one adds up a micro-batch's gradients, the other also updates. With ``accumulate=1`` there is
-only the second, and its gradients are written, not added. Graphs that share a pool may overwrite each other's memory: so
-whatever outlives a replay (gradients of a window, tables, norm and flag) is allocated outside.
+only the second, and its gradients are written, not added. Graphs that share a pool may overwrite each other's memory, so
+tensors that outlive a replay (gradients of a window, tables, norm and flag) are allocated outside.
 
 Before the capture the step is rehearsed (on the stream of ``cudagraphs``): kernels compile and the optimizer's state is allocated,
 but the update skips. Buffers, scales and generators are then restored, so that the first replay is the first step.
 
 Limits: one process, one loss scale, mezzo's optimizers; random numbers from torch's default generator; no host reads in the
-forward pass or the loss; module hooks and Python side effects run at the capture and not again.
+forward pass or the loss; module hooks and Python side effects run only at the capture.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ REHEARSALS = 3
 
 
 class Parts(NamedTuple):
-    """What a captured step needs of its session beside the session's public parts."""
+    """The private parts of a session that a captured step needs."""
 
     window: Window
     progress: Progress
@@ -60,16 +60,16 @@ class Parts(NamedTuple):
     differentiate: Callable[[Tensor, float], None]
     """Runs a backward pass, given a loss and its share of the window."""
     update: Callable[..., Tensor | bool]
-    """Enqueues the update of the given optimizers; returns what is above 0 where it is skipped."""
+    """Enqueues the update of the given optimizers; returns a value above 0 if it is skipped."""
     close: Callable[..., None]
-    """Does what follows an update on the host."""
+    """Finishes an update on the host."""
 
 
 class CapturedStep:
     """A session's training step as CUDA graphs; ``Session.capture`` makes it.
 
-    Calling it with a micro-batch does what ``autocast``, the forward pass and ``step`` do and returns the loss (or what
-    ``compute_loss`` returned, the loss first) in memory of its own.
+    A call with a micro-batch replaces ``autocast``, the forward pass and ``step``, and returns the loss (or the results of
+    ``compute_loss``, the loss first) in new memory.
     """
 
     def __init__(
@@ -153,10 +153,12 @@ class CapturedStep:
         return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, outputs)
 
     def _difference(self, leaves: list[Any], structure: Any) -> str | None:
-        """Say how inputs differ from those that were captured, None if only in their values."""
+        """Return how inputs differ from the captured ones; None if only in their values."""
         if structure != self._structure:
             return f"inputs are arranged as {structure}; captured: {self._structure}"
         for mine, given in zip(self._inputs, leaves, strict=True):
+            if isinstance(mine, Tensor) is not isinstance(given, Tensor):
+                return f"an input is of type {type(given).__name__}; captured: {type(mine).__name__}"
             if not isinstance(mine, Tensor):
                 if given is not mine and given != mine:
                     return f"an input that is no tensor is {given!r}; captured: {mine!r}"
@@ -178,13 +180,12 @@ class CapturedStep:
         return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
 
     def _forward(self, inputs: tuple[Any, ...]) -> Any:
-        with (
-            self._session.autocast()
-        ):  # opened inside the capture: each replay casts each weight once, from its current value
+        # Opened inside the capture, so that each replay casts each weight once, from its current value.
+        with self._session.autocast():
             return self._compute_loss(*inputs)
 
     def _run(self) -> Any:
-        """Enqueue forward and backward pass of the captured inputs; return what the forward pass returned."""
+        """Enqueue forward and backward pass of the captured inputs; return the results of the forward pass."""
         outputs = self._forward(pytree.tree_unflatten(self._inputs, self._structure))
         window = self._parts.window
         self._parts.differentiate(_loss_of(outputs), window.share(None, 0))
@@ -259,7 +260,7 @@ def _drop_gradients(session: Session) -> None:
 
 @contextmanager
 def _as_before(session: Session, parts: Parts) -> Iterator[None]:
-    """Restore what rehearsing and capturing change: buffers, scales, counts and the window."""
+    """Restore the state that rehearsing and capturing change: buffers, scales, counts and the window."""
     places = [*(b for model in session.models for b in model.buffers()), *parts.progress.in_place()]
     for scale in session.scales:
         places += [value for value in vars(scale).values() if isinstance(value, Tensor)]
@@ -279,7 +280,7 @@ def _kernels_of(session: Session, parts: Parts) -> ModuleType:
     """Return the kernels that can be captured.
 
     Raises:
-        SessionError: the session is not one whose steps can be.
+        SessionError: this session's steps cannot be captured.
     """
     kernels, reason = choose(session.device.type)
     wrong = None

@@ -4,9 +4,8 @@ An update of one part in a thousand of a weight is below half a unit in the last
 the optimizer updates FP32 copies, and the model computes with their 16-bit roundings (Micikevicius et al.,
 arXiv:1710.03740, section 3.1).
 
-This is the general way, for any torch optimizer: the optimizer's parameter groups hold the masters. It costs, beyond
-the 16-bit weights and gradients, 4 bytes a parameter for the masters and 4 for their FP32 gradients while an update
-runs.
+The general way works with any torch optimizer: its parameter groups contain the masters. Besides the 16-bit weights and
+gradients it costs 4 bytes a parameter for the masters, and 4 for their FP32 gradients while an update runs.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from mezzo.formats import FP32
 
 
 class NoMasters:
-    """No masters: weights are their own."""
+    """No masters: the optimizer updates the weights themselves."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Start, after the model was cast."""
+        """Begin, after the model was cast."""
 
     def pull_gradients(self) -> None:
         """Move gradients to where the optimizer reads them."""
@@ -45,22 +44,22 @@ class NoMasters:
         return parameter.grad
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what an optimizer updates for a parameter: itself, or its master."""
+        """Return the tensor that an optimizer updates for a parameter: itself, or its master."""
         return parameter
 
     def values(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return a parameter's FP32 master, or None where it has none."""
+        """Return a parameter's FP32 master; None if it has none."""
         return None
 
     def set_values(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Set a parameter's master, if it has one."""
 
     def saved(self, optimizers: Sequence[dict[str, Any]]) -> dict[nn.Parameter, Tensor]:
-        """Return the FP32 masters to save; ``optimizers`` are the state dicts of the session's, which may hold them."""
+        """Return the FP32 masters to save; the state dicts of the session's ``optimizers`` may contain them."""
         return {}
 
     def take_up(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Restart the masters of changed weights from these; a master whose weight is its rounding stays."""
+        """Restart the masters of changed weights from the weights; a master that still rounds to its weight stays."""
         for parameter in parameters:
             master = self.values(parameter)
             if master is not None:
@@ -76,9 +75,9 @@ class NoMasters:
 
 
 class _Followed(NoMasters):
-    """The version counter of one weight, which tells whether the model was changed: loading a state writes to all weights.
+    """Masters that follow changes of the weights, detected by the version counter of one weight: loading a state writes to all of them.
 
-    Changes through ``.data`` do not increase the version and are lost: the masters do not see them.
+    Changes through ``.data`` do not increase the version, so the masters miss them and the next update overwrites them.
     """
 
     _weight: nn.Parameter | None = None
@@ -145,7 +144,7 @@ class MasterWeights(_Followed):
         self._groups[optimizer] = len(optimizer.param_groups)
 
     def pull_gradients(self) -> None:
-        """Give every master its parameter's gradient in FP32 and free the 16-bit one."""
+        """Move every parameter's gradient to its master, in FP32, and free the 16-bit one."""
         self.follow()
         for optimizer, count in self._groups.items():
             if len(optimizer.param_groups) != count:  # add_param_group was called
@@ -168,7 +167,7 @@ class MasterWeights(_Followed):
         self._note()
 
     def held(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what an optimizer updates for a parameter: itself, or its master."""
+        """Return the tensor that an optimizer updates for a parameter: itself, or its master."""
         return self._master_of.get(parameter, parameter)
 
     def saved(self, optimizers: Sequence[dict[str, Any]]) -> dict[nn.Parameter, Tensor]:
@@ -176,7 +175,7 @@ class MasterWeights(_Followed):
         return {parameter: master.detach() for parameter, master in self._master_of.items()}
 
     def values(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return a parameter's FP32 master, or None where it has none."""
+        """Return a parameter's FP32 master; None if it has none."""
         master = self._master_of.get(parameter)
         return None if master is None else master.detach()
 
@@ -188,7 +187,7 @@ class MasterWeights(_Followed):
 
 
 class OptimizerMasters(_Followed):
-    """Masters that one-pass optimizers keep in their own state: 16-bit gradients are read where they are."""
+    """Masters that one-pass optimizers keep in their own state; their kernels read the 16-bit gradients themselves."""
 
     def __init__(self, optimizers: Sequence[OnePass]) -> None:
         """Make the optimizers copy the FP32 weights; cast the model after this."""
@@ -207,7 +206,7 @@ class OptimizerMasters(_Followed):
         self._note()
 
     def pull_gradients(self) -> None:
-        """Leave gradients where they are: the kernels read them there."""
+        """Leave gradients in place: the kernels read them there."""
         self.follow()
 
     def push(self) -> None:
@@ -227,7 +226,7 @@ class OptimizerMasters(_Followed):
         }
 
     def values(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return a parameter's FP32 master, or None where it has none."""
+        """Return a parameter's FP32 master; None if it has none."""
         found = (o.master(parameter) for o in self._optimizers)
         return next((m for m in found if m is not None), None)
 
@@ -243,9 +242,9 @@ def masters_for(
     """Return the masters of weights that are about to be cast.
 
     Args:
-        optimizers: those that will update.
-        parameters: the models', still in FP32.
-        keep: whether there are to be masters.
+        optimizers: the optimizers that will update.
+        parameters: the models' parameters, still in FP32.
+        keep: whether the weights get masters.
         one_pass: whether the optimizers read 16-bit gradients themselves.
     """
     own = [o for o in optimizers if isinstance(o, OnePass)]

@@ -1,15 +1,15 @@
-"""A batch trained on in parts that fit, with the update that the whole batch would have given.
+"""Train on a batch in parts that fit into memory, with the same update as from the whole batch.
 
-Each part's loss is a mean; the parts' gradients are averaged by the number of samples, or of what ``compute_loss`` says that its mean
-is over. So the update is that of the whole batch, apart from rounding and from what mixes samples: batch normalisation normalises
-over a part, and updates its running statistics once a part.
+Each part's loss is a mean; the parts' gradients are averaged by the number of samples, or by the number that ``compute_loss`` returns. So
+the update is that of the whole batch, apart from rounding and from operations that mix samples: batch normalisation normalises over a
+part, and updates its running statistics once per part.
 
-When a part runs out of memory, the batch begins again with parts of half the size. Nothing is lost or repeated, because nothing that
-lasts has changed: gradients of the batch are dropped (those of the window's earlier batches were set aside), and buffers, random
-generators and the window's counts return to where the batch began. The only update comes after the last part. Running out of memory in
-the update itself is an error: a smaller part would not help, and the optimizer may have changed some weights.
+When a part runs out of memory, the batch begins again with parts of half the size. Nothing is lost or repeated: the batch's gradients are
+dropped (those of the window's earlier batches were set aside), and buffers, random generators and the window's counts are restored to
+their state at its beginning. The only update comes after the last part. Running out of memory in the update itself is an error: a smaller
+part would not help, and the optimizer may have changed some weights.
 
-What this costs on a batch that fits: a copy of the models' buffers and of the generators' states; inside a window of several batches,
+The cost for a batch that fits: a copy of the models' buffers and of the generators' states; inside a window of several batches, also
 memory for the gradients of this batch beside those of the earlier ones.
 """
 
@@ -39,7 +39,7 @@ class MicroBatches:
     """``session.train_batch``: trains on a batch, whole or in parts."""
 
     def __init__(self, session: Session, micro_batch: MicroBatch) -> None:
-        """Begin with parts of at most ``micro_batch`` samples: any number under ``"auto"``, the whole batch for None.
+        """Begin with parts of at most ``micro_batch`` samples: any number for ``"auto"``, the whole batch for None.
 
         Raises:
             SessionError: ``micro_batch`` is none of these, or the session cannot repeat a batch.
@@ -68,10 +68,10 @@ class MicroBatches:
         ``compute_loss`` may run more than once on the same samples, so it should compute a loss and nothing else.
 
         Args:
-            compute_loss: takes a part of the batch and returns the mean loss over its samples; or the mean loss and the number that it
-                is a mean over, such as tokens, which may be 0. ``autocast`` is on in it.
+            compute_loss: takes a part of the batch and returns the mean loss over its samples; or the mean loss and the number of items
+                that it averages, such as tokens, which may be 0. ``autocast`` is on in it.
             *batch: tensors, or tuples, lists and dicts of them, with as many rows as there are samples; parts are slices of rows.
-                Scalars and what is no tensor go to every part.
+                Scalars and values that are not tensors are passed to every part.
 
         Returns:
             The batch's mean loss, without a graph.
@@ -89,9 +89,7 @@ class MicroBatches:
             )
         rows, slices = _sliced(batch)
         parameters = all_parameters(session.models, session.optimizers)
-        adds = (
-            window.calls > 0 or not session.scales[0].checks
-        )  # else the session refuses gradients that are not its own
+        adds = window.calls > 0 or not session.scales[0].checks  # otherwise the session refuses gradients not its own
         aside = set_aside(parameters) if adds else []
         session._watch.gradients_moved()
         begin = _Begin(session)
@@ -102,7 +100,7 @@ class MicroBatches:
                 if loss is None:
                     begin.restore(session, parameters)
                     self._halve(rows, failed)
-            except BaseException:  # an error of the script's: the session is as it was before the batch
+            except BaseException:  # an error in the script: restore the session to its state before the batch
                 begin.restore(session, parameters)
                 put_back(aside)
                 raise
@@ -114,7 +112,7 @@ class MicroBatches:
         return loss
 
     def _attempt(self, compute_loss: Callable[..., Any], slices: Any, rows: int) -> tuple[Tensor | None, str]:
-        """Return the batch's loss; None and the error's text where memory ran out, without the frames, which hold tensors."""
+        """Return the batch's loss; None and the error's text if memory ran out, without its frames, which would keep tensors alive."""
         try:
             return self._parts(compute_loss, slices, rows), ""
         except torch.OutOfMemoryError as error:
@@ -132,7 +130,7 @@ class MicroBatches:
             weight = float(weight)
             if weight == 0:
                 continue
-            # As if all samples were like these: equal parts of a full window then add up to 1, and nothing is divided.
+            # The weight of the whole batch if all samples counted like these: then equal parts of a full window add up to 1.
             session._window.count_in(weight * rows / (end - begin))
             session.backward(loss, weight=weight)
             total, weights = total + loss.detach().float() * weight, weights + weight
@@ -176,7 +174,7 @@ class MicroBatches:
 
 
 class _Begin:
-    """What a batch may change before its update, as it was when the batch began."""
+    """A copy of the state that a batch may change before its update."""
 
     def __init__(self, session: Session) -> None:
         modules = [module for model in session.models for module in model.modules()]
@@ -198,7 +196,7 @@ class _Begin:
 
 
 def _bounds(rows: int, size: int | None) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of parts of at most ``size`` rows, as equal as can be."""
+    """Yield the bounds of parts of at most ``size`` rows, as equal as possible."""
     count = 1 if size is None else -(-rows // size)
     for part in range(count):
         yield part * rows // count, (part + 1) * rows // count

@@ -37,14 +37,14 @@ class OnePass(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.master_weights = True
-        """Whether 16-bit weights have FP32 masters; without, updates are rounded into the weights."""
+        """Whether 16-bit weights have FP32 masters; otherwise updates are rounded into the weights."""
         self._sources: dict[nn.Parameter, Tensor] = {}
         """FP32 values of weights that are about to be cast, from which masters are created."""
         self._layouts: dict[int, tuple[Any, ...]] = {}
-        """By a parameter's id: format, strides, and names and kind of the moments that its state was made for."""
+        """The format, strides, and names and kind of moments for which a parameter's state was made, by the parameter's id."""
         self._numbers: dict[nn.Parameter, int] = {}
         self._remembered: dict[tuple[int, torch.device], dict[Any, Any]] = {}
-        """By a group's id and a device: what kernels keep from one update to the next."""
+        """Data that kernels keep from one update to the next, by a group's id and a device."""
         self.replaced = 0
         """How often tensors of the state were created or replaced: a captured step refers to them by address."""
         super().__init__(params, defaults)
@@ -129,8 +129,8 @@ class OnePass(torch.optim.Optimizer):
         """Update from scaled gradients, or leave everything as it is.
 
         Args:
-            factor: FP32, no dimensions: what every gradient is multiplied by.
-            found_inf: FP32, no dimensions: above 0 nothing changes. Neither is read by the host.
+            factor: FP32, no dimensions: every gradient is multiplied by it.
+            found_inf: FP32, no dimensions: above 0 nothing changes. The host reads neither.
         """
         self._opt_called = True  # learning rate schedulers check this to see that the optimizer stepped first
         for group in self.param_groups:
@@ -197,7 +197,7 @@ class OnePass(torch.optim.Optimizer):
             state["master"] = laid_out_as(weight, state["master"])
 
     def _fitted(self, parameter: nn.Parameter, kept: Tensor, kind: str, *, signed: bool) -> Tensor:
-        """Return a moment in the format ``kind`` and with the parameter's strides: itself where it is so already."""
+        """Return a moment in the format ``kind`` with the parameter's strides: itself if it has both already."""
         packed, weight = kept.dtype is KINDS["8bit"], local(parameter)
         strides = self._layouts.get(id(parameter), (None, weight.stride()))[1]
         if kept.dtype is KINDS[kind] and (not packed or strides == weight.stride()):
@@ -206,7 +206,7 @@ class OnePass(torch.optim.Optimizer):
         return kept_as(kind, laid_out_as(weight, values), signed=signed)
 
     def _master_format(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.dtype | None:
-        """Return the format of a parameter's master, None if it has none."""
+        """Return the format of a parameter's master; None if it has none."""
         if group["rounding"] == "nearest":
             return _MASTERS.get(parameter.dtype) if self.master_weights else None
         if parameter.dtype is FP16.dtype:
@@ -220,7 +220,7 @@ class OnePass(torch.optim.Optimizer):
     def _set_master(self, parameter: nn.Parameter, values: Tensor) -> None:
         """Set a weight and its master, the master in place: a captured step refers to it by address.
 
-        ``values`` are FP32 and on any device; they become the master where there is none and they are on the weight's device.
+        ``values`` are FP32 and on any device; if the weight has no master yet, they may become it without a copy.
         """
         state, weight = self.state[parameter], local(parameter)
         high, kept = split(values) if parameter.dtype is BF16.dtype else (values, values)
@@ -231,7 +231,7 @@ class OnePass(torch.optim.Optimizer):
             state["master"] = kept.to(weight.device)
 
     def master(self, parameter: nn.Parameter) -> Tensor | None:
-        """Return a parameter's FP32 master, or None where it has none."""
+        """Return a parameter's FP32 master; None if it has none."""
         kept = self.state.get(parameter, {}).get("master")
         if kept is None:
             return None
@@ -248,9 +248,9 @@ class OnePass(torch.optim.Optimizer):
             self._set_master(parameter, local(values).to(FP32.dtype))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict: FP32 moments, and FP32 masters under ``master`` where there are any.
+        """Return torch's state dict, with FP32 moments, and FP32 masters as ``master`` if there are any.
 
-        Tensors of fewer bits are expanded on the host, one by one: the device allocates nothing. FP32 tensors are not copied,
+        Tensors of fewer bits are expanded on the host, one by one, so the device allocates nothing. FP32 tensors are not copied,
         as in torch.
         """
         with hooks_after(self._optimizer_state_dict_post_hooks) as hooks:
@@ -278,7 +278,7 @@ class OnePass(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state saved by this class or by torch's optimizer of the same name.
 
-        Each tensor is converted to its format on the host, and only then sent to the device.
+        Each tensor is converted to its format on the host before it is sent to the device.
         """
         state_dict = state_dict.copy()
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
@@ -334,7 +334,7 @@ def norm_by_kernels(gradients: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _taken_up(value: Any, weight: Tensor, kind: str, *, signed: bool) -> Any:
-    """Return an FP32 moment as ``kind``, on the device and with the strides of ``weight``; what is no tensor as it is."""
+    """Return an FP32 moment as ``kind``, on the device and with the strides of ``weight``; a value that is not a tensor as it is."""
     if not isinstance(value, Tensor):
         return value
     if kind == "fp32":

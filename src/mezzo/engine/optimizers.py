@@ -37,9 +37,9 @@ class AdamW(OnePass):
         weight_decay: decoupled; a share of the weight times ``lr``.
         amsgrad: use the largest second mean so far.
         maximize: go up the gradient.
-        foreach, capturable, differentiable, fused: torch's ways to compute an update. They have no effect: the device decides, and no
-            gradient flows through an update. Kept in the groups, as torch keeps them.
-        moments: what they are kept in: 4, 2 or 1.01 bytes each; stochastically rounded below FP32.
+        foreach, capturable, differentiable, fused: torch's ways to compute an update, kept in the groups as in torch, but
+            without effect: the device decides, and no gradient flows through an update.
+        moments: the format of the moments: 4, 2 or 1.01 bytes each; stochastically rounded below FP32.
         rounding: how BF16 weights without masters are rounded; ``stochastic`` weights have no masters.
 
     Raises:
@@ -94,9 +94,9 @@ class SGD(OnePass):
         weight_decay: a share of the weight that is added to the gradient.
         nesterov: look ahead along the momentum.
         maximize: go up the gradient.
-        foreach, differentiable, fused: torch's ways to compute an update. They have no effect: the device decides, and no
-            gradient flows through an update. Kept in the groups, as torch keeps them.
-        moments: what they are kept in: 4, 2 or 1.01 bytes each; stochastically rounded below FP32.
+        foreach, differentiable, fused: torch's ways to compute an update, kept in the groups as in torch, but without
+            effect: the device decides, and no gradient flows through an update.
+        moments: the format of the moments: 4, 2 or 1.01 bytes each; stochastically rounded below FP32.
         rounding: how BF16 weights without masters are rounded; ``stochastic`` weights have no masters.
 
     Raises:

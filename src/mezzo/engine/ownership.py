@@ -1,4 +1,4 @@
-"""One session per model: a session detects that another took its model, or that the model was cast or moved."""
+"""One session per model: a session detects that another session has its model, or that the model was cast or moved."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LIVE: WeakSet[Ownership] = WeakSet()
 
 
 class Ownership:
-    """What a session was built with: its parameters, which no other session may train, and the models' formats and devices."""
+    """The parameters with which a session was built, which no other session may train, and the models' formats and devices."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        """Take the parameters from any session that has them.
+        """Take the parameters over from any session that has them.
 
-        That is an error only if the other one trains on: rerunning a notebook cell builds its session again.
+        That is an error only if the other session continues to train: rerunning a notebook cell builds its session again.
         """
         self.lost = False
         """Whether another session has the model now."""

@@ -21,3 +21,9 @@ def trained_by(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter
 def all_parameters(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
     """Return the models' parameters and those that only an optimizer has."""
     return list(dict.fromkeys([*parameters_of(models), *trained_by(optimizers)]))
+
+
+def trained_leaves(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the leaves that one optimizer updates."""
+    groups = getattr(optimizer, "param_groups", ())  # missing if its constructor failed
+    return [p for group in groups for p in group["params"] if p.is_leaf]

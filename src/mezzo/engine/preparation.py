@@ -20,7 +20,7 @@ from mezzo.explain import Choice
 from mezzo.policy import Policy
 
 ONE_PASS = "one pass"
-"""The value of ``choose_update``'s choice where the optimizers' own kernels read scaled gradients."""
+"""The value of ``choose_update``'s choice if the optimizers' own kernels read scaled gradients."""
 
 
 def listed(value: Any) -> list[Any]:
@@ -58,9 +58,9 @@ def prepare(
     """Convert ``models`` and ``optimizers`` in place and return the FP32 masters.
 
     Args:
-        models: in FP32; or, under a policy that casts weights, in its own 16 bits, which masters then begin from.
-        optimizers: those that will update.
-        policy: what to prepare for.
+        models: the models, in FP32; under a policy that casts weights also in its 16-bit format, from which masters then begin.
+        optimizers: the optimizers that will update.
+        policy: the policy to prepare for.
         device_type: torch's device type of the models.
         one_pass: whether the optimizers read 16-bit gradients themselves.
     """

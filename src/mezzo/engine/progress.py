@@ -1,4 +1,4 @@
-"""Counts of a training: windows closed, updates skipped, the norm of the last gradients. The device keeps what only it knows."""
+"""Counts of a training: closed windows, skipped updates, the norm of the last gradients. Values computed on the device stay there."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Progress:
     """The counts of one session, and whether its loss scale is stuck at the floor."""
 
     def __init__(self, device: torch.device, *, together: bool) -> None:
-        """Start at zero.
+        """Begin at zero.
 
         Args:
-            device: the session's.
-            together: whether several processes train, which have to notice a stuck scale at the same update.
+            device: the session's device.
+            together: whether several processes train, which must notice a stuck scale at the same update.
         """
         self.windows = 0
         """Updates, skipped ones included."""
         self.skips = torch.zeros((), device=device)
         self._norm = torch.full((), math.nan, device=device)
         self._factor: Tensor | None = None
-        """What ``_norm`` is still to be multiplied by: most loops read no norm."""
+        """The factor by which ``_norm`` must still be multiplied, once a loop reads it; None for 1."""
         self.floor = FloorWatch(device, together=together)
 
     @property
@@ -41,7 +41,7 @@ class Progress:
         self._norm, self._factor = norm, None
 
     def took(self, norm: Tensor, factor: Tensor | None) -> None:
-        """Note the norm of gradients that ``factor`` unscales and averages; None for 1."""
+        """Record the norm of gradients that ``factor`` unscales and averages; None for 1."""
         self._norm, self._factor = norm, factor
 
     def in_place(self) -> Iterable[Tensor]:

@@ -1,4 +1,4 @@
-"""The states of random generators: saved, and set again where a computation has to draw the same numbers twice."""
+"""Save the states of random generators, and restore them for a computation that must draw the same numbers again."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 
 
 class HostStates(NamedTuple):
-    """Python's and NumPy's generators, which torch does not know of."""
+    """The states of Python's and NumPy's generators, which torch does not save."""
 
     python: Any
     numpy: Any
 
     @classmethod
     def now(cls) -> HostStates:
-        """Return the present states."""
+        """Return the current states."""
         return cls(random.getstate(), np.random.get_state())
 
     def set(self) -> None:
-        """Let the generators continue from these states."""
+        """Restore these states."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
 
 class AllStates(NamedTuple):
-    """The generators of the host, and of some devices."""
+    """The states of the generators of the host, and of some devices."""
 
     host: HostStates
     cpu: Tensor
@@ -36,12 +36,12 @@ class AllStates(NamedTuple):
 
     @classmethod
     def now(cls, devices: set[torch.device]) -> AllStates:
-        """Return the present states of the host's generators and those of ``devices``."""
+        """Return the current states of the host's generators and those of ``devices``."""
         others = {d: torch.get_device_module(d).get_rng_state(d) for d in devices if d.type != "cpu"}
         return cls(HostStates.now(), torch.get_rng_state(), others)
 
     def set(self) -> None:
-        """Let the generators continue from these states."""
+        """Restore these states."""
         self.host.set()
         torch.set_rng_state(self.cpu)
         for device, state in self.devices.items():

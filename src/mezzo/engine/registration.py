@@ -1,6 +1,6 @@
 """Register Python kernels over torch's own at autocast's dispatch keys.
 
-A kernel stays for the life of the process. It asks the open cast table first. If none is open or the table has no rule, it
+A kernel stays for the life of the process. It consults the open cast table first. If no table is open, or the table has no rule, it
 does what torch would have done: call torch's kernel or, if torch has none, continue below autocast. Nothing in this file
 casts, so casts by torch's own kernels are attributed to the script's line, as without our kernels.
 """
@@ -22,16 +22,16 @@ Op: TypeAlias = Any
 
 
 class CastRules(Protocol):
-    """What a kernel asks of a cast table."""
+    """A cast table, as kernels use it."""
 
     device_type: str
     keeps_kernels: bool
 
     def rule(self, op: Op) -> Any:
-        """Return what to do with ``op`` here, or None where nothing is to be done."""
+        """Return the rule for ``op`` in the current state; None if it has none."""
 
     def answer(self, op: Op, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the result of ``op`` as ``rule`` says; autocast is off."""
+        """Return the result of ``op`` under ``rule``; autocast is off."""
 
 
 _LOCK = threading.Lock()
@@ -63,7 +63,7 @@ def register(
 
 
 def find_op(name: str) -> Op:
-    """Return the operation that the op lists call ``name``, or None where this torch lacks it."""
+    """Return the operation named ``name`` in the op lists; None if this torch lacks it."""
     base, _, overload = name.removeprefix("aten::").partition(".")
     packet = getattr(torch.ops.aten, base, None)
     return getattr(packet, overload or "default", None)
@@ -77,7 +77,7 @@ _ARITHMETIC = frozenset(
 
 
 def call_op(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``op`` with the arguments that a kernel was given."""
+    """Call ``op`` with the arguments that a kernel received."""
     if len(args) > 1 and not isinstance(args[1], Tensor) and op in _ARITHMETIC:
         return op.overloadpacket(*args, **kwargs)
     return op(*args, **kwargs)

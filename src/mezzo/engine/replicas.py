@@ -1,4 +1,4 @@
-"""``DistributedDataParallel`` in a session: which backward pass averages, and averaging outside a backward pass."""
+"""``DistributedDataParallel`` in a session: choose the backward pass that averages, and average outside backward passes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from mezzo.errors import SessionError
 from mezzo.formats import Format
 
 BUCKET_BYTES = 64 * 2**20
-"""The size of the copy in which gradients are averaged outside a backward pass."""
+"""Size of the buffers in which gradients are averaged outside a backward pass."""
 
 
 class Replica:
     """A ``DistributedDataParallel`` module, and whether its last backward pass averaged the gradients.
 
-    It does so once after a forward pass with ``require_backward_grad_sync``; a second backward pass from the same forward pass
-    adds this process's own gradients. Averaging averaged gradients again changes nothing.
+    A backward pass averages only once after each forward pass with ``require_backward_grad_sync``; a second backward pass from the same
+    forward pass adds this process's own gradients. Averaging averaged gradients again changes nothing.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self.model = model
         self.format: Format | None = None
-        """What gradients are reduced in; None for their own format."""
+        """The format in which gradients are reduced; None for their own."""
         self.averaged = False
         self._forward = _ForwardPasses()
         self._learns_graph: bool = model.static_graph
@@ -38,9 +38,7 @@ class Replica:
         """Set whether the next backward pass averages the gradients."""
         # A static graph is recorded in the very first backward pass, and only if that averages.
         exchange = exchange or self._learns_graph
-        if (
-            self.model.require_backward_grad_sync is not exchange
-        ):  # setting a module's attribute makes nine Python calls
+        if self.model.require_backward_grad_sync is not exchange:  # setting it takes nine Python calls
             self.model.require_backward_grad_sync = exchange
 
     def ran(self) -> None:
@@ -63,12 +61,12 @@ class Replica:
                 Exchange(self.format, group).begin(flat).wait()
             pieces = flat.split([g.numel() for g in bucket])
             torch._foreach_copy_(bucket, [x.view(g.shape) for x, g in zip(pieces, bucket, strict=True)])
-        model.require_forward_param_sync = True  # buffers go out with the next forward pass, as after any exchange
+        model.require_forward_param_sync = True  # the next forward pass broadcasts buffers, as after any exchange
         self.averaged = True
 
 
 class _ForwardPasses:
-    """A hook that notes whether a forward pass made the model ready to average; a class, so that the model still copies and pickles."""
+    """A hook that records whether a forward pass made the model ready to average; a class, so that the model still copies and pickles."""
 
     def __init__(self) -> None:
         self.will_average = False
@@ -78,7 +76,7 @@ class _ForwardPasses:
 
 
 def _fill_used_elsewhere(parameters: list[nn.Parameter], group: Any) -> None:
-    """Give zeros to parameters that have a gradient in another process only; waits for the device."""
+    """Set the gradients of parameters that have one only in another process to zeros; waits for the device."""
     used = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
     dist.all_reduce(used, group=group)
     for parameter, count in zip(parameters, used.tolist(), strict=True):
@@ -87,7 +85,7 @@ def _fill_used_elsewhere(parameters: list[nn.Parameter], group: Any) -> None:
 
 
 def buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield gradients of one format at a time, together no larger than a bucket (or one that is)."""
+    """Yield gradients in groups of one format and device, each group no larger than a bucket, or a single larger gradient."""
     for kind in dict.fromkeys((g.dtype, g.device) for g in gradients):
         bucket: list[Tensor] = []
         size = 0
@@ -101,7 +99,7 @@ def buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """Return the module inside ``DistributedDataParallel``, any other as it is: its names are those of one process."""
+    """Return the module inside ``DistributedDataParallel``, any other as it is; its names are those in a single process."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -109,7 +107,7 @@ def rebuild(models: Iterable[nn.Module]) -> None:
     """Rebuild the buckets of ``DistributedDataParallel`` in the formats that parameters were cast to.
 
     Raises:
-        SessionError: it cannot: it was given a process group or a communication hook.
+        SessionError: one has a process group or a communication hook, so it cannot be rebuilt.
     """
     for model in (m for outer in models for m in outer.modules() if isinstance(m, DistributedDataParallel)):
         if model.process_group is not dist.group.WORLD or model._comm_hooks:

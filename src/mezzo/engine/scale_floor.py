@@ -1,11 +1,11 @@
 """Notice without waiting that the loss scale is stuck at its floor.
 
 A flag on the device is set when gradients overflow at the floor. It is copied to the host without waiting, and the host
-reads the copy that has arrived: on a GPU perhaps an update or two late, which does no harm, since a scale at its floor
+reads the last copy that arrived: on a GPU perhaps an update or two late, which does no harm, since a scale at its floor
 stays there.
 
-Several processes must see the flag at the same update: otherwise one would raise and the others wait for it forever. There
-it is sent only at every 64th update and read 32 updates later, when it has long arrived.
+Several processes must see the flag at the same update: otherwise one would raise and the others wait for it forever. So with
+several, it is copied only at every 64th update and read 32 updates later, when it has long arrived.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import Tensor
 from mezzo.engine.scaling import Scale
 
 TOGETHER = 64
-"""Updates between two reads, where several processes have to see the same."""
+"""Updates between two reads if several processes must see the same flag."""
 
 
 class FloorWatch:
     """A flag on the device, and its last known value on the host."""
 
     def __init__(self, device: torch.device, *, together: bool = False) -> None:
-        """Start with the flag cleared.
+        """Begin with the flag cleared.
 
         Args:
-            device: where the flag lives.
-            together: whether several processes have to see it at the same update. On a CPU they always do.
+            device: the flag's device.
+            together: whether several processes must see it at the same update. On a CPU they always do.
         """
         self._every, self._noted = (TOGETHER if together and device.type != "cpu" else 1), 0
         self._sent = torch.cuda.Event() if self._every > 1 and device.type == "cuda" else None
@@ -43,9 +43,8 @@ class FloorWatch:
             self._stuck += found_inf * scale.floor_flag()
         self._noted += 1
         if self._noted % self._every == 0:
-            self._arrived.copy_(
-                self._stuck, non_blocking=self._stuck.is_cuda
-            )  # elsewhere nothing tells when it has arrived
+            # On other devices than CUDA nothing tells when an asynchronous copy has arrived.
+            self._arrived.copy_(self._stuck, non_blocking=self._stuck.is_cuda)
             if self._sent is not None:
                 self._sent.record(torch.cuda.current_stream(self._stuck.device))
 
@@ -61,7 +60,7 @@ class FloorWatch:
         if self._noted % self._every != self._every // 2:
             return False
         if self._sent is not None:
-            self._sent.synchronize()  # sent half a round ago: done, unless the host runs that far ahead
+            self._sent.synchronize()  # copied 32 updates ago: finished, unless the host runs that far ahead
         if not self._value > 0:
             return False
         self._stuck.zero_()

@@ -1,10 +1,10 @@
 """Loss scales: none, static, dynamic. Their state lives on the device.
 
-FP16 holds nothing below 2**-24, and many gradients are smaller. The loss is multiplied by a scale, so that every
-gradient is, and the gradients are divided by it in FP32 before the optimizer sees them (Micikevicius et al.,
+FP16 has no numbers below 2**-24, and many gradients are smaller. The loss is multiplied by a scale, which scales every
+gradient, and the gradients are divided by it in FP32 before the optimizer uses them (Micikevicius et al.,
 arXiv:1710.03740, section 3.2).
 
-The dynamic scale is found by trying, update by update::
+The dynamic scale is found by trial, update by update::
 
     if a gradient is not finite:                  # the update is skipped
         growth_tracker = 0
@@ -43,7 +43,7 @@ class NoScale:
     checks = False
     """Whether an update with a gradient that is not finite is skipped."""
     calm: float = math.inf
-    """Good updates that cannot change the scale: instead of a call of ``updated`` for one of them, 1 may be subtracted here."""
+    """Number of good updates that cannot change the scale: a caller may subtract 1 for one of them instead of calling ``updated``."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -53,7 +53,7 @@ class NoScale:
         return loss
 
     def inverse(self) -> Tensor | None:
-        """Return the factor that unscales a gradient, None for 1."""
+        """Return the factor that unscales a gradient; None for 1."""
         return None
 
     def value(self) -> float:
@@ -68,7 +68,7 @@ class NoScale:
         """Ignore the result of an update."""
 
     def updated(self, *, skipped: bool) -> None:
-        """Do as ``update`` after an update whose result the host knows."""
+        """Update the scale like ``update``, after an update whose result the host knows."""
 
     def at_floor(self) -> bool:
         """Return whether the scale is at its minimum."""
@@ -83,7 +83,7 @@ class NoScale:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Accept any state: a scale saved under another policy has no use here."""
+        """Accept any state: without a loss scale, one saved under another policy is not used."""
 
 
 class StaticScale(NoScale):
@@ -101,7 +101,7 @@ class StaticScale(NoScale):
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the scale."""
         scale = self._there
-        # A model that is spread over several devices has its loss on another one than its first layer.
+        # The loss of a model that is spread over several devices may be on another device than its first layer.
         return loss * (scale if scale.device == loss.device else scale.to(loss.device))
 
     def inverse(self) -> Tensor | None:
@@ -161,7 +161,7 @@ class DynamicScale(StaticScale):
         """Update the scale after an update, without waiting for the device.
 
         Args:
-            found_inf: FP32, no dimensions: 1 where a gradient was not finite, else 0.
+            found_inf: FP32, no dimensions: 1 if a gradient was not finite, else 0.
         """
         backs_off = found_inf
         if self.hysteresis > 1:
@@ -177,7 +177,7 @@ class DynamicScale(StaticScale):
         self._scale.clamp_(self.min_scale, self.max_scale)
 
     def updated(self, *, skipped: bool) -> None:
-        """Do as ``update`` after an update whose result the host knows."""
+        """Update the scale like ``update``, after an update whose result the host knows."""
         self.update(torch.full((), float(skipped), dtype=FP32.dtype, device=self._scale.device))
 
     def inverse(self) -> Tensor | None:
@@ -197,7 +197,7 @@ class DynamicScale(StaticScale):
         return (self._scale <= self.min_scale).float()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state that ``torch.amp.GradScaler.load_state_dict`` takes too; waits for the device."""
+        """Return a state that ``torch.amp.GradScaler.load_state_dict`` also accepts; waits for the device."""
         return {
             "scale": self.value(),
             "growth_factor": self.growth_factor,
@@ -214,7 +214,7 @@ class DynamicScale(StaticScale):
         """Load a state of this class or of ``torch.amp.GradScaler``, settings included, or the scale of a static one.
 
         Raises:
-            PolicyError: the state is not one of a loss scale.
+            PolicyError: the state is not that of a loss scale.
         """
         if not state:  # a disabled GradScaler's state, or NoScale's
             return
@@ -231,7 +231,7 @@ class DynamicScale(StaticScale):
 
 
 class KnownScale(DynamicScale):
-    """A dynamic scale for a loop that reads every update's flag: its state is on the host, and the device has the scale alone.
+    """A dynamic scale for a loop that reads every update's flag: its state is on the host, and only the scale is on the device.
 
     The numbers are those of ``DynamicScale``. An update that cannot change the scale costs a subtraction instead of two kernels, and
     reading the scale never waits.
@@ -247,7 +247,7 @@ class KnownScale(DynamicScale):
         return super().__repr__()
 
     def _changed(self, value: float, *, num_good: int) -> None:
-        """Bring the scale to the device after ``num_good`` good updates with it, and find out for how long it is sure to stay."""
+        """Copy a new scale to the device, and count the good updates that cannot change it, after ``num_good`` with it."""
         self._known = value
         self._there.fill_(value)
         self._inverse = torch.full_like(self._there, inverse_of(value))  # a running pass keeps the earlier one
@@ -276,12 +276,12 @@ class KnownScale(DynamicScale):
         """Update the scale after an update; waits for the device.
 
         Args:
-            found_inf: FP32, no dimensions: 1 where a gradient was not finite, else 0.
+            found_inf: FP32, no dimensions: 1 if a gradient was not finite, else 0.
         """
         self.updated(skipped=bool(found_inf > 0))
 
     def updated(self, *, skipped: bool) -> None:
-        """Do as ``update`` after an update whose result the host knows."""
+        """Update the scale like ``update``, after an update whose result the host knows."""
         if not skipped and self.calm > 0:
             self.calm -= 1
             return
@@ -294,7 +294,7 @@ class KnownScale(DynamicScale):
             self._begin_calm(num_good)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state that ``torch.amp.GradScaler.load_state_dict`` takes too."""
+        """Return a state that ``torch.amp.GradScaler.load_state_dict`` also accepts."""
         self._settle()
         return super().state_dict()
 
@@ -306,9 +306,9 @@ class KnownScale(DynamicScale):
 
 
 def inverse_of(scale: float) -> float:
-    """Return what FP32 division makes of 1 / scale; FP64's quotient, rounded to FP32, is the same.
+    """Return 1 / scale as FP32 division computes it; FP64's quotient, rounded to FP32, is the same.
 
-    On the host, because a script's first module call may make a scale while a policy casts every operation on tensors.
+    Computed on the host, because a script's first module call may create a scale while a policy casts every operation on tensors.
     """
     return c_float(1.0 / scale).value if scale else math.inf
 
@@ -317,9 +317,9 @@ def bear(found_inf: Tensor, left: Tensor, growth_tracker: Tensor, hysteresis: in
     """Count consecutive overflows, and return 0 for one that the hysteresis tolerates, else 1.
 
     Args:
-        found_inf: FP32, no dimensions: above 0 where a gradient was not finite.
+        found_inf: FP32, no dimensions: above 0 if a gradient was not finite.
         left: overflows until the scale backs off; counted down, and reset by a good update.
-        growth_tracker: the scale's; set to -1, since torch's update takes a tolerated overflow for a good update and adds 1.
+        growth_tracker: the scale's; set to -1, since torch's update counts a tolerated overflow as a good update and adds 1.
         hysteresis: consecutive overflows that make the scale back off.
     """
     found = found_inf > 0
@@ -345,8 +345,8 @@ def scale_for(policy: Policy, device: torch.device | str, *, known: bool = False
     """Return the loss scale that ``policy`` asks for.
 
     Args:
-        policy: says which.
-        device: where its state is.
+        policy: the policy.
+        device: the device of the scale's state.
         known: whether the host reads every update's flag: then only the scale itself is on ``device``.
     """
     if policy.loss_scale == "none":

@@ -1,8 +1,8 @@
-"""Learning rate schedulers that do not step after a skipped update, without making the host wait to learn of it.
+"""Learning rate schedulers that do not step after a skipped update, without making the host wait.
 
-Only the device knows whether an update was skipped. On a CPU reading it costs nothing. On other devices the flag is sent to
+Only the device knows whether an update was skipped. On a CPU reading the flag costs nothing. On other devices the flag is copied to
 the host when the update is enqueued, and the schedulers step at the start of the next update, when it has long arrived: each
-update gets the right learning rate, and ``scheduler.get_last_lr()`` shows the last update's until the next begins. The host
+update has the right learning rate, and ``scheduler.get_last_lr()`` shows the last update's until the next begins. The host
 waits only if it runs a whole update ahead of the device.
 """
 
@@ -27,11 +27,11 @@ class Schedules:
         self._flag = torch.zeros((), pin_memory=device.type == "cuda")
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
         self._open: list[Any] | None = None
-        """The optimizers of an update that is not yet known to have been made or skipped."""
+        """The optimizers of an update of which the host does not know yet whether it was skipped."""
         self._counts: dict[int, int] = {}
-        """How often each scheduler had stepped after the session last stepped it, by id."""
+        """Each scheduler's number of steps after the session last stepped it, by id."""
         self._strange = 0
-        """Updates in a row before which somebody else had stepped a scheduler."""
+        """Updates in a row before which other code had stepped a scheduler."""
         self._told = False
         self._rates: tuple[int, list[float]] = (-2, [])
         """The window of the last update that was skipped, and its learning rates."""
@@ -41,14 +41,14 @@ class Schedules:
         if isinstance(skipped, bool) or self._device.type == "cpu":
             self._step(optimizers, skipped=bool(skipped))
             return
-        # Only CUDA has an event to wait for: elsewhere the copy might be read before it has arrived.
+        # Only CUDA has an event to wait for: on other devices an asynchronous copy might be read too early.
         self._flag.copy_(skipped, non_blocking=self._sent is not None)
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self._device))
         self._open = optimizers
 
     def settle(self) -> None:
-        """Step for the last update, if that is still pending."""
+        """Step the schedulers for the last update, if that is still pending."""
         if self._open is None:
             return
         if self._sent is not None:
@@ -64,7 +64,7 @@ class Schedules:
         self._counts = {id(scheduler): _count(scheduler) for scheduler in self._schedulers}
 
     def _check(self) -> None:
-        """Warn of schedulers that the script steps too; loading a state also moves one, but only once."""
+        """Warn of schedulers that the script also steps; loading a state moves one as well, but only once."""
         moved = [s for s in self._schedulers if _count(s) > self._counts.get(id(s), math.inf)]
         self._strange = self._strange + 1 if moved else 0
         if self._strange == 2:
@@ -74,7 +74,7 @@ class Schedules:
             )
 
     def skipped(self, optimizers: list[Any], *, window: int) -> None:
-        """Warn of a learning rate that changes from one skipped update to the next: a scheduler is stepped by hand."""
+        """Warn of a learning rate that changes between two skipped updates: the script steps a scheduler itself."""
         before = self._rates
         rates = [float(group["lr"]) for o in optimizers for group in o.param_groups if "lr" in group]
         moved = before[0] == window - 1 and before[1] != rates and len(before[1]) == len(rates)

@@ -11,11 +11,11 @@
                the loss scale backs off or grows
 
 The norm of the scaled gradients is not finite exactly when a gradient is not finite, or when their squares leave
-FP32's range; the second case is recognised before anything is skipped. Scales are powers of two unless you choose others,
+FP32's range; the second case is detected before anything is skipped. Scales are powers of two unless you choose others,
 so multiplying by one factor gives the same bits as unscaling and then clipping.
 
-Host reads: the loss once, at the very first ``backward``; whatever you read (``loss_scale``, ``grad_norm``); and, where an
-optimizer is not Mezzo's, the flag once an update (only with a loss scale). Nothing else waits for the device.
+Host reads: the loss once, at the very first ``backward``; the values that you read (``loss_scale``, ``grad_norm``); and, if an
+optimizer is not Mezzo's, the flag once per update (only with a loss scale). Nothing else waits for the device.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class Session(Resumable):
         accumulate: micro-batches in a window. Their gradients are averaged by the weights given to ``step`` or ``backward``.
         clip_norm: largest norm of the gradients of one update, over all parameters of the optimizers updated.
         clip_value: largest magnitude of a gradient's element.
-        scheduler: a learning rate scheduler, or several; stepped once an update of its optimizer, held on a skipped one.
-        num_losses: how many losses have a scale of their own; ``backward(loss, loss_id=k)`` chooses one.
-        guard: what to do when the training goes wrong: "note", "stop", or "rewind" to a snapshot of ``save``; None watches nothing.
-        micro_batch: of ``train_batch``: the most samples of a part, or "auto"; halved when memory runs out. None for whole batches.
+        scheduler: a learning rate scheduler, or several; stepped once per update of its optimizer, but not after a skipped one.
+        num_losses: number of losses with their own scale; ``backward(loss, loss_id=k)`` chooses one.
+        guard: the reaction when the training goes wrong: "note", "stop", or "rewind" to a snapshot of ``save``; None for no guard.
+        micro_batch: for ``train_batch``, the most samples in a part, or "auto"; halved when memory runs out. None for whole batches.
 
     Raises:
         PolicyError: the policy cannot be read, or names a module that the model lacks.
@@ -150,7 +150,7 @@ class Session(Resumable):
 
         Args:
             loss: the micro-batch's mean loss, no dimensions.
-            weight: the number of samples or tokens in the mean; the window's average weights by it. 1 if left out.
+            weight: the number of samples or tokens in the mean: its weight in the window's average. 1 if left out.
             loss_id: which of ``num_losses`` scales to use.
         """
         self.backward(loss, weight=weight, loss_id=loss_id)
@@ -162,9 +162,9 @@ class Session(Resumable):
     ) -> None:
         """Run a backward pass and add its gradients to the window's.
 
-        Takes what ``step`` takes, and ``retain_graph`` for several losses that share a part of the forward pass. In a window, calls
-        with one ``loss_id`` are averaged by weight when ``accumulate`` is above 1 or weights are given; otherwise, and
-        between different losses, gradients add up as they do in torch.
+        The arguments are those of ``step``, and ``retain_graph`` for several losses that share a part of the forward pass. In a window,
+        calls with one ``loss_id`` are averaged by weight if ``accumulate`` is above 1 or weights are given; otherwise, and
+        between different losses, gradients add up as in torch.
 
         Raises:
             NonFiniteLossError: the loss is not finite before the first update.
@@ -205,10 +205,10 @@ class Session(Resumable):
         Args:
             compute_loss: takes a micro-batch and returns its loss, or a tuple that begins with it; ``autocast`` is on in it.
             *examples: a micro-batch: its shapes and formats are captured, its values are not used.
-            other_shapes: what a micro-batch of other shapes does: raise, or run without a graph.
+            other_shapes: whether a micro-batch of other shapes raises an error, or runs without a graph.
 
         Raises:
-            SessionError: the device has no graphs, the step waits for the host, or is not of the kind that can be captured.
+            SessionError: the device has no graphs, the step waits for the host, or a step of this kind cannot be captured.
         """
         self._watch = NoWatch()  # gradients stay where the graphs know them, also between windows
         parts = Parts(
@@ -242,7 +242,7 @@ class Session(Resumable):
         """Close the window: clip, step the optimizers or skip, step the schedulers, drop the gradients.
 
         Args:
-            *optimizers: those to update; all if none is named. Gradients of the others are dropped.
+            *optimizers: the optimizers to update; all if none is named. Gradients of the others are dropped.
 
         Raises:
             SessionError: there was no backward pass since the last update, or an optimizer is not the session's.
@@ -263,7 +263,7 @@ class Session(Resumable):
             checks.warn_of_lost_updates(before, parameters_of(self.models), self.policy)
 
     def _update_on_device(self, chosen: list[Optimizer], *, rehearsal: bool = False) -> Tensor | bool:
-        """Enqueue all of an update; return above 0 where it is skipped, as all is in a rehearsal."""
+        """Enqueue a whole update; return a value above 0 if it is skipped, as every update of a rehearsal is."""
         gradients = self._gradients(chosen)
         if not gradients and self.is_whole_loop:
             raise checks.no_gradients()
@@ -271,7 +271,7 @@ class Session(Resumable):
         if reduced is None:
             reduced = self._reduce(gradients)
             norm, factor = reduced.norm, reduced.factor
-        else:  # the gradients may have been changed since, or be more than those updated
+        else:  # the gradients may have changed since, or include some that are not updated
             norm, factor = self.processes.norm(gradients, self._norm_here), None
         self._progress.took(norm, factor)
         if self.clip_norm is not None:
@@ -290,7 +290,7 @@ class Session(Resumable):
         return skipped
 
     def _close(self, chosen: list[Optimizer], skipped: Tensor | bool, *, keep_gradients: bool = False) -> None:
-        """Do what follows an update on the host."""
+        """Finish an update on the host: schedules, the floor of the scale, gradients, the next window, the guard."""
         if self.schedulers:
             self._schedules.follow(chosen, skipped)
         if isinstance(skipped, Tensor) and self.scales[0].checks and self._progress.floor.reached():
@@ -303,7 +303,7 @@ class Session(Resumable):
             self._guard.updated(skipped)
 
     def _at_once(self, chosen: list[Optimizer], factor: Tensor | None, flag: Tensor | None, to: Learned) -> Tensor:
-        """Pass factor and flag to the kernels: the host reads neither."""
+        """Update by the kernels, which receive factor and flag: the host reads neither."""
         skips = self._zero if flag is None else flag
         for optimizer in chosen:
             assert isinstance(optimizer, OnePass)
@@ -321,7 +321,7 @@ class Session(Resumable):
             raise checks.floor_error(self.policy, self.models, self.masters)
 
     def _by_step(self, chosen: list[Optimizer], gradients: list[Tensor], factor: Tensor | None) -> None:
-        """Change the gradients and let the optimizers step."""
+        """Unscale and clip the gradients, and call the optimizers' own steps."""
         if factor is not None:
             multiply(gradients, factor)
         if gradients and self.clip_value is not None:
@@ -342,7 +342,7 @@ class Session(Resumable):
 
     @property
     def guardrails(self) -> Guardrails | None:
-        """What the guard noticed and did; None without one."""
+        """The guard's observations and actions; None without a guard."""
         return None if self._guard is None else self._guard.noticed
 
     @property
@@ -382,7 +382,7 @@ class Session(Resumable):
         if self.scales[0].checks and (on_device or self._window.found):
             found = self._window.overflowed(norm)
         if self.scales[0].checks and not on_device:
-            # The one host read of an update, where GradScaler waits as well.
+            # The only host read of an update, at the point where GradScaler also waits.
             overflowed = not math.isfinite(norm.item()) if found is None else bool(found)
             if overflowed and self.processes.all_finite(gradients):
                 overflowed = False  # only the sum of squares left FP32's range

@@ -1,7 +1,7 @@
-"""A tensor that several processes share (``DTensor``): this process's part of it, and how often each element exists.
+"""Tensors that several processes share (``DTensor``): this process's part, and the number of processes that have each element.
 
-``fully_shard`` gives a module such parameters and gradients. They are recognised by their ``to_local`` method, so that
-torch's distributed tensors are not imported where there are none.
+``fully_shard`` turns parameters and gradients into such tensors. They are recognised by their ``to_local`` method, so that
+torch's distributed tensors are imported only if a script uses them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def local(tensor: Any) -> Tensor:
-    """Return this process's part of ``tensor``, in the same memory: all of a plain one."""
+    """Return this process's part of ``tensor``, in the same memory; a plain tensor itself."""
     if type(tensor) in _WHOLE or not is_shared(tensor):  # called for every tensor of every update
         return tensor  # type: ignore[no-any-return]
     with torch.no_grad():
@@ -34,13 +34,13 @@ def local(tensor: Any) -> Tensor:
 
 
 def shared_as(parameter: Any, held: Tensor) -> Tensor:
-    """Return ``held``, this process's part of something of the parameter's shape, as a tensor shared as ``parameter`` is.
+    """Return ``held``, this process's part of a tensor of the parameter's shape, as a tensor that is sharded like ``parameter``.
 
     It stays on its device, which may be the host.
     """
     if not is_shared(parameter):
         return held
-    if held.device.type != parameter.device.type:  # from_local would bring it to the device of the parameter's mesh
+    if held.device.type != parameter.device.type:  # from_local would move it to the device of the parameter's mesh
         whole = torch.empty_like(parameter.detach(), dtype=held.dtype, device=held.device)
         local(whole).copy_(held)
         return whole
@@ -52,11 +52,11 @@ def shared_as(parameter: Any, held: Tensor) -> Tensor:
 def norm_of_all(gradients: Sequence[Any], take: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """Return the norm of gradients over all processes that share them, the same in each.
 
-    One all-reduce of one number for each way in which gradients are sharded, by the same processes as exchange the shards.
+    It takes one all-reduce of one number for each way in which gradients are sharded, among the processes that exchange the shards.
 
     Args:
-        gradients: some, or all, shared; plain ones count as they are here.
-        take: gives the norm of a list of plain tensors.
+        gradients: some, or all, sharded; plain ones count as they are in this process.
+        take: returns the norm of a list of plain tensors.
     """
     alike: dict[Any, list[Any]] = {}
     for gradient in gradients:
@@ -78,7 +78,7 @@ def norm_of_all(gradients: Sequence[Any], take: Callable[[list[Tensor]], Tensor]
 
 
 def parts(tensor: Any) -> int:
-    """Return over how many processes one copy of ``tensor`` is spread: 1 for a plain one."""
+    """Return the number of processes over which one copy of ``tensor`` is spread; 1 for a plain tensor."""
     if not is_shared(tensor):
         return 1
     mesh = tensor.device_mesh

@@ -1,7 +1,7 @@
 """A session's state dict: models by their own names and in FP32, optimizers, schedulers, scales and counts.
 
 It loads under another policy, and from ``DistributedDataParallel`` into one process or back: models are saved without the
-prefix of a wrapper. Of tensors that several processes share, each saves its part.
+prefix of a wrapper. Each process saves its own part of sharded tensors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def state_of(session: Session, *, window_calls: int) -> dict[str, Any]:
     """Return everything that training needs to resume.
 
     Args:
-        session: whose state.
+        session: the session.
         window_calls: backward passes since its last update.
 
     Raises:
-        SessionError: there were any; their gradients are not part of the state.
+        SessionError: a window is open; its gradients are not part of the state.
     """
     _refuse_open_window("state_dict()", window_calls)
     optimizers = [o.state_dict() for o in session.optimizers]
@@ -43,11 +43,11 @@ def state_of(session: Session, *, window_calls: int) -> dict[str, Any]:
 
 
 def take_up(session: Session, state: dict[str, Any], *, window_calls: int) -> None:
-    """Load what ``state_of`` returned, the counts left out.
+    """Load what ``state_of`` returned, without the counts.
 
     Args:
-        session: what loads it.
-        state: what was saved.
+        session: the session that loads it.
+        state: the saved state.
         window_calls: backward passes since the session's last update.
 
     Raises:
@@ -66,7 +66,7 @@ def take_up(session: Session, state: dict[str, Any], *, window_calls: int) -> No
 
 
 def _fp32_state(model: nn.Module, masters: dict[nn.Parameter, Tensor]) -> dict[str, Tensor]:
-    """Return the model's state dict with FP32 masters where there are any: it loads into a model of any format."""
+    """Return the model's state dict with the FP32 masters that it has: it loads into a model of any format."""
     state = dict(model.state_dict())
     named = model.named_parameters(remove_duplicate=False)
     return {**state, **{name: masters[parameter] for name, parameter in named if parameter in masters}}

@@ -1,4 +1,4 @@
-"""An accumulation window: the backward passes between two updates, the share of each, and what became of their gradients."""
+"""An accumulation window: the backward passes between two updates, the share of each, and whether their gradients overflowed."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class Reduction(NamedTuple):
     """The result of reading every gradient of an update once."""
 
     norm: Tensor
-    """The norm of the gradients as they are; times ``factor`` that of unscaled and averaged ones."""
+    """The norm of the gradients as they are; multiplied by ``factor``, the norm of the unscaled and averaged ones."""
     factor: Tensor | None = None
-    """What the gradients are multiplied by to unscale and average them, None for 1."""
+    """The factor that unscales and averages the gradients; None for 1."""
     found: Tensor | None = None
-    """FP32 1 where a gradient is not finite, else 0; None without a loss scale."""
+    """FP32 1 if a gradient is not finite, else 0; None without a loss scale."""
     overflowed: bool | None = False
-    """Whether the host read ``found`` and skips; None where the device decides."""
+    """Whether the host has read ``found`` and skips; None if the device decides."""
 
 
 class Window:
-    """The backward passes between two updates: their number, their weights, and what each of several losses found.
+    """The backward passes between two updates: their number, their weights, and the overflow flag of each of several losses.
 
-    A micro-batch of weight ``w`` counts as ``w / (first * accumulate)`` of the window, as if all were like its first, and the
-    update divides by the actual sum: equal full windows need no division, and short or uneven ones are averaged correctly.
+    A micro-batch of weight ``w`` counts as ``w / (first * accumulate)`` of the window, as if all weights equalled the first, and the
+    update divides by the actual sum: full windows of equal weights need no division, and short or uneven ones are averaged correctly.
     """
 
     def open(self, accumulate: int, num_losses: int) -> None:
@@ -44,9 +44,9 @@ class Window:
         self.batches = 0
         """Batches that were trained on in parts; their parts are among ``calls``."""
         self.unscaled: Reduction | None = None
-        """What the gradients were reduced to when ``unscale`` was called; None while they are scaled."""
+        """The reduction of the gradients when ``unscale`` was called; None while they are scaled."""
         self.found: dict[int, Tensor] = {}
-        """With several scales: for each loss that had a backward pass, 1 where its gradients overflowed, else 0."""
+        """With several scales: for each loss that had a backward pass, 1 if its gradients overflowed, else 0."""
         self.weighted = False
         """Whether weights were given."""
         self.mean_total: Tensor | None = None
@@ -55,12 +55,12 @@ class Window:
         self._shares = [0.0] * num_losses
 
     def share(self, weight: float | None, loss_id: int, *, unit: float = 0.0) -> float:
-        """Add a micro-batch and return its share; 1 where nothing is averaged.
+        """Add a micro-batch and return its share; 1 if nothing is averaged.
 
         Args:
-            weight: the micro-batch's.
+            weight: the micro-batch's weight.
             loss_id: the number of its loss.
-            unit: the weight to count in, instead of the window's first: several processes need a common unit.
+            unit: the unit of weights, instead of the window's first weight: several processes need a common unit.
         """
         if weight is None and self.accumulate == 1:
             return 1.0
@@ -80,7 +80,7 @@ class Window:
         return {name: copy(value) if isinstance(value, (list, dict)) else value for name, value in vars(self).items()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Return to what ``state()`` returned."""
+        """Restore what ``state()`` returned."""
         vars(self).update(
             {name: copy(value) if isinstance(value, (list, dict)) else value for name, value in state.items()}
         )
@@ -90,7 +90,7 @@ class Window:
         return max(self._shares) or 1.0
 
     def total(self) -> float | Tensor | None:
-        """Return what gradients are divided by to average them, None for 1.
+        """Return the divisor that averages the gradients; None for 1.
 
         Raises:
             SessionError: the losses' sums of shares differ, so that no single number averages them.
@@ -104,7 +104,7 @@ class Window:
         return None if total == 1.0 else total
 
     def note(self, loss_id: int, found: Tensor) -> None:
-        """Record the flag of a backward pass of one of several losses: 1 where a gradient is not finite, else 0."""
+        """Record the flag of a backward pass of one of several losses: 1 if a gradient is not finite, else 0."""
         before = self.found.get(loss_id)
         self.found[loss_id] = found if before is None else torch.maximum(before, found)
 
@@ -119,11 +119,11 @@ class Window:
             multiply(fresh, scales[0].scale(inverse))
 
     def found_any(self) -> Tensor:
-        """Return 1 where any loss's gradients overflowed, else 0."""
+        """Return 1 if any loss's gradients overflowed, else 0."""
         return torch.stack(list(self.found.values())).amax()
 
     def overflowed(self, norm: Tensor) -> Tensor:
-        """Return 1 where ``norm``, of all gradients, is not finite or a loss's gradients overflowed, else 0."""
+        """Return 1 if ``norm``, of all gradients, is not finite or a loss's gradients overflowed, else 0."""
         found = not_finite(norm)
         return torch.maximum(found, self.found_any()) if self.found else found
 
@@ -137,7 +137,7 @@ class Window:
         return [(scales[loss_id], torch.maximum(one, only_sum)) for loss_id, one in self.found.items()]
 
     def teach(self, learned: Learned, skipped: Tensor | bool) -> None:
-        """Update the scales of this window's losses, without their flags where the host knows the only one."""
+        """Update the scales of this window's losses; without a flag if the host knows the only one."""
         knows = not self.found and not isinstance(skipped, Tensor)
         for scale, one in learned:
             if knows:
@@ -146,7 +146,7 @@ class Window:
                 scale.update(one)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the window holds besides gradients."""
+        """Return the window's state, without gradients."""
         return {
             "calls": self.calls,
             "unscaled": None if self.unscaled is None else tuple(self.unscaled),

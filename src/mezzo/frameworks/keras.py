@@ -24,7 +24,7 @@ _MIXED = {"fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
 
 @dataclass(frozen=True, kw_only=True)
 class KerasPrecision:
-    """The settings of Keras that stand for a policy."""
+    """The settings of Keras that correspond to a policy."""
 
     dtype_policy: Any
     """A ``keras.DTypePolicy``, for ``keras.config.set_dtype_policy`` or a layer's ``dtype``."""
@@ -47,7 +47,7 @@ class KerasPrecision:
 
 
 def dtype_policy_name(policy: Policy) -> str:
-    """Return the name of the Keras dtype policy that stands for ``policy``.
+    """Return the name of the Keras dtype policy that corresponds to ``policy``.
 
     Raises:
         PolicyError: Keras has none; the message lists the policies that have one.
@@ -66,7 +66,7 @@ def dtype_policy_name(policy: Policy) -> str:
 
 
 def to_keras(policy: Policy) -> KerasPrecision:
-    """Return ``policy`` as Keras' own objects; ``explain`` lists what they leave out.
+    """Return ``policy`` as Keras' own objects; ``explain`` lists what they cannot express.
 
     Raises:
         PolicyError: Keras has no dtype policy for it.
@@ -89,7 +89,7 @@ def tf32_of(policy: Policy) -> bool | None:
 
 
 def from_keras(value: Any) -> Policy:
-    """Return the policy that an object of Keras stands for.
+    """Return the policy that corresponds to an object of Keras.
 
     Args:
         value: a ``KerasPrecision``, a ``keras.DTypePolicy`` or its name, or a ``LossScaleOptimizer`` (the global dtype

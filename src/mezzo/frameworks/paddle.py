@@ -70,9 +70,8 @@ def to_paddle(policy: Policy) -> PaddlePrecision:
     """
     check(policy)
     white, black = paddleops.custom_lists(policy) if policy.lowers else ([], [])
-    low = (
-        policy.storage.dtype_name if policy.lowers else FP16.dtype_name
-    )  # a format that Paddle accepts; nothing is cast to it
+    # A policy that casts nothing names a format as well, because Paddle asks for one.
+    low = policy.storage.dtype_name if policy.lowers else FP16.dtype_name
     auto_cast = {
         "enable": policy.lowers,
         "custom_white_list": white,
@@ -108,7 +107,7 @@ def check(policy: Policy) -> None:
 
 
 def from_paddle(value: PaddlePrecision | Mapping[str, Any] | str) -> Policy:
-    """Return the policy that Paddle's settings stand for.
+    """Return the policy that corresponds to Paddle's settings.
 
     Args:
         value: a ``PaddlePrecision``; the arguments of ``auto_cast``, ``decorate`` and ``GradScaler`` in one dictionary, as
@@ -206,7 +205,7 @@ def _with_scale(policy: Policy, settings: dict[str, Any]) -> Policy:
 
 
 def explain(policy: Policy) -> Choices:
-    """Return what Paddle's own settings make of ``policy``, as choices; the value of one that they cannot honour says so first.
+    """Return what ``policy`` does in Paddle's own settings, as choices; the value of one that they cannot honour says so first.
 
     Raises:
         PolicyError: Paddle has no such format.
@@ -219,7 +218,7 @@ def explain(policy: Policy) -> Choices:
 
 
 def explain_run(policy: Policy, device: Device) -> list[Choice]:
-    """Return what ``policy`` does in a script that Mezzo runs on ``device``, scaling losses and keeping modules in FP32 itself."""
+    """Return what ``policy`` does in a script that Mezzo runs on ``device``: Mezzo scales the loss and keeps modules in FP32."""
     check(policy)
     arithmetic, why = arithmetic_on(policy, device)
     if not policy.lowers:
@@ -230,18 +229,13 @@ def explain_run(policy: Policy, device: Device) -> list[Choice]:
         compute = Choice(what="compute", value=f"{policy.compute}, {arithmetic} on {device.name}", reason=why)
     choices = [compute, *_common(policy)]
     if policy.lowers and arithmetic == "emulated":
-        lists = (
-            "of the lower list" if policy.casting == "ops" else "but losses" + (" and norms" * (policy.norms == "fp32"))
-        )
-        value = f"all {lists} rounded, the rest in fp32"
+        kept = "but losses and norms" if policy.norms == "fp32" else "but losses"
+        value = f"all {'of the lower list' if policy.casting == 'ops' else kept} rounded, the rest in fp32"
         why = "Paddle has hardly any FP16 or BF16 kernels for a CPU; what a 16-bit operation reads is rounded anyway"
         choices.append(Choice(what="operations", value=value, reason=why))
         why = "rounded values are kept in FP32 tensors, next to the originals: a GPU needs half as much"
         choices.append(Choice(what="memory", value="of the emulation", reason=why))
-    if policy.fp32_modules:
-        patterns = ", ".join(policy.fp32_modules)
-        choices.append(Choice(what="modules", value=f"{patterns} in fp32", reason="the policy keeps them in FP32"))
-    return choices + _unlisted(policy)
+    return [*choices, *_same_everywhere(policy, "modules"), *_unlisted(policy)]
 
 
 def arithmetic_on(policy: Policy, device: Device) -> tuple[str, str]:
@@ -268,10 +262,14 @@ def _compute(policy: Policy, native: PaddlePrecision) -> Choice:
 
 
 def _common(policy: Policy) -> list[Choice]:
-    """Return the choices that are the same in every framework: weights, loss scale, and what only PyTorch has."""
+    """Return the choices on weights and loss scale, and on communication, which only PyTorch honours."""
+    return [*_same_everywhere(policy, "weights", "loss scale"), *communication_left_out(policy)]
+
+
+def _same_everywhere(policy: Policy, *subjects: str) -> list[Choice]:
+    """Return choices that are the same in every framework."""
     everywhere = sentences.explain(policy, Device(kind="cuda", name="GPU", capability=(9, 0)))
-    common = [choice for choice in everywhere if choice.what in ("weights", "loss scale")]
-    return [*common, *communication_left_out(policy)]
+    return [choice for choice in everywhere if choice.what in subjects]
 
 
 def _lists(native: PaddlePrecision) -> Choice:
@@ -288,15 +286,13 @@ def _left_out(policy: Policy) -> list[Choice]:
 
     found = _unlisted(policy)
     if policy.compute == "tf32":
-        found.append(
-            left("tf32", "set by neither auto_cast nor decorate", "NVIDIA_TF32_OVERRIDE in the environment decides")
-        )
+        why = "NVIDIA_TF32_OVERRIDE in the environment decides"
+        found.append(left("tf32", "set by neither auto_cast nor decorate", why))
     if policy.fp32_modules:
-        patterns = "+".join(policy.fp32_modules)
         why = (
             "excluded_layers of paddle.amp.decorate takes layers, not names, and works at O2 only; mezzo run keeps them"
         )
-        found.append(left("fp32_modules", patterns, why))
+        found.append(left("fp32_modules", "+".join(policy.fp32_modules), why))
     if policy.casting == "model" and policy.norms == "compute":
         found.append(left("norms", "compute", "Paddle keeps batch normalisation in FP32 at every level"))
     if policy.arithmetic == "emulated":

@@ -1,4 +1,4 @@
-"""What to write in a Paddle script against a fault of its precision: the lines of a diagnosis in Paddle's terms. Imports no Paddle."""
+"""The fixes of a diagnosis as lines of a Paddle script. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _LINES: tuple[tuple[str, str], ...] = (
     (r"\.add\(1e-12\)", " + 1e-12"),
     (r"\btorch\.", "paddle."),
 )
-"""Lines for PyTorch, as patterns, with what Paddle calls the same."""
+"""Patterns of lines for PyTorch, with the same in Paddle."""
 
 
 def in_paddle(line: str, *, before: str) -> str:
     """Return a line for a PyTorch script, or a policy, as a line for a Paddle script.
 
     Args:
-        line: the line to write, as ``mezzo diagnose`` gives it for PyTorch.
+        line: the line that ``mezzo diagnose`` writes for PyTorch.
         before: the policy of the run that failed, or ``as-is``.
     """
     named = POLICY_LINE.fullmatch(line)
@@ -46,7 +46,7 @@ def in_paddle(line: str, *, before: str) -> str:
 
 
 def _changes(old: Policy, new: Policy) -> list[str]:
-    """Return what in Paddle's own mixed precision stands for the step from one policy to another."""
+    """Return the lines for Paddle's own mixed precision that change one policy into another."""
     found = []
     if set(new.fp32_modules) - set(old.fp32_modules):
         found.append("with paddle.amp.auto_cast(enable=False):")

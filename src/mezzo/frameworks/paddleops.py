@@ -1,9 +1,9 @@
-"""Paddle's operations by the families of the portable op lists, as data; and which of them Paddle's own lists name.
+"""Paddle's operations by the families of the portable op lists, and Paddle's own lists, as data.
 
 An operation has up to two names: that of the function in ``paddle._C_ops``, and the one under which ``paddle.amp`` lists it
-if that differs (``matmul`` is ``matmul_v2`` there). The second column is what
-``paddle.amp.debugging.collect_operator_stats`` prints for a call, from Paddle 3.3.1; ``PADDLE_WHITE`` and
-``PADDLE_BLACK`` are the lists in ``paddle/amp/amp_lists.py`` of that version, as far as a family contains them. Families that
+if that differs (``matmul`` is ``matmul_v2`` there). ``AMP_NAMES`` has the second, as
+``paddle.amp.debugging.collect_operator_stats`` of Paddle 3.3.1 prints it for a call; ``PADDLE_WHITE`` and
+``PADDLE_BLACK`` are the lists in ``paddle/amp/amp_lists.py`` of that version, without operations of no family. Families that
 are missing here are not separate operations in Paddle.
 """
 
@@ -102,7 +102,6 @@ PADDLE_BLACK = _names(
     "nearest_interp_v2 bilinear_interp_v2 bicubic_interp_v2 trilinear_interp_v2 lookup_table_v2"
 )
 
-_UNLISTED: Precision = "follow"
 _LOSSES = ("loss", "binary_cross_entropy", "sum", "mean")
 """Families that make up a loss in Paddle: its gradient starts as large as the loss scale, which may exceed FP16."""
 _NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
@@ -122,10 +121,12 @@ def listed_by(name: str) -> tuple[str, ...]:
 
 def precisions(policy: Policy) -> dict[str, Precision]:
     """Return the precision of every operation under ``policy``: the portable lists, or Paddle's own under ``op_lists=device``."""
-    found: dict[str, Precision] = {}
-    for family, ops in OPS.items():
-        for op in ops:
-            found[op] = oplists.BY_NAME[family].precision if policy.op_lists == "portable" else _paddles_own(op)
+    portable = policy.op_lists == "portable"
+    found: dict[str, Precision] = {
+        op: oplists.BY_NAME[family].precision if portable else _paddles_own(op)
+        for family, ops in OPS.items()
+        for op in ops
+    }
     for precision in oplists.USER_LISTS:
         for name in getattr(policy, precision):
             found.update(dict.fromkeys(listed_by(name), precision))
@@ -135,7 +136,7 @@ def precisions(policy: Policy) -> dict[str, Precision]:
 def _paddles_own(op: str) -> Precision:
     if amp_name(op) in PADDLE_WHITE:
         return "lower"
-    return "fp32" if amp_name(op) in PADDLE_BLACK else _UNLISTED
+    return "fp32" if amp_name(op) in PADDLE_BLACK else "follow"
 
 
 def custom_lists(policy: Policy) -> tuple[list[str], list[str]]:
@@ -153,9 +154,9 @@ def unknown_to_paddle(policy: Policy) -> list[tuple[str, str]]:
 
 
 def for_scripts(policy: Policy) -> Policy:
-    """Return ``policy`` as applied to a script, which keeps its own FP32 parameters: by operations.
+    """Return ``policy`` in the form for a script that keeps its FP32 parameters: casts by operation.
 
-    A policy that casts the model becomes lists under which everything runs in 16 bits but losses and, if the policy says so, norms.
+    For a policy that casts the model, the lists run everything in 16 bits except losses and, if the policy says so, norms.
     """
     if policy.casting != "model":
         return policy

@@ -68,7 +68,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         limit = _limit(request, training)
         elements = training.change_models(request.models) if request.models is not None else lambda: None
         exit_code, error = _run_script(request, reader, training)
-        if os.getpid() != process:  # a process forked by the script ended here: only its parent writes the record
+        if os.getpid() != process:  # a process that the script forked ends here: only its parent writes the record
             return exit_code
         stopped = limit is not None and limit.stopped  # closing the last step may reach the limit as well
         exit_code, error = guarded(training.close_update, before=(exit_code, error))
@@ -83,17 +83,17 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             training,
             (exit_code, error),
             shell=shell,
+            ran=(started_at_s, duration_s),
             digest=digest,
             unheeded=unheeded(),
-            files=files.found,
+            files_read=files.found,
             metric=reader.metric() if reader else None,
             input_elements=elements(),
             bottleneck=training.bottleneck(),
             snapshots=snapshots,
             guardrails=noticed,
             out_of_memory=training.out_of_memory(error),
-            stopped=stopped,
-            ran=(started_at_s, duration_s),
+            first_steps=training.num_updates if stopped else None,
         )
         whole = spawned.together(record)
         write_record(whole, path)
@@ -108,7 +108,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
 
 
 def _enter(request: Request) -> None:
-    """Set the environment variables and the folder of the run, and prepare to say where it is."""
+    """Set the environment variables and the folder of the run, and prepare to report where the script is."""
     os.environ.update(request.variables)
     if request.rank is not None:
         answer_with_place(request.place_file)
@@ -149,7 +149,7 @@ def _limit(request: Request, training: Training) -> StepLimit | None:
 
 
 def _in_one_line(findings: list[Finding]) -> str:
-    """Return the gravest finding and the codes of the others."""
+    """Return the gravest finding, and the codes of the others."""
     first = findings[0]
     where = ", ".join([*(Path(line).name for line in first.lines[:1]), f"step {first.step}"])
     others = f"; also {', '.join(f.code for f in findings[1:])}" if len(findings) > 1 else ""
@@ -159,7 +159,7 @@ def _in_one_line(findings: list[Finding]) -> str:
 def _exit_at_once(exit_code: int, *, tidily: bool) -> None:
     """End the process without Python's own shutdown, as a signal would.
 
-    A script that was ended early needs this, too: with daemon threads running, Python's shutdown would abort in native code.
+    A script that was ended early needs this as well: with daemon threads running, Python's shutdown would abort in native code.
 
     Args:
         exit_code: the exit code of the process.
@@ -199,8 +199,8 @@ def _begin(request: Request, training: Training) -> None:
 
 
 _KEPT: list[dict[str, Any]] = []
-"""The script's names, alive until the process ends, as under python: a DDP model that is deleted here joins gloo's thread with the GIL
-held, and that thread waits for the GIL to let go of the last all-reduce (torch 2.13)."""
+"""The script's names, kept alive until the process ends, as under python. Deleting a DDP model earlier would join gloo's thread while
+holding the GIL, for which that thread waits to release the last all-reduce (torch 2.13)."""
 
 
 def _execute(request: Request) -> None:
@@ -226,7 +226,7 @@ def _wait_for_threads() -> None:
 
 
 def _trained(request: Request, training: Training) -> Ending:
-    """Return the ending of a script that ended by itself: an error if there was nothing to record, or it was not resumed."""
+    """Return the ending of a script that ended without an error: still one if nothing was recorded, or the run was not resumed."""
     num_steps, observer = training.num_updates, training.observer
     error: MezzoError | None = training.not_resumed or training.stopped_by_guard
     if error is None and not num_steps:

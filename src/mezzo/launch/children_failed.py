@@ -1,4 +1,4 @@
-"""Errors with which torch reports that a process which the script started has failed: the process and its own reason, in one sentence.
+"""Errors by which torch reports that a process started by the script has failed: which process, and why, in one sentence.
 
 ``torch.multiprocessing.spawn`` raises with the process's whole traceback as its message, ``torchrun`` with a table of all
 processes. Imports no torch.
@@ -15,7 +15,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 
 
 def sentence_of(error: BaseException) -> str:
-    """Return the type and message of an error; of one that reports a failed process, the process and its reason."""
+    """Return the type and message of an error; if it reports a failed process, that process and its reason."""
     kind = type(error)
     if kind.__module__.startswith("torch."):
         if kind.__name__ == "ChildFailedError":
@@ -28,7 +28,7 @@ def sentence_of(error: BaseException) -> str:
 
 
 def _of_torchrun(error: Any) -> str:
-    """Return the first failure of torchrun's; without a reason of its own it says how the process ended."""
+    """Return the first failure that torchrun reports, or how that process ended if it gave no reason."""
     rank, failure = error.get_first_failure()
     message = failure.message
     if isinstance(message, dict):  # what torch's @record wrote

@@ -47,7 +47,7 @@ class FilesRead:
     """The files that a run has read."""
 
     def __init__(self, *, since_s: float, before_s: float) -> None:
-        """Begin; both are Unix times: the start of the comparison and of this run."""
+        """Create an empty list; both are Unix times: when the comparison began, and when this run did."""
         self._since_s, self._before_s = since_s, before_s
         self._seen: set[str] = set()
         self._found: dict[str, float] = {}
@@ -69,16 +69,15 @@ class FilesRead:
             status = os.stat(path)
         except (OSError, TypeError, ValueError):  # missing, a number, or a stream: the script's own business
             return
-        if self._is_earlier_runs(status) and len(self._found) < _MAX_FOUND and not _is_cache(path):
+        if self._is_of_another_run(status) and len(self._found) < _MAX_FOUND and not _is_cache(path):
             self._found[path] = status.st_mtime
 
-    def _is_earlier_runs(self, status: os.stat_result) -> bool:
+    def _is_of_another_run(self, status: os.stat_result) -> bool:
         if not stat.S_ISREG(status.st_mode) or not status.st_size:
             return False
         written = status.st_mtime
-        coarse = written == int(
-            written
-        )  # a file system with a resolution of one or two seconds: the file may have been written that much later
+        # A file system with a resolution of one or two seconds: the file may have been written that much later.
+        coarse = written == int(written)
         begins = self._since_s - (2.0 if coarse else FILE_CLOCK_TICK_S)
         return begins <= written < (int(self._before_s) if coarse else self._before_s)
 
@@ -86,15 +85,14 @@ class FilesRead:
 def _is_cache(path: str) -> bool:
     if _CARRIES_NO_TRAINING.search(path):
         return True
-    home = os.path.expanduser("~")
-    places = [
+    folders = [
         *(os.environ.get(name) for name in _CACHES),
-        os.environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache"),
-        os.path.join(tempfile.gettempdir(), "torchinductor_"),
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
         sys.prefix,
         sys.base_prefix,
     ]
-    return any(place and path.startswith(place) for place in places)
+    below = tuple(os.path.join(os.path.abspath(folder), "") for folder in folders if folder)
+    return path.startswith((*below, os.path.join(tempfile.gettempdir(), "torchinductor_")))
 
 
 _watching: FilesRead | None = None
@@ -102,7 +100,7 @@ _hooked = False
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    """Record the files that Python opens; an audit hook cannot be removed, so it first checks whether a recorder is active."""
+    """Record the files that Python opens; an audit hook cannot be removed, so it first checks whether recording is on."""
     watching = _watching
     if watching is None:
         return

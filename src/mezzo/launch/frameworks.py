@@ -18,8 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from mezzo.launch.guard_request import GuardRequest
-from mezzo.launch.model_changes import ModelChanges
+from mezzo.launch.request_parts import GuardRequest, ModelChanges, SnapshotRequest, TraceRequest
 from mezzo.launch.step_limit import StepLimit
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
@@ -41,8 +40,6 @@ from mezzo.records import (
 if TYPE_CHECKING:
     from mezzo.errors import MezzoError
     from mezzo.launch.patches import Patches
-    from mezzo.launch.snapshot_request import SnapshotRequest
-    from mezzo.launch.trace_request import TraceRequest
     from mezzo.measure.live import Report
 
 Framework = Literal["torch", "keras", "paddle"]
@@ -59,7 +56,7 @@ class Watching(Protocol):
         """Whether the script compiles code, in which single operations are not seen."""
 
     def too_short(self) -> bool:
-        """Return whether the script ended before anything was learned of it."""
+        """Return whether the script ended before anything was observed."""
 
     def record(self, run: RunRecord) -> AnyRecord:
         """Return the observer's record, which includes that of the whole run."""
@@ -78,7 +75,7 @@ class Training(Protocol):
 
     @property
     def has_any_loss(self) -> bool:
-        """Whether a loss was seen, whatever became of it."""
+        """Whether a loss was seen, even if no update followed."""
 
     @property
     def observer(self) -> Watching | None:
@@ -98,11 +95,11 @@ class Training(Protocol):
     """Why a run that was to be resumed was not; known after ``end_snapshots``."""
 
     def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
-        """Save the script's state from now on as asked, or bring a saved one back; None for neither.
+        """Save the script's state from now on as asked, or restore a saved one; None for neither.
 
         Raises:
             ScriptError: scripts of this framework cannot be saved.
-            SnapshotError: the folder cannot be used, or holds nothing to resume.
+            SnapshotError: the folder cannot be used, or has nothing to resume.
         """
 
     def begin_trace(self, asked: TraceRequest | None) -> None:
@@ -130,7 +127,7 @@ class Training(Protocol):
         """Why a guard ended the script; known after ``guardrails``."""
 
     def out_of_memory(self, error: BaseException | None) -> OutOfMemory | None:
-        """Return what held the memory if ``error`` ended the script for want of it; None otherwise."""
+        """Return what held the memory if ``error`` ended the script because there was no more; None otherwise."""
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Change every model at its first call; return a function that returns the elements that a step is given.
@@ -146,10 +143,10 @@ class Training(Protocol):
         """Return the record of every step."""
 
     def memory(self) -> Memory:
-        """Return the bytes of a step."""
+        """Return the memory that a step uses."""
 
     def effective(self) -> Effective:
-        """Return what really ran in which format, and what was left alone."""
+        """Return which operations really ran in which format, and what the policy left alone."""
 
     def bottleneck(self) -> Bottleneck | None:
         """Return what held the script back; None if that is not measured in this framework."""
@@ -164,7 +161,7 @@ class Training(Protocol):
         """Return the machine and the versions."""
 
     def keep_weights(self, patches: Patches) -> None:
-        """Have ``weights`` know the trained model also if the script drops it, until ``patches`` are undone."""
+        """Let ``weights`` return a digest even after the script has dropped its model, until ``patches`` are undone."""
 
     def weights(self) -> str:
         """Return a digest of the weights, for comparison with other processes; empty if none was asked for."""
@@ -195,7 +192,7 @@ def framework_of(target: str, *, kind: Literal["script", "module"]) -> Framework
 def names_imported(target: str, *, kind: Literal["script", "module"]) -> set[str]:
     """Return the packages that a script and its own files import: ``keras`` for TensorFlow's Keras too."""
     found = set()
-    for _, tree in _own_files(_path_of(target, kind)):
+    for _, tree in _own_files(target, kind):
         for name in _imports_of(tree):
             parts = name.split(".")
             found.add("keras" if parts[:2] == ["tensorflow", "keras"] else parts[0])
@@ -203,8 +200,8 @@ def names_imported(target: str, *, kind: Literal["script", "module"]) -> set[str
 
 
 def needs(package: str, target: str, *, kind: Literal["script", "module"]) -> Literal["no", "perhaps", "surely"]:
-    """Return whether a script is sure to import a package, with no way around an ImportError."""
-    trees = [tree for _, tree in _own_files(_path_of(target, kind))]
+    """Return whether a script imports a package, and fails if the package is missing."""
+    trees = [tree for _, tree in _own_files(target, kind)]
     if any(_imports(tree, package, whenever=False) for tree in trees):
         return "surely"
     return "perhaps" if any(_imports(tree, package, whenever=True) for tree in trees) else "no"
@@ -212,7 +209,7 @@ def needs(package: str, target: str, *, kind: Literal["script", "module"]) -> Li
 
 def own_sources(target: str, *, kind: Literal["script", "module"]) -> Iterator[str]:
     """Yield the text of a script and of the files beside it that it imports."""
-    for source, _ in _own_files(_path_of(target, kind)):
+    for source, _ in _own_files(target, kind):
         yield source.decode(errors="replace")
 
 
@@ -234,10 +231,6 @@ def spec_of(module: str) -> ModuleSpec | None:
         sys.path.pop(0)
 
 
-def _path_of(target: str, kind: Literal["script", "module"]) -> Path | None:
-    return _source_of(target) if kind == "module" else Path(target)
-
-
 def _source_of(module: str) -> Path | None:
     spec = spec_of(module)
     if spec is not None and spec.submodule_search_locations:
@@ -245,8 +238,9 @@ def _source_of(module: str) -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
-def _own_files(script: Path | None) -> Iterator[tuple[bytes, ast.AST]]:
-    """Yield the script, and the files beside it that it imports."""
+def _own_files(target: str, kind: Literal["script", "module"]) -> Iterator[tuple[bytes, ast.AST]]:
+    """Yield the script, and the files beside it that it imports, each as source and syntax tree."""
+    script = _source_of(target) if kind == "module" else Path(target)
     waiting, seen = [] if script is None else [script], set[Path]()
     folder = Path() if script is None else script.resolve().parent
     while waiting and len(seen) < MAX_FILES:
@@ -265,7 +259,7 @@ def _own_files(script: Path | None) -> Iterator[tuple[bytes, ast.AST]]:
 
 
 def _imports(node: ast.AST, package: str, *, whenever: bool) -> bool:
-    """Return whether code imports a package; ``whenever``: also in a function, or under a condition."""
+    """Return whether code imports a package; with ``whenever``, also in a function or under a condition."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         beside = isinstance(node, ast.ImportFrom) and node.level > 0
         return not beside and package in (name.partition(".")[0] for name in _imports_of(node))
@@ -284,7 +278,7 @@ def _catches_import_errors(handler: ast.ExceptHandler) -> bool:
 
 
 def _files_of(folder: Path, parts: list[str]) -> list[Path]:
-    """Return where a name may be imported from: a module, a package, or a module that has the last part as a name."""
+    """Return the files that a name may be imported from: a module, a package, or a module that defines the name's last part."""
     place = folder.joinpath(*parts)
     module = [place.parent.with_suffix(".py")] if len(parts) > 1 else []  # never a file beside the folder
     return [place.with_suffix(".py"), place / "__init__.py", *module]
@@ -292,7 +286,7 @@ def _files_of(folder: Path, parts: list[str]) -> list[Path]:
 
 def _imports_of(tree: ast.AST) -> Iterator[str]:
     tensorflow = {"tensorflow"}
-    """The names that TensorFlow goes by in this file."""
+    """TensorFlow's names in this file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,19 +1,21 @@
 """Find the script's name for the model that an optimizer trains, among the variables in scope where the optimizer is made.
 
-That is the smallest model that holds all of its parameters: ``generator`` of ``Adam(generator.parameters())``, or of ``self.generator``.
+It is that of the smallest model that has all of its parameters: ``generator`` for ``Adam(generator.parameters())`` or ``self.generator``.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 _MAX_FRAMES = 4
 _USES_COPY = {"locals", "vars", "exec", "eval"}
-"""A function that calls one of these may use the copy of its variables that a frame makes before Python 3.13."""
+"""A function that calls one of these may use the copy of its variables that a frame makes in Python below 3.13."""
 
 
 def name_at_hand(parameters: set[int], kind: type, *, libraries: tuple[str, ...]) -> str | None:
@@ -24,14 +26,12 @@ def name_at_hand(parameters: set[int], kind: type, *, libraries: tuple[str, ...]
         kind: the class of models.
         libraries: packages whose frames are skipped.
     """
-    frame, num_frames = sys._getframe(1), 0
-    while frame is not None and num_frames < _MAX_FRAMES:
-        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in libraries:
-            num_frames += 1
-            sizes = _sizes_of_models(frame, kind, holding=parameters)
-            if sizes:
-                return min(sizes, key=lambda found: found[0])[1]
-        frame = frame.f_back  # type: ignore[assignment]
+    callers = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    own = (f for f in callers if str(f.f_globals.get("__name__", "")).partition(".")[0] not in libraries)
+    for frame in itertools.islice(own, _MAX_FRAMES):
+        sizes = _sizes_of_models(frame, kind, holding=parameters)
+        if sizes:
+            return min(sizes, key=lambda found: found[0])[1]
     return None
 
 

@@ -1,7 +1,7 @@
-"""The way of a training's latest numbers from the process that runs the script to the command that waits for it.
+"""Pass a training's latest numbers from the process that runs the script to the command that waits for it.
 
-The child writes a small file beside its record, twice a second at most; the command reads it when it draws, and deletes it when the
-run has ended. The file is opened anew for each report: a script may close every descriptor and reuse their numbers. Imports no torch.
+The child writes a small file beside its record, at most twice a second; the command reads it when it draws, and deletes it when the
+run has ended. The file is reopened for each report: a script may close every descriptor and reuse their numbers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Protocol
@@ -28,51 +28,31 @@ class Watcher(Protocol):
         """Follow the run of ``request`` inside; ``passes_output``: the script prints to the terminal meanwhile."""
 
 
-_WATCHER: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-
-
-def watcher() -> Watcher | None:
-    """Return the display that runs are shown on; None for none."""
-    return _WATCHER.get()
+_WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
 
 
 @contextmanager
 def shown_on(display: Watcher) -> Iterator[None]:
-    """Show the runs inside on ``display``, beside what shows them already."""
-    outer = _WATCHER.get()
-    token = _WATCHER.set(display if outer is None else _Both(outer, display))
+    """Show the runs inside on ``display``, as well as on the displays of outer contexts."""
+    token = _WATCHERS.set((*_WATCHERS.get(), display))
     try:
         yield
     finally:
-        _WATCHER.reset(token)
-
-
-class _Both:
-    """Two displays of the same runs."""
-
-    def __init__(self, first: Watcher, second: Watcher) -> None:
-        self._first, self._second = first, second
-
-    @contextmanager
-    def following(self, request: Request, *, passes_output: bool) -> Iterator[None]:
-        """Follow the run on both."""
-        with (
-            self._first.following(request, passes_output=passes_output),
-            self._second.following(request, passes_output=passes_output),
-        ):
-            yield
+        _WATCHERS.reset(token)
 
 
 @contextmanager
 def followed(request: Request, *, passes_output: bool) -> Iterator[Request]:
-    """Yield ``request`` for a run that reports its progress if somebody watches; no file of it is left at the end."""
-    display = watcher()
-    if display is None:
+    """Yield ``request``, made to report its progress if a display shows it; the progress file is deleted at the end."""
+    displays = _WATCHERS.get()
+    if not displays:
         yield request
         return
     request = request.model_copy(update={"reports_progress": True})
     try:
-        with display.following(request, passes_output=passes_output):
+        with ExitStack() as stack:
+            for display in displays:
+                stack.enter_context(display.following(request, passes_output=passes_output))
             yield request
     finally:
         request.progress_file.unlink(missing_ok=True)
@@ -89,11 +69,11 @@ def read_latest(path: Path) -> Latest | None:
 
 
 def reports_to(path: Path, *, first: Path | None = None) -> Report:
-    """Return what writes this process's reports to ``path``; a process that the script forks writes none.
+    """Return a function that writes this process's reports to ``path``; in a process that the script forks it writes nothing.
 
     Args:
         path: the file for the latest report.
-        first: a file to make at the first report, unless it is there.
+        first: a file to create at the first report, unless it exists.
     """
     process, marked = os.getpid(), first is None
 

@@ -1,4 +1,4 @@
-"""A run of a script's code in this process: how it ended, and its record."""
+"""How a script's code ended in this process, and the record of its run."""
 
 from __future__ import annotations
 
@@ -10,21 +10,10 @@ from mezzo.errors import MezzoError
 from mezzo.launch.children_failed import sentence_of
 from mezzo.launch.frameworks import Training
 from mezzo.launch.process.script_signals import EndedBySignal
-from mezzo.launch.ranks.merged import alone
 from mezzo.launch.request import Request, policy_text
 from mezzo.launch.tracebacks import print_error
 from mezzo.measure.advice import advice_for
-from mezzo.records import (
-    AnyRecord,
-    Bottleneck,
-    FileRead,
-    Guardrails,
-    Metric,
-    OutOfMemory,
-    Reason,
-    RunRecord,
-    SnapshotsTaken,
-)
+from mezzo.records import AnyRecord, RankRun, Reason, RunRecord
 
 INTERRUPTED = 130
 
@@ -41,16 +30,20 @@ def record_of(
     ran: tuple[float, float],
     digest: str = "",
     unheeded: Sequence[Reason] = (),
-    files: Sequence[FileRead] = (),
-    metric: Metric | None = None,
-    input_elements: float | None = None,
-    bottleneck: Bottleneck | None = None,
-    snapshots: SnapshotsTaken | None = None,
-    guardrails: Guardrails | None = None,
-    out_of_memory: OutOfMemory | None = None,
-    stopped: bool = False,
+    **measured: Any,
 ) -> AnyRecord:
-    """Return the record of a run that has ended; ``ran``: its Unix time at the start, and its seconds."""
+    """Return the record of a run that has ended.
+
+    Args:
+        request: what was asked for.
+        training: what the script trained.
+        ending: how the script ended.
+        shell: fields of the environment as they were before the script began.
+        ran: the Unix time at which the run began, and its seconds.
+        digest: of the script.
+        unheeded: settings of the script that came too late to take effect.
+        measured: further fields of the record.
+    """
     exit_code, error = ending
     effective, stand_in = training.effective(), [] if request.stand_in is None else [request.stand_in.reason]
     record = RunRecord(
@@ -67,16 +60,8 @@ def record_of(
         steps=training.steps(),
         memory=training.memory(),
         effective=effective.model_copy(update={"left_alone": [*effective.left_alone, *stand_in, *unheeded]}),
-        metric=metric,
         findings=training.findings(),
-        bottleneck=bottleneck,
-        input_elements=input_elements,
-        snapshots=snapshots,
-        guardrails=guardrails,
-        out_of_memory=out_of_memory,
-        ranks=[] if request.rank is None else alone(request.rank, training.weights()),
-        first_steps=training.num_updates if stopped else None,
-        files_read=list(files),
+        ranks=[] if request.rank is None else [RankRun(rank=request.rank, weights=training.weights())],
         earlier_update_s=request.earlier_update_s,
         request_sha256=request.digest,
         placement=request.placement,
@@ -85,6 +70,7 @@ def record_of(
         exit_code=exit_code,
         error=_sentence(error),
         hint=hint_of(error),
+        **measured,
     )
     return record if training.observer is None else training.observer.record(record)
 

@@ -8,18 +8,15 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator
 
 from mezzo.launch.frameworks import Framework
-from mezzo.launch.guard_request import GuardRequest
-from mezzo.launch.model_changes import ModelChanges
-from mezzo.launch.snapshot_request import SnapshotRequest
-from mezzo.launch.trace_request import TraceRequest
+from mezzo.launch.request_parts import GuardRequest, ModelChanges, SnapshotRequest, TraceRequest
 from mezzo.observe.settings import AnySettings, read_policy
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Placement, Reason
 
 _IN = "@"
 WITHOUT_AMP = "--without-amp"
-"""Environment variable that tells the stand-in for Apex that a policy replaces ``apex.amp``."""
-_LONGEST = 100_000
+"""Option of the stand-in for Apex, for a policy that replaces ``apex.amp``."""
+_LONGEST_BYTES = 100_000
 """Linux allows 131072 bytes per word; a script may be given the names of thousands of files."""
 
 
@@ -67,46 +64,46 @@ class Request(BaseModel):
     command: tuple[str, ...]
     """The command line that was typed, for the record."""
     observe: AnySettings | None = None
-    """Settings of the observer, which determine the kind of record. None: train and record the steps."""
+    """Settings of the observer, which determine the kind of record; None only records the steps."""
     compared_since_s: float | None = None
-    """Unix time at which the run's comparison began, to record what it reads of other runs; None if it is part of none."""
+    """Unix time at which the run's comparison began, to record which files of other runs it reads; None outside a comparison."""
     stop_after_steps: int | None = None
-    """Stop the script after so many steps; None lets it end by itself."""
+    """Stop the script after this many steps; None lets it end by itself."""
     stop_after_s: float | None = None
-    """Stop the script at the end of the step in which so many seconds have passed since it began."""
+    """Stop the script at the end of the step in which this many seconds have passed since it began."""
     snapshots: SnapshotRequest | None = None
     guard: GuardRequest | None = None
     """None: nothing watches for alarms."""
     models: ModelChanges | None = None
-    """What to change in the script's models beside their precision; None changes nothing."""
+    """What to change in the script's models besides their precision; None changes nothing."""
     output_to_stderr: bool = False
-    """Whether the script's standard output goes to standard error, because the command's own is JSON."""
+    """Whether the script's standard output goes to standard error, because the command prints JSON."""
 
     rank: int | None = None
-    """Which of a job's processes this is; None for the only one."""
+    """The rank of this process in its job; None for the only process."""
     variables: dict[str, str] = {}
-    """Environment variables for this run, in place of those of the command."""
+    """Environment variables for this run, which override the command's."""
     work_folder: str | None = None
     """The folder to run the script in; None for that of the command."""
     trace: TraceRequest | None = None
     """Whether to trace the state of the training, and where to stop it; None for neither."""
 
     digest: str = ""
-    """Digest of what was asked, for the record; empty if nobody will ask whether the run is finished."""
+    """Digest of what was asked, for the record; empty if no later command looks for a finished run."""
     earlier_update_s: float | None = None
-    """Unix time of the first update of an attempt at this run that was stopped; None if there was none."""
+    """Unix time of the first update of an earlier attempt at this run, which was stopped; None without one."""
     placement: Placement | None = None
-    """Where the run is placed, for the record; None if it has the machine to itself."""
+    """The run's share of the machine, for the record; None if it has the whole machine."""
 
     reports_progress: bool = False
     """Whether the child reports the latest step to ``progress_file``."""
     watches: bool = False
-    """Whether the progress shown says what the script waits for."""
+    """Whether the progress display shows what the script waits for."""
 
     def packed(self) -> str:
         """Return the request as one command-line word: JSON, or the name of a file if that is too long for the system."""
         text = self.model_dump_json()
-        if len(text) <= _LONGEST:
+        if len(text.encode()) <= _LONGEST_BYTES:
             return text
         self.file.write_text(text, encoding="utf-8")
         return f"{_IN}{self.file}"
@@ -119,12 +116,12 @@ class Request(BaseModel):
 
     @property
     def file(self) -> Path:
-        """The file of a request that is too long for a word."""
+        """The file for a request that is too long for a word."""
         return Path(self.record_path).absolute().with_suffix(".request")
 
     @property
     def place_file(self) -> Path:
-        """The file that a child in one of several processes writes its traceback to when it is asked."""
+        """The file that the child of one rank writes its traceback to on request."""
         return Path(self.record_path).absolute().with_suffix(".place")
 
     @property
@@ -134,5 +131,5 @@ class Request(BaseModel):
 
     @property
     def updated_file(self) -> Path:
-        """The file whose time is that of the first update, for a later attempt at the same run."""
+        """The file whose modification time is that of the first update, for a later attempt at the same run."""
         return Path(self.record_path).absolute().with_suffix(".updated")

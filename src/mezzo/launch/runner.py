@@ -24,6 +24,7 @@ from mezzo.launch.process.fork_server import Starter, child_command
 from mezzo.launch.process.group import Guarded, Process
 from mezzo.launch.progress import followed
 from mezzo.launch.ranks.leading import Interrupted, leader
+from mezzo.launch.ranks.merged import error_of
 from mezzo.launch.ranks.places import ASKS
 from mezzo.launch.ranks.told import REASON
 from mezzo.launch.request import Request, policy_text
@@ -34,12 +35,12 @@ from mezzo.records import FILE_CLOCK_TICK_S, AnyRecord, RunRecord, read_record, 
 
 _STANDARD_ERROR = 2  # the file descriptor, so that a script's child processes print there, too
 _PLACE_S = 1.0
-"""Time for a process to say where it is before it is stopped."""
+"""Time for a process to report where its script is before it is stopped."""
 _STOPPED_S = 5.0
-"""Time for a process to end that was stopped because its run is over in another one."""
+"""Time for a process to end once it is stopped because the run is over in another process."""
 _POLL_S = 0.1
 AT_LIMIT = "it was stopped at its limit"
-"""How the error of a run begins that took too long."""
+"""The beginning of the error of a run that took too long."""
 _STARTER: ContextVar[Starter | None] = ContextVar("starter", default=None)
 
 
@@ -90,8 +91,7 @@ def observe_child(request: Request, *, output: Path | None = None, limit_s: floa
         record = run_alone(request, output=output, limit_s=limit_s)
     else:
         record = lead.run(request, output=output, limit_s=limit_s, run_one=run_alone)
-    error: str | None = getattr(getattr(record, "run", record), "error", None)
-    REASON.text = error or REASON.text
+    REASON.text = error_of(record) or REASON.text
     return record
 
 
@@ -102,7 +102,7 @@ def run_alone(
     limit_s: float | None = None,
     interrupted: Interrupted | None = None,
 ) -> AnyRecord:
-    """Run the script of ``request`` in a child of this process alone; ``interrupted`` says, when asked, whether to stop it."""
+    """Run the script of ``request`` in a child of this process alone; stop it once ``interrupted`` returns True."""
     path = Path(request.record_path)
     with stoppable() as stop:
         stop.check()
@@ -124,7 +124,7 @@ def run_alone(
 
 
 def _after_earlier_attempt(request: Request) -> Request:
-    """Return the request of a compared run with the time at which an attempt that was stopped had made its first update."""
+    """Return a compared run's request with the time of the first update of an earlier attempt, if one was stopped."""
     if request.compared_since_s is None:
         return request
     try:
@@ -152,13 +152,18 @@ def _run(
     request.file.unlink(missing_ok=True)
     if stop.stopped:
         return stop.exit_code, f"stopped by {stop.name} before it could write a record"
+    exit_code = 128 - returned if returned < 0 else returned or 1
     if stopped and limit_s is None:
-        return 128 + abs(returned), "it was stopped, because the run was over in another process"
+        return exit_code, "it was stopped, because the run was over in another process"
     if stopped:
-        return 128 - returned, f"{AT_LIMIT} of {limit_s:g} s"
+        return exit_code, f"{AT_LIMIT} of {limit_s:g} s"
     how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"
-    why = f"the process died with {how} before it could write a record"
-    return 128 - returned if returned < 0 else returned or 1, why
+    if not returned:
+        return (
+            exit_code,
+            "the process left by os._exit, or became another program by os.exec, before it could write a record",
+        )
+    return exit_code, f"the process died with {how} before it could write a record"
 
 
 def _started(request: Request, sink: IO[bytes] | None) -> Process:
@@ -189,7 +194,7 @@ def _wait_for_ranks(process: Process, request: Request, interrupted: Interrupted
         except subprocess.TimeoutExpired:
             if interrupted():
                 break
-    if ASKS is not None and request.place_file.exists():  # there from the time on when the child can answer
+    if ASKS is not None and request.place_file.exists():  # the child makes the file as soon as it can answer
         process.pass_on(ASKS)
         end = time.monotonic() + _PLACE_S
         while time.monotonic() < end and request.place_file.exists() and not request.place_file.stat().st_size:

@@ -1,7 +1,7 @@
 """Hold a learning rate schedule when an update is skipped.
 
-A scheduler waits if the only update since its last step was skipped: this holds a schedule that steps every update, and never
-one that steps every epoch. Imports no framework: schedulers of all of them have a ``step``.
+A scheduler waits if the only update since its last step was skipped: that holds a schedule that steps after every update, and never
+one that steps after every epoch. Imports no framework: schedulers of all frameworks have a ``step``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mezzo.launch.patches import Patches
 
 
 class ScriptSchedules:
-    """The schedulers of a script, some of which have to wait."""
+    """The schedulers of a script, held at skipped updates."""
 
     def __init__(
         self, updates_of: Callable[[Any], tuple[int, int]], *, on_step: Callable[[Any], None] = lambda _: None

@@ -1,8 +1,8 @@
-"""Shift every seed that a script sets, so that one script gives several independent runs.
+"""Shift every seed that a script sets, so that one script makes several independent runs.
 
 Seed k adds k to the values that the script passes to ``torch.manual_seed``, ``torch.cuda.manual_seed[_all]``,
 ``torch.Generator.manual_seed``, ``random.seed``, ``numpy.random.seed`` and ``numpy.random.default_rng``. Before the
-script begins, the global generators get seed k, so that a script that sets none is repeatable, too. Seeds that a library turns
+script begins, the global generators get seed k, so that a script that sets none is repeatable as well. Seeds that a library turns
 into generators in other ways are not shifted (``random.Random(3)``, ``numpy.random.RandomState(3)``, scikit-learn's
 ``random_state=3``): data sets and their splits stay the same for all seeds.
 """

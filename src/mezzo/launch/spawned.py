@@ -1,8 +1,8 @@
 """Processes that a script starts itself to train in: each records its own run, and the script's process makes one record of all.
 
 ``torch.multiprocessing.spawn`` (also Lightning's and Accelerate's launchers) and ``multiprocessing.Process`` start a function, whatever the
-start method; Lightning's launcher of subprocesses starts the script anew with a rank in its environment. Workers of data loaders, pools
-and managers are left as they are. Imports no torch: a process that does not train should not wait for it.
+start method; Lightning's subprocess launcher starts the script anew with a rank in its environment. Workers of data loaders, pools
+and managers are left alone. Imports no torch: a process that does not train should not wait for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from mezzo.launch.frameworks import Training, training_in
 from mezzo.launch.patches import Patches
-from mezzo.launch.ranks.blame import End, blamed
+from mezzo.launch.ranks.blame import ProcessEnd, blamed
 from mezzo.launch.ranks.merged import merged, run_of
 from mezzo.launch.ranks.requests import for_rank
 from mezzo.launch.recording import guarded, record_of
@@ -32,7 +32,7 @@ _WORKERS = ("torch.utils.data", "multiprocessing", "concurrent", "joblib", "torc
 _RANKS = ("LOCAL_RANK", "RANK")
 
 _CURRENT: list[Training] = []
-"""The training of this process. Here, because the file that runs the script is also imported under another name than its own."""
+"""The training of this process. It is not in ``child``, which may run as ``__main__``, a second module beside the imported one."""
 
 
 def inherited() -> Training | None:
@@ -43,7 +43,7 @@ def inherited() -> Training | None:
 def run_function(request: Request, action: Callable[[], Any]) -> int:
     """Run a function in a process that a script started itself; return the exit code.
 
-    The process leaves a record if it trained or failed. One that was forked is under the policy already.
+    The process leaves a record if it trained or failed. A forked one is under the policy already.
     """
     shell, started, started_at_s = surroundings(), time.perf_counter(), time.time()
     with ExitStack() as stack:
@@ -130,10 +130,10 @@ class Spawned:
         number = len(self._paths) + 1  # the script's own process writes the files of rank 0
         path = self._path.with_name(f"{self._path.stem}.process{number}.json")
         self._paths.append(path)
-        request = request.model_copy(update={"record_path": str(path), "reports_progress": False, "variables": {}})
         # Only a launcher's processes save together, and act together on an alarm.
         guard = None if request.guard is None else request.guard.model_copy(update={"action": "note"})
-        request = request.model_copy(update={"snapshots": None, "guard": guard})
+        own = {"record_path": str(path), "reports_progress": False, "variables": {}, "snapshots": None, "guard": guard}
+        request = request.model_copy(update=own)
         return for_rank(request, number, folder=self._path.parent, number=number, ranks=1)
 
     def together(self, own: AnyRecord) -> AnyRecord:
@@ -151,15 +151,14 @@ class Spawned:
         records = {rank: record for rank, record in enumerate(found) if record is not None}
         first = min(records)
         records[0] = records.get(0, records[first])
-        ends = [End(rank=rank, error=_error(record)) for rank, record in enumerate(found)]
+        ends = [ProcessEnd(rank=rank, error=_error(record)) for rank, record in enumerate(found)]
         if found[0] is own or _error(own) is None or _never(own):
             return merged(records, ends=ends, blame=blamed(ends), hosts={})
-        return _failed_as(
-            own, merged(records, ends=ends, blame=(0, ""), hosts={})
-        )  # it says which process failed, and why
+        return _failed_as(own, merged(records, ends=ends, blame=(0, ""), hosts={}))
 
 
 def _failed_as(own: AnyRecord, record: AnyRecord) -> AnyRecord:
+    """Return ``record`` with the error of the script's own process, which names the process that failed, and its reason."""
     run, ended = run_of(record), run_of(own)
     assert run is not None
     assert ended is not None
@@ -182,9 +181,9 @@ def _trained(record: AnyRecord) -> bool:
 
 
 def _never(record: AnyRecord) -> bool:
-    """Return whether a process ended without training, which is no fault of one that starts others."""
+    """Return whether a process ended without training, which is no error in one that starts others."""
     run = run_of(record)
-    return run is not None and not len(run.steps) and (run.error or "").partition(":")[2].startswith(" it never ")
+    return run is not None and not len(run.steps) and " ended without a training step: it never " in (run.error or "")
 
 
 def _error(record: AnyRecord | None) -> str | None:

@@ -1,4 +1,4 @@
-"""A run of a script's first steps only, when the whole script would take too long. Imports no torch."""
+"""Run only a script's first steps, if the whole script would take too long. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,23 +6,33 @@ import time
 
 from mezzo.observe.stopping import StopScript
 
+_AFTER_FIRST = 0.1
+"""Share of the time that is left after the first step, however long that took: most of it may be a compiler's, and the steps short."""
+
 
 class StepLimit:
-    """The step, or the time, after which a script is stopped; the step that is open then is finished first."""
+    """The step, or the time, after which a script is stopped; an open step is finished first."""
 
     def __init__(self, *, steps: int | None, seconds: float | None) -> None:
-        self._steps = steps
-        self._end_s = None if seconds is None else time.monotonic() + seconds
+        self._steps, self._seconds = steps, seconds
+        self._began_s = time.monotonic()
+        self._least_end_s: float | None = None
         self.stopped = False
         """Whether it has stopped the script."""
 
     def check(self, num_closed: int) -> None:
-        """Stop the script if ``num_closed`` steps are enough.
+        """Stop the script if it has made enough steps, or used up its time.
 
         Raises:
-            StopScript: they are.
+            StopScript: it has.
         """
         enough = self._steps is not None and num_closed >= self._steps
-        if enough or (self._end_s is not None and time.monotonic() >= self._end_s):
+        if enough or (self._seconds is not None and self._is_over(self._seconds)):
             self.stopped = True
             raise StopScript
+
+    def _is_over(self, seconds: float) -> bool:
+        now = time.monotonic()
+        if self._least_end_s is None:
+            self._least_end_s = now + _AFTER_FIRST * seconds
+        return now >= max(self._began_s + seconds, self._least_end_s)

@@ -72,10 +72,9 @@ def _check_module(target: Target) -> None:
     if name.endswith(".py") or "/" in name or os.sep in name:
         dotted = name.removesuffix(".py").strip("./").replace(os.sep, ".").replace("/", ".")
         as_module = target.instead(dotted, module=True)
-        there = Path(name).is_file()
         raise UsageError(
             f"-m {name} names a file; allowed: a module's name, as for python -m",
-            hint=f"type: {target.instead(name) if there else as_module}",
+            hint=f"type: {target.instead(name) if Path(name).is_file() else as_module}",
         )
     spec = spec_of(name)
     if spec is None:
@@ -97,10 +96,8 @@ def _check_module(target: Target) -> None:
 def _near_modules(name: str) -> list[str]:
     package, _, last = name.rpartition(".")
     if not package:
-        found = [p.stem for p in Path().glob("*.py")] + [
-            p.name for p in Path().iterdir() if (p / "__main__.py").is_file()
-        ]
-        return get_close_matches(last, found, n=1)
+        packages = [p.name for p in Path().iterdir() if (p / "__main__.py").is_file()]
+        return get_close_matches(last, [*(p.stem for p in Path().glob("*.py")), *packages], n=1)
     spec = spec_of(package)
     if spec is None:
         return [f"{near}.{last}" for near in _near_modules(package) if spec_of(f"{near}.{last}") is not None]
@@ -130,7 +127,7 @@ def _check_script(target: Target) -> None:
 
 
 def _refuse_launchers(target: Target) -> None:
-    name, there = Path(target.name).name, Path(target.name).suffix == ".py"
+    name = Path(target.name).name
     if _PYTHON.fullmatch(name):
         rest = list(target.arguments)
         while rest and rest[0].startswith("-") and rest[0] != "-m":
@@ -141,7 +138,7 @@ def _refuse_launchers(target: Target) -> None:
             f"{target.name} is not a script; Mezzo starts Python itself",
             hint=f"type: {target.instead(*(rest[:1] or ['train.py']), module=module, arguments=rest[1:])}",
         )
-    if name in _LAUNCHERS and not there:
+    if name in _LAUNCHERS:
         first = next((n for n, word in enumerate(target.arguments) if word.endswith(".py")), None)
         after = [*target.typed, *(["train.py"] if first is None else target.arguments[first:])]
         raise UsageError(
@@ -151,10 +148,9 @@ def _refuse_launchers(target: Target) -> None:
 
 
 def _refuse_folder(target: Target) -> None:
-    scripts = sorted(path for path in Path(target.name).glob("*.py") if path.name != "__init__.py")
-    scripts.sort(
-        key=lambda path: (path.name != "__main__.py", "train" not in path.name)
-    )  # Python runs the first of these
+    scripts = [path for path in Path(target.name).glob("*.py") if path.name != "__init__.py"]
+    # Python runs a folder's __main__.py.
+    scripts.sort(key=lambda path: (path.name != "__main__.py", "train" not in path.name, path))
     raise UsageError(
         f"{target.name} is a folder; allowed: a Python file",
         hint=f"type: {target.instead(str(scripts[0]))}" if scripts else "pass the path of the script that trains",
@@ -209,18 +205,13 @@ def _check_source(target: Target) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the run itself prints them
             tree = compile(path.read_bytes(), target.name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
-    except SyntaxError:
-        if path.suffix == ".py":
+    except (SyntaxError, ValueError) as error:  # ValueError: zero bytes
+        if isinstance(error, SyntaxError) and path.suffix == ".py":
             raise
-        tree = None
-    except ValueError:  # zero bytes
-        tree = None
+        raise UsageError(f"{target.name} is not Python", hint="pass the path of a Python file") from None
     except OSError as error:
-        raise UsageError(
-            f"cannot read the script {target.name!r}: {error.strerror}", hint="check who may read it"
-        ) from None
-    if tree is None:
-        raise UsageError(f"{target.name} is not Python", hint="pass the path of a Python file")
+        why = f"cannot read the script {target.name!r}: {error.strerror}"
+        raise UsageError(why, hint="check its permissions") from None
     if isinstance(tree, ast.Module) and not tree.body:
         raise UsageError(f"{target.name} is empty", hint="save it first, or pass the script that trains")
 

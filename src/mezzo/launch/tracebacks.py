@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from types import TracebackType
 
-_OURS = str(Path(__file__).resolve().parent.parent)
+_OURS = str(Path(__file__).resolve().parent.parent) + os.sep
 _STARTERS = ("<frozen runpy>", "runpy.py")
 
 

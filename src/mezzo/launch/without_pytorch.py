@@ -1,4 +1,4 @@
-"""The part of a training that only PyTorch scripts have; the trainings of other frameworks inherit its absence."""
+"""What only PyTorch scripts support; the trainings of other frameworks inherit the refusals."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 from mezzo.errors import ScriptError
 
 if TYPE_CHECKING:
-    from mezzo.launch.guard_request import GuardRequest
-    from mezzo.launch.model_changes import ModelChanges
     from mezzo.launch.patches import Patches
-    from mezzo.launch.snapshot_request import SnapshotRequest
+    from mezzo.launch.request_parts import GuardRequest, ModelChanges, SnapshotRequest, TraceRequest
     from mezzo.launch.step_limit import StepLimit
-    from mezzo.launch.trace_request import TraceRequest
     from mezzo.records import Finding
 
 
 class WithoutPyTorch:
-    """The part of ``launch.frameworks.Training`` that only PyTorch scripts have: refused where it is asked for, empty elsewhere."""
+    """The part of ``launch.frameworks.Training`` that only PyTorch scripts support: refused if asked for, empty otherwise."""
 
     framework_shown: ClassVar[str]
     """The framework's name for people."""
@@ -27,7 +24,7 @@ class WithoutPyTorch:
 
     @property
     def has_any_loss(self) -> bool:
-        """Whether a loss was seen, whatever became of it; Keras tells of one only with its update."""
+        """Whether a loss was seen, even without an update; Keras reports a loss only with its update."""
         return False
 
     def _refusal(self, asked: str, hint: str) -> ScriptError:
@@ -39,13 +36,13 @@ class WithoutPyTorch:
         raise self._refusal("a step limit was set for", hint)
 
     def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
-        """Refuse: only the state of PyTorch scripts is found."""
+        """Refuse: only the state of PyTorch scripts can be saved."""
         if asked is not None:
             hint = "leave --snapshot and --resume out, and use the framework's own checkpoints"
             raise self._refusal("snapshots were asked of", hint)
 
     def begin_trace(self, asked: TraceRequest | None) -> None:
-        """Refuse: only the state of PyTorch scripts is found."""
+        """Refuse: only the state of PyTorch scripts can be traced."""
         if asked is not None:
             hint = "stop and resume the script by hand, and compare its losses"
             raise self._refusal("mezzo resume-check was given", hint)
@@ -61,7 +58,7 @@ class WithoutPyTorch:
         """Return None: nothing watches."""
 
     def out_of_memory(self, error: BaseException | None) -> None:
-        """Return None: what holds memory is not counted."""
+        """Return None: memory is counted in PyTorch scripts only."""
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Refuse: only PyTorch models are changed."""
@@ -78,5 +75,5 @@ class WithoutPyTorch:
         """Keep nothing: several processes are compared in PyTorch only."""
 
     def weights(self) -> str:
-        """Return nothing: several processes are compared in PyTorch only."""
+        """Return an empty text: several processes are compared in PyTorch only."""
         return ""

@@ -10,17 +10,19 @@ _ADVICE = {
     "python -m mezzo.compat.apex SCRIPT",
     r"NameError: name 'get_ipython' is not defined": "the script is an exported notebook: delete its lines with get_ipython(), which only "
     "IPython has (magics and shell commands, not training), or put %%mezzo above the cell that trains, in the notebook",
-    _NO_GPU: "the "
-    "script asks for a GPU, and this machine has none: mezzo predict says what it would do on GPUs that are not here; to train here, write "
+    r"NameError: name 'display' is not defined": "display() is IPython's, which adds it to notebooks only: write from IPython.display "
+    "import display, or print",
+    _NO_GPU: "the script asks for a GPU, and this machine has none: mezzo predict says what it would do on GPUs that are not here; to "
+    "train here, write "
     'device = "cuda" if torch.cuda.is_available() else "cpu" and use that',
 }
 
 
 def advice_for(error: str) -> str:
-    """Return what to do about ``error``, as it is recorded; empty if its text says enough."""
+    """Return what to do about ``error``, the text in a record; empty if the text says enough."""
     return next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, error)), "")
 
 
 def asks_for_a_gpu(error: str) -> bool:
-    """Return whether ``error`` is that of a script which needs a GPU, on a machine without one."""
+    """Return whether ``error`` comes from a script that needs a GPU, on a machine without one."""
     return re.search(_NO_GPU, error) is not None

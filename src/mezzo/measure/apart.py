@@ -1,8 +1,8 @@
-"""Separate the losses of one script: those of a GAN, or of an actor and a critic.
+"""Separate the losses of one script, such as those of a GAN, or of an actor and a critic.
 
 A loss belongs to the optimizers that step after its backward pass. If several backward passes precede an update by several
-optimizers, each pass belongs to those of them whose parameters it reaches. Losses are separated only if they alternate:
-models that are trained one after the other, or an optimizer that steps less often than another after the same passes, give one loss.
+optimizers, each pass belongs to those of them whose parameters it reaches. Losses are separated only if they alternate. Models
+trained one after the other have one loss, and so do optimizers that step at different rates after the same passes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LossesApart(Generic[V]):
         self.forget()
 
     def turns(self, values: Sequence[V], step: int, *, made_by: Owners) -> None:
-        """Close the steps from ``step`` on, each before the first of ``values`` that is left is added, as ``close`` and ``add`` do."""
+        """Close the open step, then add the next value, for each of ``values``, as ``close`` and ``add`` do; number steps from ``step``."""
         column = self._columns.get(made_by)
         if self._num_open == 1 and column is not None and None in self._open:
             column.steps.extend(range(step, step + len(values)))

@@ -1,7 +1,7 @@
 """Peaks of the CUDA allocator over all devices that the process uses, without the inspected step.
 
-A compiled step is inspected eagerly, which takes more memory than the compiled code. So the counters are reset when that step
-ends. The peaks up to then count only if no further step follows.
+Where compiled code runs eagerly in the inspected step, that step takes more memory than the others. So the counters are reset when it
+ends; the peaks up to then count only if no further step follows.
 """
 
 from __future__ import annotations

@@ -15,12 +15,7 @@ from dataclasses import dataclass
 from mezzo import devices
 from mezzo.devices import Device
 from mezzo.formats import BF16, E4M3, E5M2, FP8_PAIRS, FP16, FP32, FP64, TF32, Format
-from mezzo.measure.environment import (
-    TRITON_PACKAGES,
-    environment,
-    nvidia_driver,
-    package_version,
-)
+from mezzo.measure.environment import TRITON_PACKAGES, environment, nvidia_driver, package_version
 from mezzo.records import DeviceReport, DoctorRecord, FormatSupport, Reason
 
 _FORMATS = (FP32, TF32, FP16, BF16, E4M3, E5M2)
@@ -132,13 +127,12 @@ def _tf32_reason(facts: Facts, *, what: str, setting: str, value: str | None) ->
 def _missing_gpu_advice(facts: Facts) -> Iterator[Reason]:
     if facts.driver is None:
         return
-    value = (
-        f"check that CUDA_VISIBLE_DEVICES is not empty and that the driver is new enough for CUDA {facts.cuda_build}"
-    )
-    why = "torch sees none; once it does, training runs on that GPU"
     if facts.cuda_build is None:
         value = "install a CUDA build of torch: https://pytorch.org/get-started/locally"
         why = "this torch was built without CUDA; with it, training runs on that GPU"
+    else:
+        value = f"check that CUDA_VISIBLE_DEVICES is not empty and that the driver is new enough for CUDA {facts.cuda_build}"
+        why = "torch sees none; once it does, training runs on that GPU"
     found = f"nvidia-smi finds a GPU (driver {facts.driver}), but {why}"
     yield Reason(what="a GPU that torch cannot use", value=value, reason=found)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mezzo.measure.flops import lowered
 from mezzo.policy import Policy
-from mezzo.records import Effective, Reason
+from mezzo.records import NOT_COUNTED, Effective, Reason
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """What was counted of one step, or of several."""
+    """Counts over one step, or over several."""
 
     by_format: Mapping[str, int]
-    """FLOPs of all products, forward and backward."""
+    """FLOPs of all products."""
     num_lowered: int | None
     """Operations, products or not, that read or wrote numbers below 32 bits; None if they were not counted."""
     outside: int
@@ -24,6 +24,10 @@ class Counted:
     """FLOPs of forward code inside those, where autocast was turned off again."""
     step: int | None
     """The first counted step."""
+    uncounted: Mapping[str, str] = field(default_factory=dict)
+    """Why FLOPs are missing from ``by_format``, by the operation's name."""
+    in_updates: Mapping[str, int] = field(default_factory=dict)
+    """FLOPs of optimizers' own products, which ``by_format`` has as well."""
 
 
 def effective(counted: Counted, policy: Policy | None, *, emulates: bool, left_alone: list[Reason]) -> Effective:
@@ -36,9 +40,11 @@ def effective(counted: Counted, policy: Policy | None, *, emulates: bool, left_a
         left_alone: what could not be switched, as known without the counts.
     """
     left = [*left_alone, *(_not_lowered(counted, policy) if policy is not None and policy.lowers else [])]
+    left += [Reason(what=NOT_COUNTED, value=name, reason=why) for name, why in sorted(counted.uncounted.items())]
     rounds = emulates and (lowered(counted.by_format) or (not counted.by_format and counted.num_lowered != 0))
     return Effective(
         flops_by_format=dict(counted.by_format),
+        update_flops_by_format=dict(counted.in_updates),
         emulated=rounds or (policy is not None and policy.world > 1),
         num_lowered=counted.num_lowered,
         counted_on_step=counted.step,
@@ -50,7 +56,7 @@ def _not_lowered(counted: Counted, policy: Policy) -> list[Reason]:
     """Return what ran in FP32 because the policy was not in effect there, or had nothing to lower."""
     total, num_lowered = sum(counted.by_format.values()), counted.num_lowered
     found = []
-    if not total and num_lowered == 0:
+    if not total and num_lowered == 0 and not counted.uncounted:
         why = f"no matrix product, convolution or other operation ran that {policy.name} lowers, so it costs and gains nothing"
         found.append(Reason(what="nothing to lower", value="no products", reason=why))
     if counted.outside:

@@ -45,6 +45,11 @@ def environment(device_kind: str) -> Environment:
     return environment_without_torch().model_copy(update=known)
 
 
+def usable_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def environment_without_torch() -> Environment:
     """Return the environment without importing torch: for a run whose process died."""
     return Environment(

@@ -1,6 +1,6 @@
-"""What another machine can compute: ``python -m mezzo.measure.facts_there FILE`` writes there what ``read_facts`` reads here.
+"""What another machine can compute: there, ``python -m mezzo.measure.facts_there FILE`` writes a file; here, ``read_facts`` reads it.
 
-Imports no torch by itself; as a program it does.
+Importing this module imports no torch; running it does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def read_facts(path: Path) -> Facts:
     """Return the facts in a file.
 
     Raises:
-        RecordError: there is no such file, or it has something else.
+        RecordError: the file is missing, or contains something else.
     """
     try:
         return TypeAdapter(Facts).validate_json(path.read_bytes())

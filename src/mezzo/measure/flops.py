@@ -66,6 +66,8 @@ class FlopCounter(TorchDispatchMode):
         """FLOPs of forward code outside every region, in FP32 or wider."""
         self.switched_off = 0
         """FLOPs of forward code inside a region in which autocast had been turned off again."""
+        self.in_updates: Counter[str] = Counter()
+        """FLOPs of optimizers' own products (Muon's), by format; ``by_format`` has them as well."""
         self.num_lowered = 0
         """Operations, products or not, that read or wrote numbers below 32 bits."""
         self._in_region, self._in_step, self._formats = in_region, in_step, OperandFormats(inside=inside)
@@ -73,18 +75,29 @@ class FlopCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and count it."""
         result = func(*args, **(kwargs or {}))
+        self.count(func, args, result)
+        return result
+
+    def count(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        """Count one operation with these arguments and result, which may be fake tensors."""
         self.num_lowered += any(map(is_narrow, tree_leaves((args, result))))
         count = COUNTS.get(func.overloadpacket)
         if count is not None and not self._formats.computed_again():
             flops = count(result, *args) * reals(args)
             form = self._formats.of(args, op=func.overloadpacket.__name__)
             self.by_format[form] += flops
-            if form in _WIDE and torch._C._current_autograd_node() is None and not self._in_step():
+            if self._in_step():
+                self.in_updates[form] += flops
+            elif form in _WIDE and torch._C._current_autograd_node() is None:
                 if not self._in_region():
                     self.outside_region += flops
                 elif is_off_inside():
                     self.switched_off += flops
-        return result
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Allow torch.compile under this mode."""
+        return True
 
 
 class OperandFormats:

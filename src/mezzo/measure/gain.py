@@ -25,7 +25,7 @@ LAUNCH_BOUND_MS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class StepWork:
     """The counted work of one step."""
 
     flops_by_format: Mapping[str, int]
@@ -41,43 +41,39 @@ class Bound:
     """How many times as fast as the baseline, at most."""
     share: float
     """Share of the FLOPs that run at a higher peak rate than FP32's."""
-    baseline_ms: float
-    """The baseline's step at peak rates."""
     policy_ms: float
+    """The policy's step at peak rates."""
     limit: str
     """What limits the policy's step at peak rates: ``compute`` or ``memory``."""
     rates: dict[str, float]
     """Peak FLOP/s by format, of the formats that were counted."""
 
 
-def bound(baseline: Work, policy: Work, gpu: Gpu) -> Bound | None:
+def bound(baseline: StepWork, policy: StepWork, gpu: Gpu) -> Bound | None:
     """Return the most that ``policy`` can gain over ``baseline`` on ``gpu``.
 
     Returns:
         None where nothing was counted, or ``gpu`` has no rate for a format that was.
     """
-    computes = [_compute_s(work, gpu) for work in (baseline, policy)]
-    theirs, ours = computes
+    theirs, ours = _compute_s(baseline, gpu), _compute_s(policy, gpu)
     if theirs is None or ours is None:
         return None
     known = bool(baseline.bytes and policy.bytes)
     moved = [_WRITTEN_AND_READ * (work.bytes or 0) if known else 0 for work in (baseline, policy)]
     memories = [bytes_moved / gpu.bandwidth_bytes_per_s for bytes_moved in moved]
-    steps = [max(compute, memory) for compute, memory in zip((theirs, ours), memories, strict=True)]
-    total = sum(policy.flops_by_format.values())
+    steps = max(theirs, memories[0]), max(ours, memories[1])
     rates = {name: gpu.flops_per_s(name) or 0.0 for name in (*baseline.flops_by_format, *policy.flops_by_format)}
     faster = sum(n for name, n in policy.flops_by_format.items() if rates[name] > gpu.fp32_flops_per_s)
     return Bound(
         times=max(steps[0] / steps[1], memories[0] / memories[1] if known else 0.0),
-        share=faster / total,
-        baseline_ms=steps[0] * 1e3,
+        share=faster / sum(policy.flops_by_format.values()),
         policy_ms=steps[1] * 1e3,
         limit="memory" if known and memories[1] > ours else "compute",
         rates=rates,
     )
 
 
-def _compute_s(work: Work, gpu: Gpu) -> float | None:
+def _compute_s(work: StepWork, gpu: Gpu) -> float | None:
     rates = {name: gpu.flops_per_s(name) for name in work.flops_by_format}
     if not any(work.flops_by_format.values()) or not all(rates.values()):
         return None

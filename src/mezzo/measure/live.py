@@ -1,4 +1,4 @@
-"""The latest numbers of a running training, for those who wait for it. Imports no framework."""
+"""The latest numbers of a running training, for people who are waiting for it. Imports no framework."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Latest(NamedTuple):
-    """What the host knows of a running training."""
+    """What the host knows about a running training."""
 
     step: int
     """Number of closed steps."""

@@ -1,4 +1,4 @@
-"""Settings that save memory, by what held it when a script ran out: each with the bytes that it saves, the most first."""
+"""Settings that save memory, from what filled it when a script ran out; each with the bytes it saves, the most first."""
 
 from __future__ import annotations
 
@@ -6,13 +6,8 @@ from collections.abc import Mapping
 
 from mezzo.records import Reason
 
-PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, OTHER = (
-    "parameters",
-    "gradients",
-    "optimizer state",
-    "saved activations",
-    "other",
-)
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
+ACTIVATIONS, OTHER = "saved activations", "other"
 _EIGHT_BIT = 0.75
 """Share of FP32 moments that 8-bit moments save: 1 byte in place of 4, and a scale for each block."""
 
@@ -20,13 +15,13 @@ _EIGHT_BIT = 0.75
 def memory_settings(
     held_bytes: Mapping[str, int], *, lowers: bool, step_activations: int | None, peak_bytes: int | None = None
 ) -> list[Reason]:
-    """Return what to write, the setting that saves most first.
+    """Return the settings to write, the one that saves most first.
 
     Args:
-        held_bytes: what held the memory, by kind.
+        held_bytes: bytes in memory when it ran out, by kind.
         lowers: whether the policy computes below 32 bits already.
-        step_activations: what a whole step kept for its backward pass, in bytes; None if no step was counted.
-        peak_bytes: what could be held at most; None where it is not known.
+        step_activations: bytes that a whole step saved for its backward pass; None if no step was counted.
+        peak_bytes: the most bytes that could be allocated; None if unknown.
     """
     activations = max(step_activations or 0, held_bytes.get(ACTIVATIONS, 0))
     state = held_bytes.get(OPTIMIZER, 0)
@@ -44,7 +39,10 @@ def memory_settings(
     if state:
         why = "moments of 1 byte a weight in place of 4"
         found.append((int(_EIGHT_BIT * state), 'mezzo.AdamW(..., moments="8bit")', why))
-    settings = [_reason(*one) for one in sorted(found, key=lambda one: -one[0])]
+    settings = [
+        Reason(what="write", value=setting, reason=f"saves {_size(saved_bytes)}: {why}")
+        for saved_bytes, setting, why in sorted(found, key=lambda one: -one[0])
+    ]
     held = sum(size for kind, size in held_bytes.items() if kind in (PARAMETERS, GRADIENTS, OPTIMIZER))
     if peak_bytes is not None and step_activations and held < peak_bytes:
         share = (peak_bytes - held) / step_activations
@@ -53,10 +51,6 @@ def memory_settings(
             value = f"{share:.0%} of the batch fits"
             settings.insert(0, Reason(what="largest batch, estimated", value=value, reason=why))
     return settings
-
-
-def _reason(saved_bytes: int, setting: str, why: str) -> Reason:
-    return Reason(what="write", value=setting, reason=f"saves {_size(saved_bytes)}: {why}")
 
 
 def _size(num_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Keep the numbers of a run on the device that computed them, until all are read at once.
+"""Keep the numbers of a run on the device that computed them until all are read at once.
 
 One tensor per number would take 512 bytes of GPU memory each; one read per number would make each step wait for the device.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from mezzo.formats import FP32
 
 CHUNK = 512
-"""Numbers of a buffer's part."""
+"""How many numbers fit into one chunk of a buffer."""
 
 
 class Kept(NamedTuple):
@@ -37,11 +37,11 @@ class Numbers:
         self._cells: list[Any] = []
         """The memory of each chunk, as ``cells``."""
         self.cells: Any = None
-        """The open chunk as an array of C if it is in the host's memory: writing a float there takes a tenth of a tensor's copy."""
+        """The open chunk as a C array if it is in host memory: writing a float there takes a tenth of the time of ``Tensor.copy_``."""
         self.views: Sequence[Tensor] = ()
-        """The elements of the open chunk, of a device alone: making a view takes as long as the copy into it."""
+        """The elements of the open chunk, on devices only: making a view takes as long as copying into it."""
         self._sent: tuple[int, list[Tensor], torch.cuda.Event] | None = None
-        """How many numbers are under way to the host, where they arrive, and what tells that they have."""
+        """How many numbers are being copied to the host, their buffers there, and the event that marks the end of the copy."""
         self._arrived: list[float] = []
 
     def __len__(self) -> int:
@@ -65,9 +65,9 @@ class Numbers:
         return self._chunks[number // CHUNK][number % CHUNK]
 
     def on_host(self, number: int) -> float | None:
-        """Return a kept number of a CPU; of a device one that ``send`` has brought, else None: it would have to be waited for.
+        """Return a kept number, or None if it is on a device and ``send`` has not copied it yet.
 
-        Reads the memory itself: a call of torch would show up in what a script's or an observer's dispatch mode records.
+        Reads the memory directly: a call of torch would show up in the dispatch mode of a script or an observer.
         """
         if number < len(self._arrived):
             return self._arrived[number]
@@ -102,7 +102,7 @@ class Numbers:
         return found[: len(self)]
 
     def grow(self) -> None:
-        """Add a chunk, whose place for the next number is its first."""
+        """Add an empty chunk, which becomes the open one."""
         with torch.inference_mode(mode=False), torch.no_grad():
             chunk = torch.empty(CHUNK, dtype=FP32.dtype, device=self.device)
             in_host_memory = self.device.type == "cpu" and type(chunk) is Tensor and chunk.data_ptr()

@@ -23,8 +23,6 @@ from mezzo.records import Loss, Steps
 
 Losses = tuple[Kept, ...]
 """Losses whose sum is the step's loss."""
-
-
 NORMS_APART = 32
 """Steps between gradient norms, where only some are measured."""
 
@@ -65,7 +63,7 @@ class StepRecorder:
         return self.num_closed
 
     def anew(self) -> StepRecorder:
-        """Return a recorder without steps that goes on in this one's place."""
+        """Return an empty recorder to replace this one, with its reports and device."""
         other = StepRecorder()
         other.reports = self.reports
         if self.clock.device is not None:
@@ -93,13 +91,13 @@ class StepRecorder:
         return bool(self._loss or self._open_loss)
 
     def forget(self) -> None:
-        """Discard the open step's losses: they are evaluated again."""
+        """Discard the open step's losses, because they will be evaluated again."""
         self.settle()
         self._open_loss = ()
         self.apart.forget()
 
     def weigh(self, factor: float) -> None:
-        """Multiply the open step's losses, which were divided for more micro-batches than the step turned out to have."""
+        """Multiply the open step's losses, which were divided by more micro-batches than the step turned out to have."""
         self.settle()
         self._open_weight *= factor
 
@@ -128,23 +126,25 @@ class StepRecorder:
         """
         self.settle()
         ended = self.clock.take()
-        self._put(
-            ended,
-            skipped=self._keep(skipped) if isinstance(skipped, Tensor) else skipped,
-            scale=self._keep(scale) if isinstance(scale, Tensor) else scale,
-        )
+        self._loss.append(self._open_loss)
+        self._weight.append(self._open_weight)
+        self._norm.append(self._open_norms)
+        self._skipped.append(self._keep(skipped) if isinstance(skipped, Tensor) else skipped)
+        self._scale.append(self._keep(scale) if isinstance(scale, Tensor) else scale)
+        self.clock.add(ended)
+        self._open_loss, self._open_norms, self._open_weight = (), (), 1.0
         self.num_closed += 1
         self.apart.close(self.num_closed, made_by=made_by)
         if ended[0] >= self.reports.due_s:
             self._send(ended[0])
 
     def begin_turns(self, made_by: Owners, *, scale: float | None = None, also: int = 0) -> None:
-        """Let ``turn`` record the following steps where the last loss was recorded.
+        """Let ``turn`` record the following steps in the buffer of the last loss.
 
         Args:
             made_by: the optimizers that make their updates.
             scale: the loss scale after each; None if there is none, or only the device knows it.
-            also: how many tensors ``turn`` is given beside each loss: 1 for the loss scale, 2 for a flag and the loss scale.
+            also: how many tensors ``turn`` gets beside each loss: 1 for the loss scale, 2 for a flag and the loss scale.
         """
         self.settle()
         self._made_by, self._turns_scale, self._turns_also = made_by, scale, also
@@ -155,9 +155,9 @@ class StepRecorder:
 
         ``also`` are numbers of the step that is closed, as ``begin_turns`` was told: a flag above 0 if it was skipped, and its scale.
 
-        Return False, with nothing done, for what is no scalar on the device of the losses before. Most steps of a run end and
-        begin like this. By then a model's arithmetic has emptied the caches, so that each object that is touched costs some 0.1 us
-        and each nested call some 2 us: only the time and the loss are taken, and ``settle`` sorts them into the columns.
+        Return False, and do nothing, unless ``loss`` is a scalar on the device of the losses before. Most steps of a run end and
+        begin like this. By then a model's arithmetic has evicted our objects from the CPU's caches, so each object touched costs
+        about 0.1 us and each nested call about 2 us: only the time and the loss are stored, and ``settle`` sorts them into the columns.
         """
         numbers = self._turns_on
         if numbers is None or type(loss) is not Tensor or loss.dim():
@@ -219,16 +219,6 @@ class StepRecorder:
         self.clock.add(*[ended for ended, _ in turned])
         self._open_loss, self._open_norms, self._open_weight = kept[-1], (), 1.0
 
-    def _put(self, ended: Mark, *, skipped: Kept | bool, scale: Kept | float | None) -> None:
-        """Put the open step, which ended at ``ended``, into the columns."""
-        self._loss.append(self._open_loss)
-        self._weight.append(self._open_weight)
-        self._norm.append(self._open_norms)
-        self._skipped.append(skipped)
-        self._scale.append(scale)
-        self.clock.add(ended)
-        self._open_loss, self._open_norms, self._open_weight = (), (), 1.0
-
     def _send(self, ended_s: float) -> None:
         losses = [kept.where.on_host(kept.number) for kept in self._loss[-1]]
         known = [loss for loss in losses if loss is not None]
@@ -255,12 +245,12 @@ class StepRecorder:
         return bool(last.where.row(last.number)) if isinstance(last, Kept) else last
 
     def send_numbers(self) -> None:
-        """Send what is kept on devices to the host, without waiting: ``seen_from`` yields it once it has arrived."""
+        """Copy the numbers on devices to the host without waiting; ``seen_from`` returns them once they have arrived."""
         for numbers in self._numbers.values():
             numbers.send()
 
     def seen_from(self, first: int) -> list[Seen]:
-        """Return the closed steps from number ``first`` on, counted from 0, until one whose numbers the host does not know yet."""
+        """Return the closed steps from number ``first`` (from 0) up to the first whose numbers have not reached the host yet."""
         self.settle()
         seen: list[Seen] = []
         new = tuple.__new__  # not Seen(...), a call of Python

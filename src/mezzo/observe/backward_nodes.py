@@ -6,7 +6,7 @@ node of the forward pass. Such a node gets an identity of its own, below 0, whic
 
 A dispatch mode runs before autograd attaches the node to the result. So the tracer keeps a weak reference to the result, and reads its node
 when the next operation runs in this thread or when the script makes a node. A node that no result leads to (the view that is rebuilt after
-a write into its base) takes the identity of the node that ran before it, if both run in a backward pass inside another.
+a write into its base) takes the identity of the node that ran before it, if both run in a nested backward pass.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from mezzo.observe.trace import LAST_NUMBER, Entry, Node
+from mezzo.observe.trace import LAST_NUMBER, GraphNode, RunningCall
 
 Results: TypeAlias = list[tuple[TensorWeakRef, int, int, bool]]
 """Results of operations, each with the number and the identity of its node, and whether a later number also matches."""
 
 _KEY = "mezzo: made inside a backward pass"
-_IDENTITIES = itertools.count(2)  # -1 is the number of no node
+_IDENTITIES = itertools.count(2)  # -1 means no node
 
 
 class ThreadNodes(threading.local):
-    """What a tracer knows about one thread."""
+    """A tracer's state in one thread."""
 
     def __init__(self) -> None:
-        self.entry: Entry | None = None
+        self.entry: RunningCall | None = None
         """The innermost running call of a module."""
         self.again = 0
         """Number of running module calls that were made inside a backward pass."""
@@ -44,7 +44,7 @@ class ThreadNodes(threading.local):
         """Whether that node already carries its identity, or needs none."""
         self.running: Any = None
         """The graph node that was running at the last operation."""
-        self.node = Node(0, 0)
+        self.node = GraphNode(0, 0)
         """Its number, backward pass and parameter."""
         self.outer: int | None = None
         """Number of the backward pass that contains the running one."""
@@ -78,7 +78,7 @@ class BackwardNodes:
         """Keep the results of an operation until one of them has the node last made in this thread."""
         self._threads[id(local.results)] = local.results
         for result in results:
-            # A write into a view gives the new node to its base.
+            # A write into a view attaches the new node to its base.
             base = result._base if args and result is args[0] else None
             known = TensorWeakRef(result if base is None else base)
             local.results.append((known, local.number - 1, local.made, base is not None))
@@ -93,7 +93,7 @@ class BackwardNodes:
         number: int = node.metadata.get(_KEY, node._sequence_nr()) if self._threads else node._sequence_nr()
         return number
 
-    def describe(self, local: ThreadNodes, running: Any, task: int) -> Node:
+    def describe(self, local: ThreadNodes, running: Any, task: int) -> GraphNode:
         """Return the description of a node that begins to run in backward pass number ``task``."""
         local.results.clear()  # they belong to the node that ran before
         local.found = True
@@ -104,12 +104,12 @@ class BackwardNodes:
             local.outer = None if local.outer == task else before.task
         number = running._sequence_nr()
         if number == LAST_NUMBER:
-            local.node = Node(number, task, id(getattr(running, "variable", None)))
+            local.node = GraphNode(number, task, id(getattr(running, "variable", None)))
             return local.node
         identity = running.metadata.get(_KEY) if self._threads else None
         if identity is None and before.number < 0 and before.task == task and local.outer is not None:
             identity = before.number
-        local.node = Node(number if identity is None else identity, task)
+        local.node = GraphNode(number if identity is None else identity, task)
         return local.node
 
 

@@ -1,4 +1,4 @@
-"""Derive what a policy lowered from the operations of inspected steps: their formats, and what it did not reach."""
+"""Sum the formats in which the operations of inspected steps ran: what a policy lowered, and what it did not reach."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from mezzo.formats import FP32
 from mezzo.measure.effective import Counted, effective
 from mezzo.measure.flops import lowered
-from mezzo.observe.trace import NOWHERE, Noted
+from mezzo.observe.trace import Noted
 from mezzo.policy import Policy
 from mezzo.records import Effective
 
@@ -40,7 +40,7 @@ class Lowering:
         self._by_format[product.format] += product.flops
         if noted.node is not None or noted.stepping or lowered({product.format: 1}):
             return
-        calls = [] if noted.entry is NOWHERE else noted.entry.calls
+        calls = noted.entry.calls
         if not product.nesting:  # neither in a region nor in the script's own autocast
             self._outside += product.flops
         elif calls and product.nesting > calls[-1].nesting:

@@ -3,7 +3,7 @@
 from mezzo.formats import FP32, FP64, TF32
 
 MOST_LISTED = 12
-"""Most modules or lines that a finding lists."""
+"""Most modules or lines in a finding."""
 HEADROOM = 2
 """Doublings between a suggested loss scale and the largest one that fits: gradients vary by about that much between batches."""
 ROUNDOFFS = 40
@@ -11,18 +11,18 @@ ROUNDOFFS = 40
 LOST_BELOW = 0.1
 """Relative error from which a gradient is wrong because values became too small."""
 SHARE_BELOW = 0.25
-"""Share of all gradient elements that must be wrong: a key's bias or a word that never occurs has a gradient of next to nothing."""
+"""Share of all gradient elements that must be wrong: an attention key's bias, or a rare word, has almost no gradient anyway."""
 FADED = 2.0**-10
-"""Share of the largest gradient so far below which a gradient is what is left of a training that is over."""
+"""Share of the largest gradient norm so far below which the training has converged, so that small gradients do not matter."""
 WEIGHTY = 0.1
-"""Share of a result's norm from which what vanished in it is to blame: what vanished elsewhere is rounding."""
+"""Least share of a result's norm that must vanish for the operation to be to blame: less is rounding."""
 HARMLESS_LISTED = 3
-"""Harmless values that a diagnosis names."""
+"""Most harmless values in a diagnosis."""
 TENSOR_CORE_MULTIPLE = 8
-"""Elements of 16 bits that a Tensor Core's kernels load at once: 16 bytes."""
+"""16-bit elements that a Tensor Core kernel loads at once: 16 bytes."""
 IMAGE_CHANNELS = 4
-"""Most channels of a convolution that are an image's: cuDNN has kernels for so few, and pads them itself."""
+"""Most input channels of a convolution that count as an image's: cuDNN has kernels for so few, and pads them itself."""
 WIDE = (FP32.name, TF32.name, FP64.name)
-"""Formats in which a product does not run in mixed precision."""
+"""Formats of products outside mixed precision."""
 FITTING = 0.9
-"""Share of modules whose gradients the loss scale of single runs fits, so that an outlier still shows as one."""
+"""Share of modules whose gradients fit at the loss scale for modules on their own, so that an outlier still overflows."""

@@ -1,4 +1,4 @@
-"""Name the modules of a script as its author would: by their path in the model."""
+"""Name the modules of a script by their path in the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ModuleTree:
         return module_names(root)
 
     def parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters that ``module`` itself holds, with their names."""
+        """Yield the parameters of ``module`` itself, without those of modules inside it, with their names."""
         yield from module.named_parameters(recurse=False)
 
     def keep_fp32(self, module: nn.Module, device_type: str) -> None:
@@ -39,9 +39,9 @@ class ModuleTree:
 
 
 class Names:
-    """The path of every module, and of every parameter's module.
+    """The paths of modules and parameters.
 
-        Roots are the modules called from outside any module. With one root that has children, paths begin below it, as ``fp32_modules``
+    Roots are the modules called from outside any module. With one root that has children, paths begin below it, as ``fp32_modules``
     patterns do; with several, they begin with the root's class.
     """
 
@@ -51,10 +51,9 @@ class Names:
         self._parameters: dict[int, str] = {}
         self._patterns: dict[int, str] = {}
         self._weights: dict[int, str] = {}
-        known = list(dict.fromkeys(roots))
-        self.roots = known
-        inner = {id(child) for root in known for _, child in self._tree.modules(root) if child is not root}
-        tops = [root for root in known if id(root) not in inner]
+        self.roots = list(dict.fromkeys(roots))
+        inner = {id(child) for root in self.roots for _, child in self._tree.modules(root) if child is not root}
+        tops = [root for root in self.roots if id(root) not in inner]
         models = [root for root in tops if any(child is not root for _, child in self._tree.modules(root))]
         for root in tops:
             title = self._title(root)
@@ -67,11 +66,11 @@ class Names:
         return self._modules.get(id(module)) or type(module).__name__
 
     def pattern(self, module: nn.Module | None) -> str:
-        """Return the name that ``fp32_modules`` uses for ``module``; empty for the model itself and for code outside any module."""
+        """Return the name of ``module`` in ``fp32_modules``; empty for the model itself and for code outside any module."""
         return "" if module is None else self._patterns.get(id(module), "")
 
     def of_parameter(self, identity: int) -> str:
-        """Return the path of the module that holds the parameter with this identity."""
+        """Return the path of the module with the parameter of this identity."""
         return self._parameters.get(identity, SCRIPT)
 
     def parameter(self, parameter: Tensor) -> str:

@@ -1,11 +1,11 @@
-"""Observe chosen steps of a training run: when observation begins, what belongs to the step, when it ends.
+"""Observe chosen steps of a training run: when observation begins, which operations belong to the step, when it ends.
 
 A step ends with an optimizer's update, but that is known only when the next backward pass begins: a second optimizer may step
-before it, and what runs in between is the next step's forward pass or an evaluation. So an observer records from the last
-backward pass of the step before and discards that record if the earlier step turns out to continue. It sets a mark whenever the
-operations so far certainly belong to its own step, and at the end keeps what precedes the last mark.
+before it, and the operations in between are the next step's forward pass or an evaluation. So an observer records from the last
+backward pass of the step before, and discards that record if the earlier step turns out to continue. It sets a mark whenever the
+operations so far certainly belong to its own step, and at the end keeps everything before the last mark.
 
-Compiled code runs eagerly in observed steps: what happens inside compiled kernels belongs to no module.
+Compiled code runs eagerly in observed steps: operations inside compiled kernels belong to no module.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ObservedRun(Protocol):
     script_scaler: Any
     """The script's own GradScaler, if the run leaves it alone."""
     session_policy: str
-    """The policy of the script's own ``mezzo.Session``, if the run leaves it alone; empty where there is none."""
+    """The policy of the script's own ``mezzo.Session``, if the run leaves it alone; empty without one."""
     skips: bool
     """Whether the current update is skipped: its gradients are set aside while the optimizer steps."""
     updates: list[Update]
@@ -65,31 +65,25 @@ class ObservedRun(Protocol):
     @property
     def roots(self) -> MutableMapping[nn.Module, None]:
         """The modules called from outside any module, in order of their first call."""
-        ...
 
     @property
     def optimizers(self) -> Iterable[torch.optim.Optimizer]:
         """The optimizers that the script made."""
-        ...
 
     @property
     def gradient_scale(self) -> float:
-        """The loss scale that is still in the parameters' gradients after a backward pass; waits for the device."""
-        ...
+        """The loss scale by which the parameters' gradients are still multiplied after a backward pass; waits for the device."""
 
     def one_module(self, policy: Policy) -> OneModule:
         """Return how a single module runs under ``policy``."""
-        ...
 
     @property
     def main_casting(self) -> Casting | None:
         """The casting on the device that the script trains on; None if nothing is cast."""
-        ...
 
     @property
     def emulates(self) -> bool:
         """Whether the policy's formats are emulated on that device."""
-        ...
 
 
 class Observer(ABC):
@@ -108,7 +102,8 @@ class Observer(ABC):
         self._waiting = sorted(set(steps))
         self._observing: int | None = None
         self._num_closed = 0
-        self._eager = False
+        self._eager: Any = None
+        """The stance in which compiled code runs eagerly, over the script's own; None while it runs compiled."""
         self._first_call: RemovableHandle | None = None
         self._thread = 0
         """The thread in which observation began at the first call of a module."""
@@ -120,7 +115,7 @@ class Observer(ABC):
         """Begin to observe, for now as step number ``step``."""
 
     def move(self, step: int) -> None:
-        """Discard what was recorded, which was another thread's, and begin in this one."""
+        """Discard the record of another thread, and begin in this one."""
         self.begin(step)
 
     @abstractmethod
@@ -133,17 +128,17 @@ class Observer(ABC):
 
     @abstractmethod
     def turn(self, step: int) -> None:
-        """Keep what precedes the last mark; what follows it begins step number ``step``."""
+        """Keep everything before the last mark; the rest belongs to step number ``step``."""
 
     @abstractmethod
     def end(self) -> None:
-        """Stop observing and keep what precedes the last mark."""
+        """Stop observing and keep everything before the last mark."""
 
     def profile_begins(self, profile: object) -> None:  # noqa: B027 - most observers do nothing here
-        """Note that the script is about to begin a profile of torch's profiler."""
+        """Record that the script is about to begin a profile of torch's profiler."""
 
     def profile_ended(self, profile: object) -> None:  # noqa: B027 - most observers do nothing here
-        """Note that a profile has ended."""
+        """Record that a profile has ended."""
 
     @abstractmethod
     def record(self, run: RunRecord) -> AnyRecord:
@@ -160,7 +155,7 @@ class Observer(ABC):
         self._begin_at_first_call()
 
     def autocast_entered(self, *, off: bool, in_module: bool) -> Any:  # noqa: B027 - most observers have nothing to do here
-        """Record that the script enters an autocast region; what it returns is given to ``autocast_left``.
+        """Record that the script enters an autocast region; the result is passed to ``autocast_left``.
 
         Args:
             off: whether the script itself turns autocast off there.
@@ -185,7 +180,7 @@ class Observer(ABC):
         """Record that the script's own GradScaler is about to scale a loss."""
 
     def optimizer_made(self) -> None:  # noqa: B027 - most observers have nothing to do here
-        """Record that the script makes its first optimizer: what its models computed so far belongs to a step only if its gradients do."""
+        """Record that the script makes its first optimizer: earlier forward passes belong to a step only if their gradients do."""
 
     def began_anew(self) -> None:  # noqa: B027 - an observer that takes over has seen nothing
         """Record that no step so far was one of the training."""
@@ -199,7 +194,7 @@ class Observer(ABC):
         self._advance()
 
     def update_ended(self) -> None:  # noqa: B027 - most observers do nothing here
-        """Record that what follows no longer belongs to the optimizer's own operations."""
+        """Record that the operations of an optimizer's update are over."""
 
     def step_closed(self, num_steps: int) -> None:
         """Record that a step is over; end the script after the last observed one."""
@@ -208,11 +203,11 @@ class Observer(ABC):
 
     @property
     def compiles(self) -> bool:
-        """Whether the script compiles code, in which single operations are not seen."""
+        """Whether the script compiles code, which hides single operations."""
         return self.run.compiles
 
     def too_short(self) -> bool:
-        """Return whether the script ended before anything was learned of it."""
+        """Return whether the script ended before its first observed step did."""
         return not self.watched
 
     def close(self) -> None:
@@ -231,7 +226,7 @@ class Observer(ABC):
         elif self._observing == open_step + 1:
             self.restart()
         elif self._observing is None:
-            if self._waiting[:1] <= [open_step]:  # it began where modes cannot be entered, as inside compiled code
+            if self._waiting[:1] <= [open_step]:  # it began where modes cannot be entered, such as inside compiled code
                 self._remove_first_call()
                 self._waiting = [step for step in self._waiting if step > open_step]
             if self._waiting[:1] == [open_step + 1] and self.can_switch_modes():
@@ -253,23 +248,22 @@ class Observer(ABC):
 
     def can_switch_modes(self) -> bool:
         """Return whether observation can begin or end here."""
-        # Autograd and compiled code restore the modes they found; compiled code cannot switch to eager half-way either.
+        # Autograd and compiled code restore the modes that were on before; compiled code cannot switch to eager half-way either.
         return not (self.run.in_backward or self.run.in_compiled)
 
     def _begin_at_once(self) -> None:
-        """Begin before the script's first line, whatever compiled code it makes later."""
+        """Begin before the script's first line; code that it compiles later runs eagerly while observation lasts."""
         self.run.before_compiling.append(self._eager_from_here)
         self._begin()
 
     def _eager_from_here(self) -> None:
         if self._observing is not None:
-            torch.compiler.set_stance("force_eager")
-            self._eager = self.forced_eager = True
+            self._eager, self.forced_eager = torch.compiler.set_stance("force_eager"), True
 
     def _begin_at_first_call(self) -> bool:
-        """Begin where a module is called first, and again where another thread's call turns out to be the one that trains.
+        """Begin at the first call of a module, and again at the first call with gradients in another thread.
 
-        A thread that only evaluates calls modules without gradients. What it computes is no part of a step, and whether it
+        A thread that only evaluates calls modules without gradients. Its operations belong to no step, and whether it
         comes first changes from run to run.
         """
         if torch.compiler.is_compiling():
@@ -294,14 +288,13 @@ class Observer(ABC):
         self._observing = self._waiting[0]
         if "torch._dynamo" in sys.modules:
             self.forced_eager = self.forced_eager or self.run.compiles
-            torch.compiler.set_stance("force_eager")
-            self._eager = True
+            self._eager = torch.compiler.set_stance("force_eager")
         self.begin(self._observing)
 
     def _end(self) -> None:
         self._remove_first_call()
         self.end()
         self._waiting, self._observing = self._waiting[1:], None
-        if self._eager:
-            torch.compiler.set_stance("default")
-            self._eager = False
+        if self._eager is not None:
+            self._eager.__exit__(None, None, None)
+            self._eager = None

@@ -1,4 +1,4 @@
-"""Run one module on its own, as a part of a model would run under a policy, and leave no trace of it."""
+"""Run one module on its own, as it would run in a model under a policy, without side effects."""
 
 from __future__ import annotations
 
@@ -108,7 +108,8 @@ def same_random_numbers() -> Iterator[None]:
 
 
 def _exactly(call: Any, device_type: str, low: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_autocast_enabled(device_type):  # inside a child already; only what the container reads is rounded
+    # Inside another child autocast is off: only outputs that the container itself reads are rounded.
+    if not torch.is_autocast_enabled(device_type):
         return call(*args, **kwargs)
     output = in_fp32(call, device_type, *args, **kwargs)
     return output if low is None else to_format(output, low)

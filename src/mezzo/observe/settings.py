@@ -35,7 +35,7 @@ StepNumbers: TypeAlias = Annotated[
 
 
 def read_policy(value: Policy | str) -> Policy:
-    """Return the policy that came in a message, where it is a text."""
+    """Return the policy; parse it if it is a text, as in a message."""
     return Policy.parse(value) if isinstance(value, str) else value
 
 
@@ -43,13 +43,13 @@ JudgedPolicy: TypeAlias = Annotated[Policy, PlainValidator(read_policy), PlainSe
 """A policy whose text goes through JSON."""
 
 
-class Settings(BaseModel):
+class ObserverSettings(BaseModel):
     """Settings of one kind of observer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class AuditSettings(Settings):
+class AuditSettings(ObserverSettings):
     """Settings of an audit: which operation of chosen steps ran in which format."""
 
     kind: Literal["audit"] = "audit"
@@ -57,7 +57,7 @@ class AuditSettings(Settings):
     """Numbers of the steps to observe, from 1, in ascending order."""
 
 
-class RangesSettings(Settings):
+class RangesSettings(ObserverSettings):
     """Settings of ranges: where the values of chosen steps lie, for one policy's formats."""
 
     kind: Literal["ranges"] = "ranges"
@@ -69,7 +69,7 @@ class RangesSettings(Settings):
     """Where to write the counts, for one of several processes; empty for the only one."""
 
 
-class DiagnoseSettings(Settings):
+class DiagnoseSettings(ObserverSettings):
     """Settings of a diagnosis: where the first non-finite value comes from."""
 
     kind: Literal["diagnose"] = "diagnose"
@@ -84,10 +84,10 @@ class DiagnoseSettings(Settings):
     from_start: bool = False
     """Whether step 1 begins with the script's first line, for one that calls no module; else at the first call of a module."""
     evidence_path: str = ""
-    """Where to write what the run showed; empty where it is asked for in the same process."""
+    """Where to write the evidence; empty if the caller reads it in the same process."""
 
 
-class FallbackSettings(Settings):
+class FallbackSettings(ObserverSettings):
     """Settings of a fallback run: the gradients of the first steps, to compare between precisions."""
 
     kind: Literal["fallback"] = "fallback"

@@ -1,4 +1,4 @@
-"""Tell skipped updates that belong to dynamic loss scaling from those that are a fault. Imports no torch.
+"""Distinguish skipped updates that are part of dynamic loss scaling from faults. Imports no torch.
 
 A dynamic scale starts too high on purpose and halves until the gradients fit; later it grows now and then, to test whether
 they still do. So two kinds of skips are normal:
@@ -7,7 +7,7 @@ they still do. So two kinds of skips are normal:
 - after that, one per growth interval (with a hysteresis of ``h``, up to ``h`` in a row count as one). A row that begins right after the
   first successful update counts as one, too: small gradients in a first batch do not show that a scale fits.
 
-All others are a fault: the gradients overflow at a scale that fitted before. So is every skip under a static scale, and a
+All others are faults: the gradients overflow at a scale that fitted before. So is every skip under a static scale, and a
 row of skips that lasts to the end of the run.
 """
 
@@ -42,9 +42,9 @@ class _History:
     num_made: int = 0
     in_row: int = 0
     skips: list[tuple[int, int]] = field(default_factory=list)
-    """Each row of skips after the first successful update: the number of the optimizer's update, and of the step."""
+    """Skips after the first successful update, without the tolerated rest of a row: the numbers of the optimizer's update and the step."""
     good_in_row: int = 0
-    """Good updates since the last skip: as many as a growth interval, and the scale has grown."""
+    """Successful updates since the last skip: after a growth interval of them the scale has grown."""
     open_row: list[int] = field(default_factory=list)
     """The steps of a row right after the first successful update, which is a fault only if it never ends."""
 
@@ -60,15 +60,15 @@ class Skips:
     def __init__(self) -> None:
         self._histories: dict[tuple[int, int], _History] = {}
         self.faulty: dict[int, None] = {}
-        """Steps whose skips are a fault, in the order in which that became known."""
+        """Steps whose skips are faults, in the order in which that became known."""
         self.unexplained: list[int] = []
-        """The first step of each row of skips that neither the search for a scale nor its growth explains: what was not finite
-        may have nothing to do with the scale."""
+        """The first step of each row of skips that neither the search for a scale nor its growth explains: the scale may not be the
+        cause."""
 
     def closed(self, step: int, updates: list[Update], *, skipped: bool, rule: SkipRule) -> None:
         """Record a step's updates; ``updates`` is empty if the optimizers are unknown."""
         parts = {(u.scaler, u.optimizer): u.skipped for u in updates} or {(0, 0): skipped}
-        if skipped and not any(parts.values()):  # the scale of all found the overflow, no single optimizer did
+        if skipped and not any(parts.values()):  # the overflow was found for all optimizers together
             parts = dict.fromkeys(parts, True)
         for key, part_skipped in parts.items():
             self._note(step, self._histories.setdefault(key, _History()), rule, skipped=part_skipped)
@@ -78,7 +78,7 @@ class Skips:
         return any(history.settled for history in self._histories.values())
 
     def steps(self) -> list[int]:
-        """Return the steps whose skips are a fault in a run that ends now, including those of optimizers that never made an update."""
+        """Return the steps whose skips are faults if the run ends now, including those of optimizers that never made an update."""
         histories = self._histories.values()
         endless = [h.searching for h in histories if not h.settled] + [
             h.open_row for h in histories if len(h.open_row) > 1

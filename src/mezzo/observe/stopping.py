@@ -1,4 +1,4 @@
-"""The end of a script that has shown what it was run for. Imports no torch."""
+"""The exception that ends a script once enough is known. Imports no torch."""
 
 from __future__ import annotations
 

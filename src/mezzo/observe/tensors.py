@@ -1,4 +1,4 @@
-"""What tensors hold: finite or not, how large, in which format, where."""
+"""Properties of tensors: finite or not, magnitudes, formats, storage."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mezzo.records import Operand
 def operand(tensor: Tensor) -> Operand:
     """Return the description of a tensor that an operation read."""
     values = _dense(tensor).detach().reshape(-1)
-    finite = values[values.isfinite()].abs().float()
+    finite = values[values.isfinite()].abs()
     return Operand(
-        format=format_name(tensor),
+        format=format_name(tensor.dtype),
         shape=list(tensor.shape),
         largest=float(finite.max()) if len(finite) else 0.0,
         smallest=float(finite.min()) if len(finite) else 0.0,
@@ -46,7 +46,7 @@ def floats(values: Any) -> list[Tensor]:
 
 
 def readable(tensor: Tensor) -> bool:
-    """Return whether a tensor holds values."""
+    """Return whether a tensor has values: it is neither fake, on the meta device, nor empty."""
     fake = isinstance(tensor, torch._subclasses.FakeTensor) or tensor.is_meta
     return not fake and tensor.numel() > 0
 
@@ -76,20 +76,17 @@ def largest(tensor: Tensor) -> float:
     return float(_dense(tensor).abs().max())
 
 
-def format_name(tensor: Tensor) -> str:
-    """Return the name of a tensor's storage format."""
-    known = format_of(tensor.dtype)
-    return known.name if known is not None else str(tensor.dtype).removeprefix("torch.")
+def format_name(dtype: torch.dtype) -> str:
+    """Return the name of the format that a dtype stores; the dtype's own name if it is not a floating-point one."""
+    known = format_of(dtype)
+    return known.name if known is not None else str(dtype).removeprefix("torch.")
 
 
 def storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage; None if it has none of its own: sparse, or a wrapper around other tensors.
-
-    Of a tensor that several processes share it is that of this process's part.
-    """
+    """Return a tensor's storage, for a sharded tensor that of its local part; None for a sparse one or a wrapper around others."""
     try:
         own = local(tensor).untyped_storage()
-        own.data_ptr()  # that of a wrapper exists, and has no address
+        own.data_ptr()  # a wrapper's storage exists but has no address
     except (RuntimeError, NotImplementedError):
         return None
     return own
@@ -108,9 +105,9 @@ def storage_size(tensor: Tensor) -> int:
 
 
 def region(tensor: Tensor) -> Region:
-    """Return the part of its storage that a tensor is made of; () if it has no strides.
+    """Return the part of its storage that a tensor covers; () if it has no strides.
 
-    Dimensions that follow each other without a gap are one, so a matrix, its transpose and its rows end to end are the same part.
+    Adjacent dimensions without a gap are merged, so a matrix, its transpose and its flattened view cover the same part.
     """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return ()

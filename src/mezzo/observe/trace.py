@@ -14,7 +14,7 @@ Meta: TypeAlias = tuple[int, torch.dtype, int]
 """The address of a tensor's storage, its dtype and its size in bytes."""
 
 Region: TypeAlias = tuple[Any, ...]
-"""The elements of a storage that a tensor is made of: where they begin, then sizes and strides. Equal for views of the same elements."""
+"""The elements of a storage that a tensor covers: their offset and size, then strides and sizes. Equal for views of the same elements."""
 
 LAST_NUMBER = 2**64 - 1
 """Sequence number of the nodes that accumulate a parameter's gradient: the greatest one, so that they run first."""
@@ -22,28 +22,30 @@ LAST_NUMBER = 2**64 - 1
 CASTS = ("_to_copy", "copy_", "copy")
 
 
-class Entry:
+class RunningCall:
     """A running call of a module, and whether autocast was on when it began."""
 
     __slots__ = ("again", "autocast", "module", "nesting", "outer")
 
     def __init__(
-        self, module: nn.Module | None, outer: Entry | None, *, autocast: bool, nesting: int, again: bool
+        self, module: nn.Module | None, outer: RunningCall | None, *, autocast: bool, nesting: int, again: bool
     ) -> None:
         self.module, self.outer, self.autocast, self.nesting = module, outer, autocast, nesting
         self.again = again
         """Whether the call was made inside a backward pass."""
 
     @property
-    def calls(self) -> list[Entry]:
-        """The running calls, the innermost first."""
+    def calls(self) -> list[RunningCall]:
+        """The running calls of modules, the innermost first."""
+        if self is NOWHERE:
+            return []
         return [self] if self.outer is None else [self, *self.outer.calls]
 
 
-NOWHERE = Entry(None, None, autocast=False, nesting=0, again=False)
+NOWHERE = RunningCall(None, None, autocast=False, nesting=0, again=False)
 
 
-class Node(NamedTuple):
+class GraphNode(NamedTuple):
     """The graph node in which an operation of a backward pass runs."""
 
     number: int
@@ -63,7 +65,7 @@ class TracedProduct:
     operands: list[tuple[tuple[int, ...], tuple[int, ...], int]]
     """Shape, strides and alignment in bytes (up to 16) of each tensor, then of each result."""
     number: int
-    """Number of the graph node of a forward operation, as in ``Node``."""
+    """Number of the graph node of a forward operation, as in ``GraphNode``."""
     arguments: tuple[Any, ...] = ()
     """The arguments that are not tensors: strides, groups, masks."""
     nesting: int = 0
@@ -76,8 +78,8 @@ class Noted(NamedTuple):
     """One recorded operation."""
 
     func: Any
-    entry: Entry
-    node: Node | None
+    entry: RunningCall
+    node: GraphNode | None
     ins: list[Meta]
     outs: list[Meta]
     stepping: bool
@@ -91,7 +93,7 @@ class Noted(NamedTuple):
     region: Region
     """The part of its storage that a cast reads, () for other operations: one storage may hold many weights."""
     within: str
-    """The function of torch that the script called, where torch makes it of this operation in the format of its operand."""
+    """The function of torch that the script called, if torch implements it with this operation in its operand's format."""
 
 
 @dataclass
@@ -100,14 +102,14 @@ class Trace:
 
     operations: list[tuple[Any, ...]] = field(default_factory=list)
     """The fields of ``Noted``: building the objects at once would cost half as much as the operation itself."""
-    forward: dict[int, Entry] = field(default_factory=dict)
+    forward: dict[int, RunningCall] = field(default_factory=dict)
     """The module that was running when a node was made, by the node's sequence number."""
-    recomputed: dict[int, tuple[Entry, Node]] = field(default_factory=dict)
+    recomputed: dict[int, tuple[RunningCall, GraphNode]] = field(default_factory=dict)
     """The same for nodes made inside a backward pass, by identity, with the node that was running."""
     roots: dict[nn.Module, None] = field(default_factory=dict)
     """Modules called from outside any module, in order."""
 
-    def maker(self, node: Node) -> Entry:
+    def maker(self, node: GraphNode) -> RunningCall:
         """Return the call of the module that made a graph node.
 
         A node without an operation of its own takes that of the next node, else of the last.

@@ -6,12 +6,11 @@ forward operation, without hooks on tensors or changes to the graph. A node made
 (``mezzo.observe.backward_nodes``). A node without a forward operation of its own takes that of the next node; the nodes that accumulate
 into ``.grad`` have a parameter instead.
 
-While the step runs, each operation is recorded as a tuple without tensors, which would keep memory alive; its meaning is worked out
-afterwards (``mezzo.observe.audit.operations``). Views and allocations compute nothing and are left out. The mode opts out of dynamo's
-wrapper, which costs more than what the mode does here.
+While the step runs, each operation is recorded as a tuple without tensors, which would keep memory alive; it is interpreted
+afterwards (``mezzo.observe.audit.operations``). Views and allocations compute nothing and are left out.
 
 Private names of torch that this depends on, none with a public counterpart: ``torch._C._current_autograd_node``,
-``Node._sequence_nr``, ``torch.autograd._get_sequence_nr``, ``torch._C._current_graph_task_id``.
+``GraphNode._sequence_nr``, ``torch.autograd._get_sequence_nr``, ``torch._C._current_graph_task_id``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +34,7 @@ from mezzo.measure.flops import COUNTS, OperandFormats
 from mezzo.observe.backward_nodes import BackwardNodes, ThreadNodes
 from mezzo.observe.source_lines import caller, script_line
 from mezzo.observe.tensors import region
-from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Node, Trace, TracedProduct
+from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, GraphNode, Meta, RunningCall, Trace, TracedProduct
 
 _node_running = torch._C._current_autograd_node
 _next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -43,40 +42,28 @@ _task_running = torch._C._current_graph_task_id
 
 
 class Flags(Protocol):
-    """Flags that are read at every operation: attributes, because a call costs more."""
+    """Flags that the tracer reads at every operation: attributes, because a call costs more."""
 
     recomputing: bool
-
-
-class Unflagged:
-    """Flags of a step in which nothing is recomputed, as far as is known."""
-
-    recomputing = False
 
 
 class Tracer(TorchDispatchMode):
     """A dispatch mode that records every operation; ``start`` and ``stop`` enter and leave it."""
 
-    def __init__(
-        self,
-        formats: OperandFormats,
-        *,
-        device_type: str,
-        flags: Flags | None = None,
-    ) -> None:
+    def __init__(self, formats: OperandFormats, *, device_type: str, flags: Flags | None = None) -> None:
         """Create a tracer; ``start`` turns it on.
 
         Args:
-            formats: gives the format that an operation computes in.
+            formats: returns the format that an operation computes in.
             device_type: torch's device type, for autocast's state.
-            flags: whether activation checkpointing is recomputing.
+            flags: whether activation checkpointing is recomputing; None if that is unknown.
         """
         super().__init__()
         self.trace = Trace()
         self._formats = formats
         self._emulates = emulation.is_used()
         self._device_type = device_type
-        self._flags = flags or Unflagged()
+        self._flags = flags or SimpleNamespace(recomputing=False)
         self._local = ThreadNodes()
         self._backward_nodes = BackwardNodes()
         self._stepping = self._is_over = False
@@ -98,7 +85,7 @@ class Tracer(TorchDispatchMode):
                 iterates over them, and an optimizer's closure runs inside one of the launcher's hooks.
         """
         hooks: list[Any] = [
-            register_module_forward_pre_hook(self._enter),
+            register_module_forward_pre_hook(self.enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
         if not stepping_is_called:
@@ -115,7 +102,7 @@ class Tracer(TorchDispatchMode):
         self.leave_behind()
 
     def leave_behind(self) -> None:
-        """Record nothing more; a mode that is still on in another thread passes every operation on until that thread ends."""
+        """Stop recording and remove the hooks; a mode that is still on in another thread only passes operations on from now."""
         self._is_over = True
         for undo in self._undo:
             undo()
@@ -123,24 +110,19 @@ class Tracer(TorchDispatchMode):
 
     def turn(self, index: int) -> Trace:
         """Return the operations before ``index`` as a trace, and continue with the rest as another."""
-        before, roots = self.trace, dict(self.trace.roots)
-        self.trace = Trace(
-            before.operations[index:],
-            dict(before.forward),
-            dict(before.recomputed),
-            roots,
-        )
+        before = self.trace
+        self.trace = Trace(before.operations[index:], dict(before.forward), dict(before.recomputed), dict(before.roots))
         del before.operations[index:]
         return before
 
-    @property
-    def next_number(self) -> int:
-        """The number that the next graph node gets."""
-        return _next_number()
+    def position(self) -> tuple[int, int]:
+        """Return the number of operations so far, and the sequence number of the next graph node."""
+        return len(self.trace.operations), _next_number()
 
     # --- modules -------------------------------------------------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Record that a module is called."""
         local = self._local
         outer = local.entry
         if outer is None:
@@ -149,7 +131,7 @@ class Tracer(TorchDispatchMode):
         autocast = torch.is_autocast_enabled(self._device_type)
         again = _node_running() is not None
         local.again += again
-        local.entry = Entry(module, outer, autocast=autocast, nesting=_nesting(), again=again)
+        local.entry = RunningCall(module, outer, autocast=autocast, nesting=_nesting(), again=again)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         local = self._local
@@ -173,7 +155,7 @@ class Tracer(TorchDispatchMode):
             return result
         kind = self._kinds.get(id(func))  # hashing the operation itself is a Python call
         if kind is None:
-            kind = self._kinds[id(func)] = self._meet(func)
+            kind = self._classify(func)
         if self._stepping and kind <= _PLAIN:  # half of a small model's operations, with nothing more to record
             if kind == _PLAIN:
                 self._note((func, NOWHERE, None, *_both(args, result), True, False, None, "", False, False, (), ""))
@@ -222,7 +204,7 @@ class Tracer(TorchDispatchMode):
             within = _within(func, sys._getframe().f_back)
         if kind not in (_PLAIN, _PARTS) and (node is None or again):
             torchs = self._is_torchs(entry)
-            line = self._where(None if torchs else product) if not torchs or _says_little(entry) else ""
+            line = self._where(None if torchs else product) if not torchs or _has_short_path(entry) else ""
         metas = _both(args, result)
         self._note((func, entry, node, *metas, self._stepping, again, product, line, hidden, by_policy, read, within))
         return result
@@ -233,23 +215,22 @@ class Tracer(TorchDispatchMode):
     def is_silent(self, func: Any) -> bool:
         """Return whether an operation computes nothing: it makes a view or allocates memory."""
         kind = self._kinds.get(id(func))
-        if kind is None:
-            kind = self._kinds[id(func)] = self._meet(func)
-        return kind == _SILENT
+        return (self._classify(func) if kind is None else kind) == _SILENT
 
-    def _meet(self, func: Any) -> int:
-        count = COUNTS.get(func.overloadpacket)
-        if count is not None:
-            self._counts[id(func)] = count
-            return _COUNTED
-        name = func.overloadpacket.__name__
-        if func.is_view or name in _WITHOUT_WORK or func.namespace == "profiler":
-            return _SILENT
-        if name in _PART_OF:
-            return _PARTS
-        return _CASTS if name in CASTS else _PLAIN
+    def _classify(self, func: Any) -> int:
+        name, kind = func.overloadpacket.__name__, _PLAIN
+        if (count := COUNTS.get(func.overloadpacket)) is not None:
+            self._counts[id(func)], kind = count, _COUNTED
+        elif func.is_view or name in _WITHOUT_WORK or func.namespace == "profiler":
+            kind = _SILENT
+        elif name in _PART_OF:
+            kind = _PARTS
+        elif name in CASTS:
+            kind = _CASTS
+        self._kinds[id(func)] = kind
+        return kind
 
-    def _place(self, number: int, entry: Entry) -> None:
+    def _place(self, number: int, entry: RunningCall) -> None:
         """Record which call made a graph node: the first operation after it is its own, more may follow.
 
         Every thread of the script counts its own nodes, so a number may be known already.
@@ -259,8 +240,8 @@ class Tracer(TorchDispatchMode):
         local.number, local.made = number, number - 1
         self.trace.forward.setdefault(number - 1, entry)
 
-    def _place_again(self, number: int, node: Node, entry: Entry) -> None:
-        """Record where a node is made inside a backward pass: by recomputation, or by differentiating twice."""
+    def _place_again(self, number: int, node: GraphNode, entry: RunningCall) -> None:
+        """Record which call made a node inside a backward pass: by recomputation, or by differentiating twice."""
         self.trace.recomputed[self._backward_nodes.new_identity(self._local, number)] = entry, node
 
     def _product(self, func: Any, result: Any, args: Sequence[Any]) -> TracedProduct:
@@ -280,7 +261,7 @@ class Tracer(TorchDispatchMode):
                 return known
         return self._formats.of(args, op=func.overloadpacket.__name__)
 
-    def _is_torchs(self, entry: Entry) -> bool:
+    def _is_torchs(self, entry: RunningCall) -> bool:
         """Return whether the running module is one of torch's, or Keras': its path is more informative than the line that called it."""
         kind = type(entry.module)
         known = self._torchs.get(kind)
@@ -296,7 +277,7 @@ class Tracer(TorchDispatchMode):
         return line
 
 
-def _says_little(entry: Entry) -> bool:
+def _has_short_path(entry: RunningCall) -> bool:
     """Return whether a module's path is only its class or a number: a model itself, or a part of one that is a Sequential."""
     outer = entry.outer
     if outer is None or outer.module is None:
@@ -305,7 +286,7 @@ def _says_little(entry: Entry) -> bool:
 
 
 def _within(func: Any, frame: FrameType | None) -> str:
-    """Return the function of torch that makes itself of the running operation, if the script called it."""
+    """Return the function of torch that the running operation is a part of, if the script called that function."""
     whole = _PART_OF[func.overloadpacket.__name__]
     return whole if whole in script_line(frame)[1] else ""
 
@@ -313,7 +294,7 @@ def _within(func: Any, frame: FrameType | None) -> str:
 _SILENT, _PLAIN, _PARTS, _CASTS, _COUNTED = range(5)
 
 _PART_OF = {"_log_softmax": "cross_entropy"}
-"""Operations of which torch makes another in the format of its operand, past autocast's rule: the op lists judge the other."""
+"""Operations inside functions of torch that run in their operand's format, past autocast's rule: the op lists apply to the function."""
 
 _WITHOUT_WORK = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "detach_", "alias"}

@@ -6,8 +6,8 @@ import ast
 import re
 from collections import Counter
 
-from mezzo.patching.reading import Script
-from mezzo.patching.tree import arguments_of
+from mezzo.patching.reading import ScriptFacts
+from mezzo.patching.tree import arguments_of, keyword_of, names_in
 
 _MAKERS = ("torch.device", "torch.accelerator.current_accelerator", "torch.get_default_device")
 
@@ -15,29 +15,31 @@ _MAKERS = ("torch.device", "torch.accelerator.current_accelerator", "torch.get_d
 class DeviceType:
     """Finds the device that a script moves its model and data to."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: ScriptFacts) -> None:
         self._script, self._tree = script, script.tree
         self._kinds = self._assigned()
         self._used = self._moved_to()
         self._shared: tuple[str, ast.AST] | None = None
 
     def share(self, name: str, scope: ast.AST) -> str:
-        """Use a variable for the model's device from now on, where its scope is visible; return it."""
+        """From now on, use the variable ``name`` of ``scope`` for the model's device; return the name."""
         self._shared = (name, scope)
         return name
 
     def at(self, node: ast.AST, *, line: int | None = None) -> str:
-        """Return the expression to pass as ``device_type``: the script's own device variable, or its model's device.
+        """Return the expression for ``device_type``: the script's own device variable, or its model's device.
 
         Args:
-            node: where the expression is written.
-            line: the last line by which names must be bound, if not the node's.
+            node: where the expression will be.
+            line: the last line on which its names may be bound; None for the node's.
         """
-        own = self._script.autocasts[:1]
-        if own and self._tree.dotted(own[0].func).startswith("torch.cuda"):
-            return '"cuda"'
-        if own and own[0].args:
-            return self._script.text.of(own[0].args[0])
+        for own in self._script.autocasts[:1]:
+            stated = re.match(r"torch\.(cuda|cpu)\.", self._tree.dotted(own.func))
+            if stated:
+                return f'"{stated[1]}"'
+            given = own.args[0] if own.args else keyword_of(own, "device_type")
+            if given is not None and all(self._visible(name, node, line) for name in names_in(given)):
+                return self._script.text.of(given)
         for name, _ in self._used.most_common():
             if self._visible(name, node, line):
                 return self._type_of(name)
@@ -55,7 +57,7 @@ class DeviceType:
         return {"device": f"{name}.type", "type": name}.get(kind, f"torch.device({name}).type")
 
     def _assigned(self) -> dict[str, str]:
-        """Return what each name holds: a torch device, or the name of a type without an index."""
+        """Return the kind of each name's value: a torch device, or the name of a type without an index."""
         kinds: dict[str, str] = {}
         for node in self._tree.nodes:
             if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
@@ -77,10 +79,10 @@ class DeviceType:
         return ""
 
     def _moved_to(self) -> Counter[str]:
-        """Count the names that something is moved to, ``x.to(device)``, or made on."""
+        """Count the names of devices: arguments of ``x.to(device)`` and ``device=``."""
         used: Counter[str] = Counter()
         for call in self._tree.calls:
-            given = [k.value for k in call.keywords if k.arg == "device"]
+            given = [keyword_of(call, "device")]
             if isinstance(call.func, ast.Attribute) and call.func.attr == "to":
                 given += call.args[:1]
             names = [ast.unparse(g) for g in given if isinstance(g, (ast.Name, ast.Attribute))]
@@ -88,31 +90,29 @@ class DeviceType:
         return used
 
     def _moves_to_cuda(self) -> bool:
-        """Return whether something is moved to CUDA whatever the machine."""
-        calls = [c for c in self._tree.calls if isinstance(c.func, ast.Attribute) and c.func.attr == "cuda"]
+        """Return whether something is moved to CUDA unconditionally."""
+        calls = [call for call, _ in self._tree.method_calls("cuda")]
         return any(not any(isinstance(a, (ast.If, ast.IfExp)) for a in self._tree.ancestors(c)) for c in calls)
 
     def _with_parameters(self) -> list[str]:
-        calls = [c.func for c in self._tree.calls if isinstance(c.func, ast.Attribute) and c.func.attr == "parameters"]
-        names = [ast.unparse(f.value) for f in calls]
+        names = [ast.unparse(owner) for _, owner in self._tree.method_calls("parameters")]
         return [*dict.fromkeys(n for n in names if re.fullmatch(r"[A-Za-z_][\w.]*", n))]
 
     def _visible(self, name: str, node: ast.AST, line: int | None) -> bool:
-        """Return whether a name is bound where a node runs, by then or as a parameter."""
+        """Return whether a name is bound when a node runs: by an import, by an earlier statement or as a parameter."""
         base = name.split(".")[0]
         if base == "self":
             cls = self._tree.class_of(node)
-            return cls is not None and any(
-                name in ast.unparse(n) for n in ast.walk(cls) if isinstance(n, ast.Attribute)
-            )
+            attributes = [] if cls is None else [n for n in ast.walk(cls) if isinstance(n, ast.Attribute)]
+            return any(name in ast.unparse(n) for n in attributes)
+        if base in self._tree.imported:
+            return True
         last: int = getattr(node, "lineno", 0) if line is None else line
         for scope in self._tree.scopes(node):
-            if not isinstance(scope, ast.Module):
-                assert isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef))
-                if any(a.arg == base for a in arguments_of(scope)):
-                    return True
-            bound = self._tree.bindings(base, scope)
+            given = arguments_of(scope) if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) else []
+            if any(a.arg == base for a in given):
+                return True
             own = scope is self._tree.scopes(node)[0]
-            if any(not own or s.lineno <= last for s in bound):
+            if any(not own or s.lineno <= last for s in self._tree.bindings(base, scope)):
                 return True
         return False

@@ -32,6 +32,18 @@ class Editor:
         """Insert words right after a node."""
         self.insert(self.text.span(node)[1], words)
 
+    def add_argument(self, call: ast.Call, words: str) -> None:
+        """Add an argument after the last one, on a line of its own if that one begins a line."""
+        given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+        if not given:
+            self.insert(self.text.span(call)[1] - 1, words)
+            return
+        last = max(given, key=lambda argument: (argument.lineno, argument.col_offset))
+        line = self.text.lines[last.lineno - 1]
+        indent = line[: len(line) - len(line.lstrip())]
+        alone = len(indent.encode()) == last.col_offset
+        self.append_to(last, f",{self.text.newline}{indent}{words}" if alone else f", {words}")
+
     def line_before(self, stmt: ast.stmt, *lines: str) -> None:
         """Insert lines above a statement, indented like it."""
         self._check_alone(stmt, stmt)
@@ -48,7 +60,7 @@ class Editor:
         self._add(place, place, _AFTER, body)
 
     def wrap(self, first: ast.stmt, last: ast.stmt, header: str, *, unit: str, comment: str = "") -> None:
-        """Put statements of one block into a compound statement that begins with ``header``."""
+        """Put statements of one block into a compound statement that begins with ``header``, one ``unit`` further in."""
         self._check_alone(first, last)
         self.line_before(first, header + comment)
         for line in range(first_line(first), last_line(last) + 1):

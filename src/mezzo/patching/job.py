@@ -1,4 +1,4 @@
-"""One patch in the making: the script, the policy, the edits so far and their reasons."""
+"""A patch under construction: the script, the policy, the edits so far and their reasons."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from mezzo.formats import FORMATS
 from mezzo.patching.editing import Editor
 from mezzo.patching.outcome import unclear
 from mezzo.patching.places import Places, indentation
-from mezzo.patching.reading import Backward, Script
+from mezzo.patching.reading import Backward, ScriptFacts
 from mezzo.patching.regions import Region, Regions
 from mezzo.patching.text import Text, first_line, last_line
 from mezzo.patching.tree import walk_scope
-from mezzo.policy import Policy
+from mezzo.policy import PRESETS, Policy
 from mezzo.records.values import Reason
 
 Opening = Callable[[ast.stmt], str]
@@ -22,10 +22,10 @@ Opening = Callable[[ast.stmt], str]
 
 
 @dataclass
-class Job:
-    """A script and what is changed in it."""
+class PatchJob:
+    """A script and its changes."""
 
-    script: Script
+    script: ScriptFacts
     policy: Policy
     editor: Editor = field(init=False)
     places: Places = field(init=False)
@@ -43,6 +43,12 @@ class Job:
         return self.script.text
 
     @property
+    def preset(self) -> str:
+        """The policy's preset, if the policy differs from it in arithmetic and op lists at most; else empty."""
+        plain = self.policy.replace(arithmetic="auto", op_lists="portable")
+        return self.policy.name if plain == PRESETS[self.policy.name] else ""
+
+    @property
     def dtype(self) -> str:
         """The compute format as torch's dtype, in text."""
         return f"{self.torch}.{FORMATS[self.policy.compute].dtype_name}"
@@ -50,16 +56,20 @@ class Job:
     @property
     def torch(self) -> str:
         """The name that the script gives torch."""
-        named = [name for name, stands_for in self.script.tree.imported.items() if stands_for == "torch"]
-        return named[0] if named else "torch"
+        return self.name_of("torch")
+
+    def name_of(self, module: str) -> str:
+        """Return the name under which the script imports a module, or will: ``th`` after ``import torch as th``."""
+        names = [name for name, stands_for in self.script.tree.imported.items() if stands_for == module]
+        return names[0] if names else module
 
     def note(self, where: ast.AST | str, change: str, why: str) -> None:
-        """Record a change, or what was left alone, and why."""
+        """Record a change, or something left alone, and why."""
         what = where if isinstance(where, str) else f"line {getattr(where, 'lineno', '?')}"
         self.reasons.append(Reason(what=what, value=change, reason=why))
 
     def imports(self, module: str) -> None:
-        """Import a module at the top of the script, unless it is imported there."""
+        """Import a module at the top of the script, unless it is already imported there."""
         top = [n for n in walk_scope(self.script.tree.module) if isinstance(n, ast.Import)]
         if any(a.name == module or (a.name.startswith(f"{module}.") and not a.asname) for n in top for a in n.names):
             return
@@ -89,7 +99,7 @@ class Job:
         self.editor.line_after(body[number], "", *lines)
 
     def autocast(self, regions: Regions, opening: Opening) -> dict[Backward, str]:
-        """Put regions under autocast; return the names of losses that had to become statements of their own."""
+        """Put regions under autocast; return the names of losses that were moved into statements of their own."""
         names: dict[Backward, str] = {}
         continued = {id(h.region): h for h in regions.hoisted if h.region is not None}
         for region in regions.plain:

@@ -1,4 +1,4 @@
-"""Choose the way to patch a script: the interface that it trains with, and a style that can express the policy."""
+"""Choose how to patch a script: by the interface that it trains with, in a style that can express the policy."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from mezzo.patching.job import Job
+from mezzo.patching.job import PatchJob
 from mezzo.patching.neighbours import loop_beside
 from mezzo.patching.outcome import Kind, Patch, Refused, Style, Unclear, unclear
-from mezzo.patching.reading import Script
+from mezzo.patching.reading import ScriptFacts
 from mezzo.patching.styles import frameworks, keras, own_amp, session, tf32, torch_amp
 from mezzo.patching.text import Text, unified
 from mezzo.policy import Policy
@@ -48,23 +48,25 @@ def _made(path: Path, policy: Policy, style: Style) -> Patch:
     if policy.compute == "fp32":
         unclear("fp32 adds nothing to a script", "keep the script as it is", already=True)
     if keras.keras_in(script) is not None:
-        return _finish(path, Job(script, policy), keras.patch, "keras", "framework")
+        return _finish(path, PatchJob(script, policy), keras.patch, "keras", "framework")
     if other is not None:
-        return _finish(path, Job(script, policy), lambda job: frameworks.patch(job, other), other.kind, "framework")
+        return _finish(
+            path, PatchJob(script, policy), lambda job: frameworks.patch(job, other), other.kind, "framework"
+        )
     if policy.compute == "tf32":
-        return _finish(path, Job(script, policy), tf32.patch, _kind(script), "torch.amp")
+        return _finish(path, PatchJob(script, policy), tf32.patch, _kind(script), "torch.amp")
     return _loop(path, script, policy, style)
 
 
-def _parsed(path: Path) -> Script:
+def _parsed(path: Path) -> ScriptFacts:
     text = Text.read(path)
     try:
-        return Script(text)
+        return ScriptFacts(text)
     except (SyntaxError, ValueError) as error:
         unclear(f"{path} is not Python: {error}", "pass the path of a training script")
 
 
-def _loop(path: Path, script: Script, policy: Policy, style: Style) -> Patch:
+def _loop(path: Path, script: ScriptFacts, policy: Policy, style: Style) -> Patch:
     """Patch a loop that calls torch directly."""
     if script.uses("mezzo.Session"):
         unclear("already uses mezzo.Session", f'set its policy="{policy}"', already=True)
@@ -74,42 +76,38 @@ def _loop(path: Path, script: Script, policy: Policy, style: Style) -> Patch:
             "pass the file that has the loop, or put its forward pass under torch.autocast by hand",
         )
     if own_amp.is_there(script):
-        return _finish(path, Job(script, policy), own_amp.patch, "own_amp", "torch.amp")
+        return _finish(path, PatchJob(script, policy), own_amp.patch, "own_amp", "torch.amp")
     why_not = torch_amp.why_not_expressed(policy)
     if style == "torch.amp" or (style == "auto" and not why_not):
         if why_not:
             unclear(f"policy {policy}: {why_not}", "choose the style mezzo, or another policy")
         try:
-            return _finish(path, Job(script, policy), torch_amp.patch_loop, _kind(script), "torch.amp")
+            return _finish(path, PatchJob(script, policy), torch_amp.patch_loop, _kind(script), "torch.amp")
         except Unclear as refusal:
             if style == "torch.amp" or "binary cross entropy" not in refusal.refused.reason:
                 raise
             why_not = refusal.refused.reason
-    job = Job(script, policy)
+    job = PatchJob(script, policy)
     if why_not:
         job.note("style", "mezzo.Session", why_not)
     return _finish(path, job, session.patch_loop, _kind(script), "mezzo")
 
 
-def _kind(script: Script) -> Kind:
-    """Return what kind of loop a script has, by what a patch has to mind most."""
+def _kind(script: ScriptFacts) -> Kind:
+    """Return what kind of loop a script has: the feature that matters most to a patch."""
     if len({step.name for step in script.steps}) > 1:
         return "gan"
     nested = [s for s in script.steps if isinstance(script.tree.parent.get(s.stmt), ast.If)]
     blocks = [script.tree.block(b.stmt) for b in script.backwards]
     if nested and not any(script.tree.block(s.stmt) in blocks for s in nested):
         return "accumulation"
-    if script.calls_to(r"torch\.compile") or any(c.attr == "compile" for c in _methods(script)):
+    compiled = {ast.unparse(owner) for _, owner in script.tree.method_calls("compile")}
+    if script.calls_to(r"torch\.compile") or compiled & script.models:
         return "compiled"
     return "clipping" if any(script.is_clip(call) for call in script.tree.calls) else "plain"
 
 
-def _methods(script: Script) -> list[ast.Attribute]:
-    calls = [c.func for c in script.tree.calls if isinstance(c.func, ast.Attribute)]
-    return [f for f in calls if ast.unparse(f.value) in script.models]
-
-
-def _finish(path: Path, job: Job, edit: Callable[[Job], None], kind: Kind, style: Written) -> Patch:
+def _finish(path: Path, job: PatchJob, edit: Callable[[PatchJob], None], kind: Kind, style: Written) -> Patch:
     edit(job)
     patched = job.editor.result()
     try:
@@ -129,7 +127,7 @@ def _finish(path: Path, job: Job, edit: Callable[[Job], None], kind: Kind, style
 
 
 def _name(path: Path) -> str:
-    """Return a file's name in a diff: relative to this folder where it is below it."""
+    """Return a file's name in a diff: its path below this folder, or its own name if it is elsewhere."""
     whole = path.absolute()
     inside = whole.is_relative_to(Path.cwd())
     return (whole.relative_to(Path.cwd()) if inside else Path(path.name)).as_posix()

@@ -1,4 +1,4 @@
-"""The file beside a script that has its training loop, where the script itself has none."""
+"""The file beside a script that has its training loop, if the script itself has none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mezzo.patching.outcome import Unclear, unclear
-from mezzo.patching.reading import Script
+from mezzo.patching.reading import ScriptFacts
 from mezzo.patching.styles import frameworks
 from mezzo.patching.text import Text
 
@@ -28,8 +28,7 @@ def loop_beside(path: Path) -> Path | None:
             continue
         seen.add(here)
         try:
-            text = Text.read(here)
-            script = Script(text)
+            script = ScriptFacts(Text.read(here))
         except (Unclear, SyntaxError, ValueError):
             continue
         if here != path.absolute() and (script.backwards or frameworks.trainer_of(script) is not None):

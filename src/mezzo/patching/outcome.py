@@ -1,4 +1,4 @@
-"""The outcome of patching: a patch with its reasons, or a refusal with what to do by hand."""
+"""The outcome of patching: a patch with its reasons, or a refusal with instructions to patch by hand."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Patch:
     """Unified, with the names ``a/...`` and ``b/...``, for ``git apply`` and ``patch -p1``."""
     kind: Kind
     style: Literal["torch.amp", "mezzo", "framework"]
-    """Whose interface the patched script calls; ``framework``: an argument of the library that trains."""
+    """The interface that the patched script calls; ``framework``: an argument of the library that trains."""
     reasons: Sequence[Reason] = field(default_factory=list)
     """What was changed, on which line, and why; what was left alone, and why."""
     encoding: str = "utf-8"
@@ -54,12 +54,12 @@ class Patch:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """No patch: the reason, and what to do by hand."""
+    """No patch: the reason, and instructions to patch by hand."""
 
     reason: str
     by_hand: str
     already: bool = False
-    """Whether the script does already what the patch would add."""
+    """Whether the script already does what the patch would add."""
 
 
 class Unclear(Exception):
@@ -71,5 +71,9 @@ class Unclear(Exception):
 
 
 def unclear(reason: str, by_hand: str, *, already: bool = False) -> NoReturn:
-    """End the making of a patch."""
+    """Give up the patch, with the reason and the instructions.
+
+    Raises:
+        Unclear: always.
+    """
     raise Unclear(Refused(reason=reason, by_hand=by_hand, already=already))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mezzo.patching.editing import Editor
 from mezzo.patching.outcome import unclear
-from mezzo.patching.reading import Script
+from mezzo.patching.reading import ScriptFacts
 from mezzo.patching.text import first_line
-from mezzo.patching.tree import arguments_of
+from mezzo.patching.tree import arguments_of, keyword_of
 
 _DEPTH = 4
 """How many functions a name is passed through at most."""
@@ -27,13 +27,13 @@ class Home:
     owner: str = ""
     """``self.`` where the optimizer is an attribute."""
     name: str = ""
-    """What is made there, by its name in that scope."""
+    """The optimizer's name in that scope; empty if it has none there."""
 
 
 class Places:
     """The homes of a script's optimizers, and names threaded through its functions."""
 
-    def __init__(self, script: Script, editor: Editor, note: Callable[[ast.AST, str, str], None]) -> None:
+    def __init__(self, script: ScriptFacts, editor: Editor, note: Callable[[ast.AST, str, str], None]) -> None:
         self._script, self._tree, self._editor, self._note = script, script.tree, editor, note
         self._passed: set[tuple[ast.AST, str]] = set()
 
@@ -54,10 +54,11 @@ class Places:
             if made:
                 return Home(scope, self._after(scope, made), name=name)
             if bound and isinstance(bound[0], (ast.For, ast.AsyncFor)):
-                iterated = [n for n in sorted(self._names(bound[0].iter)) if n in self._script.optimizers or "opt" in n]
+                names = sorted({n.id for n in ast.walk(bound[0].iter) if isinstance(n, ast.Name)})
+                iterated = [n for n in names if n in self._script.optimizers or "opt" in n]
                 homes = [self.home(one, bound[0], depth=depth) for one in iterated]
                 if homes:
-                    return max(homes, key=lambda h: first_line(h.after))
+                    return last_home(homes)
             if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) and self._parameter(scope, base):
                 return self._callers_home(scope, base, depth)
         unclear(
@@ -65,14 +66,10 @@ class Places:
             _BY_HAND,
         )
 
-    def _names(self, node: ast.AST) -> set[str]:
-        return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-
     def _attribute(self, name: str, at: ast.AST) -> Home:
         cls = self._tree.class_of(at)
-        methods = (
-            [] if cls is None else [n for n in ast.walk(cls) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        )
+        inside = [] if cls is None else ast.walk(cls)
+        methods = [n for n in inside if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
         made = [(m, s) for m in methods for s in self._tree.bindings(name, m)]
         if cls is None or not made:
             unclear(f"{name} is updated, and its class does not make it", _BY_HAND)
@@ -83,16 +80,16 @@ class Places:
         """Return the place above the outermost loop of the function, for what is an attribute of another object."""
         function = self._tree.function(at)
         loops = self._tree.loops(at)
-        if not loops or function is None or isinstance(function, ast.Lambda):
+        before: list[ast.stmt] = []
+        if loops:
+            block = self._tree.block(loops[-1])
+            before = block[: block.index(loops[-1])]
+        if not before or function is None or isinstance(function, ast.Lambda):
             unclear("the optimizer belongs to an object that another file makes", _BY_HAND)
-        block = self._tree.block(loops[-1])
-        number = block.index(loops[-1])
-        if number == 0:
-            unclear("the optimizer belongs to an object that another file makes", _BY_HAND)
-        return Home(function, block[number - 1])
+        return Home(function, before[-1])
 
     def _after(self, scope: ast.AST, made: list[ast.stmt]) -> ast.stmt:
-        """Return the statement after which one of ``made`` has run, whichever branch was taken."""
+        """Return the statement after which one of ``made`` has run on every branch."""
         made = [s for s in made if not isinstance(s, (ast.With, ast.AsyncWith))] or made
         blocks = {id(self._tree.block(s)) for s in made}
         if len(blocks) == 1:
@@ -113,9 +110,7 @@ class Places:
             homes.append(self.home(ast.unparse(given), self._tree.statement(call), depth=depth - 1))
         if not homes:
             unclear(f"{function.name}() is given its {name} by another file", _BY_HAND)
-        if any((h.scope, h.owner) != (homes[0].scope, homes[0].owner) for h in homes):
-            unclear(f"{function.name}() is given its {name} from several places", _BY_HAND)
-        return max(homes, key=lambda h: first_line(h.after))
+        return common_home(homes, f"{function.name}() is given its {name} from several places", _BY_HAND)
 
     def _calls(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.Call]:
         calls = [c for c in self._tree.calls if function in self._script.functions_called(c)]
@@ -134,15 +129,15 @@ class Places:
 
     def _given(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str, call: ast.Call) -> ast.expr | None:
         """Return the argument of a call that becomes a parameter."""
-        by_name = [k.value for k in call.keywords if k.arg == name]
-        if by_name:
-            return by_name[0]
+        by_name = keyword_of(call, name)
+        if by_name is not None:
+            return by_name
         names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
         names = names[1:] if names[:1] == ["self"] else names
-        before = call.args[: names.index(name) + 1] if name in names else []
-        if any(isinstance(a, ast.Starred) for a in before) or name not in names or len(call.args) <= names.index(name):
+        given = call.args[: names.index(name) + 1] if name in names else []
+        if name not in names or len(given) <= names.index(name) or any(isinstance(a, ast.Starred) for a in given):
             return None
-        return call.args[names.index(name)]
+        return given[-1]
 
     def check_order(self, home: Home, backward: Iterable[ast.stmt]) -> None:
         """Refuse backward passes that run before what is made at ``home`` exists.
@@ -159,17 +154,21 @@ class Places:
 
     # --- passing a name on ---------------------------------------------------------------------------------------------------
 
-    def reach(self, name: str, home: Home, at: ast.AST, *, beside: str, annotation: str, depth: int = _DEPTH) -> str:
-        """Return how the object ``name`` that lives at ``home`` is written at a node; pass it through functions where it must be.
+    def reach(self, name: str, home: Home, at: ast.AST, *, annotation: str) -> str:
+        """Return the expression for an object at a node, and pass it there through functions if it has to be.
 
         Args:
             name: the name of the object, without ``self.``.
             home: where it lives.
             at: where it is used.
-            beside: the parameter after which it is passed, the optimizer as a rule.
             annotation: its type, for functions that annotate their parameters.
-            depth: how many functions it may still be passed through.
         """
+        steps, function = self._script.steps, self._tree.function(at)
+        beside = next((s.name for s in steps if self._tree.function(s.stmt) is function), steps[0].name)
+        return self._reach(name, home, at, beside, annotation, _DEPTH)
+
+    def _reach(self, name: str, home: Home, at: ast.AST, beside: str, annotation: str, depth: int) -> str:
+        """Do so after the parameter ``beside``, through ``depth`` functions at most."""
         if home.owner:
             if self._tree.class_of(at) is not home.scope:
                 unclear(f"line {getattr(at, 'lineno', '?')} uses an optimizer of another object", _BY_HAND)
@@ -210,23 +209,32 @@ class Places:
             given = self._given(function, beside, call)
             if given is None:
                 unclear(f"line {call.lineno} calls {function.name}() in a way that hides its {beside}", _BY_HAND)
-            its = self.reach(
-                name,
-                home,
-                self._tree.statement(call),
-                beside=ast.unparse(given),
-                annotation=annotation,
-                depth=depth - 1,
-            )
+            its = self._reach(name, home, self._tree.statement(call), ast.unparse(given), annotation, depth - 1)
             by_name = any(k.value is given for k in call.keywords)
             self._editor.append_to(given, f", {name}={its}" if by_name else f", {its}")
             self._note(given, f"passes {name} to {function.name}()", f"beside its {beside}")
 
 
+def common_home(homes: Sequence[Home], refusal: str, by_hand: str) -> Home:
+    """Return the last of homes in one scope.
+
+    Raises:
+        Unclear: with this reason and way by hand, if they are in several.
+    """
+    if len({(home.scope, home.owner) for home in homes}) > 1:
+        unclear(refusal, by_hand)
+    return last_home(homes)
+
+
+def last_home(homes: Sequence[Home]) -> Home:
+    """Return the home that comes last in the text."""
+    return max(homes, key=lambda home: first_line(home.after))
+
+
 _BY_HAND = "make torch.amp.GradScaler once, beside the optimizer, and pass it to the loop"
 
 
-def indentation(script: Script, stmt: ast.stmt) -> str:
+def indentation(script: ScriptFacts, stmt: ast.stmt) -> str:
     """Return one level of indentation as the code around a statement has it."""
     text, tree = script.text, script.tree
     above = next((n for n in tree.ancestors(stmt) if isinstance(n, ast.stmt)), None)

@@ -1,4 +1,4 @@
-"""What a training script does, read from its syntax tree: its models, optimizers, schedules, backward passes and updates."""
+"""A training script, read from its syntax tree: its models, optimizers, schedules, backward passes and updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mezzo.patching.text import Text
-from mezzo.patching.tree import Tree, bound_by, flat
+from mezzo.patching.tree import SyntaxTree, flat
 
 _OPTIMIZER_NAME = re.compile(
     r"(^|[._])(opt|optim)(_\w+|[A-Z]\w*|\d*)?$|optimi[sz]er|_opt$|_optim$|^opt[A-Z]|^trainer_[gd]$"
@@ -56,7 +56,7 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepCall:
     """One call of an optimizer's ``step``."""
 
     call: ast.Call
@@ -74,11 +74,11 @@ class Step:
         return bool(self.call.args or self.call.keywords)
 
 
-class Script:
-    """The facts of one file that a patch follows from."""
+class ScriptFacts:
+    """The facts about one file that decide its patch."""
 
     def __init__(self, text: Text) -> None:
-        self.text, self.tree = text, Tree(text.text)
+        self.text, self.tree = text, SyntaxTree(text.text)
 
     # --- objects, by the text of the expressions that name them -------------------------------------------------------
 
@@ -95,8 +95,7 @@ class Script:
 
     def owners_of(self, *methods: str) -> set[str]:
         """Return the expressions on which one of these methods is called."""
-        calls = (c.func for c in self.tree.calls)
-        return {ast.unparse(f.value) for f in calls if isinstance(f, ast.Attribute) and f.attr in methods}
+        return {ast.unparse(owner) for _, owner in self.tree.method_calls(*methods)}
 
     @cached_property
     def module_classes(self) -> set[str]:
@@ -119,16 +118,15 @@ class Script:
             made = self.tree.dotted(call.func)
             if made in self.module_classes or re.match(r"torch\.nn\.(?!functional|utils|init|Parameter)", made):
                 found.add(name)
-            moved = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in found
-            if moved and isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "cuda", "train"):
-                found.add(name)
+            if isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "cuda", "train"):
+                found |= {name} if ast.unparse(call.func.value) in found else set()
             if made == "torch.compile" and call.args:
                 found.add(name)
         return found - self.optimizers - {"self"}
 
     @cached_property
     def optimizers(self) -> set[str]:
-        """Names of optimizers: made by torch.optim, or called like one."""
+        """Names of optimizers: made by torch.optim, or used like one."""
         made = {name for name, call in self.assigned_calls if self.makes_optimizer(call)}
         called = self.owners_of("step")
         zeroed = self.owners_of("zero_grad") - self.owners_of(*_MODULE_ONLY)
@@ -142,9 +140,8 @@ class Script:
     def makes_optimizer(self, call: ast.Call) -> bool:
         """Return whether a call makes an optimizer of torch's or Mezzo's."""
         made = self.tree.dotted(call.func)
-        return bool(
-            re.match(r"(torch\.optim|mezzo|transformers\.optimization)\.(?!lr_scheduler)(\w+\.)?[A-Z]", made)
-        ) and (made.rpartition(".")[2] not in ("Session", "Policy"))
+        libraries = r"(torch\.optim|mezzo|transformers\.optimization)"
+        return bool(re.match(libraries + r"\.(?!lr_scheduler)(\w+\.)?(?!(Session|Policy)$)[A-Z]", made))
 
     @cached_property
     def _schedulers_made(self) -> set[str]:
@@ -177,26 +174,21 @@ class Script:
         return {n.name for n in self.tree.nodes if isinstance(n, ast.ClassDef)}
 
     @cached_property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[StepCall]:
         """The updates: every call of an optimizer's ``step``."""
-        found = []
-        for call in self.tree.calls:
-            if isinstance(call.func, ast.Attribute) and call.func.attr == "step":
-                owner = call.func.value
-                if self._names_optimizer(owner):
-                    found.append(Step(call, owner, self.tree.statement(call)))
-        return found
+        calls = self.tree.method_calls("step")
+        return [
+            StepCall(call, owner, self.tree.statement(call)) for call, owner in calls if self._names_optimizer(owner)
+        ]
 
     def _names_optimizer(self, owner: ast.expr) -> bool:
-        text = ast.unparse(owner)
         base = owner.value if isinstance(owner, ast.Subscript) else owner
-        return text in self.optimizers or (base is not owner and ast.unparse(base) in self.optimizers)
+        return bool({ast.unparse(owner), ast.unparse(base)} & self.optimizers)
 
     @cached_property
     def schedule_steps(self) -> list[ast.Call]:
         """The calls of a schedule's ``step``."""
-        calls = [c for c in self.tree.calls if isinstance(c.func, ast.Attribute) and c.func.attr == "step"]
-        return [c for c in calls if isinstance(c.func, ast.Attribute) and self._is_scheduler(ast.unparse(c.func.value))]
+        return [call for call, owner in self.tree.method_calls("step") if self._is_scheduler(ast.unparse(owner))]
 
     # --- what statements do ------------------------------------------------------------------------------------------------
 
@@ -230,8 +222,7 @@ class Script:
     def functions_called(self, call: ast.Call) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
         """Return the functions of this file that a call may run."""
         if isinstance(call.func, ast.Name):
-            found = [f for f in self._functions.get(call.func.id, []) if not self._is_method(f)]
-            return found
+            return [f for f in self._functions.get(call.func.id, []) if not self._is_method(f)]
         if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self":
             return [f for f in self._functions.get(call.func.attr, []) if self._is_method(f)]
         return []
@@ -263,11 +254,8 @@ class Script:
     def reads_gradients(self, node: ast.AST) -> bool:
         """Return whether code clips, reads or changes gradients: ``.grad``, or parameters passed to a function."""
         for inner in ast.walk(node):
-            if (
-                isinstance(inner, ast.Attribute)
-                and inner.attr == "grad"
-                and self.tree.dotted(inner) != "torch.autograd.grad"
-            ):
+            named_grad = isinstance(inner, ast.Attribute) and inner.attr == "grad"
+            if named_grad and self.tree.dotted(inner) != "torch.autograd.grad":
                 return True
             if isinstance(inner, ast.Call) and (self.is_clip(inner) or self._takes_parameters(inner)):
                 return True
@@ -277,14 +265,13 @@ class Script:
         if self.makes_optimizer(call) or self.tree.dotted(call.func) in ("iter", "next", "len"):
             return False
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        return any(
-            isinstance(a, ast.Call) and isinstance(a.func, ast.Attribute) and a.func.attr == "parameters" for a in given
-        )
+        called = [a.func for a in given if isinstance(a, ast.Call)]
+        return any(isinstance(func, ast.Attribute) and func.attr == "parameters" for func in called)
 
     # --- precision that the script has already --------------------------------------------------------------------------
 
     def calls_to(self, pattern: str) -> list[ast.Call]:
-        """Return the calls of what a regular expression matches as a whole, by its dotted name."""
+        """Return the calls of functions whose dotted name a regular expression matches as a whole."""
         return [call for call in self.tree.calls if re.fullmatch(pattern, self.tree.dotted(call.func))]
 
     @cached_property
@@ -298,13 +285,9 @@ class Script:
         return self.calls_to(r".*GradScaler")
 
     def uses(self, *names: str) -> list[ast.expr]:
-        """Return the places that name one of these functions or classes."""
+        """Return the expressions that name one of these functions or classes."""
         found = [n for n in self.tree.nodes if isinstance(n, (ast.Name, ast.Attribute))]
         return [n for n in found if self.tree.dotted(n) in names]
-
-    def binds(self, stmt: ast.stmt, name: str) -> bool:
-        """Return whether a statement itself binds a name."""
-        return name in bound_by(stmt)
 
 
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:

@@ -1,8 +1,8 @@
-"""Which statements compute a loss: those that a patch puts under autocast.
+"""The statements that compute a loss: those that a patch puts under autocast.
 
-From each backward pass, the statements that its loss depends on are followed upwards through the block, and outwards through the blocks
-around it, to where the loss is bound. Other backward passes and updates end a region, because autocast must not be on in
-them. Of each region, the statements before the first call of a model stay outside: they only fetch the data.
+From each backward pass, the statements that its loss depends on are followed upwards through its block and the blocks around it, to the
+statement that binds the loss. Other backward passes and updates end a region, because autocast must be off in them. In each region, the
+statements before the first call of a model stay outside: they only fetch the data.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mezzo.patching.outcome import unclear
-from mezzo.patching.reading import Backward, Script
-from mezzo.patching.tree import arguments_of, bound_within, names_in
+from mezzo.patching.reading import Backward, ScriptFacts
+from mezzo.patching.tree import arguments_of, bound_within, calls_in, keyword_of, names_in
 
 _MOVING = {
     "to",
@@ -81,41 +81,41 @@ class Region:
     first: ast.stmt
     last: ast.stmt
     cache: bool = True
-    """Whether autocast may cache casts of weights: not where gradients are off for a part of the region."""
+    """Whether autocast may cache casts of weights: not if gradients are off in a part of the region."""
 
 
 @dataclass(frozen=True)
 class Hoisted:
-    """A backward pass whose loss is computed in its own expression, which becomes a statement of its own."""
+    """A backward pass whose loss is computed in its own expression; that becomes a statement before it."""
 
     backward: Backward
     region: Region | None
-    """The region before it that it continues; None if it stands alone."""
+    """The region directly before, which the new statement joins; None if there is none."""
 
 
 class Regions:
     """The regions of a script's training code."""
 
-    def __init__(self, script: Script, backwards: Iterable[Backward]) -> None:
+    def __init__(self, script: ScriptFacts, backwards: Iterable[Backward]) -> None:
         self._script, self._tree = script, script.tree
         self._members: dict[int, tuple[list[ast.stmt], set[int]]] = {}
         self._hoisted: list[Backward] = []
         for backward in backwards:
             self._collect(backward)
-        self._hoisting = {self._tree.statement(b.call) for b in self._hoisted}
+        self._hoisting = {b.stmt for b in self._hoisted}
         self.plain = self._ranges()
         self.hoisted = [self._hoist(backward) for backward in self._hoisted]
 
     def _collect(self, backward: Backward) -> None:
-        if self._computes(backward.loss):
+        computes = self._computes(backward.loss)
+        if computes:
             self._hoisted.append(backward)
-        self._follow(backward.stmt, backward.loss, found=backward in self._hoisted)
+        self._follow(backward.stmt, backward.loss, found=computes)
 
     def _computes(self, loss: ast.expr) -> bool:
-        """Return whether a loss's own expression computes more than a sum or a mean of what is bound elsewhere."""
+        """Return whether a loss's own expression computes more than a sum or a mean of names."""
         if self._script.runs_forward(loss):
             return True
-        calls = [n for n in ast.walk(loss) if isinstance(n, ast.Call)]
         simple = (
             "mean",
             "sum",
@@ -131,7 +131,9 @@ class Regions:
             "div",
             "get",
         )
-        return any(self._tree.dotted(c.func).rpartition(".")[2] not in simple and not _on_a_call(c) for c in calls)
+        return any(
+            self._tree.dotted(c.func).rpartition(".")[2] not in simple and not _on_a_call(c) for c in calls_in(loss)
+        )
 
     def _follow(self, stmt: ast.stmt, loss: ast.expr, *, found: bool, depth: int = 3) -> None:
         """Collect the statements above ``stmt`` that ``loss`` depends on, through the blocks around it."""
@@ -157,19 +159,19 @@ class Regions:
         )
 
     def _slice(self, block: list[ast.stmt], end: int, wanted: set[str], members: set[int]) -> tuple[set[str], bool]:
-        """Add what ``wanted`` depends on among the statements before ``end``; return what is needed, and whether all was bound."""
+        """Add the statements before ``end`` that ``wanted`` depends on; return the names needed, and whether ``wanted`` was bound."""
         needed, bound = set(wanted), False
         for number in range(end - 1, -1, -1):
             binds = bound_within(block[number])
             if binds & needed and not self.is_boundary(block[number]):
-                bound = bound or bool(binds & wanted and self._binds_loss(block[number], wanted))
+                bound = bound or (bool(binds & wanted) and not self._begins_sum(block[number]))
                 members.add(number)
                 needed |= names_in(block[number]) - set(self._tree.imported)
         return needed, bound
 
-    def _binds_loss(self, stmt: ast.stmt, wanted: set[str]) -> bool:
-        """Return whether a statement gives the loss its value, and not only a zero to begin a sum with."""
-        return not (isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Constant)) and bool(wanted)
+    def _begins_sum(self, stmt: ast.stmt) -> bool:
+        """Return whether a statement assigns a constant, such as the zero to which losses are added."""
+        return isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Constant)
 
     def _follow_callers(
         self, function: ast.FunctionDef | ast.AsyncFunctionDef, loss: ast.expr, stmt: ast.stmt, depth: int
@@ -184,8 +186,8 @@ class Regions:
                 "put the forward pass and the loss under torch.autocast where they are computed",
             )
         for call in calls:
-            by_name = [k.value for k in call.keywords if k.arg == names[position]]
-            given = by_name or call.args[position : position + 1]
+            by_name = keyword_of(call, names[position])
+            given = [by_name] if by_name is not None else call.args[position : position + 1]
             if not given or self._computes(given[0]):
                 unclear(
                     f"line {call.lineno} computes a loss in the call of {function.name}()",
@@ -215,14 +217,17 @@ class Regions:
         return regions
 
     def _range(self, block: list[ast.stmt], run: list[int], *, to_loss: bool) -> list[Region]:
-        """Return the region of a run of members: from the first that computes to the last; ``to_loss``: one of them must compute."""
+        """Return the region of a run of members, from the first that runs a model to the last.
+
+        With ``to_loss``, and without a model, from the first that does more than fetch data.
+        """
         forward = [n for n in run if self._script.runs_forward(block[n])]
         if not forward and to_loss:
             forward = [n for n in run if not self._only_moves(block[n])]
         if not forward:
             return []
         first, last = forward[0], run[-1]
-        while first < last and self._without_gradients(block[first]):  # a region of its own, cached apart
+        while first < last and self._without_gradients(block[first]):  # validation, which has its own region and cache
             first = next((n for n in forward if n > first), last)
         inside = block[first : last + 1]
         mixed = any(self._without_gradients(s) for stmt in inside for s in ast.walk(stmt) if isinstance(s, ast.stmt))
@@ -232,8 +237,7 @@ class Regions:
         return self._script.grads_off(stmt) and self._script.runs_forward(stmt)
 
     def _only_moves(self, stmt: ast.stmt) -> bool:
-        calls = [n for n in ast.walk(stmt) if isinstance(n, ast.Call)]
-        names = [c.func.attr if isinstance(c.func, ast.Attribute) else ast.unparse(c.func) for c in calls]
+        names = [c.func.attr if isinstance(c.func, ast.Attribute) else ast.unparse(c.func) for c in calls_in(stmt)]
         return all(name in _MOVING for name in names) and not isinstance(stmt, ast.AugAssign)
 
     def _hoist(self, backward: Backward) -> Hoisted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import io
+import itertools
 import tokenize
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -52,10 +53,7 @@ class Text:
 
     @cached_property
     def _starts(self) -> list[int]:
-        starts = [0]
-        for line in self.lines:
-            starts.append(starts[-1] + len(line))
-        return starts
+        return list(itertools.accumulate(map(len, self.lines), initial=0))
 
     def line_start(self, line: int) -> int:
         """Return the offset at which a line begins; lines count from 1, and one past the last is the end."""
@@ -67,12 +65,11 @@ class Text:
         return self._starts[line - 1] + len(before.decode())
 
     def span(self, node: ast.AST) -> tuple[int, int]:
-        """Return where a node begins and ends."""
-        place = node  # statements, expressions, arguments: every node with a position
-        assert isinstance(place, (ast.stmt, ast.expr, ast.arg, ast.keyword, ast.alias))
-        assert place.end_lineno is not None
-        assert place.end_col_offset is not None
-        return self.offset(place.lineno, place.col_offset), self.offset(place.end_lineno, place.end_col_offset)
+        """Return the offsets at which a node begins and ends."""
+        assert isinstance(node, (ast.stmt, ast.expr, ast.arg, ast.keyword, ast.alias))
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
 
     def of(self, node: ast.AST) -> str:
         """Return the text of a node as written."""
@@ -113,13 +110,11 @@ def last_line(stmt: ast.stmt) -> int:
 
 
 def split_lines(text: str) -> list[str]:
-    """Return the lines of a text with their endings; only a line feed ends one, as for ``ast``, git and patch."""
+    """Return the lines of a text with their endings; only a line feed ends a line, as in ``ast``, git and patch."""
     return list(io.StringIO(text, newline="\n"))
 
 
 def unified(source: str, patched: str, name: str) -> str:
     """Return the diff between two texts of the file ``name``, as ``git apply`` and ``patch -p1`` read it."""
-    parts = []
-    for line in difflib.unified_diff(split_lines(source), split_lines(patched), f"a/{name}", f"b/{name}", n=3):
-        parts.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
-    return "".join(parts)
+    lines = difflib.unified_diff(split_lines(source), split_lines(patched), f"a/{name}", f"b/{name}")
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

@@ -1,4 +1,4 @@
-"""A script's syntax tree, with the way up: parents, blocks, scopes, where names are bound and what names stand for."""
+"""A script's syntax tree with links upwards: parents, blocks and scopes, where names are bound and what they stand for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Loop = (ast.For, ast.AsyncFor, ast.While)
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
-class Tree:
+class SyntaxTree:
     """A module's syntax tree."""
 
     def __init__(self, text: str) -> None:
@@ -37,11 +37,11 @@ class Tree:
             yield node
 
     def statement(self, node: ast.AST) -> ast.stmt:
-        """Return the innermost statement that a node belongs to."""
+        """Return the innermost statement around a node, or the node itself if it is one."""
         return next(n for n in [node, *self.ancestors(node)] if isinstance(n, ast.stmt))
 
     def block(self, stmt: ast.stmt) -> list[ast.stmt]:
-        """Return the list of statements that a statement is in."""
+        """Return the list of statements that contains a statement."""
         return self._blocks[stmt]
 
     def function(self, node: ast.AST) -> Function | None:
@@ -73,7 +73,7 @@ class Tree:
         return [n for n in walk_scope(scope) if isinstance(n, ast.stmt) and target in bound_by(n)]
 
     def dotted(self, node: ast.AST) -> str:
-        """Return what an expression names, through imports: ``torch.nn.functional.relu`` for ``F.relu``; empty if nothing."""
+        """Return the full name of an expression, through imports: ``torch.nn.functional.relu`` for ``F.relu``; empty if it is no name."""
         if isinstance(node, ast.Name):
             return self.imported.get(node.id, node.id)
         if isinstance(node, ast.Attribute):
@@ -91,6 +91,11 @@ class Tree:
         """Every call, in the order of the text."""
         found = [n for n in self.nodes if isinstance(n, ast.Call)]
         return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+
+    def method_calls(self, *names: str) -> list[tuple[ast.Call, ast.expr]]:
+        """Return the calls of methods of these names, each with the expression of the object."""
+        calls = [(call, call.func) for call in self.calls]
+        return [(call, func.value) for call, func in calls if isinstance(func, ast.Attribute) and func.attr in names]
 
     def free_name(self, *wanted: str) -> str:
         """Return the first of the names that the script does not use, else the last one with an underscore."""
@@ -116,17 +121,13 @@ def bound_by(stmt: ast.stmt) -> set[str]:
         targets = [stmt.target]
     elif isinstance(stmt, (ast.With, ast.AsyncWith)):
         targets = [item.optional_vars for item in stmt.items if item.optional_vars is not None]
-    found: set[str] = set()
-    for target in targets:
-        found |= {ast.unparse(part) for part in flat(target)}
-    for node in ast.walk(stmt) if not hasattr(stmt, "body") else ():
-        if isinstance(node, ast.NamedExpr):
-            found.add(node.target.id)
-    return found
+    inside = () if hasattr(stmt, "body") else ast.walk(stmt)
+    named = {node.target.id for node in inside if isinstance(node, ast.NamedExpr)}
+    return named | {ast.unparse(part) for target in targets for part in flat(target)}
 
 
 def flat(target: ast.expr) -> list[ast.expr]:
-    """Return the targets of an assignment, tuples taken apart."""
+    """Return the targets of an assignment, with tuples unpacked."""
     if isinstance(target, (ast.Tuple, ast.List)):
         return [part for element in target.elts for part in flat(element)]
     return [target.value] if isinstance(target, ast.Starred) else [target]
@@ -134,15 +135,24 @@ def flat(target: ast.expr) -> list[ast.expr]:
 
 def bound_within(stmt: ast.stmt) -> set[str]:
     """Return what a statement and the statements inside it bind."""
-    inner = [n for n in ast.walk(stmt) if isinstance(n, ast.stmt)]
-    return set().union(*(bound_by(n) for n in inner))
+    return set().union(*(bound_by(n) for n in ast.walk(stmt) if isinstance(n, ast.stmt)))
 
 
 def names_in(node: ast.AST) -> set[str]:
     """Return the names that a node reads, and attributes of ``self`` as ``self.x``."""
     found = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-    attributes = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    attributes = [n for n in ast.walk(node) if isinstance(n, ast.Attribute)]
     return (found | {f"{n.value.id}.{n.attr}" for n in attributes if isinstance(n.value, ast.Name)}) - {"self"}
+
+
+def calls_in(node: ast.AST) -> list[ast.Call]:
+    """Return the calls in a node."""
+    return [n for n in ast.walk(node) if isinstance(n, ast.Call)]
+
+
+def keyword_of(call: ast.Call, name: str) -> ast.expr | None:
+    """Return the argument that a call passes by this keyword; None if it passes none."""
+    return next((k.value for k in call.keywords if k.arg == name), None)
 
 
 def arguments_of(function: Function) -> list[ast.arg]:

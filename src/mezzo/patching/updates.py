@@ -1,4 +1,4 @@
-"""Where the calls around an optimizer's update belong: before gradients are read, and once after the last update."""
+"""Where to put the calls around an optimizer's update: before gradients are read, and once after the last update."""
 
 from __future__ import annotations
 
@@ -7,34 +7,31 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mezzo.patching.outcome import unclear
-from mezzo.patching.reading import Script, Step
+from mezzo.patching.reading import ScriptFacts, StepCall
 
 
 @dataclass(frozen=True)
 class Read:
-    """A statement that reads gradients before an update, which have to be unscaled by then."""
+    """A statement that reads gradients before an update: they have to be unscaled first."""
 
     stmt: ast.stmt
-    step: Step
+    step: StepCall
     over: ast.For | None
     """The loop over several optimizers that the update is in."""
 
 
-class Updates:
+class ScriptUpdates:
     """The updates of a script, in the order in which they run."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: ScriptFacts) -> None:
         self._script, self._tree = script, script.tree
 
-    def loop_over_optimizers(self, step: Step) -> ast.For | None:
+    def loop_over_optimizers(self, step: StepCall) -> ast.For | None:
         """Return the ``for optimizer in optimizers:`` around an update."""
-        base = ast.unparse(step.optimizer)
-        for loop in self._tree.loops(step.stmt):
-            if isinstance(loop, ast.For) and base in ast.unparse(loop.target):
-                return loop
-        return None
+        loops = [loop for loop in self._tree.loops(step.stmt) if isinstance(loop, ast.For)]
+        return next((loop for loop in loops if step.name in ast.unparse(loop.target)), None)
 
-    def holder(self, step: Step) -> ast.stmt:
+    def holder(self, step: StepCall) -> ast.stmt:
         """Return the statement that updates: the call's own, or the loop over optimizers around it."""
         return self.loop_over_optimizers(step) or step.stmt
 
@@ -106,23 +103,19 @@ class Updates:
             here = above
 
     def _inner(self, stmt: ast.stmt) -> ast.stmt:
-        """Return the statement inside an ``if`` that reads gradients, where the rest of it does not."""
+        """Return the first statement inside an ``if`` that reads gradients, or the statement itself."""
         if isinstance(stmt, ast.If) and not stmt.orelse:
             reading = [s for s in stmt.body if self._script.reads_gradients(s)]
             if reading:
                 return self._inner(reading[0])
         return stmt
 
-    def schedules_after(self, update: ast.stmt) -> list[ast.stmt]:
-        """Return the statements that step a schedule once for each such update, after it."""
-        found: list[ast.stmt] = []
-        for call in self._script.schedule_steps:
-            stmt = self._tree.statement(call)
-            follows = stmt in self._tree.block(update) and stmt.lineno > update.lineno
-            # A schedule whose step takes a metric follows the metric, not the updates.
-            if isinstance(stmt, ast.Expr) and stmt.value is call and follows and not call.args:
-                found.append(stmt)
-        return found
+    def schedules_after(self, update: ast.stmt) -> list[ast.Expr]:
+        """Return the statements after an update, in its block, that step a schedule."""
+        # A schedule whose step takes a metric follows the metric, not the updates.
+        calls = {id(call) for call in self._script.schedule_steps if not (call.args or call.keywords)}
+        after = [s for s in self._tree.block(update) if isinstance(s, ast.Expr) and s.lineno > update.lineno]
+        return [stmt for stmt in after if id(stmt.value) in calls]
 
 
 def _body(node: ast.AST) -> list[ast.stmt]:

@@ -92,6 +92,7 @@ from mezzo.records.run import COMPILED as COMPILED
 from mezzo.records.run import CUDA_GRAPH as CUDA_GRAPH
 from mezzo.records.run import FILE_CLOCK_TICK_S as FILE_CLOCK_TICK_S
 from mezzo.records.run import NOT_APPLIED as NOT_APPLIED
+from mezzo.records.run import NOT_COUNTED as NOT_COUNTED
 from mezzo.records.run import OWN_16_BITS as OWN_16_BITS
 from mezzo.records.run import Effective as Effective
 from mezzo.records.run import FileRead as FileRead

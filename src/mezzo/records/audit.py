@@ -20,7 +20,7 @@ class Operation(Value):
     module: str
     phase: Phase
     inputs: list[str]
-    """Formats of its operands, each listed once, in order; integers and booleans under torch's names."""
+    """Formats of its operands, each listed once, in order; integers and booleans by torch's names."""
     outputs: list[str]
     format: str = ""
     """Format that a matrix product or convolution multiplies in; empty for other operations."""
@@ -122,7 +122,7 @@ class AuditRecord(WholeRecord):
     products: list[Product] = []
     kernels: list[Kernel] = []
     findings: list[Finding] = []
-    """Those on the script's own mixed precision come first; the run's record has them too."""
+    """Findings on the script's own mixed precision come first; the run's record has these, too."""
     notes: list[Reason] = []
     """What could not be recorded, and why."""
 

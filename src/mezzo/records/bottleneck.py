@@ -7,7 +7,7 @@ from typing import Literal
 from mezzo.records.values import Reason, Value
 
 Limit = Literal["input", "waiting", "communication", "host", "power", "bandwidth", "arithmetic", "unknown"]
-"""What a run spends its time on: batches, a lock or sleep, other processes, Python and tiny kernels, a power limit, memory, products."""
+"""What limits a run: loading batches, a lock or sleep, other processes, Python and tiny kernels, a power limit, memory, or products."""
 
 
 class GpuUse(Value):
@@ -23,12 +23,12 @@ class GpuUse(Value):
     """Mean power."""
     power_limit_w: float | None = None
     temperature_c: float | None = None
-    """The highest."""
+    """The highest temperature."""
     clock_mhz: float | None = None
     """Mean clock of the multiprocessors."""
     clock_limit_mhz: float | None = None
     throttled: dict[str, float] = {}
-    """Share of the samples in which a reason held the clock down: ``power limit``, ``heat``, ``power brake``."""
+    """Share of the samples in which the clock was throttled, by reason: ``power limit``, ``heat``, ``power brake``."""
 
 
 class Bottleneck(Value):
@@ -44,7 +44,7 @@ class Bottleneck(Value):
     ``preempted`` is the share of the whole time that other processes took; the others are shares of the rest.
     """
     line: str = ""
-    """The script's line at which its thread was seen most often while it slept, if that is what holds the run back."""
+    """The line of the script that was most often executing while its thread slept, if waiting holds the run back."""
     operations: int | None = None
     """Operations of one step; None where they were not counted."""
     operation_us: float | None = None

@@ -18,21 +18,21 @@ class Gain(Value):
     """What a policy gains in speed on one device."""
 
     kind: Literal["measured", "predicted", "bound"]
-    """``predicted``: of a GPU that is not here. ``bound``: a ceiling from counted FLOPs and bytes, where nothing can be predicted."""
+    """``predicted``: for another GPU. ``bound``: a ceiling from counted FLOPs and bytes, where no prediction is possible."""
     times: float
-    """How many times as fast as the baseline; of a bound, at most."""
+    """How many times as fast as the baseline; for a bound, at most."""
     times_over_tf32: float | None = None
-    """Of a prediction or a bound: the same over TF32; None where the GPU has no TF32, or the policy or the baseline is TF32."""
+    """For a prediction or a bound: the same over TF32; None if the GPU has no TF32, or if the policy or the baseline is TF32."""
     low: float | None = None
     """The smallest measured ratio over seeds."""
     high: float | None = None
     device: str
     note: str
-    """What it follows from, and what it assumes."""
+    """Where the figure comes from, and what it assumes."""
 
     @property
     def over_what_is_free(self) -> tuple[float, str]:
-        """The gain over TF32, which a script can have for one line, where there is one; else over FP32; and over which it is."""
+        """The gain over TF32, which takes one line in a script, if it is known, else over FP32; and the name of that format."""
         return (self.times, "FP32") if self.times_over_tf32 is None else (self.times_over_tf32, "TF32")
 
 
@@ -41,7 +41,9 @@ class Answer(Value):
 
     decision: Decision
     policy: str
-    """The policy to use; the baseline where the answer is to stay, or open."""
+    """The policy to use; the baseline if the answer is to stay, or undecided; ``as-is`` to keep the precision of the script's own casts."""
+    own_formats: list[str] = []
+    """The formats that the script's own casts leave the baseline's passes in; empty where these ran in FP32 or TF32."""
     why: str
     evidence: str = ""
     """How the policy's accuracy compares with the baseline's: the reason of its row in the comparison."""
@@ -57,7 +59,7 @@ class Answer(Value):
 
 
 class CheckStage(Value):
-    """One thing that was done to find the answer."""
+    """One stage of the way to the answer."""
 
     name: StageName
     what: str
@@ -80,12 +82,12 @@ class CheckRecord(WholeRecord):
     device: DeviceReport
     """The device that the runs were on."""
     gpu: str = ""
-    """The GPU that the answer is for, if it is another device; or the one that a bound is given for."""
+    """The GPU that the answer or a bound is for, if it is not the device of the runs."""
     offered: list[Reason] = []
     """The policies that were considered: ``value`` is ``tried`` or ``left out``."""
     budget_s: float
     seeds: int
-    """The seeds that each policy was to run with."""
+    """How many seeds each policy was to run with."""
     first_steps: int | None = None
     """The number of steps after which every run was stopped: the verdicts are on these steps only; None for whole runs."""
     stages: list[CheckStage] = []

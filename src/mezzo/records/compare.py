@@ -20,10 +20,10 @@ ScaleName: TypeAlias = Literal["absolute", "ratio", "proportion"]
 
 
 class Difference(Value):
-    """A quantity and the baseline's, compared over paired seeds."""
+    """A quantity compared with the baseline's over paired seeds."""
 
     value: float
-    """Mean over seeds, on the scale of the comparison: the geometric mean where that is a ratio."""
+    """Mean over seeds, on the scale of the comparison; the geometric mean if that is a ratio."""
     baseline: float
     scale: ScaleName = "absolute"
     """``ratio``: differences are shares of the baseline's value. ``proportion`` (arcsine scale) and ``absolute``: in its unit."""
@@ -76,7 +76,7 @@ class Row(Value):
     verdict: Verdict
     reason: str
     seeds_needed: int | None = None
-    """For an undecided row: the seeds that would decide it with a probability of 80%; None if more than 1000."""
+    """For an undecided row: how many seeds would decide it with a probability of 80%; None if more than 1000."""
 
     @property
     def policy_shown(self) -> str:
@@ -85,7 +85,7 @@ class Row(Value):
 
     @property
     def compared_as(self) -> str:
-        """What a comparison tells the row's runs apart by: their policy, and how they are checkpointed."""
+        """What identifies the row's runs in a comparison: their policy, and how they are checkpointed."""
         return varied(self.policy, self.checkpoint)
 
 
@@ -102,7 +102,7 @@ class CompareRecord(WholeRecord):
     """Files that make runs depend on each other: with any, no verdict holds."""
     runs: list[RunRecord]
     real_gpus: RealGpus | None = None
-    """Predictions for GPUs that are not here; None where none were asked for."""
+    """Predictions for GPUs that this machine does not have; None if none were asked for."""
     environment: Environment
 
     @property

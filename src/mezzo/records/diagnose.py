@@ -12,8 +12,8 @@ Diagnosed: TypeAlias = Literal[
 ]
 """``unfinished``: the run raised, was interrupted or trained no step, and no value that left its format explains it."""
 Origin: TypeAlias = Literal["", "made", "entered", "constant", "refused", "vanished"]
-"""``made`` of finite values; ``entered`` the step from outside; a ``constant`` of the script; ``refused``: a number of the
-script that torch does not write into the format; ``vanished``: too small for the format, so 0."""
+"""``made`` from finite values; ``entered`` the step from outside; a ``constant`` in the script; ``refused``: a number in the
+script that torch does not convert to the format; ``vanished``: too small for the format, so 0."""
 Direction: TypeAlias = Literal["", "forward", "backward"]
 
 
@@ -30,7 +30,7 @@ class Operand(Value):
 
 
 class TrendStep(Value):
-    """One step before the fault, and the step itself."""
+    """One of the steps up to the fault."""
 
     step: int
     loss: float
@@ -62,9 +62,9 @@ class DiagnoseRecord(WholeRecord):
     op: str = ""
     """The operation's name in torch; in a backward pass, the operation whose gradient was computed."""
     origin: Origin = ""
-    """What happened to the value there."""
+    """Where the value came from."""
     parameter: bool = False
-    """Whether what entered the step is a weight."""
+    """Whether the value that entered the step is a weight."""
     phase: Direction = ""
     step: int = 0
     """The step of the first such value; 0 if there is none."""
@@ -90,7 +90,7 @@ class DiagnoseRecord(WholeRecord):
     loss_scale: float = 1.0
     """The loss scale of that step."""
     own_scaler: bool = False
-    """Whether it is that of the script's own GradScaler."""
+    """Whether it is the loss scale of the script's own GradScaler."""
     session_policy: str = ""
     """The policy of the script's own ``mezzo.Session``, which ``as-is`` leaves alone; empty where there is none."""
     gradient: str = ""
@@ -104,7 +104,7 @@ class DiagnoseRecord(WholeRecord):
     bad_steps: list[int] = []
     """Steps whose loss or gradients were not finite."""
     faulty_steps: list[int] = []
-    """Those of them that are not normal skips while the loss scale settles."""
+    """The bad steps that are not normal skips while the loss scale settles."""
     trend: list[TrendStep] = []
     passes: list[Pass] = []
     forced_eager: bool = False

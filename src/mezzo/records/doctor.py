@@ -1,4 +1,4 @@
-"""What a machine can compute."""
+"""The formats that a machine computes in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DeviceReport(Value):
 
 
 class DoctorRecord(WholeRecord):
-    """What this machine can do."""
+    """The formats of every device of a machine."""
 
     kind: Literal["doctor"] = "doctor"
     environment: Environment
@@ -38,7 +38,7 @@ class DoctorRecord(WholeRecord):
 
     @property
     def summary(self) -> str:
-        """Each device with the formats that it computes in by itself, in one line."""
+        """Each device with the formats that it computes natively, in one line."""
         return "; ".join(
             f"{device.name}: {', '.join(form.format for form in device.formats if form.level == 'native') or 'none'} native"
             for device in self.devices

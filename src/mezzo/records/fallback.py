@@ -28,9 +28,9 @@ class ModuleError(Value):
     wgrad: float | None = None
     """The same for the gradients of its weights, taken together."""
     rounded: float = 0.0
-    """The largest of the three where its inputs, and its children's outputs, are in the lower precision as well."""
+    """The largest of the three if its inputs, and its children's outputs, are in the lower precision as well."""
     flops: int = 0
-    """Of its matrix products and convolutions, forward and backward, submodules included."""
+    """FLOPs of its matrix products and convolutions, forward and backward, submodules included."""
     kept: bool = False
     reason: str = ""
     """Why it could not be run alone."""
@@ -83,7 +83,7 @@ class FallbackRecord(WholeRecord):
     """The most suspect first."""
     verifications: list[Verification] = []
     noise: float | None = None
-    """The largest error of a judged gradient when FP32 itself is rounded in another way."""
+    """The largest error of a judged gradient when FP32 itself rounds differently."""
     ignored: list[Reason] = []
     """Parameters that are not judged, and why."""
     notes: list[Reason] = []

@@ -1,4 +1,4 @@
-"""What is worth changing in a script: one code a kind, each with a page in ``docs/findings``."""
+"""What is worth changing in a script: one code per kind of finding, each with a page in ``docs/findings``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Severity: TypeAlias = Literal["", "error", "warning", "info"]
 
 
 class Finding(Value):
-    """One thing to change, and what that gains."""
+    """One thing to change, and what changing it gains."""
 
     code: str
     title: str

@@ -1,4 +1,4 @@
-"""What the guardrails of a run noticed and did, and what held the memory where it ran out."""
+"""What the guardrails of a run noticed and did, and what held the memory when it ran out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rewind(Value):
     updates: int
     """Updates made before that snapshot."""
     changes: list[Reason]
-    """What goes on differently, and why."""
+    """What changed for the rest of the run, and why."""
 
 
 class Guardrails(Value):
@@ -63,11 +63,11 @@ class OutOfMemory(Value):
     """What held the memory when the script ran out of it."""
 
     step: int
-    """The step that was open, counted from 1."""
+    """The step in which it ran out, counted from 1."""
     message: str
     """The error's first line."""
     asked_bytes: int | None = None
-    """What was asked for when there was no more; None if the error does not say."""
+    """The size of the failed allocation; None if the error does not say."""
     held_bytes: dict[str, int] = {}
     """By kind: parameters, gradients, optimizer state, saved activations, other."""
     modules: list[HeldModule] = []
@@ -75,4 +75,4 @@ class OutOfMemory(Value):
     not_known: list[Reason] = []
     """What could not be measured, and why."""
     settings: list[Reason] = []
-    """What would fit or save: the setting to write, what it saves, and the reason."""
+    """Settings that would fit or save memory: what to write, what it saves, and the reason."""

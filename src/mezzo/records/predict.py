@@ -1,4 +1,4 @@
-"""Time and memory of a training on GPUs that are not here, predicted."""
+"""Predicted time and memory of a training on GPUs that this machine does not have."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Prediction(Value):
     reason: str = ""
     """Why it is not possible, or what the policy becomes on this GPU."""
     validated: bool = False
-    """Whether measured rows of this architecture and precision stand behind the constants."""
+    """Whether the constants were fitted on measurements of this architecture and precision."""
     calibrated: bool = False
-    """Whether rates measured on this machine stand behind the time, in place of the constants."""
+    """Whether the time follows from rates measured on this machine instead of the constants."""
     step_ms: float = 0.0
     communication_ms: float = 0.0
-    """What GPUs of a job send in a step, most of it beside computation."""
+    """Time in which the GPUs of a job exchange data in a step; most of it overlaps computation."""
     throughput: float = 0.0
     """Images or sequences a second at the record's batch size, of all GPUs of the job."""
     throughput_low: float = 0.0
-    """10th percentile, from the errors on architectures that were left out of the fit."""
+    """10th percentile, from the errors on architectures left out of the fit."""
     throughput_high: float = 0.0
     """90th percentile."""
     bounds: dict[str, float] = {}
@@ -80,7 +80,7 @@ class MemoryTimeline(Value):
     """Allocated bytes by kind over one step."""
 
     places: list[int]
-    """How many allocations and releases of the step came before."""
+    """For each entry, the number of allocations and releases earlier in the step."""
     kinds: dict[str, list[int]]
     """By kind, one entry for each place."""
     backward: int | None = None
@@ -97,22 +97,22 @@ class ModuleTime(Value):
 
 
 class PredictionDetail(Value):
-    """One prediction seen closely."""
+    """One prediction in detail."""
 
     gpu: str
     policy: str
     checkpoint: str = ""
     """The plan of activation checkpointing; empty where everything is kept."""
     limit_bytes: int
-    """What the GPU has for torch's allocator."""
+    """The memory that the GPU has for torch's allocator."""
     curves: list[BatchCurve] = []
-    """Of every policy on this GPU whose batch sizes follow."""
+    """One for every policy on this GPU whose batch sizes can be predicted."""
     timeline: MemoryTimeline
     modules: list[ModuleTime] = []
 
 
 class RealGpus(Value):
-    """What compared policies would give on GPUs that are not here, predicted."""
+    """Predictions for compared policies on GPUs that this machine does not have."""
 
     gpus: list[str] = []
     batch: int = 1
@@ -146,7 +146,7 @@ class PredictRecord(WholeRecord):
     """Share of the GPU's memory that the largest batch leaves free."""
     predictions: list[Prediction]
     detail: PredictionDetail | None = None
-    """The fastest prediction that fits, closely."""
+    """The fastest prediction that fits, in detail."""
     slurm: list[str] = []
     """Lines of a batch script that ask for its GPU."""
     assumptions: list[Reason] = []

@@ -45,7 +45,7 @@ class Casts(Value):
     zeroed: list[int]
     """Values that become zero."""
     subnormal: list[int]
-    """Values that survive with fewer bits."""
+    """Values that keep fewer bits."""
     overflowed: list[int]
     """Values that round beyond the format's range: to infinity or, in E4M3 (which has none), to NaN or 448, depending on the library."""
 
@@ -77,7 +77,7 @@ class TensorRange(Value):
     kind: RangeKind
     name: str
     kept_fp32: bool = False
-    """Whether the policy keeps it in FP32, by its module or by the op lists, so that it sets no limit."""
+    """Whether the policy keeps it in FP32, because of its module or the op lists, so that it sets no limit."""
     histogram: Histogram
     highest: dict[str, int] = {}
     """By format, the exponent of the largest power-of-two scale at which nothing overflows."""
@@ -112,15 +112,15 @@ class ScaleWindow(Value):
 
 
 class UpdateLoss(Value):
-    """Weight updates that rounding would lose with weights in a format and no master weights."""
+    """Weight updates that rounding would lose if the weights were in a format, without master weights."""
 
     format: str
     num_updates: int
     """Non-zero updates of single weights."""
     num_swallowed: int
-    """Those that leave the rounded weight unchanged."""
+    """Updates that leave the rounded weight unchanged."""
     worst: dict[str, float] = {}
-    """Share lost, by parameter, for those that lose the most."""
+    """Share lost, by parameter, for the parameters that lose the most."""
 
     @property
     def share(self) -> float:
@@ -150,7 +150,7 @@ class RangesRecord(WholeRecord):
     windows: list[ScaleWindow] = []
     updates: list[UpdateLoss] = []
     notes: list[Reason] = []
-    """What follows from the values, and what was not recorded."""
+    """Consequences of the values, and what was not recorded."""
 
     @property
     def summary(self) -> str:

@@ -1,4 +1,4 @@
-"""One run's processes: what each of them measured."""
+"""The processes of a run, and what each of them measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RankRun(Value):
     step_ms: float | None = None
     """Median wall time of a step after the first; None if there was none."""
     cpu_ms: float | None = None
-    """The same of CPU time."""
+    """Median CPU time of a step after the first."""
     total_bytes: int | None = None
     """Bytes of a step: parameters, gradients, optimizer state and activations of this process."""
     cuda_allocated_bytes: int | None = None

@@ -24,7 +24,7 @@ State: TypeAlias = Literal[
     "copy of the weights",
     "unknown",
 ]
-"""What a training goes on from."""
+"""What a training continues from."""
 
 
 class MissingState(Value):
@@ -34,10 +34,10 @@ class MissingState(Value):
     name: str
     """The variable or class."""
     undisturbed: str
-    """What it was in the undisturbed run at the same step."""
+    """Its value in the undisturbed run at the same step."""
     resumed: str
     evidence: str
-    """What shows it, and what follows from it."""
+    """What shows it, and what it leads to."""
     fix: str
 
 
@@ -48,13 +48,13 @@ class ResumeCheckRecord(WholeRecord):
     command: list[str]
     script: str
     resume_with: list[str] = []
-    """Arguments that the resumed run had beside the script's own."""
+    """Arguments that the resumed run had in addition to the script's own."""
     verdict: ResumeVerdict
     why: str
     num_steps: int
-    """Of the undisturbed run."""
+    """Steps of the undisturbed run."""
     stopped_after: int | None = None
-    """Steps after which the run was stopped; None if it did not come to that."""
+    """The step after which the run was stopped; None if it never was."""
     stopped_by: str = ""
     resumed_at: int | None = None
     """The step of the undisturbed run whose state the resumed run began with; None if there is none."""
@@ -64,7 +64,7 @@ class ResumeCheckRecord(WholeRecord):
     missing: list[MissingState] = []
     """The parts that were not restored; the first are most often the cause of the others."""
     without_effect: list[Reason] = []
-    """What differs and changed nothing in this run."""
+    """Differences that had no effect in this run."""
     checkpoints: list[str] = []
     """Files that the stopped run wrote and the resumed one read, or could have read."""
     folder: str = ""

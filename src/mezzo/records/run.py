@@ -14,13 +14,15 @@ from mezzo.records.ranks import RankRun
 from mezzo.records.values import Environment, Reason, Value, WholeRecord, varied
 
 AS_IS = "as-is"
-"""In place of a policy: the script keeps its own precision."""
+"""Stands for a policy where the script keeps its own precision."""
 CHANNELS_LAST, COMPILED, CHECKPOINTED = "memory layout", "torch.compile", "activation checkpointing"
 """Changes to a script's models, as the explanation of a run names them."""
 OWN_16_BITS = "16-bit weights"
 """What a run leaves alone if the script itself keeps its weights in 16 bits."""
+NOT_COUNTED = "FLOPs not counted"
+"""What is said of a compiled operation whose FLOPs are missing."""
 CUDA_GRAPH = "CUDA graph"
-"""What is left alone where a script replays training steps."""
+"""What a run leaves alone if the script replays training steps."""
 NOT_APPLIED = "not applied"
 """The value of a change that found no model to change."""
 
@@ -80,7 +82,7 @@ class Memory(Value):
     activations_bytes: int | None = None
     """Bytes that the forward pass keeps for the backward pass (copies of weights in a lower format included)."""
     cuda_allocated_bytes: int | None = None
-    """Sum of the peaks of all devices; for compiled code, without the step that was inspected eagerly."""
+    """Sum of the peaks of all devices; if compiled code ran eagerly in the inspected step, without that step."""
     cuda_reserved_bytes: int | None = None
     cuda_allocated_bytes_by_device: list[int] = []
     """The peak of each device, by its number; empty if at most one device was used."""
@@ -94,6 +96,8 @@ class Memory(Value):
 
 
 _LOWER_NOTHING = ("fp32", "tf32")
+OWN_SHARE = 0.05
+"""A smaller share of the FLOPs is no precision of the script's own."""
 _REFUSED = re.compile(
     r"\b(?:Runtime|NotImplemented|Type|Value)Error: .*"
     r"(?:\bdtype|scalar type|not implemented for|bias type)",
@@ -105,10 +109,12 @@ WIDE = ("fp32", "tf32", "fp64", "complex64", "complex128")
 
 
 class Effective(Value):
-    """What really ran in which format, counted on one step."""
+    """The formats that really ran, counted on one step."""
 
     flops_by_format: dict[str, int] = {}
     """Floating-point operations of matrix products and convolutions, forward and backward, by the format of their operands."""
+    update_flops_by_format: dict[str, int] = {}
+    """Those of them that optimizers multiplied in their updates, as Muon does."""
     emulated: bool = False
     """Whether the formats below FP32 were emulated, so that times say nothing about a device that supports them."""
     num_lowered: int | None = None
@@ -128,6 +134,13 @@ class Effective(Value):
         total = sum(self.flops_by_format.values())
         return {k: v / total for k, v in self.flops_by_format.items()} if total else {}
 
+    @property
+    def passes_by_format(self) -> dict[str, float]:
+        """Share of the operations of forward and backward passes by format, the largest first."""
+        counts = {k: v - self.update_flops_by_format.get(k, 0) for k, v in self.flops_by_format.items()}
+        total = sum(counts.values())
+        return {k: v / total for k, v in sorted(counts.items(), key=lambda one: -one[1]) if v} if total else {}
+
 
 class Metric(Value):
     """A metric that a script printed, with the number of updates before each value."""
@@ -144,9 +157,9 @@ class Metric(Value):
 
 
 BATCH = "{batch}"
-"""What stands for the size of a batch in the arguments of a script that makes its batches itself."""
+"""Stands for the batch size in the arguments of a script that makes its batches itself."""
 RUN_NAME = "{run}"
-"""In the arguments of a script that several runs share: each run puts its own name there."""
+"""Stands for the name of each run in the arguments of a script that runs several times."""
 
 FILE_CLOCK_TICK_S = 0.02
 """How far a file's timestamp may lag behind the clock."""
@@ -161,7 +174,7 @@ class FileRead(Value):
 
 
 class SnapshotsTaken(Value):
-    """The snapshots of a run: what they hold, what they lack, and the one that it was resumed from."""
+    """The snapshots of a run: what they contain, what they lack, and the one that it was resumed from."""
 
     folder: str
     every_s: float
@@ -190,10 +203,10 @@ def is_inspected(framework: str) -> bool:
 
 
 class Placement(Value):
-    """Where a run of several ran, and beside how many others."""
+    """Where one of several runs ran, and how many others ran at the same time."""
 
     jobs: int
-    """The most runs at once: ``--jobs``, or what the cluster allows (0: not known)."""
+    """The most runs at a time: ``--jobs``, or what the cluster allows (0: not known)."""
     through: Literal["", "slurm", "ray"] = ""
     """The engine that placed the run; empty for the command itself."""
     host: str = ""
@@ -202,7 +215,7 @@ class Placement(Value):
     threads: int | None = None
     """The run's share of CPU threads; None where the engine sets none."""
     attempts: int = 1
-    """2 if a first attempt was lost with its worker."""
+    """2 if the first attempt was lost with its worker."""
 
 
 class RunRecord(WholeRecord):
@@ -234,21 +247,21 @@ class RunRecord(WholeRecord):
     input_elements: float | None = None
     """Elements of the first tensor given to the models, a step (the median); None where they were not counted."""
     files_read: list[FileRead] = []
-    """Files that an earlier run of the same comparison may have written."""
+    """Files that this run read and an earlier run of the same comparison may have written."""
     snapshots: SnapshotsTaken | None = None
     """None without ``--snapshot`` and ``--resume``."""
     guardrails: Guardrails | None = None
     """What went wrong while it ran; None where no guard watched, as in runs of a comparison and outside PyTorch."""
     out_of_memory: OutOfMemory | None = None
-    """What held the memory of a script that ended for want of it; None for all others."""
+    """What held the memory of a script that ran out of it; None for all others."""
     ranks: list[RankRun] = []
     """Every process of a run in several, rank 0 first; empty for one process. Losses above are then the mean of all ranks."""
     between_ranks: list[Reason] = []
-    """What should be the same in all ranks, and is not."""
+    """What should be the same in all ranks and is not."""
     first_steps: int | None = None
     """The number of steps after which the run was stopped, as asked; None for a run that ended by itself."""
     earlier_update_s: float | None = None
-    """Unix time of the first update of an earlier attempt at this run, which was stopped; None if there was none."""
+    """Unix time of the first update of an earlier attempt at this run, which was stopped; None without one."""
     request_sha256: str = ""
     """Digest of what was asked: the script with the files it imports, arguments, policy, seed, versions. Empty for a single run."""
     placement: Placement | None = None
@@ -279,7 +292,7 @@ class RunRecord(WholeRecord):
 
     @property
     def compared_as(self) -> str:
-        """What a comparison tells the run apart by: its policy, and how it is checkpointed."""
+        """What identifies the run in a comparison: its policy, and how it is checkpointed."""
         return varied(self.policy, self.checkpoint)
 
     @property
@@ -301,13 +314,25 @@ class RunRecord(WholeRecord):
         return next((one.value for one in self.effective.left_alone if one.what == OWN_16_BITS), "")
 
     @property
+    def own_formats(self) -> dict[str, float]:
+        """The formats that the script's own casts leave its passes in under a policy that lowers nothing, each with its share.
+
+        Empty if less than 5% ran below 32 bits.
+        """
+        shares = self.effective.passes_by_format
+        narrow = sum(share for name, share in shares.items() if name not in WIDE)
+        if self.policy.split(":")[0] not in _LOWER_NOTHING or narrow < OWN_SHARE:
+            return {}
+        return {name: share for name, share in shares.items() if share >= OWN_SHARE}
+
+    @property
     def changed_nothing(self) -> bool:
-        """Whether the policy's runs say nothing about it, because what it asks for did not happen."""
+        """Whether the run says nothing about its policy, because the policy had no effect."""
         return bool(self.no_effect)
 
     @property
     def no_effect(self) -> str:
-        """What the policy did not do, as the end of a sentence about it; empty if it did what it asks for.
+        """What the policy did not do, as the end of a sentence about it; empty if it took effect.
 
         It lowered nothing if no counted product ran below 32 bits (of a step without products: no operation at all). An FP8 policy
         may lower all products to 16 bits and none to FP8.
@@ -315,6 +340,8 @@ class RunRecord(WholeRecord):
         name, effective = self.policy.split(":")[0], self.effective
         if name in (AS_IS, *_LOWER_NOTHING):
             return ""
+        if any(one.what == NOT_COUNTED for one in effective.left_alone):
+            return ""  # what was not counted may have been lowered
         if not effective.lowered and (effective.flops_by_format or effective.num_lowered == 0):
             return "changed nothing"
         if name == "fp8" and effective.flops_by_format and not set(effective.flops_by_format) & _FP8_FORMATS:
@@ -323,10 +350,10 @@ class RunRecord(WholeRecord):
 
 
 def refuses_format(error: str) -> bool:
-    """Return whether an operation refused its operands' format: there is no kernel for it, or another operand has another one."""
+    """Return whether an operation refused its operands' format: it has no kernel for it, or the operands' formats differ."""
     return _REFUSED.search(error) is not None
 
 
 def leaves_range(error: str) -> bool:
-    """Return whether a number in the script, such as a mask's -1e9, lies beyond the range of the format that it was to become."""
+    """Return whether a number in the script, such as a mask's -1e9, is beyond the range of the format it was converted to."""
     return _BEYOND.search(error) is not None

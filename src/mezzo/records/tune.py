@@ -12,7 +12,7 @@ from mezzo.records.values import Environment, Reason, Value, WholeRecord
 TuneDecision: TypeAlias = Literal["use", "keep", "undecided", "failed"]
 """``use``: a configuration is faster. ``keep``: none is, beyond noise. ``undecided``: no time. ``failed``: the script itself fails."""
 TuneState: TypeAlias = Literal["now", "faster", "not faster", "barred", "dropped", "failed", "not run"]
-"""``barred``: it may not be the answer. ``dropped``: others were faster in its last round. ``now``: what the script does now."""
+"""``barred``: it may not be the answer. ``dropped``: others were faster in its last round. ``now``: the script as it is."""
 
 
 class TuneRow(Value):
@@ -29,20 +29,20 @@ class TuneRow(Value):
     state: TuneState
     reason: str
     steps: int = 0
-    """Of each of its runs in that round."""
+    """Steps of each of its runs in that round."""
     step_ms: float | None = None
     """Median after the first steps; over repeats, the median of medians."""
     inputs: float | None = None
-    """What a step is given, as a multiple of what it is given now; None where it was not counted."""
+    """Input of a step, as a multiple of the present configuration's; None if it was not counted."""
     speedup: float | None = None
-    """Over the script now: geometric mean over repeats, or of the one run."""
+    """Over the script as it is: geometric mean over repeats, or of the one run."""
     speedup_low: float | None = None
     """Ends of the 95% interval, for all finalists together; None without repeats."""
     speedup_high: float | None = None
     memory_bytes: int | None = None
     """The allocator's peak on a GPU, else the bytes of a step."""
     verdict: Verdict | None = None
-    """Of the finalists' losses against FP32's on the same batches; None for the others."""
+    """Verdict on a finalist's losses against FP32's on the same batches; None for the others."""
 
 
 class TuneTrial(Value):
@@ -56,7 +56,7 @@ class TuneTrial(Value):
     folder: str
     duration_s: float = 0.0
     placement: Placement | None = None
-    """Where it ran, and beside how many others; None where it had the machine to itself."""
+    """Where it ran, and how many others ran at the same time; None if it had the machine to itself."""
     resumed: bool = False
     """Whether its record is from an earlier, interrupted search."""
 
@@ -69,7 +69,7 @@ class TuneRecord(WholeRecord):
     script: str
     decision: TuneDecision
     chosen: str
-    """The name of the configuration to use; that of the present one where the answer is to keep it."""
+    """The name of the configuration to use; the present one's if the answer is to keep it."""
     why: str
     next_command: str
     next_why: str
@@ -79,7 +79,7 @@ class TuneRecord(WholeRecord):
     memory_limit_bytes: int | None = None
     budget_s: float
     steps: int
-    """Of each run in the first round."""
+    """Steps of each run in the first round."""
     repeats: int
     notes: list[Reason] = []
     """What was left out, and what limits the answer."""

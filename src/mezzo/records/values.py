@@ -44,7 +44,7 @@ class WholeRecord(Value):
 
 
 class Reason(Value):
-    """One choice, and why."""
+    """One choice, and the reason for it."""
 
     what: str
     value: str

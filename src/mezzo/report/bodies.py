@@ -1,4 +1,4 @@
-"""What the terminal prints of each kind of record: the answer with its findings, then, after the next step, the details."""
+"""What the terminal prints for each kind of record: the answer and its findings, then, after the next step, the details."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.report.sheets.audit import AuditSheet, Grid
+from mezzo.report.sheets.audit import AuditSheet
 from mezzo.report.sheets.compare import CompareSheet, VerdictLine
 from mezzo.report.sheets.diagnose import DiagnoseSheet
 from mezzo.report.sheets.doctor import DoctorSheet
 from mezzo.report.sheets.fallback import FallbackSheet
 from mezzo.report.sheets.findings import FindingLine
-from mezzo.report.sheets.ranges import RangesSheet, TensorLine
+from mezzo.report.sheets.ranges import RangesSheet
 from mezzo.report.sheets.run import RunSheet
 from mezzo.report.sheets.shared import Fact, MemoryLine, Share
 from mezzo.report.terminal import (
-    FAINT,
     STYLES,
     fact_table,
+    grid_table,
     plain_table,
     policy_cell,
     print_error,
@@ -82,12 +82,8 @@ def print_audit(sheet: AuditSheet, console: Console) -> None:
 
 def audit_details(sheet: AuditSheet, console: Console) -> None:
     """Print the details of an audit."""
-    section(console, "Product FLOPs by phase and format", _grid(sheet.phases))
-    section(console, "Products in FP32 or wider", _grid(sheet.wide, shown=_SHOWN_ROWS))
-    section(console, "Casts", _grid(sheet.casts, shown=_SHOWN_ROWS))
-    section(console, "Round-trip casts", _grid(sheet.trips, shown=_SHOWN_ROWS))
-    section(console, "Shapes that do not suit Tensor Cores", _grid(sheet.problems, shown=_SHOWN_ROWS))
-    section(console, "Kernels of products", _grid(sheet.kernels, shown=_SHOWN_ROWS))
+    for title, table in sheet.tables.items():
+        section(console, title, grid_table(table, shown=_SHOWN_ROWS))
     section(console, "Notes", fact_table(sheet.notes))
 
 
@@ -97,20 +93,6 @@ def _findings(findings: Sequence[FindingLine], console: Console) -> None:
         print_line(console, f"{finding.code}  {finding.title}  ({finding.weight})", style=STYLES[finding.tone])
         rows = [Fact(what=w, value=v) for w, v in finding.rows]
         console.print(Padding(fact_table(rows) or "", (0, 0, 0, 2)))
-
-
-def _grid(grid: Grid, *, shown: int = 1000) -> Table | None:
-    if not grid.rows:
-        return None
-    table = plain_table(*grid.heads)
-    for place in grid.numbers:
-        table.columns[place].justify = "right"
-    for row in grid.rows[:shown]:
-        table.add_row(*map(Text, row))
-    if len(grid.rows) > shown:
-        table.caption = Text(f"and {len(grid.rows) - shown} more: see the report", style=FAINT)
-        table.caption_justify = "left"
-    return table
 
 
 def print_diagnose(sheet: DiagnoseSheet, console: Console) -> None:
@@ -148,8 +130,8 @@ def print_fallback(sheet: FallbackSheet, console: Console) -> None:
 
 def fallback_details(sheet: FallbackSheet, console: Console) -> None:
     """Print the details of a fallback search."""
-    section(console, "Modules on their own, most suspect first", _grid(sheet.modules, shown=_SHOWN_ROWS))
-    section(console, "Verifications", _grid(sheet.verifications))
+    section(console, "Modules on their own, most suspect first", grid_table(sheet.modules, shown=_SHOWN_ROWS))
+    section(console, "Verifications", grid_table(sheet.verifications))
     section(console, "Not judged", fact_table(sheet.ignored[:_SHOWN_ROWS]))
     section(console, "Notes", fact_table(sheet.notes))
 
@@ -171,30 +153,9 @@ def print_ranges(sheet: RangesSheet, console: Console) -> None:
 def ranges_details(sheet: RangesSheet, console: Console) -> None:
     """Print the details of a ranges record."""
     section(console, f"The tensors at both ends of the {sheet.format} window", fact_table(sheet.ends))
-    section(console, "Distribution of values", _range_table(sheet.kinds, sheet.format, windows=False))
-    section(console, "Gradients that need the largest scale", _range_table(sheet.tightest, sheet.format))
+    section(console, "Distribution of values", grid_table(sheet.kinds))
+    section(console, "Gradients that need the largest scale", grid_table(sheet.tightest))
     section(console, "Weight updates without master weights", fact_table(sheet.updates))
-
-
-def _range_table(lines: Sequence[TensorLine], form: str, *, windows: bool = True) -> Table | None:
-    if not lines:
-        return None
-    heads = ["tensor", "kind", "values", "zeros", "magnitudes", *([f"window in {form}"] if windows else []), ""]
-    table = plain_table(*heads)
-    for column in table.columns[2:4]:
-        column.justify = "right"
-    for line in lines:
-        cells = [
-            line.name,
-            line.kind,
-            line.values,
-            line.zeros,
-            line.span,
-            *([line.window] if windows else []),
-            line.note,
-        ]
-        table.add_row(*map(Text, cells))
-    return table
 
 
 def print_doctor(sheet: DoctorSheet, console: Console) -> None:
@@ -217,9 +178,7 @@ def _memory_table(lines: Sequence[MemoryLine]) -> Table | None:
     if not lines:
         return None
     heads = [kind.what.replace(" ", "\n") for kind in lines[0].kinds]
-    table = plain_table("policy", *heads, "total of\nthe four")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = plain_table("policy", *heads, "total of\nthe four", numbers=range(1, len(heads) + 2))
     for line in lines:
         table.add_row(policy_cell(line.policy), *(kind.value for kind in line.kinds), line.total)
     return table

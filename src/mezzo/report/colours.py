@@ -1,8 +1,8 @@
 """The colour of each policy and format: the same in every report and terminal table, whatever else is shown.
 
-A family is a format; its shades are the variants of one format, which dashes tell apart as well. On the page's light and dark
-paper every shade has a contrast of 4.5:1 or more, so that lines and words share it; the terminal's colour has 4.5:1 on black and on white.
-Hues are those that people with colour-blindness tell apart (after Okabe and Ito, Color Universal Design, 2008).
+A family is a format; its shades are the variants of the format, which also differ in their dashes. On the page's light and dark
+background every shade has a contrast of 4.5:1 or more, so lines and words share it; the terminal's colour has 4.5:1 on black and on white.
+The hues can be told apart by people with colour-blindness (after Okabe and Ito, Color Universal Design, 2008).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mezzo.records import Row, RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class FormatColours:
     """The colours of one format: a shade each for its plain form, with master weights and pure."""
 
     light: tuple[str, ...]
@@ -43,23 +43,35 @@ class Style:
         return FAMILIES[self.family].terminal
 
 
-FAMILIES: dict[str, Family] = {
-    "fp32": Family(light=("#626d7c", "#48505c", "#333841"), dark=("#98a2ae", "#c5cad2", "#7f8a9a"), terminal="#6a7687"),
-    "tf32": Family(light=("#866807", "#624d05", "#453604"), dark=("#c79b0a", "#f4c429", "#aa8409"), terminal="#917108"),
-    "bf16": Family(light=("#1268d8", "#0d4da0", "#093672"), dark=("#67a3f3", "#accdf8", "#3c89ef"), terminal="#1371eb"),
-    "fp16": Family(light=("#bc450a", "#8b3307", "#632405"), dark=("#f58147", "#fabd9e", "#ee580d"), terminal="#cc4b0b"),
-    "fp8": Family(light=("#0e7b5f", "#0a5a46", "#074032"), dark=("#14b68e", "#19e4b1", "#119c79"), terminal="#0f8568"),
-    "fp64": Family(light=("#cc2462", "#981b49", "#6c1334"), dark=("#e980a7", "#f3bbcf", "#e2598b"), terminal="#da2d6d"),
-    "other": Family(
+FAMILIES: dict[str, FormatColours] = {
+    "fp32": FormatColours(
+        light=("#626d7c", "#48505c", "#333841"), dark=("#98a2ae", "#c5cad2", "#7f8a9a"), terminal="#6a7687"
+    ),
+    "tf32": FormatColours(
+        light=("#866807", "#624d05", "#453604"), dark=("#c79b0a", "#f4c429", "#aa8409"), terminal="#917108"
+    ),
+    "bf16": FormatColours(
+        light=("#1268d8", "#0d4da0", "#093672"), dark=("#67a3f3", "#accdf8", "#3c89ef"), terminal="#1371eb"
+    ),
+    "fp16": FormatColours(
+        light=("#bc450a", "#8b3307", "#632405"), dark=("#f58147", "#fabd9e", "#ee580d"), terminal="#cc4b0b"
+    ),
+    "fp8": FormatColours(
+        light=("#0e7b5f", "#0a5a46", "#074032"), dark=("#14b68e", "#19e4b1", "#119c79"), terminal="#0f8568"
+    ),
+    "fp64": FormatColours(
+        light=("#cc2462", "#981b49", "#6c1334"), dark=("#e980a7", "#f3bbcf", "#e2598b"), terminal="#da2d6d"
+    ),
+    "other": FormatColours(
         light=("#9543d0", "#7229a5", "#511d75"), dark=("#bf8de2", "#dbc0ef", "#ad6edb"), terminal="#9d52d4"
     ),
 }
 """By format; ``other`` is for what computes in no format of its own, such as a script as it is."""
-KINDS = Family(
+KINDS = FormatColours(
     light=("#4a46c9", "#ba2f9e", "#637310", "#0b768c", "#755238"),
     dark=("#9794e0", "#dd79c9", "#a2bd1b", "#12bcde", "#bb9172"),
 )
-"""For kinds of tensors and of memory, which no format may be taken for."""
+"""For kinds of tensors and of memory; they look like no format."""
 _ALL = {**FAMILIES, "kind": KINDS}
 _NUM_SHADES = 3
 _NUM_DASHES = 4
@@ -75,7 +87,7 @@ _VARIANTS = ((r"master|^o2$", 1), (r"pure|true|^o3$", 2))
 
 
 def policy_style(policy: str) -> Style:
-    """Return how ``policy`` is drawn wherever it is alone or among policies that differ in format or variant."""
+    """Return how ``policy`` is drawn, alone or among policies of other formats or variants."""
     base, _, fields = policy.lower().partition(",")[0].partition(":")  # what follows a comma is no format
     family = next((name for pattern, name in _FORMATS if re.search(pattern, base)), "other")
     shade = next((number for pattern, number in _VARIANTS if re.search(pattern, base)), 0)
@@ -84,7 +96,7 @@ def policy_style(policy: str) -> Style:
 
 
 def policy_styles(policies: Sequence[str]) -> dict[str, Style]:
-    """Return the style of each of several policies; those that would be drawn alike get other shades and dashes."""
+    """Return the style of each of several policies; those that would look alike get other shades and dashes."""
     styles: dict[str, Style] = {}
     for policy in dict.fromkeys(policies):
         wanted = policy_style(policy)
@@ -112,7 +124,7 @@ def format_style(name: str) -> Style:
 
 
 def css_colours() -> str:
-    """Return the colours as CSS: a variable each for light, for dark and for paper, and a class that sets ``--c``."""
+    """Return the colours as CSS: variables for light and dark screens, and a class for each colour that sets ``--c``."""
     light = _variables(dark=False)
     names = [f"{name}-{shade}" for name, family in _ALL.items() for shade in range(len(family.light))]
     classes = "".join(f".s-{name}{{--c:var(--{name})}}" for name in names)
@@ -128,6 +140,6 @@ def _variables(*, dark: bool) -> str:
 
 
 def styles_of(named: Sequence[Row | RunRecord]) -> dict[str, Style]:
-    """Return the style of each policy by the name that is shown; it follows from the policy's format, whatever its name."""
+    """Return the style of each policy by the name that is shown; it depends on the policy's format, not on that name."""
     styles = policy_styles([one.compared_as for one in named])
     return {one.policy_shown: styles[one.compared_as] for one in named}

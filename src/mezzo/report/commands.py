@@ -1,11 +1,11 @@
-"""Mezzo's commands as text to paste: a recorded command line, changed to another command on the same script with the same arguments."""
+"""Mezzo's commands as text to paste: a recorded command line turned into another command on the same script."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from mezzo.records import RangesRecord, Row, RunRecord
@@ -38,7 +38,7 @@ DROPPED: Mapping[str, str] = {
 _NAMES_RUNS = ("compare", "check", "tune", "resume-check")
 """Commands that replace ``{run}`` in the script's arguments."""
 _DEFAULT_EXPONENT = 16
-"""Of a policy's initial loss scale."""
+"""Exponent of a policy's initial loss scale, if it names none."""
 _CHOOSES = ("KERAS_BACKEND", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYTHONPATH")
 """Environment variables that choose what runs and where: without them, the script may be another one."""
 _DISTRIBUTED = ("run", "compare", "audit", "diagnose", "ranges", "fallback")
@@ -48,12 +48,12 @@ _FOR_TRAINERS = ("run", "compare", "check")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Script:
+class TypedScript:
     """A script as a Mezzo command was typed for it."""
 
     command: str
     options: Mapping[str, tuple[str, ...]]
-    """The options before the script by name, each with the values that it was given; a flag has an empty one."""
+    """The options before the script by name, each with its values; a flag has one empty value."""
     name: str
     """A file or, with ``-m`` among the options, a module."""
     arguments: tuple[str, ...] = ()
@@ -62,9 +62,10 @@ class Script:
     """The environment variables of the record."""
 
     @classmethod
-    def typed(cls, words: Sequence[str], name: str) -> Script | None:
+    def typed(cls, words: Sequence[str], name: str) -> TypedScript | None:
         """Return the script ``name`` in the command ``words``; None if the words are no command on that script."""
-        if len(words) < 3 or words[0] != "mezzo":
+        words = list(words)
+        if words[:1] != ["mezzo"] or len(words) < 3:
             return None
         options: dict[str, tuple[str, ...]] = {}
         place = 2
@@ -104,10 +105,6 @@ class Script:
         """Return the script's own command, without Mezzo."""
         own = [word.replace(RUN_NAME, "alone") for word in self.arguments]
         return self._line(["python", *self._target(), *own], distributed=True)
-
-    def in_framework(self, framework: str, variables: Mapping[str, str]) -> Script:
-        """Return the script with what its record says of where it ran."""
-        return replace(self, framework=framework, variables=variables)
 
     def _keeps(self, option: str, command: str) -> bool:
         if option in DROPPED or option == "-m":
@@ -152,7 +149,7 @@ def function_call(command: str, name: str, policy: str = "") -> str:
 
 
 def typed_policy(one: Row | RunRecord) -> str:
-    """Return a policy as a command takes it."""
+    """Return a policy as it is typed in a command."""
     return one.policy_typed or one.policy
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from mezzo.records import CompareRecord, DiagnoseRecord, RunRecord
 from mezzo.report.charts import loss, memory, modules, predicted, ranges, steps, times
 from mezzo.report.charts.data import Drawn
-from mezzo.report.charts.times import Timed
+from mezzo.report.charts.times import StepTimes
 from mezzo.report.colours import Style, styles_of
 
 
@@ -16,10 +16,10 @@ def compare_charts(record: CompareRecord) -> list[Drawn]:
     """Return the charts of a comparison in reading order."""
     styles = compare_styles(record)
     timed = [
-        Timed(
+        StepTimes(
             policy=row.policy_shown,
             style=styles[row.policy_shown],
-            times_ms=[v for run in record.runs if run.policy == row.policy for v in run.steps.time_ms],
+            times_ms=[v for run in record.runs if run.compared_as == row.compared_as for v in run.steps.time_ms],
             emulated=row.emulated,
         )
         for row in record.rows

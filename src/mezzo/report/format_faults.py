@@ -1,4 +1,4 @@
-"""Failures of a run that its policy's format explains, and the command that finds the place."""
+"""Failures of a run that its policy's format explains, and the command that finds the cause."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from mezzo.records.run import leaves_range, refuses_format
 
 
 def explained(errors: Iterable[str], policy: str) -> tuple[str, str] | None:
-    """Return why to type which command after ``errors`` of runs under ``policy``; None if the format is not to blame."""
+    """Return the reason for a command and its name, after ``errors`` of runs under ``policy``; None if the format is not the cause."""
     found = tuple(errors)
     if any(map(refuses_format, found)):
-        return f"an operation does not take the format of {policy}; find the modules that must stay in FP32", "fallback"
+        return (
+            f"an operation does not accept the format of {policy}; find the modules that must stay in FP32",
+            "fallback",
+        )
     if any(map(leaves_range, found)):
-        return f"a number of the script lies beyond the range of {policy}; find its line", "diagnose"
+        return f"a number in the script is beyond the range of {policy}; find its line", "diagnose"
     return None

@@ -1,4 +1,4 @@
-"""Numbers and words as the views show them; terminal and page share these functions, so a fact reads the same in both.
+"""Numbers and words for all views: terminal and page share these functions, so a fact reads the same in both.
 
 Text is ASCII, so that it survives a pipe. Three significant digits are shown unless a function says otherwise.
 """
@@ -44,7 +44,7 @@ def _controls(character: str) -> bool:
 
 
 def policy_text(policy: str, typed: str) -> str:
-    """Return a policy as it was typed, with what that stands for if that is another text."""
+    """Return a policy as it was typed, with its full text if that differs."""
     return f"{clean(typed)} ({clean(policy)})" if typed else clean(policy)
 
 
@@ -108,7 +108,7 @@ def three_digits(value: float) -> str:
 
 
 def rate_text(value: float) -> str:
-    """Return a number a second with three digits."""
+    """Return a rate per second with three digits."""
     return three_digits(value) if value < 1000 else f"{float(f'{value:.3g}'):.0f}"
 
 
@@ -145,7 +145,7 @@ def ms_text(time_ms: float | None) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return a duration as a person would say it."""
+    """Return a duration in words: ``12.3 s``, ``4 min 05 s``, ``2 h 10 min``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -204,6 +204,11 @@ def mean_text(count: float) -> str:
 def plural(count: int, noun: str) -> str:
     """Return ``count`` with its noun."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def first(count: int, noun: str) -> str:
+    """Return ``first step`` or ``first 20 steps``."""
+    return f"first {noun if count == 1 else plural(count, noun)}"
 
 
 def listed(words: Sequence[str]) -> str:

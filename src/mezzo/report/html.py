@@ -20,10 +20,10 @@ from mezzo.report.colours import css_colours
 from mezzo.report.figures import charts_of
 from mezzo.report.index.sheet import IndexSheet
 from mezzo.report.next_steps import NextStep, next_steps
-from mezzo.report.sheets.answers import Answer
+from mezzo.report.sheets.answers import Headline
 from mezzo.report.sheets.real_gpus import real_gpus_sheet
 from mezzo.report.sheets.together import together_sheet
-from mezzo.report.source import Source, module_places, source_of
+from mezzo.report.source import SourceLines, module_places, source_of
 from mezzo.report.views import VIEWS
 
 _JSON = {"allow_nan": False, "separators": (",", ":")}
@@ -45,13 +45,13 @@ def write_html(record: AnyRecord, path: Path) -> None:
 
 def write_together(records: Sequence[CompareRecord], path: Path) -> None:
     """Write several comparisons as one page to ``path``, whole or not at all."""
-    write_whole(_page("together", together_sheet(records), answer=Answer(tone="quiet", word="together")), path)
+    write_whole(_page("together", together_sheet(records), answer=Headline(tone="quiet", word="together")), path)
 
 
 def write_index(sheet: IndexSheet, path: Path) -> None:
     """Write an index of records as a page to ``path``, whole or not at all."""
     charts = [history.chart for history in sheet.histories if history.chart is not None]
-    write_whole(_page("index", sheet, charts, answer=Answer(tone="quiet", word="")), path)
+    write_whole(_page("index", sheet, charts, answer=Headline(tone="quiet", word="")), path)
 
 
 def _page(
@@ -59,25 +59,22 @@ def _page(
     sheet: Any,
     charts: Iterable[Drawn] = (),
     *,
-    answer: Answer,
-    source: Source | None = None,
+    answer: Headline,
+    source: SourceLines | None = None,
     steps: Sequence[NextStep] = (),
 ) -> str:
     charts = list(charts)
-    return render_template(
-        kind,
+    template = _environment().get_template(f"{kind}.html")
+    return template.render(
+        kind=kind,
+        colours=Markup(css_colours()),
         sheet=sheet,
         charts=charts,
         data={chart.name: hover_data(chart) for chart in charts if isinstance(chart, Chart)},
         answer=answer,
-        source=source or Source(),
+        source=source or SourceLines(),
         steps=steps,
     )
-
-
-def render_template(kind: str, **values: Any) -> str:
-    """Return the page of ``kind`` with ``values``; a template that extends ``base.html`` needs those that ``_page`` gives."""
-    return _environment().get_template(f"{kind}.html").render(kind=kind, colours=Markup(css_colours()), **values)
 
 
 @cache

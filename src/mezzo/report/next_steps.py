@@ -1,11 +1,11 @@
-"""What to do after each command: up to three commands to paste, the best first, made from what the record says."""
+"""What to do after each command: up to three commands to paste, the best first, derived from the record."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mezzo.records import (
@@ -26,7 +26,7 @@ from mezzo.records.run import WIDE
 from mezzo.report import formatting as fmt
 from mezzo.report import trained_elsewhere
 from mezzo.report.commands import (
-    Script,
+    TypedScript,
     function_call,
     preset_of,
     resumption,
@@ -36,13 +36,14 @@ from mezzo.report.commands import (
     with_scale,
 )
 from mezzo.report.format_faults import explained
+from mezzo.report.sheets.compare import best_of
 
 MOST = 3
 _WRITTEN = re.compile(r'(?:.*  # )?policy = "([^"]*)"')
-"""A fix of a diagnosis that is a policy, perhaps after what stands for it in the script's framework."""
+"""A diagnosis' fix that is a policy, perhaps after its equivalent in the script's framework."""
 _MANY_SKIPS = 0.05
 _NOTHING_LOWERED = ("A101", "A108")
-"""The findings that a script's mixed precision is missing or off: a policy is the fix."""
+"""Findings that say that mixed precision is missing or off: the fix is a policy."""
 _BY_SIGNAL = (129, 130, 143)
 _CANNOT, _FLOOR, _NOT_FINITE, _NOT_A_TRAINING, _SNAPSHOT, _GUARD = 3, 5, 6, 7, 9, 10
 """Exit codes of Mezzo's own errors: a format that the device lacks, a loss scale at its floor, a first loss that is not finite, a
@@ -71,8 +72,8 @@ class _Commands:
 
     def __init__(self, run: RunRecord, words: Sequence[str] | None = None) -> None:
         words = run.command if words is None else words
-        script = Script.typed(words, run.script)
-        self.script = script and script.in_framework(run.framework, run.environment.variables)
+        script = TypedScript.typed(words, run.script)
+        self.script = script and replace(script, framework=run.framework, variables=run.environment.variables)
         self._function = "" if words[:1] == ["mezzo"] else run.script
 
     def step(self, why: str, command: str, **options: str) -> Iterator[NextStep]:
@@ -131,13 +132,14 @@ def _after_failure(record: RunRecord, commands: _Commands, policy: str) -> Itera
         if options := resumption(record):
             yield from commands.step("continue from its last snapshot", "run", policy=policy, **options)
         return
-    if record.exit_code == _CANNOT:
+    code = record.exit_code if record.error is not None else None  # else the script's own, which may be any
+    if code == _CANNOT:
         yield NextStep(why="see which formats each device of this machine computes in", command="mezzo doctor")
-    elif record.exit_code in (_FLOOR, _NOT_FINITE):
+    elif code in (_FLOOR, _NOT_FINITE):
         yield from commands.step("find the first value that is not finite", "diagnose", policy=policy)
     elif preset_of(record.policy) not in WIDE and (known := explained([record.error or ""], policy)):
         yield from commands.step(*known, policy=policy)
-    elif record.exit_code not in (_NOT_A_TRAINING, _SNAPSHOT, _GUARD):
+    elif code not in (_NOT_A_TRAINING, _SNAPSHOT, _GUARD):
         yield from commands.alone("see whether the script fails without Mezzo, too")
 
 
@@ -154,7 +156,8 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
         yield from commands.alone("no run of the baseline succeeded; see whether the script does without Mezzo")
         return
     equal = [row for row in record.rows if row.verdict == "equivalent"]
-    for row in sorted(equal, key=_merit)[:1]:
+    if equal:
+        row = best_of(equal)
         real = row_options(row) | {"policy": _WORLD.sub("", typed_policy(row))}
         where = "" if real["policy"] == typed_policy(row) else " in several processes"
         slower = row.speedup_high is not None and row.speedup_high < 1 and not row.emulated
@@ -173,18 +176,14 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
 
 
 _WORLD = re.compile(r":(world|reduce_order)=\w+")
-"""The part of a policy's text that emulates processes: real ones need none of it."""
-
-
-def _merit(row: Row) -> tuple[float, float]:
-    """Order policies that train alike: the fastest first, if speed was measured; then the one with the least memory."""
-    faster = row.speedup if row.speedup_low is not None and row.speedup_low > 1 and not row.emulated else None
-    return -(faster or 1.0), row.memory_ratio or 1.0
+"""The fields of a policy that emulate several processes; real ones do not need them."""
 
 
 def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator[NextStep]:
     policy = row.policy_shown
-    if row.checkpoint:  # the policy's own row is another one; nothing observes a checkpointed training
+    if (
+        row.checkpoint
+    ):  # the policy without checkpointing has a row of its own, and no command inspects a checkpointed training
         if row.verdict == "failed":
             yield from commands.step(f"{policy} failed; see its output", "run", **row_options(row))
         return
@@ -194,7 +193,7 @@ def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator
         yield from commands.step(f"{policy} diverged{where}; find the first bad value", "diagnose", policy=policy)
     elif row.verdict == "stopped_learning":
         yield from commands.step(f"{policy} stopped learning; find out why", "diagnose", policy=policy)
-    elif row.verdict == "failed" and (known := explained(_errors(record, row.policy), policy)):
+    elif row.verdict == "failed" and (known := explained(_errors(record, row.compared_as), policy)):
         yield from commands.step(*known, policy=policy)
     elif row.verdict == "failed":
         yield from commands.step(f"{policy} failed; see its output", "run", policy=policy)
@@ -207,7 +206,7 @@ def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator
 
 
 def _errors(record: CompareRecord, policy: str) -> list[str]:
-    return [run.error for run in record.runs if run.policy == policy and run.error]
+    return [run.error for run in record.runs if run.compared_as == policy and run.error]
 
 
 def _first_without_a_number(record: CompareRecord, policy: str) -> str:
@@ -244,6 +243,9 @@ def _after_audit(record: AuditRecord) -> Iterator[NextStep]:
     if record.run.error is not None or record.run.exit_code:
         yield from _after_failure(record.run, commands, policy)
         return
+    if len(record.steps) == 1 and not any(record.flops_by_format.values()) and commands.script:
+        why = "that step had no product; if optimizers take turns, audit all of a round"
+        yield from commands.step(why, "audit", steps=f"{record.steps[0]}-{record.steps[0] + 3}")
     wide = record.run.policy == AS_IS and set(record.flops_by_format) <= set(WIDE)
     if wide:
         yield from commands.step("see what 16 bits keep and save", "compare", policies="fp32,bf16,fp16")
@@ -335,8 +337,10 @@ def _after_fallback(record: FallbackRecord) -> Iterator[NextStep]:
     else:
         yield from commands.step("find the operation that loses values, and its line", "diagnose", policy=policy)
         if "bf16" not in preset_of(record.policy):
-            yield from commands.step("if bf16 passes, range is the cause, and bf16 the cure", "fallback", policy="bf16")
-        why = "after giving that operation a module of its own: fp32_modules names modules only"
+            yield from commands.step(
+                "if bf16 passes, the range is the cause, and bf16 the fix", "fallback", policy="bf16"
+            )
+        why = "after moving that operation into a module of its own: fp32_modules names modules only"
         yield from commands.step(why, "fallback", policy=policy)
 
 
@@ -353,8 +357,8 @@ def _after_resume_check(record: ResumeCheckRecord) -> Iterator[NextStep]:
 
 
 _BEFORE_AGAIN = {
-    "does_not_resume": "if it needs an argument to resume, give it with --resume-with",
-    "undecided": "after making the script repeat itself, check again",
+    "does_not_resume": "if it needs an argument to resume, pass it with --resume-with",
+    "undecided": "after making the script deterministic, check again",
 }
 
 

@@ -1,8 +1,9 @@
-"""The lines of the script that a record names, with their text: read when the page is written, if the file is still what ran."""
+"""The lines of code that a record names, with their text: read when the page is written, if the file has not changed since the run."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from mezzo.records import AnyRecord, AuditRecord, Finding, RunRecord
 from mezzo.report import formatting as fmt
+from mezzo.report.sheets.audit import lines_of_modules
 
 _AROUND = 3
 _MOST_LINES = 80
@@ -28,7 +30,7 @@ class SourceLine:
     key: str = ""
     """Its anchor, if the record names the line."""
     notes: list[str] = field(default_factory=list)
-    """What the record says of it."""
+    """What the record says about it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +44,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class SourceLines:
     """All lines that a record names."""
 
     files: list[SourceFile] = field(default_factory=list)
@@ -50,11 +52,11 @@ class Source:
     """By ``file:line`` as the record has it, the anchor of the line."""
 
 
-def source_of(record: AnyRecord) -> Source:
+def source_of(record: AnyRecord) -> SourceLines:
     """Return the lines that ``record`` names."""
     run = getattr(record, "run", record)
     if not isinstance(run, RunRecord):
-        return Source()
+        return SourceLines()
     notes: dict[str, list[str]] = {}
     for place, note in _named(record):
         if _PLACE.fullmatch(place) and note not in notes.setdefault(place, []):
@@ -67,16 +69,13 @@ def source_of(record: AnyRecord) -> Source:
         keys[place] = f"line-{len(keys) + 1}"
         by_file.setdefault(found[1], {})[int(found[2])] = place
     files = [_file(name, numbers, keys, notes, run) for name, numbers in by_file.items()]
-    return Source(files=files, keys=keys)
+    return SourceLines(files=files, keys=keys)
 
 
-def module_places(record: AuditRecord, source: Source) -> dict[str, str]:
-    """Return the anchor of a line for each module that one is known of."""
-    named = [(one.module, one.line) for one in record.wide_products]
-    named += [(one.module, one.line) for one in record.round_trips]
-    named += [(one.module, one.line) for one in record.casts]
-    known = [(module, source.keys[line]) for module, line in named if line in source.keys]
-    return dict(reversed(known))  # the first of each module counts
+def module_places(record: AuditRecord, source: SourceLines) -> dict[str, str]:
+    """Return the anchor of a line for each module for which one is known."""
+    known = [(module, source.keys[line]) for module, line in lines_of_modules(record) if line in source.keys]
+    return dict(reversed(known))
 
 
 def _named(record: AnyRecord) -> Iterator[tuple[str, str]]:
@@ -87,12 +86,12 @@ def _named(record: AnyRecord) -> Iterator[tuple[str, str]]:
     if record.kind == "diagnose":
         verdict = record.verdict.replace("_", " ")
         yield record.line, f"{verdict}: {fmt.clean(record.op)}"
-        yield record.swallowed_by, "the fault is swallowed here"
+        yield record.swallowed_by, "here the infinity becomes a finite number"
     if isinstance(record, AuditRecord):
         for product in record.wide_products:
             yield product.line, f"{product.op} in {product.format}: {fmt.clean(product.reason)}"
         for trip in record.round_trips:
-            yield trip.line, f"cast and taken back: {trip.formats}"
+            yield trip.line, f"cast and cast back: {trip.formats}"
 
 
 def _file(
@@ -106,7 +105,7 @@ def _file(
             for n, place in sorted(numbers.items())
         ]
         return SourceFile(name=shown, parts=bare, missing=missing)
-    lines = text.splitlines()
+    lines = [line.rstrip("\n") for line in io.StringIO(text, newline=None)]  # str.splitlines also splits at form feeds
     wanted = sorted(
         {n for number in numbers for n in range(number - _AROUND, number + _AROUND + 1) if 1 <= n <= len(lines)}
     )

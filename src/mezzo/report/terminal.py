@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -16,7 +16,7 @@ from mezzo.report.colours import policy_style
 from mezzo.report.index.sheet import IndexSheet
 from mezzo.report.next_steps import NextStep
 from mezzo.report.sheets.compare import Compared, CompareSheet, VerdictLine
-from mezzo.report.sheets.shared import Fact
+from mezzo.report.sheets.shared import Fact, Grid
 from mezzo.report.sheets.together import TogetherSheet
 
 STYLES = {
@@ -42,7 +42,7 @@ def print_framed(
     files: str = "",
     steps: Sequence[NextStep] = (),
 ) -> None:
-    """Print a record: its answer, what to do next, the details, and what they were made with; ``files`` says where they are."""
+    """Print a record: its answer, what to do next, the details, the environment and the command; ``files`` says where the files are."""
     print_line(console, sheet.headline, style=_HEADING)
     answer(sheet, console)
     _next(console, steps)
@@ -62,13 +62,9 @@ def print_together(sheet: TogetherSheet, console: Console) -> None:
     """Print several comparisons as one table."""
     console.print()
     print_line(console, sheet.headline, style=_HEADING)
-    table = plain_table(
-        "policy", "verdict", "step\nspeed-up", "memory\nratio", "final loss\ndifference", "metric\ndifference", "skips"
-    )
+    compared = ("step\nspeed-up", "memory\nratio", "final loss\ndifference", "metric\ndifference", "skips")
+    table = plain_table("policy", "verdict", *compared, "ran in", numbers=range(2, 7))
     table.columns[1].no_wrap = True
-    for column in table.columns[2:]:
-        column.justify = "right"
-    table.add_column("ran in")
     for group in sheet.groups:
         table.add_row(Text(f"{group.framework}", style=_HEADING, overflow="fold"))
         for row in group.lines:
@@ -109,17 +105,15 @@ def print_index(sheet: IndexSheet, console: Console) -> None:
 
 
 def verdict_table(sheet: CompareSheet) -> Table:
-    """Return the table of verdicts, one row a policy."""
-    table = plain_table("policy", "verdict", "step\nspeed-up", "memory\nratio")
+    """Return the table of verdicts, one row per policy."""
+    table = plain_table("policy", "verdict", "step\nspeed-up", "memory\nratio", numbers=(2, 3))
     heads = [*sheet.loss_heads, *([sheet.metric_name] if sheet.metric_name else [])]
     if len(heads) > 1:
-        table.padding = (0, 0)  # otherwise a second interval does not fit into 100 columns
+        table.padding = (0, 0)  # otherwise a second interval would not fit into 100 columns
     for head in heads:
         table.add_column(Text(f"{head}\ndifference\n95% interval"), justify="right", overflow="fold")
     table.add_column("skips", justify="right")
     table.add_column("final\nscale", justify="right")
-    for column in table.columns[2:4]:
-        column.justify = "right"
     for line in sheet.lines:
         compared = [*line.losses, *([line.metric] if sheet.metric_name else [])]
         table.add_row(*_verdict_cells(line, compared))
@@ -166,8 +160,21 @@ def fact_table(facts: Sequence[Fact], *, heads: Sequence[str] = ()) -> Table | N
     return table
 
 
-def plain_table(*columns: str, heads: bool = True) -> Table:
-    """Return a table without lines between its rows."""
+def grid_table(grid: Grid, *, shown: int = 1000) -> Table | None:
+    """Return the first rows of a table, with a note if there are more; None without any."""
+    if not grid.rows:
+        return None
+    table = plain_table(*grid.heads, numbers=grid.numbers)
+    for row in grid.rows[:shown]:
+        table.add_row(*map(Text, row))
+    if len(grid.rows) > shown:
+        table.caption = Text(f"and {len(grid.rows) - shown} more: see the report", style=FAINT)
+        table.caption_justify = "left"
+    return table
+
+
+def plain_table(*columns: str, heads: bool = True, numbers: Collection[int] = ()) -> Table:
+    """Return a table without lines between its rows; ``numbers`` are the columns that are aligned on the right."""
     table = Table(
         box=box.SIMPLE_HEAD if heads else None,
         show_header=heads,
@@ -177,13 +184,13 @@ def plain_table(*columns: str, heads: bool = True) -> Table:
         padding=(0, 1) if heads else (0, 2, 0, 0),
         collapse_padding=True,
     )
-    for column in columns:
-        table.add_column(Text(column), overflow="fold")
+    for place, column in enumerate(columns):
+        table.add_column(Text(column), overflow="fold", justify="right" if place in numbers else "left")
     return table
 
 
 def answer_box(console: Console, rows: Iterable[Fact], *, headline: str, tone: str) -> None:
-    """Print what and value of ``rows`` in a box below its headline; the tone ``command`` is bold."""
+    """Print ``rows``, without their reasons, in a box with a headline; the tone ``command`` is bold."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -235,5 +242,5 @@ def print_error(console: Console, text: str) -> None:
 
 
 def print_line(console: Console, text: str, *, style: str = "") -> None:
-    """Print a line as it is, markup included."""
+    """Print a line literally, without reading it as markup."""
     console.print(Text(text, style=style))

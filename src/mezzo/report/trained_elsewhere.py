@@ -7,24 +7,24 @@ from dataclasses import replace
 
 from mezzo.records import Prediction, PredictRecord
 from mezzo.records.run import BATCH
-from mezzo.report.commands import Script
+from mezzo.report.commands import TypedScript
 
 _RUNS = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16-pure", "bf16-pure", "fp8")
-"""Policies of a prediction that ``mezzo run`` takes by the same name."""
+"""Policies of a prediction that ``mezzo run`` accepts under the same name."""
 _SPARE = 0.13
-"""Share of a GPU's memory that stays free for what a prediction may miss."""
+"""Share of a GPU's memory that stays free for errors of the prediction."""
 _LEAST_GIB = 0.1
 _MUCH = 0.5
-"""Share of a GPU's memory from which on activations that are not kept are worth a slower step."""
+"""Above this share of a GPU's memory, checkpointing is worth a slower step."""
 
 
 def steps(record: PredictRecord) -> Iterator[tuple[str, str]]:
     """Yield what to type after a prediction for a script, with the reason first; nothing for a model by name."""
-    script = Script.typed(record.command, record.model)
+    script = TypedScript.typed(record.command, record.model)
     if script is None:  # a model by name
         return
     own = tuple(word.replace(BATCH, str(record.batch)) for word in script.arguments)
-    script = replace(script, arguments=own)
+    script = replace(script, arguments=own, variables=record.environment.variables)
     best = record.best
     if best is not None:
         why = f"see which policy trains like fp32, answered for {best.gpu}"
@@ -40,14 +40,14 @@ def steps(record: PredictRecord) -> Iterator[tuple[str, str]]:
         yield why, script.under("compare", policies=best.policy, checkpoint="full")
 
 
-def _named(script: Script) -> dict[str, str]:
-    """Return the policies as typed, where a check has something to compare with FP32 among them."""
+def _named(script: TypedScript) -> dict[str, str]:
+    """Return the policies as typed, if a check has one to compare with FP32 among them."""
     typed = script.options.get("--policies", ("",))[-1]
     return {"policies": typed} if {name.strip() for name in typed.split(",")} - {"", "fp32"} else {}
 
 
 def _left_for_activations(one: Prediction) -> str | None:
-    """Return what may wait for the backward pass if all else is as predicted; None if nothing is left for it."""
+    """Return how much may be kept for the backward pass if all else is as predicted; None if no memory is left for it."""
     kept = one.memory_bytes.get("activations", 0)
     if one.gpu_bytes is None or not kept or one.policy not in _RUNS:
         return None

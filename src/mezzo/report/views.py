@@ -1,4 +1,4 @@
-"""How each kind of record is shown: one row a kind."""
+"""How each kind of record is shown: one row per kind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mezzo.report.sheets import (
     run,
     tune,
 )
-from mezzo.report.sheets.answers import Answer
+from mezzo.report.sheets.answers import Headline
 from mezzo.report.sheets.shared import Sheet
 
 
@@ -37,15 +37,15 @@ class View:
     """How records of one kind are shown. The page's template is named after the kind; its charts are in ``mezzo.report.figures``."""
 
     sheet: Callable[[Any], Sheet]
-    """From a record to its sentences and numbers as they are shown."""
+    """Makes the words and numbers that all views show from a record."""
     body: Callable[[Any, Console], None]
-    """Prints a sheet's answer to the terminal: what it found, and what to write."""
-    answer: Callable[[Any, Any], Answer]
-    """From a record and its sheet to the answer that the page begins with."""
+    """Prints a sheet's answer to the terminal: what was found, and what to write."""
+    answer: Callable[[Any, Any], Headline]
+    """Makes the answer that the page begins with from a record and its sheet."""
     details: Callable[[Any, Console], None] = _nothing
-    """Prints the tables that the answer follows from, after the next step."""
+    """Prints the tables behind the answer, after the next step."""
     framed: bool = True
-    """Whether the terminal shows headline, environment and command around the body; without, the body ends with what matters most."""
+    """Whether the terminal prints headline, environment and command around the body; if not, the body ends with its answer."""
 
 
 VIEWS: dict[str, View] = {

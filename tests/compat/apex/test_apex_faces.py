@@ -9,7 +9,6 @@ import json
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from mezzo.compat.apex.parallel import DistributedDataParallel, SyncBatchNorm, c
 from mezzo.compat.apex.parallel.LARC import LARC
 from mezzo.launch.targets import Target
 from mezzo.policy import Policy
+from processes import leave_process_group
 
 
 @pytest.fixture(autouse=True)
@@ -204,10 +204,7 @@ def test_the_distributed_wrapper_takes_apex_settings(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"instance of mezzo\.compat\.apex\.parallel\.DistributedDataParallel"):
             amp.initialize(wrapped, verbosity=0)
     finally:
-        time.sleep(
-            0.2
-        )  # lets gloo's thread free the step's work, which needs the interpreter: the group's end waits for that thread
-        torch.distributed.destroy_process_group()
+        leave_process_group()
 
 
 SCRIPT = """

@@ -112,6 +112,14 @@ def test_planted_faults_are_named_with_their_step(case: Case, expected: list[tup
     assert alarms(case) == expected
 
 
+def test_stuck_updates_began_with_the_first_of_the_equal_losses() -> None:
+    watch = Alarms()
+    found = [
+        alarm for step, row in enumerate(stuck(random.Random(0)), start=1) for alarm in watch.see([Seen(step, *row)])
+    ]
+    assert [alarm.since for alarm in found] == [3]
+
+
 # --- healthy ---
 
 
@@ -165,6 +173,11 @@ def converged(rng: random.Random) -> Iterator[Row]:
         yield 0.125 + 2.0**-k, max(2.0**-k, 1e-8), False, None
 
 
+def at_rest(rng: random.Random) -> Iterator[Row]:
+    yield 9.0, 100.0, False, None
+    yield from [(0.69, 0.5, False, None)] * 80  # gradients below a hundredth of the first: the loss may stay the same
+
+
 def one_skip_now_and_then(rng: random.Random) -> Iterator[Row]:
     for k in range(1000):
         skipped = rng.random() < 0.05
@@ -181,6 +194,7 @@ HEALTHY: list[Case] = [
     frozen_parts,
     all_separated,
     converged,
+    at_rest,
     one_skip_now_and_then,
 ]
 

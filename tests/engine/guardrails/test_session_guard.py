@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import mezzo
 from fake_cuda import Linear, Operations, fake_gpus, step
 from mezzo.engine.checks import PrecisionWarning
 from mezzo.engine.firstwindows import NoWatch
+from mezzo.engine.guardrails.arrivals import Arrivals, Row
 from mezzo.errors import GuardError
 
 
@@ -114,6 +117,56 @@ def test_it_returns_three_times_and_then_stops(tmp_path: Path) -> None:
         "x 0.25",
         "x 0.125",
     ]
+
+
+def in_batches(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the numbers arrive as from a GPU, ``rows`` updates at a time."""
+    waiting: list[Row] = []
+    arrived = Arrivals.arrived
+
+    def together(arrivals: Arrivals) -> Iterator[Row]:
+        waiting.extend(arrived(arrivals))
+        if len(waiting) == rows:
+            yield from waiting[:]
+            waiting.clear()
+
+    monkeypatch.setattr(Arrivals, "arrived", together)
+
+
+def test_updates_that_arrive_with_an_alarm_and_were_made_before_the_return_cause_no_other_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_batches(32, monkeypatch)
+    one, train = session(guard="rewind")
+    for _ in range(32):
+        train()
+    one.save(tmp_path).wait()  # type: ignore[union-attr]
+    for _ in range(31):
+        train(math.nan)
+    with pytest.warns(PrecisionWarning, match="loss not finite, update 33"):
+        train(math.nan)
+    assert one.guardrails is not None
+    assert [(rewind.updates, rewind.step) for rewind in one.guardrails.rewinds] == [(32, 33)]
+
+
+def test_after_a_return_the_next_save_is_due_a_whole_interval_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved at once, a copy of the old snapshot would count as progress: the next remedy would be the mildest again."""
+    one, train = session(guard="rewind")
+    train()
+    one.save(tmp_path).wait()  # type: ignore[union-attr]
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    for _ in range(2):
+        now_s += 61.0
+        with pytest.warns(PrecisionWarning):
+            train(math.nan)
+        assert one.save(tmp_path, every_s=60) is None
+    assert one.guardrails is not None
+    assert [rewind.changes[0].value.split(",")[0] for rewind in one.guardrails.rewinds] == ["x 0.5", "x 0.25"]
+    now_s += 61.0
+    assert one.save(tmp_path, every_s=60) is not None
 
 
 def test_without_a_snapshot_it_stops() -> None:

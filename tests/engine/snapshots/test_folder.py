@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from mezzo import SnapshotError
+from mezzo.engine.snapshots import container
 from mezzo.engine.snapshots import folder as folders
 from mezzo.engine.snapshots.folder import LOCK, Folder, saved_in
 from paths import ROOT
@@ -200,3 +201,15 @@ def test_a_failed_save_nobody_waited_for_is_raised_by_the_next(
 
     assert len(saved_in(tmp_path)) == 2
     assert "mezzo: could not write the snapshot" in capfd.readouterr().err
+
+
+def test_any_error_of_the_writing_thread_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, *_: object) -> None:
+        raise MemoryError("no room for the header")
+
+    session, _ = built()
+    monkeypatch.setattr(container, "write", write)
+    saving = session.save(tmp_path)
+    assert saving is not None
+    with pytest.raises(SnapshotError, match=r"could not write the snapshot .*: MemoryError: no room for the header"):
+        saving.wait()

@@ -171,17 +171,13 @@ def test_every_s_saves_when_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     session, _ = built()
     now = [session._snapshots.last_s]
     monkeypatch.setattr("mezzo.engine.snapshots.resumable.time.monotonic", lambda: now[0])
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        assert session.save(tmp_path, every_s=60) is None
-        now[0] += 60
-        assert session.save(tmp_path, every_s=60) is not None
-        assert session.save(tmp_path, every_s=60) is None
-        signal.raise_signal(signal.SIGTERM)
-        with pytest.raises(SystemExit) as stop:
-            session.save(tmp_path, every_s=60)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    assert session.save(tmp_path, every_s=60) is None
+    now[0] += 60
+    assert session.save(tmp_path, every_s=60) is not None
+    assert session.save(tmp_path, every_s=60) is None
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stop:
+        session.save(tmp_path, every_s=60)
     assert stop.value.code == 143
     assert len(saved_in(tmp_path)) == 2
 
@@ -220,8 +216,9 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(SnapshotError, match=r"the state holds a Session at extra\.inner\.0"):
         session.save(tmp_path, extra={"inner": [session]})
-    with pytest.raises(SnapshotError, match="keep=0; allowed: a whole number of 1 or more"):
-        session.save(tmp_path, keep=0)
+    for keep in (0, True):
+        with pytest.raises(SnapshotError, match=f"keep={keep}; allowed: a whole number of 1 or more"):
+            session.save(tmp_path, keep=keep)
 
 
 def test_batches_refuses_iterators() -> None:

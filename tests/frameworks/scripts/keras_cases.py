@@ -6,6 +6,7 @@
 # ruff: noqa: ANN001, ANN003, ANN201, ANN202, ANN204, E402
 import json
 import sys
+from contextlib import nullcontext
 
 import keras
 import numpy as np
@@ -301,6 +302,29 @@ def gan():
         losses.append(float(turns[0](judges, batch, 1.0)))
         losses.append(float(turns[1](makes, batch, -1.0)))
     return result(makes, losses=losses)
+
+
+def given_gradients():
+    """Start backward passes of a loss of 2 from nothing, from -1, and from 0.25 and nothing for two losses."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)])
+    optimizer = keras.optimizers.SGD(0.0)
+    batch = keras.ops.ones((4, 2))
+    for starts in ([None], [-1.0], [0.25, None]):
+        if TF:
+            with tf.GradientTape() as tape:
+                losses = [keras.ops.mean(model(batch)) for _ in starts]
+            given = [tf.constant(1.0 if start is None else start) for start in starts]
+            found = tape.gradient(
+                losses, model.trainable_variables, output_gradients=None if starts == [None] else given
+            )
+        else:
+            model.zero_grad()
+            losses = [keras.ops.mean(model(batch)) for _ in starts]
+            torch.autograd.backward(losses, [None if start is None else torch.tensor(start) for start in starts])
+            found = [v.value.grad for v in model.trainable_variables]
+        with nullcontext() if TF else torch.no_grad():
+            optimizer.apply(found, model.trainable_variables)
+    return result(model)
 
 
 def random_layers():

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from unittest import mock
 
 import pytest
 
+from helpers_waiting import until
 from mezzo import cli
 from mezzo.errors import ScriptError
 from mezzo.launch import runner
@@ -29,6 +29,7 @@ from mezzo.launch.runner import run_child, several_runs
 from mezzo.records import Reason, RunRecord
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
+
 
 LOOKS = """
     import json, os, random, sys, time
@@ -235,23 +236,36 @@ def test_a_run_is_stopped_at_its_limit_and_the_next_one_goes_on(place: Path, sta
     with forking(starter):
         run(place, "import os; os._exit(0)")  # the imports would count
         stopped = run(place, "import time; time.sleep(60)", limit_s=0.3)
-        after = run(place, "import os; os._exit(4)", limit_s=30.0)
+        after = run(place, "import os; os._exit(4)")
     assert (stopped.exit_code, stopped.error) == (137, "it was stopped at its limit of 0.3 s")
     assert after.exit_code == 4
 
 
-def test_what_a_run_has_started_is_stopped_with_it_and_the_process_lives(place: Path, starter: Starter) -> None:
+def test_what_a_run_has_started_is_stopped_with_it_and_the_process_lives(
+    place: Path, starter: Starter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = """
         import os, subprocess, sys, time
         sleeper = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         print(sleeper.pid, os.getpid(), flush=True)
         time.sleep(60)
     """
+    wait = runner._wait
+
+    def wait_for_both(process: Any, limit_s: float | None) -> tuple[bool, int]:
+        until(lambda: len(numbers()) == 2)
+        return wait(process, 0.0)
+
+    def numbers() -> list[int]:
+        *lines, _ = (place / "output.log").read_text().split("\n")
+        return [int(word) for line in lines for word in line.split() if word.isdigit()]
+
     with forking(starter):
-        run(place, "import os; os._exit(0)")  # the imports would count
-        stopped = run(place, text, limit_s=2.0)
-        started = [int(word) for word in (place / "output.log").read_text().split() if word.isdigit()]
-        after = run(place, "import os; os._exit(4)", limit_s=30.0)
+        with monkeypatch.context() as patched:
+            patched.setattr(runner, "_wait", wait_for_both)
+            stopped = run(place, text, limit_s=2.0)
+        started = numbers()
+        after = run(place, "import os; os._exit(4)")
     assert (stopped.exit_code, after.exit_code, len(started)) == (137, 4, 2)
     assert not any(map(_runs, started))
 
@@ -350,17 +364,13 @@ def test_the_process_ends_with_a_command_that_is_killed(tmp_path: Path) -> None:
         other = int(process.stdout.readline())
         assert Path(f"/proc/{other}").exists()
         process.kill()
-    for _ in range(100):
-        if not _runs(other):
-            return
-        time.sleep(0.05)
-    pytest.fail("it still runs")
+    until(lambda: not _runs(other))
 
 
 def _runs(number: int) -> bool:
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers_launch import children_in_this_process
+from helpers_waiting import LONGEST_S, until
 from mezzo import cli
 from mezzo.launch.process import guard
 from mezzo.launch.process.group import Guarded
@@ -27,19 +28,6 @@ from mezzo.records import CompareRecord, DiagnoseRecord, FallbackRecord, RunReco
 from paths import FAULTS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the whole tree of a run is known on Linux only")
-
-LONGEST_S = 120.0  # for what takes a second, on a machine that has other work
-
-
-def until(condition: Callable[[], Any], what: str = "it") -> Any:
-    """Wait until ``condition`` holds; return what it returns."""
-    end = time.monotonic() + LONGEST_S
-    while time.monotonic() < end:
-        found = condition()
-        if found:
-            return found
-        time.sleep(0.02)
-    pytest.fail(f"waited {LONGEST_S:g} s for {what}")
 
 
 def runs(process: int) -> bool:
@@ -78,7 +66,7 @@ COMMAND = """
 import sys
 from mezzo.launch.process import command_signals as stopping
 from mezzo.launch.process.group import Guarded
-stopping.GRACE_S, stopping._IMPATIENT_S, stopping._AGAIN_S = 0.2, 0.2, 0.05
+stopping._IMPATIENT_S, stopping._AGAIN_S = 0.2, 0.05
 handle = stopping.Stop.handle
 def heard(self, number, frame=None):
     handle(self, number, frame)
@@ -341,6 +329,7 @@ def test_ctrl_z_and_fg_and_standard_input(tmp_path: Path, terminal: Terminal) ->
     terminal.type("\x1a")
     terminal.read("Stopped")
     terminal.type("fg\n")
+    terminal.read(r"fg\n.*command\.py script\.py")  # before that, the shell would read what is typed next
     terminal.type("Ada\n")
     terminal.read("read Ada")
     assert terminal.read(r"returned (.*)") == "0 exit code 0"

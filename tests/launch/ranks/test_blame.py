@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from mezzo.launch.ranks.blame import End, blamed, noticed_others
+from mezzo.launch.ranks.blame import ProcessEnd, blamed, noticed_others
 
 RESET = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:26539: Connection reset by peer"
 KILLED = "the process died with signal SIGKILL before it could write a record"
 STOPPED = "stopped by SIGTERM"
 
 
-def end(rank: int, error: str | None = None, **more: Any) -> End:
-    return End(rank=rank, error=error, **more)
+def end(rank: int, error: str | None = None, **more: Any) -> ProcessEnd:
+    return ProcessEnd(rank=rank, error=error, **more)
 
 
-CASES: dict[str, tuple[list[End], tuple[int, str] | None]] = {
+CASES: dict[str, tuple[list[ProcessEnd], tuple[int, str] | None]] = {
     "all well": ([end(0), end(1)], None),
     "one raises, the other loses its peer first": (
         [end(0, RESET, at_s=1.0), end(1, "ValueError: bad batch", at_s=2.0)],

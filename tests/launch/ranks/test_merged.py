@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mezzo.launch.ranks.blame import End
-from mezzo.launch.ranks.merged import alone, merged
-from mezzo.records import AuditRecord, Finding, Loss, Metric, RunRecord, Steps
+from mezzo.launch.ranks.blame import ProcessEnd
+from mezzo.launch.ranks.merged import merged
+from mezzo.records import AuditRecord, Finding, Loss, Metric, RankRun, RunRecord, Steps
 from record_builders import environment
 
 NAN = float("nan")
@@ -25,11 +25,13 @@ def run(rank: int, *, loss: list[float], **fields: Any) -> RunRecord:
         loss_scale=[1024.0] * len(loss),
     )
     known: dict[str, Any] = {"command": ["mezzo"], "script": "t.py", "script_sha256": "", "policy": "fp16"}
-    return RunRecord(**known, environment=environment(), steps=steps, ranks=alone(rank, "abc"), **fields)
+    return RunRecord(
+        **known, environment=environment(), steps=steps, ranks=[RankRun(rank=rank, weights="abc")], **fields
+    )
 
 
 def of(*runs: RunRecord, blame: tuple[int, str] | None = None) -> RunRecord:
-    ends = [End(rank=rank, error=one.error) for rank, one in enumerate(runs)]
+    ends = [ProcessEnd(rank=rank, error=one.error) for rank, one in enumerate(runs)]
     record = merged(dict(enumerate(runs)), ends=ends, blame=blame, hosts={0: "here", 1: "there"})
     assert isinstance(record, RunRecord)
     return record
@@ -78,7 +80,7 @@ def test_a_run_that_failed_has_the_reason_and_the_hint_of_the_rank_to_blame() ->
 
 
 def test_a_rank_without_a_record() -> None:
-    ends = [End(rank=0, error=None), End(rank=1, error=None, vanished=True)]
+    ends = [ProcessEnd(rank=0, error=None), ProcessEnd(rank=1, error=None, vanished=True)]
     first = run(0, loss=[1.0], error="RuntimeError: connection reset", hint="check the network")
     record = merged({0: first}, ends=ends, blame=(1, "its process vanished"), hosts={}, prefix="late: ")
     assert isinstance(record, RunRecord)
@@ -96,7 +98,7 @@ def test_findings_of_all_ranks_once_and_those_of_others_with_their_ranks() -> No
         rank: AuditRecord(run=run(rank, loss=[1.0]), steps=[3], findings=found)
         for rank, found in enumerate(([shared], [shared, own], [own]))
     }
-    ends = [End(rank=rank, error=None) for rank in audits]
+    ends = [ProcessEnd(rank=rank, error=None) for rank in audits]
     record = merged(dict(audits), ends=ends, blame=None, hosts={})
     assert isinstance(record, AuditRecord)
     assert [one.title for one in record.findings] == ["a601", "a602 (rank 1, 2)"]

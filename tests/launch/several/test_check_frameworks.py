@@ -10,8 +10,8 @@ import pytest
 from helpers_compare import falling, run
 from mezzo.errors import ScriptError
 from mezzo.launch.process.command_signals import stoppable
-from mezzo.launch.several.check import Check, Settings
-from mezzo.launch.several.plan import Asked, next_asked
+from mezzo.launch.several.check import Check, CheckSettings
+from mezzo.launch.several.plan import NextStage, next_asked
 from mezzo.launch.several.resuming import Finished
 from mezzo.launch.several.side_by_side import one_after_another
 from mezzo.launch.several.waves import Waves
@@ -24,7 +24,7 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 
 def checking(folder: Path) -> Check:
-    settings = Settings(
+    settings = CheckSettings(
         policies=("fp32", "fp16"),
         seeds=1,
         budget_s=600.0,
@@ -52,7 +52,7 @@ def test_what_fails_is_diagnosed_in_every_framework_that_is_inspected(
 ) -> None:
     check = checking(tmp_path)
     for policy, losses in (("fp32", falling(1.0)), ("fp16", [5.0, 4.0] + [NAN] * 18)):
-        asked = Asked(stage="run", policy=policy, why="")
+        asked = NextStage(stage="run", policy=policy, why="")
         check._learn(asked, run(policy, losses, seed=0, framework=framework))
     then = next_asked(check.known)
     assert ("" if then is None else then.stage) == next_stage
@@ -60,7 +60,7 @@ def test_what_fails_is_diagnosed_in_every_framework_that_is_inspected(
 
 def test_a_diagnosis_that_is_refused_says_why(tmp_path: Path) -> None:
     refused = run("fp16", [], error="static graphs are not inspected", exit_code=2)
-    said = checking(tmp_path)._learn(Asked(stage="diagnose", policy="fp16", why=""), refused)
+    said = checking(tmp_path)._learn(NextStage(stage="diagnose", policy="fp16", why=""), refused)
     assert said == "no diagnosis: static graphs are not inspected"
 
 
@@ -70,7 +70,7 @@ def test_a_search_that_is_refused_says_why(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("mezzo.launch.several.check.fallback_of_script", refused)
     monkeypatch.setattr(Check, "_request", lambda *_, **__: None)
-    check, asked = checking(tmp_path), Asked(stage="fallback", policy="fp16", why="")
+    check, asked = checking(tmp_path), NextStage(stage="fallback", policy="fp16", why="")
     with stoppable() as stop:
         check._do(asked, stop)
     assert [stage.outcome for stage in check.stages] == ["no result: the script has no module to keep in FP32"]

@@ -9,8 +9,8 @@ import pytest
 
 from helpers_compare import falling, run
 from mezzo.launch.several.plan import (
-    Asked,
-    Known,
+    CheckState,
+    NextStage,
     expected_runs,
     first_run_limit_s,
     gone_wrong,
@@ -38,17 +38,17 @@ def failed(policy: str, seed: int) -> RunRecord:
     return run(policy, [], seed=seed, duration_s=10.0, error="RuntimeError: no kernel", exit_code=1)
 
 
-def known(*runs: RunRecord, left_s: float = 600.0, policies: tuple[str, ...] = POLICIES, **fields: Any) -> Known:
-    return Known(policies=policies, seeds=3, left_s=left_s, runs=runs, **fields)
+def known(*runs: RunRecord, left_s: float = 600.0, policies: tuple[str, ...] = POLICIES, **fields: Any) -> CheckState:
+    return CheckState(policies=policies, seeds=3, left_s=left_s, runs=runs, **fields)
 
 
-def played(asked: Known, answers: Any, *, limit: int = 40) -> list[str]:
+def played(asked: CheckState, answers: Any, *, limit: int = 40) -> list[str]:
     """Return what is asked for until the end, as short texts; ``answers`` gives the run of each policy and seed."""
     course = []
     while (ask := next_asked(asked)) is not None and len(course) < limit:
         assert ask.stage == "run"
         course.append(f"{ask.policy} {ask.seed}")
-        asked = Known(
+        asked = CheckState(
             policies=asked.policies,
             seeds=asked.seeds,
             left_s=asked.left_s - 10.0,
@@ -57,7 +57,7 @@ def played(asked: Known, answers: Any, *, limit: int = 40) -> list[str]:
     return course
 
 
-def asked_text(asked: Asked | None) -> str:
+def asked_text(asked: NextStage | None) -> str:
     return "" if asked is None else f"{asked.stage} {asked.policy}" + (f" {asked.seed}" if asked.stage == "run" else "")
 
 
@@ -296,7 +296,7 @@ def test_the_first_run_takes_its_share_of_the_budget() -> None:
 # --- several runs at once ----------------------------------------------------------------------------------------------------
 
 
-def expected(asked: Known) -> list[str]:
+def expected(asked: CheckState) -> list[str]:
     return [f"{ask.policy} {ask.seed}" for ask in expected_runs(asked)]
 
 

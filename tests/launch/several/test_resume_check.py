@@ -21,7 +21,7 @@ from mezzo.launch.runner import several_runs
 from mezzo.launch.several.resume_check import ResumeCheck, stop_of
 from mezzo.launch.torch.tracing.traced import StateTrace
 from mezzo.measure.resumption.judgement import Judgement
-from mezzo.measure.resumption.trace import Point, Trace, Written
+from mezzo.measure.resumption.trace import Point, RunTrace, Written
 from mezzo.policy import Policy
 from mezzo.records import RunRecord
 from paths import SCRIPTS
@@ -170,7 +170,7 @@ def test_a_script_that_fails_by_itself_has_no_verdict(tmp_path: Path) -> None:
 )
 def test_the_stop_lies_between_two_checkpoints(saves: tuple[int, ...], steps: int, stop: int) -> None:
     written = [Written(path="a", updates=n, is_checkpoint=True) for n in saves]
-    assert stop_of(Trace(written=written, end=Point(updates=steps))) == stop
+    assert stop_of(RunTrace(written=written, end=Point(updates=steps))) == stop
 
 
 @pytest.mark.parametrize(

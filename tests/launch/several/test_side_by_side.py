@@ -6,20 +6,19 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers_waiting import LONGEST_S, until
 from mezzo.errors import ScriptError, UsageError
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.several import side_by_side as engine
-from mezzo.launch.several.side_by_side import Place, listed_gpus, places, visible_gpus
+from mezzo.launch.several.side_by_side import Slot, listed_gpus, places, visible_gpus
 from mezzo.records import Placement, RunRecord
-from paths import SCRIPTS
 from record_builders import run_record
 
 TWO_GPUS = """GPU 0: NVIDIA H100 PCIe (UUID: GPU-aa11)
@@ -94,19 +93,19 @@ def ended(folder: Path, monkeypatch: pytest.MonkeyPatch, run: Run, *, num: int, 
         return run(request)
 
     monkeypatch.setattr(engine.runner, "observe_child", run_child)
-    given = [Place({"PLACE": str(k)}, Placement(jobs=jobs, gpus=str(k))) for k in range(jobs)]
+    given = [Slot({"PLACE": str(k)}, Placement(jobs=jobs, gpus=str(k))) for k in range(jobs)]
     for request, _ in made(given, folder, requests(folder, num), limit_s=None):
         yield request.seed
 
 
-def made(given: list[Place], folder: Path, asked: list[Request], *, limit_s: float | None) -> Iterator[engine.Ended]:
+def made(given: list[Slot], folder: Path, asked: list[Request], *, limit_s: float | None) -> Iterator[engine.Ended]:
     jobs = engine.SideBySide(given)
     with jobs.opened(folder):
         yield from jobs(asked, lambda: limit_s)
 
 
 def test_as_many_runs_at_once_each_in_a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    together, seen = threading.Barrier(3, timeout=20), list[tuple[str, Any]]()
+    together, seen = threading.Barrier(3, timeout=LONGEST_S), list[tuple[str, Any]]()
     now = set[str]()
 
     def run(request: Request) -> RunRecord:
@@ -125,18 +124,25 @@ def test_as_many_runs_at_once_each_in_a_place_of_its_own(tmp_path: Path, monkeyp
 
 
 def test_an_error_of_ours_starts_nothing_more_and_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+    made, withdrawn = list[int | None](), threading.Event()
+    withdraw = engine.SideBySide._withdraw
+
+    def noted(jobs: engine.SideBySide) -> int:
+        num = withdraw(jobs)
+        withdrawn.set()
+        return num
 
     def run(request: Request) -> RunRecord:
         made.append(request.seed)
         if request.seed == 0:
             raise ScriptError("the disk is full", hint="make room")
-        time.sleep(0.2)
+        assert withdrawn.wait(LONGEST_S)
         return run_record("fp32")
 
+    monkeypatch.setattr(engine.SideBySide, "_withdraw", noted)
     with pytest.raises(ScriptError, match="the disk is full"):
         list(ended(tmp_path, monkeypatch, run, num=9, jobs=2))
-    assert len(made) < 9
+    assert set(made) <= {0, 1, 2}  # the third may begin before the error is known
 
 
 def test_an_error_before_the_first_run_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +165,7 @@ def test_an_open_engine_makes_round_after_round_in_the_same_places(
         return run_record("fp32", seed=request.seed)
 
     monkeypatch.setattr(engine.runner, "observe_child", run_child)
-    jobs = engine.SideBySide([Place({"PLACE": str(k)}, Placement(jobs=2, gpus=str(k))) for k in range(2)])
+    jobs = engine.SideBySide([Slot({"PLACE": str(k)}, Placement(jobs=2, gpus=str(k))) for k in range(2)])
     asked = requests(tmp_path, 7)
     with jobs.opened(tmp_path):
         rounds = [
@@ -171,12 +177,12 @@ def test_an_open_engine_makes_round_after_round_in_the_same_places(
 
 
 def test_a_signal_starts_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=LONGEST_S)
 
     def run(request: Request) -> RunRecord:
         if both.wait() == 0:
             os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.3)
+        until(lambda: stop.stopped)  # the main thread has it
         return run_record("fp32")
 
     with stoppable() as stop:
@@ -205,7 +211,7 @@ def test_a_run_that_crashes_leaves_the_others_running(tmp_path: Path, monkeypatc
     (tmp_path / "shows.py").write_text(SHOWS)
     monkeypatch.setenv("FAILS", "yes")
     given = [
-        Place({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(k)}, Placement(jobs=2, gpus=str(k), threads=1))
+        Slot({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": str(k)}, Placement(jobs=2, gpus=str(k), threads=1))
         for k in range(2)
     ]
     asked = requests(tmp_path, 4, str(tmp_path / "shows.py"))
@@ -222,13 +228,18 @@ def test_a_run_that_crashes_leaves_the_others_running(tmp_path: Path, monkeypatc
 
 @pytest.mark.slow
 def test_an_interrupt_stops_all(tmp_path: Path) -> None:
-    asked = requests(tmp_path, 4, str(SCRIPTS / "plain.py"))
-    asked = [request.model_copy(update={"arguments": ("100000000",)}) for request in asked]
-    given = [Place({"OMP_NUM_THREADS": "1"}, Placement(jobs=2, threads=1))] * 2
-    timer = threading.Timer(8.0, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
+    (tmp_path / "waits.py").write_text("import time, torch\nprint('waits', flush=True)\ntime.sleep(1000)\n")
+    asked = requests(tmp_path, 4, str(tmp_path / "waits.py"))
+    given = [Slot({"OMP_NUM_THREADS": "1"}, Placement(jobs=2, threads=1))] * 2
+
+    def interrupt() -> None:
+        logs = [tmp_path / str(k) / "output.log" for k in range(2)]
+        until(lambda: all(log.exists() and "waits" in log.read_text() for log in logs))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with stoppable() as stop:
-        assert list(made(given, tmp_path, asked, limit_s=100.0)) == []
+        assert list(made(given, tmp_path, asked, limit_s=None)) == []
         assert stop.name == "SIGINT"
     stopped = [(tmp_path / str(k) / "record.json").exists() for k in range(4)]
     assert stopped == [True, True, False, False]

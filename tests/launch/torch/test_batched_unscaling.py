@@ -372,7 +372,8 @@ def test_a_script_computes_and_sees_the_same(case: Callable[[Script], None], onc
         expected, other, never = trained(case, once=once)
     assert repr(found) == repr(expected)
     assert never == 0
-    assert passes >= 14 or case not in BATCHED
+    if case in BATCHED:
+        assert passes >= 14
     weights = zip(script.model.parameters(), other.model.parameters(), strict=True)
     assert all(torch.equal(one, two) for one, two in weights)
     assert len(script.seen) == len(other.seen)

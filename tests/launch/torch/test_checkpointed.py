@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as torchs_checkpoint
 
 from mezzo.engine import checkpointing
 from mezzo.errors import MezzoError, ScriptError, SessionError, UsageError
-from mezzo.launch.model_changes import ModelChanges
+from mezzo.launch.request_parts import ModelChanges
 from mezzo.launch.torch import TorchTraining, switched
 from mezzo.policy import Policy
 from mezzo.records import CHECKPOINTED, COMPILED, NOT_APPLIED, Reason

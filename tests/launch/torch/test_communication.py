@@ -19,6 +19,7 @@ from mezzo.engine.session import Session
 from mezzo.errors import SessionError
 from mezzo.launch.torch import TorchTraining, switched
 from mezzo.policy import Policy
+from processes import leave_process_group
 
 POLICY = "fp32:reduce=bf16:world=64"
 Reduce = Callable[[list[Tensor]], Any]
@@ -187,7 +188,7 @@ def group_of_one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = tmp_path_factory.mktemp("group") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 @pytest.mark.usefixtures("group_of_one")

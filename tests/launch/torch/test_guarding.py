@@ -16,11 +16,10 @@ import torch
 from fake_cuda import Operations
 from helpers_launch import children_in_this_process
 from mezzo.engine.guardrails.alarms import Seen
-from mezzo.launch.guard_request import GuardRequest
 from mezzo.launch.patches import Patches
 from mezzo.launch.request import Request
+from mezzo.launch.request_parts import GuardRequest, SnapshotRequest
 from mezzo.launch.runner import run_child
-from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.launch.torch import training
 from mezzo.launch.torch.guarding import seen_in
 from mezzo.launch.torch.snapshots.script import ScriptSnapshots
@@ -189,6 +188,15 @@ def test_a_script_that_goes_wrong_again_is_ended(tmp_path: Path) -> None:
     assert record.guardrails is not None
     assert len(record.guardrails.rewinds) == 2
     assert "after 2 returns to a snapshot" in record.guardrails.stopped
+
+
+def test_nothing_is_saved_between_a_return_and_the_next_update(tmp_path: Path) -> None:
+    record = returned(tmp_path, "21", "again", rewinds=2)
+    assert record.guardrails is not None
+    first, second = record.guardrails.rewinds
+    assert (first.snapshot, first.updates) == (second.snapshot, second.updates)
+    assert first.updates == 20
+    assert [change.what for change in second.changes] == ["learning rate", "policy"]
 
 
 def test_a_script_without_a_good_snapshot_is_ended(tmp_path: Path) -> None:

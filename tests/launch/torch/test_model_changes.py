@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mezzo.launch.model_changes import ModelChanges
+from mezzo.launch.request_parts import ModelChanges
 from mezzo.launch.torch import TorchTraining, switched
 from mezzo.records import CHANNELS_LAST, COMPILED
 

@@ -380,6 +380,43 @@ def test_losses_on_their_own_do_not_count_and_other_outputs_have_none() -> None:
     assert torch.allclose(model.bias.grad, torch.full((2,), 2.0))
 
 
+def _assigned(loss: Tensor, model: nn.Module, inputs: Any, gradient: Tensor | None) -> None:
+    found = torch.autograd.grad(loss, inputs, gradient)
+    for parameter, one in zip(model.parameters(), found, strict=True):
+        parameter.grad = one
+
+
+STARTS: dict[str, tuple[Callable[[Tensor, nn.Module], Any], float]] = {  # of a loss of 2
+    "nothing given": (lambda loss, _: loss.backward(), 2.0),
+    "the critic of a WGAN": (lambda loss, _: loss.backward(torch.tensor(-1.0)), -2.0),
+    "a share of a window": (lambda loss, _: loss.backward(gradient=torch.tensor(0.25)), 0.5),
+    "gradients of two losses": (
+        lambda loss, _: torch.autograd.backward([loss, 3 * loss], [None, torch.tensor(-1.0)]),
+        -4.0,
+    ),
+    "losses of an iterator": (lambda loss, _: torch.autograd.backward(iter([loss, loss])), 4.0),
+    "gradients asked for": (lambda loss, m: _assigned(loss, m, [*m.parameters()], torch.tensor(-1.0)), -2.0),
+    "of an iterator": (lambda loss, m: _assigned(loss, m, m.parameters(), torch.tensor(-1.0)), -2.0),
+    "of a view": (lambda loss, m: _assigned(loss, m, dict(m.named_parameters()).values(), None), 2.0),
+}
+
+
+@pytest.mark.parametrize("policy", [None, "fp32", "fp16:init_scale=1024"])
+@pytest.mark.parametrize(("start", "expected"), STARTS.values(), ids=STARTS)
+def test_a_loss_counts_times_the_gradient_that_its_backward_pass_starts_from(
+    start: Callable[[Tensor, nn.Module], Any], expected: float, policy: str | None
+) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    with switched(None if policy is None else Policy.parse(policy)) as (run, _):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(5):
+            sgd.zero_grad()
+            start(model(torch.ones(4, 2)).mean(), model)
+            sgd.step()
+    assert [*run.recorder.steps().loss] == [expected] * 5
+
+
 def test_gradients_for_some_inputs_only_and_in_a_mapping() -> None:
     x, w = torch.randn(3, 3), torch.eye(3, requires_grad=True)
     model = nn.Linear(3, 1)

@@ -194,6 +194,23 @@ def test_a_prediction_has_one_statement_of_trust(validated: bool, fits: bool, no
     assert (gain.times, gain.times_over_tf32, gain.note) == (2.6, 1.5, note)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "fits", "note"),
+    [
+        ({"arithmetic": 0.4, "launch": 0.6}, True, "; kernel launches bound the step: a larger batch gains more"),
+        ({"arithmetic": 0.4, "launch": 0.6}, False, "; the batch does not fit"),
+        ({"arithmetic": 0.6, "launch": 0.4}, True, ""),
+        ({}, True, ""),
+    ],
+)
+def test_a_prediction_says_what_a_larger_batch_does(bounds: dict[str, float], fits: bool, note: str) -> None:
+    found = predicted(2.6, 1.5, fits=fits)
+    own = found.predictions[0].model_copy(update={"bounds": bounds})
+    gain = predicted_gain(found.model_copy(update={"predictions": [own]}), "bf16", GPUS["a100-80gb"])
+    assert gain is not None
+    assert gain.note == f"such speed-ups are 12% off in the mean{note}"
+
+
 def test_tf32_is_no_gain_over_itself() -> None:
     found = predicted(1.4, 1.0)
     own = found.predictions[0].model_copy(update={"policy": "tf32"})
@@ -248,6 +265,34 @@ def test_a_script_in_float64_stays_there() -> None:
     assert found.why.startswith("the script computes in float64, which no policy lowers")
     assert found.next_command.startswith("mezzo audit")
     assert answered(case(trained("fp32"), *runs[1:], gpu=None)).policy == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("flops", "updates", "formats", "shares"),
+    [
+        ({"bf16": 10}, {}, ["bf16"], "100% of its FLOPs in BF16"),
+        ({"bf16": 5, "fp32": 5}, {}, ["bf16", "fp32"], "50% of its FLOPs in BF16 and 50% of its FLOPs in FP32"),
+        ({"bf16": 4, "fp32": 6}, {}, ["fp32", "bf16"], ""),  # a policy may still lower the rest
+        ({"bf16": 99, "fp32": 1}, {}, ["bf16"], "99% of its FLOPs in BF16"),
+        ({"bf16": 10, "fp32": 5}, {"fp32": 5}, ["bf16"], "100% of its FLOPs in BF16"),
+        ({"bf16": 10, "fp32": 5}, {"bf16": 10}, [], ""),  # Muon's own products
+        ({"bf16": 4, "fp32": 96}, {}, [], ""),
+    ],
+)
+def test_a_script_that_casts_by_itself_keeps_its_own_precision(
+    flops: dict[str, int], updates: dict[str, int], formats: list[str], shares: str
+) -> None:
+    effective = Effective(flops_by_format=flops, update_flops_by_format=updates)
+    found = answered(case(trained("fp32", effective=effective), trained("bf16", ms=5.0), gpu=None))
+    assert found.own_formats == formats
+    if not shares:
+        assert (found.decision, found.policy) == ("use", "bf16")
+        return
+    assert (found.decision, found.policy, found.next_command) == ("stay", "as-is", "python train.py --lr 0.1")
+    assert found.why == (
+        f"the script converts its model or data itself and computes {shares} under fp32 as well: fp32 is no FP32 run here, "
+        "and the other verdicts compare with it; to compare with FP32, take the conversions out of the script"
+    )
 
 
 def test_an_open_question_that_is_not_worth_an_answer() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.measure.check.preference import Candidate, order_of_trust, preferred
+from mezzo.measure.check.preference import EligiblePolicy, order_of_trust, preferred
 from mezzo.records import Gain
 
 
@@ -16,8 +16,8 @@ def bound(times: float) -> Gain:
     return Gain(kind="bound", times=times, device="a GPU", note="")
 
 
-def one(policy: str, *, gain: Gain | None = None, most: float | None = None, skipped: float = 0.0) -> Candidate:
-    return Candidate(policy=policy, measured=gain, bound=None if most is None else bound(most), skipped=skipped)
+def one(policy: str, *, gain: Gain | None = None, most: float | None = None, skipped: float = 0.0) -> EligiblePolicy:
+    return EligiblePolicy(policy=policy, measured=gain, bound=None if most is None else bound(most), skipped=skipped)
 
 
 CASES = [
@@ -40,7 +40,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("candidates", "by_bound", "policy"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
 )
-def test_the_policy_that_an_expert_would_choose(candidates: list[Candidate], by_bound: bool, policy: str) -> None:
+def test_the_policy_that_an_expert_would_choose(candidates: list[EligiblePolicy], by_bound: bool, policy: str) -> None:
     for order in (candidates, candidates[::-1]):
         found = preferred(order, by_bound=by_bound)
         assert found is not None
@@ -51,11 +51,6 @@ def test_nothing_is_chosen_of_nothing() -> None:
     assert preferred([], by_bound=True) is None
 
 
-def test_the_order_in_which_policies_are_wanted() -> None:
-    assert order_of_trust(["fp8", "fp16:init_scale=2", "tf32", "bf16", "as-is"]) == [
-        "as-is",
-        "bf16",
-        "fp16:init_scale=2",
-        "tf32",
-        "fp8",
-    ]
+def test_policies_from_the_simplest_on() -> None:
+    policies = ["fp8", "unknown", "fp16:init_scale=2", "tf32", "bf16", "as-is"]
+    assert order_of_trust(policies) == ["as-is", "bf16", "fp16:init_scale=2", "tf32", "fp8", "unknown"]

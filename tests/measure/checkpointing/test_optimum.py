@@ -22,10 +22,10 @@ from mezzo.measure.checkpointing.optimum import (
     forward_cost,
     least_peak,
 )
-from mezzo.measure.checkpointing.trace import Call, Computed, Saved, Trace, trace
+from mezzo.measure.checkpointing.trace import Computed, ForwardTrace, ModuleCall, SavedTensor, trace
 
 
-def every_plan(traced: Trace) -> Iterator[dict[str, Keeps]]:
+def every_plan(traced: ForwardTrace) -> Iterator[dict[str, Keeps]]:
     """Yield each choice of candidates that do not lie within each other."""
     ways: dict[str, list[Keeps | None]] = {}
     for candidate in candidates_of(traced):
@@ -40,12 +40,12 @@ def is_inside(one: str, other: str) -> bool:
     return other == "" or one.startswith(f"{other}.")
 
 
-def cost(traced: Trace, choice: dict[str, Keeps]) -> int:
+def cost(traced: ForwardTrace, choice: dict[str, Keeps]) -> int:
     found = costs_of(traced, choice)
     return found.recomputed_flops + FLOPS_PER_BYTE * found.recomputed_moved_bytes
 
 
-def check_all_budgets(traced: Trace) -> None:
+def check_all_budgets(traced: ForwardTrace) -> None:
     plans = [(choice, costs_of(traced, choice).peak_bytes, cost(traced, choice)) for choice in every_plan(traced)]
     for budget in sorted({peak for _, peak, _ in plans}):
         within = min(price for _, peak, price in plans if peak <= budget)
@@ -124,44 +124,44 @@ def test_no_plan_is_better_on_any_trace(data: st.DataObject) -> None:
     check_all_budgets(any_trace(data))
 
 
-def any_trace(data: st.DataObject) -> Trace:
+def any_trace(data: st.DataObject) -> ForwardTrace:
     storages = range(7)
     some = st.frozensets(st.sampled_from(storages), max_size=3)
-    events: list[Computed | Saved] = []
-    calls: list[Call] = []
+    events: list[Computed | SavedTensor] = []
+    calls: list[ModuleCall] = []
     for number in range(data.draw(st.integers(1, 4))):
         parts = data.draw(st.integers(0, 2))
-        outer = Call(
+        outer = ModuleCall(
             module=data.draw(st.sampled_from([f"m{number}", "m0"])), begin=len(events), end=0, arguments=data.draw(some)
         )
         calls.append(outer)
         for part in range(max(1, parts)):
-            inner = Call(module=f"{outer.module}.{part}", begin=len(events), end=0, arguments=data.draw(some))
+            inner = ModuleCall(module=f"{outer.module}.{part}", begin=len(events), end=0, arguments=data.draw(some))
             for _ in range(data.draw(st.integers(1, 2))):
                 events.append(
                     Computed(data.draw(st.integers(0, 9)), data.draw(st.integers(0, 2)), data.draw(st.booleans()))
                 )
-                events.append(Saved(data.draw(st.sampled_from(storages)), True))
+                events.append(SavedTensor(data.draw(st.sampled_from(storages)), True))
             inner.end, inner.products = len(events), data.draw(some)
             if parts:
                 calls.append(inner)
         outer.end, outer.products = len(events), data.draw(some)
         outer.copied_bytes = data.draw(st.integers(0, 2))
-        events.append(Saved(data.draw(st.sampled_from(storages)), True))
+        events.append(SavedTensor(data.draw(st.sampled_from(storages)), True))
     sizes = {storage: data.draw(st.integers(1, 20)) for storage in storages}
-    return Trace(events=events, sizes=sizes, calls=calls, classes={call.module: "M" for call in calls})
+    return ForwardTrace(events=events, sizes=sizes, calls=calls, classes={call.module: "M" for call in calls})
 
 
-def chain(costs: Sequence[int]) -> Trace:
+def chain(costs: Sequence[int]) -> ForwardTrace:
     """Return a chain of calls, each with storages of its own, that save as much as they cost."""
-    events: list[Computed | Saved] = []
+    events: list[Computed | SavedTensor] = []
     calls, sizes = [], {0: 0}
     for number, price in enumerate(costs):
         begin = len(events)
         sizes[2 * number + 1], sizes[2 * number + 2] = price, 0
-        events += [Computed(price * 1000, 0, True), Saved(2 * number + 1, True)]
-        calls.append(Call(module=f"m{number}", begin=begin, end=len(events), arguments=frozenset({2 * number})))
-    return Trace(events=events, sizes=sizes, calls=calls, classes={call.module: "M" for call in calls})
+        events += [Computed(price * 1000, 0, True), SavedTensor(2 * number + 1, True)]
+        calls.append(ModuleCall(module=f"m{number}", begin=begin, end=len(events), arguments=frozenset({2 * number})))
+    return ForwardTrace(events=events, sizes=sizes, calls=calls, classes={call.module: "M" for call in calls})
 
 
 def test_many_unlike_modules_are_within_a_hundredth_of_the_least(monkeypatch: pytest.MonkeyPatch) -> None:

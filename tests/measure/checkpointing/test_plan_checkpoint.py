@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,9 @@ from torch import Tensor, nn
 import mezzo
 from mezzo.engine import checkpointing
 from mezzo.errors import UsageError
-from mezzo.measure.checkpointing.plan import bytes_of_text, bytes_text
+from mezzo.measure.checkpointing.costs import Costs
+from mezzo.measure.checkpointing.plan import CheckpointPlan, bytes_of_text, bytes_text
+from processes import in_processes
 
 WIDTH = 16
 
@@ -138,6 +138,23 @@ def test_tracing_keeps_no_activations() -> None:
     layers = [nn.Sequential(nn.Linear(WIDTH, 1000), nn.Tanh(), nn.Linear(1000, WIDTH), Watches()) for _ in range(4)]
     mezzo.checkpoint(nn.Sequential(*layers), SAMPLE, plan="full")
     assert alive == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("count", [0, 3, 4, 6])
+def test_the_plan_prints_three_modules_that_it_leaves_out(count: int) -> None:
+    costs = Costs(kept_bytes=0, peak_bytes=0, recomputed_flops=0, recomputed_moved_bytes=0)
+    plan = CheckpointPlan(
+        name="none",
+        regions={},
+        costs=costs,
+        plain_bytes=0,
+        forward_flops=0,
+        guarantee="",
+        refused={f"m{n}": f"reason {n}" for n in range(count)},
+    )
+    listed = [f"  left out: m{n}: reason {n}" for n in range(min(count, 3))]
+    more = {4: ["  left out: 1 more"], 6: ["  left out: 3 more"]}.get(count, [])
+    assert [line for line in repr(plan).splitlines() if "left out" in line] == [*listed, *more]
 
 
 def test_the_plan_prints_what_it_costs_and_saves() -> None:
@@ -288,10 +305,10 @@ def test_bytes_in_words(number: int, text: str) -> None:
 TWO = """
 import sys, torch, torch.distributed as dist, mezzo
 from torch.nn.parallel import DistributedDataParallel
-sys.path.insert(0, sys.argv[3])
+sys.path.insert(0, sys.argv[1])
 from test_plan_checkpoint import Block, model, same
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
 found = []
 for name in ("none", "full", "selective", "60KiB"):
     net = DistributedDataParallel(model())
@@ -315,18 +332,10 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_under_distributed_data_parallel(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TWO]
-    where = str(Path(__file__).parent)
-    pair = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "meet"), where], stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=120)[1] for process in pair]
-    finally:
-        for process in pair:
-            process.kill()
-    assert [process.returncode for process in pair] == [0, 0], said
+    script = tmp_path / "two.py"
+    script.write_text(TWO)
+    ended = in_processes([str(Path(__file__).parent)], program=[str(script)])
+    assert [one.code for one in ended] == [0, 0], ended
 
 
 def test_wrapped_modules_only() -> None:

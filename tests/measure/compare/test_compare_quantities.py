@@ -63,6 +63,15 @@ def test_the_interval_of_an_accuracy_is_of_its_angles() -> None:
     assert found.difference == pytest.approx(found.value - found.baseline)
 
 
+@pytest.mark.parametrize(("ours", "deviation"), [([1.0, 1.0], 0.25), ([1.0, 3.0], math.sqrt(2))])
+def test_a_deviation_is_never_below_half_a_step(ours: list[float], deviation: float) -> None:
+    """Printed digits hide what the seeds differ by."""
+    pairs = tuple((value, 1.0) for value in ours)
+    margin = Margin(share=1.0, why="", spread=0.0)
+    found = Quantity(name="acc", pairs=pairs, scale=Absolute(), margin=margin, grid=MetricGrid(step=0.5))
+    assert found.deviation == pytest.approx(deviation)
+
+
 @many
 @given(
     differences=st.lists(st.integers(-64, 64).map(lambda n: n / 16), min_size=2, max_size=8).filter(

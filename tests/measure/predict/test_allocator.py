@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.measure.predict.allocator import KIB, MIB, CachingAllocator, OutOfMemory, rounded_bytes, segment_bytes
+from mezzo.measure.predict.allocator import MIB, CachingAllocator, SimulatedOutOfMemory, rounded_bytes, segment_bytes
 
 
 @pytest.mark.parametrize(
@@ -72,24 +72,24 @@ def test_free_segments_go_back_before_the_device_is_full() -> None:
     allocator.release(first)
     allocator.release(second)
     allocator.allocate(40 * MIB)
-    assert (allocator.num_retries, allocator.reserved_bytes, allocator.peak_reserved_bytes) == (1, 40 * MIB, 60 * MIB)
+    assert (allocator.reserved_bytes, allocator.peak_reserved_bytes) == (40 * MIB, 60 * MIB)
 
 
 def test_a_segment_with_a_block_in_use_does_not_go_back() -> None:
     allocator = CachingAllocator(limit_bytes=64 * MIB)
     held = allocator.allocate(2 * MIB)
     allocator.release(allocator.allocate(30 * MIB))
-    with pytest.raises(OutOfMemory):
+    with pytest.raises(SimulatedOutOfMemory):
         allocator.allocate(50 * MIB)
-    assert (allocator.num_retries, allocator.reserved_bytes, held.free) == (1, 20 * MIB, False)
+    assert (allocator.reserved_bytes, held.free) == (20 * MIB, False)
 
 
 def test_peaks_are_of_allocated_and_of_reserved_bytes() -> None:
     allocator = CachingAllocator()
-    blocks = [allocator.allocate(600 * KIB) for _ in range(4)]  # three fit into a segment of 2 MiB
+    blocks = [allocator.allocate(600 << 10) for _ in range(4)]  # three fit into a segment of 2 MiB
     for block in blocks:
         allocator.release(block)
-    assert (allocator.allocated_bytes, allocator.peak_allocated_bytes) == (0, 4 * 600 * KIB)
+    assert (allocator.allocated_bytes, allocator.peak_allocated_bytes) == (0, 4 * (600 << 10))
     assert (allocator.reserved_bytes, allocator.peak_reserved_bytes) == (4 * MIB, 4 * MIB)
 
 

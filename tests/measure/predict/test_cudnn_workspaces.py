@@ -14,7 +14,7 @@ from mezzo.gpus import gpu_named
 from mezzo.measure.predict.allocator import MIB
 from mezzo.measure.predict.memory import predict_memory
 from mezzo.measure.predict.plan import matrix_formats
-from mezzo.measure.predict.tape import MemoryBlock, Tape
+from mezzo.measure.predict.tape import MemoryBlock, TrainingTape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
 
@@ -26,7 +26,9 @@ def _loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     return model(inputs["x"]).float().sum(), None
 
 
-def _tape(layer: nn.Module, policy: str, size: int = 8, layout: torch.memory_format = torch.contiguous_format) -> Tape:
+def _tape(
+    layer: nn.Module, policy: str, size: int = 8, layout: torch.memory_format = torch.contiguous_format
+) -> TrainingTape:
     return record_training(
         lambda: nn.Sequential(nn.Conv2d(3, 4, 1), layer),
         lambda n: {"x": torch.empty(n, 3, size, size).to(memory_format=layout)},
@@ -37,11 +39,11 @@ def _tape(layer: nn.Module, policy: str, size: int = 8, layout: torch.memory_for
     )
 
 
-def _tried_bytes(tape: Tape) -> list[int]:
+def _tried_bytes(tape: TrainingTape) -> list[int]:
     return [block.size_bytes for block in tape.blocks if block.kind == "workspaces" and not block.matrix_format]
 
 
-def _copied(tape: Tape) -> list[tuple[int, str]]:
+def _copied(tape: TrainingTape) -> list[tuple[int, str]]:
     return [(block.size_bytes, block.matrix_format) for block in tape.blocks if block.matrix_format]
 
 
@@ -131,10 +133,10 @@ def test_channels_last_is_not_copied() -> None:
     assert _copied(_tape(nn.Conv2d(4, 6, 3, padding=1), "bf16", layout=torch.channels_last)) == []
 
 
-def _one_product(matrix_format: str = "fp32") -> Tape:
+def _one_product(matrix_format: str = "fp32") -> TrainingTape:
     # 20 MiB of operands stay; the copy of 12 MiB comes and goes
     blocks = [MemoryBlock(20 * MIB, "activations"), MemoryBlock(12 * MIB, "workspaces", matrix_format)]
-    return Tape(batch=1, blocks=blocks, events=[0, 1, ~1, ~0])
+    return TrainingTape(batch=1, blocks=blocks, events=[0, 1, ~1, ~0])
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict.constants import Constants
 from mezzo.measure.predict.fp8 import fp8_bounds, fp8_layers
-from mezzo.measure.predict.tape import Operation, Phase, Shape
+from mezzo.measure.predict.tape import CostedOperation, Phase, Shape
 
 
-def product(module: str, rows: int, columns: int, depth: int, phase: Phase = "forward") -> Operation:
+def product(module: str, rows: int, columns: int, depth: int, phase: Phase = "forward") -> CostedOperation:
     flops, read, written = 2 * rows * columns * depth, 2 * depth * (rows + columns), 2 * rows * columns
-    return Operation("mm", phase, module, "fp16", flops, read, written, Shape(1, rows, columns, depth))
+    return CostedOperation("mm", phase, module, "fp16", flops, read, written, Shape(1, rows, columns, depth))
 
 
 def test_layers_are_chosen_as_the_policy_chooses_them() -> None:
@@ -61,7 +61,7 @@ def test_casts_cost_more_than_small_products_gain(size: int, gains: bool) -> Non
     found = fp8_bounds([op], gpu, constants, channels_last=False)
     casts = 2 * size * size * 5 / (gpu.bandwidth_bytes_per_s * constants.bandwidth)
     alone = fp8_bounds(
-        [Operation(op.name, op.phase, op.module, op.format, op.flops, op.read_bytes, op.written_bytes)],
+        [CostedOperation(op.name, op.phase, op.module, op.format, op.flops, op.read_bytes, op.written_bytes)],
         gpu,
         constants,
         channels_last=False,

@@ -17,12 +17,12 @@ from mezzo.measure.predict.plan import (
     Tapes,
     check_policies,
     impossible,
-    memory_under_limit,
+    memory_on,
     predict,
     recorded_as,
     verdict,
 )
-from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
 
@@ -33,7 +33,7 @@ def _loss(model: nn.Module, inputs: Any) -> tuple[Tensor, Any]:
     return model(inputs["x"]).float().sum(), None
 
 
-def _tape(policy: str, batch: int) -> Tape:
+def _tape(policy: str, batch: int) -> TrainingTape:
     return record_training(
         lambda: nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 256)),
         lambda n: {"x": torch.empty(n, 256)},
@@ -69,7 +69,7 @@ def test_fp32_is_its_own_baseline(tapes: dict[str, Tapes]) -> None:
 
 @pytest.mark.parametrize(("gpu", "copied"), [("a100-80gb", True), ("t4", False)])
 def test_convolutions_take_copies_in_tf32_alone(gpu: str, copied: bool) -> None:
-    def convolved(batch: int) -> Tape:
+    def convolved(batch: int) -> TrainingTape:
         return record_training(
             lambda: nn.Sequential(nn.Conv2d(16, 64, 3), nn.Conv2d(64, 64, 3)),
             lambda n: {"x": torch.empty(n, 16, 64, 64)},
@@ -85,7 +85,7 @@ def test_convolutions_take_copies_in_tf32_alone(gpu: str, copied: bool) -> None:
     # each largest batch is that of its own policy, though both share a tape
     for found, policy in ((strict, "fp32"), (tf32, "tf32")):
         assert found.largest_batch
-        assert memory_under_limit(both["fp32"].at(found.largest_batch), card, policy, 0.13).fits
+        assert memory_on(both["fp32"].at(found.largest_batch), card, policy, headroom=0.13).fits
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not(tapes: dict[str, Tapes]) -> None:
@@ -93,7 +93,7 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tapes: dict[str, Tapes
     found = predict(tapes, gpu, "fp32", batch=64, channels_last=False).largest_batch
     assert found is not None
     for batch, fits in ((found, True), (found + found // 20, False)):
-        assert memory_under_limit(tapes["fp32"].at(batch), gpu, "fp32", 0.13).fits == fits
+        assert memory_on(tapes["fp32"].at(batch), gpu, "fp32", headroom=0.13).fits == fits
 
 
 def test_a_model_that_never_fits_has_largest_batch_0(tapes: dict[str, Tapes]) -> None:

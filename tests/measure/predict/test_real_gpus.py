@@ -14,7 +14,6 @@ from mezzo.measure.predict import script_plan
 from mezzo.measure.predict.real_gpus import priced_as, real_gpus
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
-from mezzo.policy import Policy
 from paths import SCRIPTS
 
 GPUS = [gpu_named("t4"), gpu_named("h100")]
@@ -39,7 +38,7 @@ def test_policies_are_priced_as_presets(text: str, name: str) -> None:
 def test_each_gpu_under_each_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     def tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None) -> list[ScriptTape]:
         assert deadline_s is None
-        return [recorded(request, Policy.parse(request.policy)) for request in requests]
+        return [recorded(request) for request in requests]
 
     monkeypatch.setattr(script_plan, "recorded_tapes", tapes)
     policies = {"fp32": "fp32", "mine": "fp16:init_scale=8", "as-is": "as-is"}

@@ -16,8 +16,7 @@ from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.packed import longest_sequences
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
-from mezzo.measure.predict.tape import Tape
-from mezzo.policy import Policy
+from mezzo.measure.predict.tape import TrainingTape
 
 STEPS, BATCH, WIDTH, HIDDEN, LAYERS = 7, 4, 5, 6, 2
 
@@ -82,10 +81,10 @@ def test_results_and_gradients_have_the_shapes_of_the_layer(
 def _taped(tmp_path: Path, kind: str, policy: str) -> ScriptTape:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.replace("{kind}", kind))
-    return recorded(TapeRequest(script=str(path), arguments=(), policy=policy, steps=2), Policy.parse(policy))
+    return recorded(TapeRequest(script=str(path), arguments=(), policy=policy, steps=2))
 
 
-def _products(tape: Tape, *formats: str) -> Counter[tuple[int, int]]:
+def _products(tape: TrainingTape, *formats: str) -> Counter[tuple[int, int]]:
     """Count products by their number of results and their depth."""
     found = [op.shape for op in tape.operations if op.module == "rnn" and op.shape.depth and op.format in formats]
     return Counter((shape.products * shape.rows * shape.columns, shape.depth) for shape in found)

@@ -8,7 +8,6 @@ import pytest
 
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import TapeRequest
-from mezzo.policy import Policy
 
 SCRIPT = """
 import torch
@@ -50,7 +49,7 @@ def test_products_are_those_of_the_script_without_it(made: str, step: str, polic
         path = tmp_path / name
         path.write_text(SCRIPT.format(made=words[0], step=words[1]))
         request = TapeRequest(script=str(path), arguments=(), policy=policy, steps=2)
-        tape = recorded(request, Policy.parse(policy)).tape
+        tape = recorded(request).tape
         assert tape is not None
         kinds.append([(op.name, op.format, op.flops) for op in tape.operations if op.flops])
     assert kinds[0] == kinds[1]

@@ -12,7 +12,6 @@ from mezzo.measure.predict.script_data import SlowData
 from mezzo.measure.predict.script_plan import script_plan
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest, recorded_tapes
-from mezzo.policy import Policy
 
 SAMPLES, CLASSES = 60, 7
 TRAINS = """
@@ -53,7 +52,7 @@ def script(
 
 def traced(path: str, *, numbers_first: bool) -> ScriptTape:
     request = TapeRequest(script=path, arguments=(), policy="fp32", numbers_first=numbers_first)
-    return recorded(request, Policy.parse("fp32"))
+    return recorded(request)
 
 
 def parameters_bytes(made: ScriptTape) -> int:

@@ -14,7 +14,6 @@ import torch
 from mezzo.measure.predict.script_devices import gpu_on_cpu
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import TapeRequest
-from mezzo.policy import Policy
 
 SCRIPT = """
 import torch
@@ -175,7 +174,7 @@ def traced(folder: Path, *, policy: str = "fp16", **parts: str) -> list[Any]:
     path = folder / "train.py"
     path.write_text(SCRIPT.format(**{**NONE, **parts}), encoding="utf-8")
     try:
-        found = recorded(TapeRequest(script=str(path), arguments=[], policy=policy), Policy.parse(policy))
+        found = recorded(TapeRequest(script=str(path), arguments=[], policy=policy))
     finally:
         torch.set_default_device(None)  # the trace ends inside the script's loop
     assert found.error == ""
@@ -205,7 +204,7 @@ def test_without_a_gpu_it_sees_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     after = "assert not a.is_cuda and str(a.device) == 'cpu' and torch.device('cuda').type == 'cpu'"
     path.write_text(SCRIPT.format(**{**NONE, "model": ".cuda()", "data": ".cuda()", "after": after}), encoding="utf-8")
-    found = recorded(TapeRequest(script=str(path), arguments=[], policy="fp32", gpu_there=False), Policy.parse("fp32"))
+    found = recorded(TapeRequest(script=str(path), arguments=[], policy="fp32", gpu_there=False))
     assert found.tape is not None
 
 
@@ -251,7 +250,7 @@ def test_what_told_the_script_of_a_gpu_is_known(tmp_path: Path) -> None:
     before = 'device = "cuda" if torch.cuda.is_available() and torch.cuda.mem_get_info() else "cpu"'
     path.write_text(SCRIPT.format(**{**NONE, **DEVICE, "before": before}), encoding="utf-8")
     told: list[str] = []
-    recorded(TapeRequest(script=str(path), arguments=[], policy="fp32"), Policy.parse("fp32"), told)
+    recorded(TapeRequest(script=str(path), arguments=[], policy="fp32"), told)
     assert told == ["torch.cuda.is_available()", "torch.cuda.mem_get_info()"]
 
 

@@ -9,7 +9,6 @@ import torch
 
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
-from mezzo.policy import Policy
 
 SCRIPT = """
 import torch
@@ -32,7 +31,7 @@ def _taped(
 ) -> ScriptTape:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(before=before, made=made, inside=inside, capturable=capturable), encoding="utf-8")
-    return recorded(TapeRequest(script=str(path), arguments=(), policy="fp32"), Policy.parse("fp32"))
+    return recorded(TapeRequest(script=str(path), arguments=(), policy="fp32"))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from mezzo.measure.predict.plan import predict
 from mezzo.measure.predict.script_plan import ScriptPlan, script_plan
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
-from mezzo.measure.predict.tape import Tape, _at
-from mezzo.policy import Policy
+from mezzo.measure.predict.tape import TrainingTape, _at
 
 HEAD = """
 import sys
@@ -55,7 +54,7 @@ for step in range(10):
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None) -> list[ScriptTape]:
         try:
-            return [recorded(request, Policy.parse(request.policy)) for request in requests]
+            return [recorded(request) for request in requests]
         except Exception as error:  # as the process of a tape reports it
             raise UsageError(str(error), hint="none") from error
 
@@ -69,7 +68,7 @@ def _script(folder: Path, body: str, *, samples: int = 256, accumulated: int = 1
     return str(path)
 
 
-def _cost(tape: Tape) -> list[tuple[object, ...]]:
+def _cost(tape: TrainingTape) -> list[tuple[object, ...]]:
     return [(op.name, op.flops, op.read_bytes, op.written_bytes, op.shape) for op in tape.operations]
 
 
@@ -84,7 +83,7 @@ def test_another_batch_has_the_tape_that_the_script_has_at_that_batch(policy: st
     assert (plan.batch, plan.unit, plan.optimizer) == (8, "samples", "AdamW")
     assert _said(plan, "batch") == "8 samples: what the DataLoader yields"
     assert _said(plan, "other batch sizes").startswith("follow: ")
-    wanted = recorded(TapeRequest(script=script, arguments=["32"], policy=policy), Policy.parse(policy)).tape
+    wanted = recorded(TapeRequest(script=script, arguments=["32"], policy=policy)).tape
     assert wanted is not None
     found = plan.tapes[policy].at(32)
     assert _cost(found) == _cost(wanted)
@@ -98,6 +97,16 @@ def test_the_script_is_predicted_at_the_batch_that_is_named(tmp_path: Path) -> N
     found = predict(plan.tapes, gpu_named("t4"), "fp32", batch=plan.batch, channels_last=False)
     assert found.throughput == pytest.approx(64 / (found.step_ms / 1e3))
     assert found.largest_batch is not None
+
+
+@pytest.mark.parametrize("facts", [{"launched": True}, {"sized_at": ["train.py:9"]}])
+def test_the_reason_why_other_sizes_do_not_follow_is_theirs(
+    facts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = module.recorded_tapes
+    monkeypatch.setattr(module, "recorded_tapes", lambda *a, **k: [replace(one, **facts) for one in own(*a, **k)])
+    found = _said(script_plan(_script(tmp_path, SLICES), ["8"], ["fp32"]), "other batch sizes")
+    assert found.startswith("do not follow: neither a DataLoader nor a number in the script sets the size")
 
 
 def test_batches_without_a_loader_do_not_follow(tmp_path: Path) -> None:
@@ -211,7 +220,7 @@ def test_the_size_is_found_where_the_script_sets_it(
         PLAIN.format(sizes=sizes.replace("48", "96"), size=size.replace("48", "96"), hidden=hidden), encoding="utf-8"
     )
     words = [word.replace("48", "96") for word in arguments]
-    wanted = recorded(TapeRequest(script=str(longer), arguments=words, policy="fp32"), Policy.parse("fp32")).tape
+    wanted = recorded(TapeRequest(script=str(longer), arguments=words, policy="fp32")).tape
     assert wanted is not None
     assert _cost(plan.tapes["fp32"].at(96)) == _cost(wanted)
 
@@ -310,7 +319,7 @@ def test_the_size_is_found_in_the_files_that_the_script_reads(
     ) -> ScriptTape:  # a tape's own process has imported nothing of the script, and no optimizer is patched
         monkeypatch.delitem(sys.modules, Path(file).stem, raising=False)
         monkeypatch.setattr(torch.nn, "Linear", linear)
-        return recorded(request, Policy.parse(request.policy))
+        return recorded(request)
 
     linear = torch.nn.Linear
     monkeypatch.setattr(module, "recorded_tapes", lambda requests, **_: [alone(request) for request in requests])
@@ -449,7 +458,7 @@ def test_a_loss_of_all_pairs_grows_with_the_square_of_the_batch(tmp_path: Path) 
         text = PAIRS.replace("batch_size=8", f"batch_size={batch}")
         path = tmp_path / f"train{batch}.py"
         path.write_text(text)
-        wanted = recorded(TapeRequest(script=str(path), arguments=[], policy="fp32"), Policy.parse("fp32")).tape
+        wanted = recorded(TapeRequest(script=str(path), arguments=[], policy="fp32")).tape
         assert wanted is not None
         found = plan.tapes["fp32"].at(batch)
         for one, other in zip(found.operations, wanted.operations, strict=True):

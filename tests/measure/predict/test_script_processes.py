@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from mezzo.measure.predict.memory import bytes_by_kind
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest, recorded_tapes
-from mezzo.policy import Policy
 
 SCRIPT = """
 import os
@@ -44,7 +44,7 @@ def _taped(tmp_path: Path, *, launched: bool = False, **parts: str) -> ScriptTap
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(**{**PLAIN, **parts}), encoding="utf-8")
     request = TapeRequest(script=str(path), arguments=(), policy="fp32", launched=launched)
-    made = recorded(request, Policy.parse("fp32"))
+    made = recorded(request)
     assert made.tape is not None
     return made
 
@@ -72,6 +72,12 @@ def _operations(made: ScriptTape) -> list[tuple[object, ...]]:
 def test_one_process_runs_what_a_script_for_one_gpu_runs(parts: dict[str, str], tmp_path: Path) -> None:
     assert _operations(_taped(tmp_path, **parts)) == _operations(_taped(tmp_path))
     assert not torch.distributed.is_initialized()
+
+
+def test_a_script_finds_the_files_beside_it_before_all_others(tmp_path: Path) -> None:
+    path = list(sys.path)
+    _taped(tmp_path, before=f"import sys; assert sys.path == {[str(tmp_path.resolve()), *path[1:]]!r}")
+    assert sys.path == path
 
 
 @pytest.mark.parametrize(("view", "buckets"), [("False", 4 * WEIGHTS), ("True", 0)])

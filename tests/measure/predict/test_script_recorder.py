@@ -7,11 +7,11 @@ from torch import nn
 
 from mezzo.measure.predict.memory import bytes_by_kind
 from mezzo.measure.predict.script_recorder import Enough, ScriptRecorder
-from mezzo.policy import Policy
+from mezzo.measure.predict.scripted import TapeRequest
 
 
 def _train(watch: ScriptRecorder, *, channels_last: bool = False, second: bool = False) -> None:
-    with watch.watching(__file__):
+    with watch.watching():
         try:
             model: nn.Module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.LayerNorm(6), nn.Flatten(), nn.Linear(288, 10))
             head = nn.Linear(10, 4) if second else nn.Identity()
@@ -35,7 +35,7 @@ CONV, NORM, LINEAR, HEAD = 3 * 8 * 9 + 8, 12, 288 * 10 + 10, 44
 
 
 def test_masters_keep_32_bits_and_the_model_has_16() -> None:
-    watch = ScriptRecorder(Policy.parse("fp16-master"))
+    watch = ScriptRecorder(TapeRequest(script=__file__, arguments=(), policy="fp16-master"))
     _train(watch)
     tape = watch.tape
     found = bytes_by_kind(tape, until=tape.backward_starts[-1] - 1)
@@ -46,20 +46,20 @@ def test_masters_keep_32_bits_and_the_model_has_16() -> None:
 
 
 def test_the_lines_that_read_numbers_are_kept() -> None:
-    watch = ScriptRecorder(Policy.parse("fp32"))
+    watch = ScriptRecorder(TapeRequest(script=__file__, arguments=(), policy="fp32"))
     _train(watch)
     assert [line.split(":")[0] for line in watch.read_at] == ["test_script_recorder.py"]
 
 
 def test_the_layout_is_that_of_the_script() -> None:
     for channels_last in (False, True):
-        watch = ScriptRecorder(Policy.parse("fp32"))
+        watch = ScriptRecorder(TapeRequest(script=__file__, arguments=(), policy="fp32"))
         _train(watch, channels_last=channels_last)
         assert watch.channels_last == channels_last
 
 
 def test_a_second_model_of_the_step_is_allocated() -> None:
-    watch = ScriptRecorder(Policy.parse("fp32"))
+    watch = ScriptRecorder(TapeRequest(script=__file__, arguments=(), policy="fp32"))
     _train(watch, second=True)
     found = bytes_by_kind(watch.tape, until=watch.tape.backward_starts[-1] - 1)
     assert found["parameters"] == 4 * (CONV + NORM + LINEAR + HEAD)

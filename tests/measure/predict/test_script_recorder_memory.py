@@ -9,7 +9,6 @@ import pytest
 from mezzo.measure.predict.memory import bytes_by_kind
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
-from mezzo.policy import Policy
 
 SCRIPT = """
 import copy
@@ -41,7 +40,7 @@ WEIGHTS, BATCH, DATA = 64 * 10 * 4, 8 * 64 * 4 + 8 * 8, 1000 * 64 * 4 + 1000 * 8
 def _taped(tmp_path: Path, **parts: str) -> ScriptTape:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(**{**PLAIN, **parts}), encoding="utf-8")
-    return recorded(TapeRequest(script=str(path), arguments=(), policy="fp32"), Policy.parse("fp32"))
+    return recorded(TapeRequest(script=str(path), arguments=(), policy="fp32"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from mezzo.measure.predict.script_copies import copies_without_numbers
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
-from mezzo.policy import Policy
 
 HEAD = """
 import torch
@@ -53,7 +52,7 @@ for _ in range(STEPS):
 def _taped(tmp_path: Path, text: str, policy: str = "fp32") -> ScriptTape:
     path = tmp_path / "train.py"
     path.write_text(text)
-    return recorded(TapeRequest(script=str(path), arguments=(), policy=policy, steps=2), Policy.parse(policy))
+    return recorded(TapeRequest(script=str(path), arguments=(), policy=policy, steps=2))
 
 
 @pytest.mark.parametrize(("body", "batch"), [(META, 6), (EACH_SAMPLE, 12)])

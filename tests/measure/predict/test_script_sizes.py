@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.script_sizes import largest_sizes
 from mezzo.measure.predict.scripted import TapeRequest
-from mezzo.policy import Policy
 
 SCRIPT = """
 import torch
@@ -54,6 +53,6 @@ def test_a_size_is_that_of_numbers_that_keep_all(computed: Callable[[Tensor], Te
 def test_the_lines_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    made = recorded(TapeRequest(script=str(path), arguments=(), policy="fp32", steps=2), Policy.parse("fp32"))
+    made = recorded(TapeRequest(script=str(path), arguments=(), policy="fp32", steps=2))
     assert made.tape is not None
     assert made.sized_at == ["train.py:5", "train.py:10"]

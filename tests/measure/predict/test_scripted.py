@@ -18,7 +18,7 @@ from mezzo.measure.predict import scripted
 from mezzo.measure.predict.memory import bytes_by_kind
 from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest, recorded_tapes
-from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
 
@@ -52,17 +52,17 @@ def _written(folder: Path, text: str) -> str:
     return str(path)
 
 
-def _recorded_here(script: str, arguments: list[str], policy: str) -> Tape | None:
-    return recorded(TapeRequest(script=script, arguments=arguments, policy=policy), Policy.parse(policy)).tape
+def _recorded_here(script: str, arguments: list[str], policy: str) -> TrainingTape | None:
+    return recorded(TapeRequest(script=script, arguments=arguments, policy=policy)).tape
 
 
-def _recorded(script: str, policy: str) -> Tape:
+def _recorded(script: str, policy: str) -> TrainingTape:
     tape = recorded_tapes([TapeRequest(script=script, arguments=[], policy=policy)])[0].tape
     assert tape is not None
     return tape
 
 
-def _called(policy: str) -> Tape:
+def _called(policy: str) -> TrainingTape:
     def loss(model: nn.Module, inputs: Any) -> tuple[Tensor, Any]:
         return nn.functional.cross_entropy(model(inputs["x"]), inputs["y"]), None
 
@@ -82,7 +82,7 @@ def test_a_script_has_the_tape_of_its_model(policy: str, tmp_path: Path) -> None
     wanted = _called(policy)
     assert tape is not None
 
-    def products(one: Tape) -> list[tuple[Any, ...]]:
+    def products(one: TrainingTape) -> list[tuple[Any, ...]]:
         return [(op.name, op.phase, op.module, op.format, op.shape) for op in one.operations if op.flops]
 
     assert products(tape) == products(wanted)
@@ -213,7 +213,7 @@ def test_what_a_trace_cannot_price_is_said(
     assert hint in told.value.hint
 
 
-GOOD = ScriptTape(tape=Tape(batch=1), num_steps=2)
+GOOD = ScriptTape(tape=TrainingTape(batch=1), num_steps=2)
 BAD = ScriptTape(tape=None, error="train.py:3: RuntimeError: no kernel")
 TOLD = replace(BAD, told_of_gpu=["torch.cuda.is_available"])
 

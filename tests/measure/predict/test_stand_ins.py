@@ -14,7 +14,6 @@ from mezzo.measure.predict.script_process import recorded
 from mezzo.measure.predict.scripted import TapeRequest
 from mezzo.measure.predict.stand_ins import numbers_read, stand_ins
 from mezzo.measure.predict.training import record_training
-from mezzo.policy import Policy
 
 DATA = "data = torch.arange(24.0).reshape(4, 3, 2)"
 INDEXED: dict[str, tuple[int, ...]] = {
@@ -50,7 +49,7 @@ for _ in range(4):
     model(data).mean().backward()
     optimizer.step()
 """)
-    made = recorded(TapeRequest(script=str(path), arguments=(), policy="fp32"), Policy.parse("fp32"))
+    made = recorded(TapeRequest(script=str(path), arguments=(), policy="fp32"))
     assert made.tape is not None
     assert set(made.read_at) <= {"train.py:9", "train.py:10"}
     assert "train.py:10" in made.read_at
@@ -123,6 +122,6 @@ while True:
     request = TapeRequest(script=str(path), arguments=(), policy="fp32")
     if error:
         with pytest.raises(RuntimeError, match=error):
-            recorded(request, Policy.parse("fp32"))
+            recorded(request)
     else:
-        assert recorded(request, Policy.parse("fp32")).num_steps == 2
+        assert recorded(request).num_steps == 2

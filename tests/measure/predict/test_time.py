@@ -9,7 +9,8 @@ import pytest
 
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict.constants import Constants, family, fitted
-from mezzo.measure.predict.tape import Operation, Shape
+from mezzo.measure.predict.step import Conditions
+from mezzo.measure.predict.tape import CostedOperation, Shape, TrainingTape
 from mezzo.measure.predict.time import Card, Columns, longer_of, operation_bounds
 
 V100, A100, MI210 = gpu_named("v100-16gb"), gpu_named("a100-80gb"), gpu_named("mi210")
@@ -39,13 +40,15 @@ IDEAL = Constants(
 NO_SHAPE = Shape()
 
 
-def _operation(form: str, *, flops: int = 0, moved: int = 0, shape: Shape = NO_SHAPE, name: str = "mm") -> Operation:
-    return Operation(name, "forward", "", form, flops, moved, 0, shape)
+def _operation(
+    form: str, *, flops: int = 0, moved: int = 0, shape: Shape = NO_SHAPE, name: str = "mm"
+) -> CostedOperation:
+    return CostedOperation(name, "forward", "", form, flops, moved, 0, shape)
 
 
 def step_seconds(ops: Columns, card: Card, constants: Constants) -> float:
     device = float(operation_bounds(ops, card, constants).total.sum())
-    return float(longer_of(device, float(ops.count.sum()) * constants.launch_s))
+    return float(longer_of(device, len(ops.flops) * constants.launch_s))
 
 
 # 80 x 1 tiles of 128 x 64 on the V100's 80 multiprocessors: nothing is wasted.
@@ -78,7 +81,7 @@ FLOPS = 2 * 80 * 128 * 64 * 4096
     ],
     ids=["fp32", "fp16", "no TF32", "TF32", "strict FP32", "edge", "traffic", "depthwise"],
 )
-def test_seconds_of_one_operation(operation: Operation, gpu: object, tf32: bool, seconds: float) -> None:
+def test_seconds_of_one_operation(operation: CostedOperation, gpu: object, tf32: bool, seconds: float) -> None:
     card = Card.of(gpu, tf32=tf32, channels_last=True)  # type: ignore[arg-type]
     found = operation_bounds(Columns.of([operation]), card, IDEAL).total[0]
     assert found == pytest.approx(seconds, rel=1e-6)
@@ -158,14 +161,6 @@ def test_launching_bounds_a_step_of_small_operations() -> None:
     assert step_seconds(ops, Card.of(A100, tf32=False, channels_last=True), constants) == pytest.approx(5e-3)
 
 
-def test_merged_columns_cost_the_same() -> None:
-    ops = [_operation("fp16", flops=FLOPS, shape=FULL), _operation("fp32", moved=10**6, name="add")] * 3
-    card = Card.of(A100, tf32=True, channels_last=False)
-    whole, merged = Columns.of(ops), Columns.of(ops).merged()
-    assert len(merged.flops) == 2
-    assert step_seconds(merged, card, Constants()) == pytest.approx(step_seconds(whole, card, Constants()))
-
-
 def test_shipped_constants_are_physical() -> None:
     found = fitted()
     shares = [getattr(found.constants, name) for name in ("half", "tf32", "fp32", "bandwidth", "l2_share")]
@@ -206,3 +201,13 @@ def test_faster_memory_and_arithmetic_are_never_slower() -> None:
         step_seconds(ops, Card.of(g, tf32=False, channels_last=True), fitted().constants) for g in (V100, faster)
     )
     assert fast < slow
+
+
+@pytest.mark.parametrize(("policy", "tf32"), [("fp32", False), ("tf32", True), ("bf16", True), ("fp16-pure", True)])
+def test_every_policy_but_fp32_lets_fp32_products_use_tf32(policy: str, tf32: bool) -> None:
+    tape = TrainingTape(batch=1, operations=[_operation("fp32", flops=FLOPS, shape=FULL)])
+    (seconds,) = Conditions(gpu=A100).step(tape, policy).parts["arithmetic"]
+    card = Card.of(A100, tf32=tf32, channels_last=False)
+    (expected,) = operation_bounds(Columns.of(tape.operations), card, fitted().constants).arithmetic
+    assert seconds == expected
+    assert (seconds < FLOPS / 19.5e12) == tf32  # beyond the peak of FP32

@@ -16,7 +16,7 @@ from mezzo.engine.casting import Casting
 from mezzo.measure.memory import SavedTensors
 from mezzo.measure.predict.memory import bytes_by_kind, predict_memory
 from mezzo.measure.predict.named import NamedModel, named_model
-from mezzo.measure.predict.tape import Shape, Tape
+from mezzo.measure.predict.tape import Shape, TrainingTape
 from mezzo.measure.predict.training import ZeroGrad, record_training
 from mezzo.policy import Policy
 
@@ -28,7 +28,9 @@ def _loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     return outputs.float().sum(), None
 
 
-def _tape(build: Callable[[], nn.Module], *shape: int, batch: int = 4, policy: str = "fp32", **options: Any) -> Tape:
+def _tape(
+    build: Callable[[], nn.Module], *shape: int, batch: int = 4, policy: str = "fp32", **options: Any
+) -> TrainingTape:
     return record_training(
         build,
         lambda n: {"x": torch.empty(n, *shape)},

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from mezzo.measure.resumption.judgement import Runs, judged
-from mezzo.measure.resumption.trace import ObjectState, Point, Trace, Written
+from mezzo.measure.resumption.trace import ObjectState, Point, RunTrace, Written
 
 STEPS, STOP, AT = 8, 5, 4
 
 
-def trace(begin: int, end: int, *, drew: tuple[str, ...] = (), **parts: object) -> Trace:
+def trace(begin: int, end: int, *, drew: tuple[str, ...] = (), **parts: object) -> RunTrace:
     """Return a trace in which every part of the state follows from the step, unless ``parts`` has a function of the step for it."""
     found = {}
     for n in range(begin, end + 1):
@@ -26,10 +26,10 @@ def trace(begin: int, end: int, *, drew: tuple[str, ...] = (), **parts: object) 
         own = {name: make(n) for name, make in parts.items()}  # type: ignore[operator]
         found[n - begin] = Point(updates=n - begin, **(usual | own))
     last = found.pop(end - begin)
-    return Trace(points=found, drew={n: set(drew) for n in found}, end=last)
+    return RunTrace(points=found, drew={n: set(drew) for n in found}, end=last)
 
 
-def runs(resumed: Trace, **more: object) -> Runs:
+def runs(resumed: RunTrace, **more: object) -> Runs:
     losses = [float(n) for n in range(STEPS)]
     usual: dict[str, object] = {
         "whole": trace(0, STEPS, drew=("torch",)),
@@ -87,6 +87,22 @@ def test_a_difference_is_named(parts: dict[str, object], states: list[str]) -> N
     assert found.verdict == ("differs" if states else "exact")
 
 
+@pytest.mark.parametrize(
+    ("losses", "weights", "first"),
+    [
+        ([4.0, 5.0, 6.0, 7.5], [], 8),
+        ([4.0, 5.5, 6.0, 7.5], [], 6),
+        ([4.0, 5.0, 6.0, 7.5], [7], 7),
+        ([4.5, 5.0, 6.0, 7.0], [7], 5),
+        ([4.0, 5.0, 6.0, 7.0], [6, 7], 6),
+    ],
+)
+def test_the_first_step_that_differs_is_named(losses: list[float], weights: list[int], first: int) -> None:
+    resumed = trace(AT, STEPS, weights=lambda n: [f"x{n}" if n in weights else f"w{n}"])
+    found = judged(runs(resumed, resumed_losses=losses))
+    assert (found.verdict, found.first_difference) == ("differs", first)
+
+
 def test_a_scheduler_that_begins_anew_counts_without_an_effect() -> None:
     whole = trace(0, STEPS, schedulers=lambda n: [ObjectState(name="StepLR", values={"last_epoch": str(n)})])
     resumed = trace(AT, STEPS, schedulers=lambda n: [ObjectState(name="StepLR", values={"last_epoch": str(n - AT)})])
@@ -108,7 +124,7 @@ def test_more_steps_than_undisturbed_is_a_difference() -> None:
         ({"resumed": trace(0, STEPS)}, "does_not_resume"),
         ({"resumed": trace(0, STEPS), "checkpoints": []}, "no_checkpoint"),
         ({"resumed": trace(0, STEPS, weights=lambda n: [f"other{n}"])}, "does_not_resume"),
-        ({"resumed": Trace()}, "does_not_resume"),
+        ({"resumed": RunTrace()}, "does_not_resume"),
         ({"error": "KeyError: 'model'"}, "does_not_resume"),
         ({"stopped": trace(0, STOP, weights=lambda n: [f"w{n}" if n < 3 else "x"])}, "undecided"),
     ],

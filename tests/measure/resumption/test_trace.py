@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mezzo.measure.resumption.start import start_of
-from mezzo.measure.resumption.trace import Moment, OptimizerState, Point, Trace, Written, line_of, read_trace
+from mezzo.measure.resumption.trace import Moment, OptimizerState, Point, RunTrace, Written, line_of, read_trace
 
 FIRST = Point(
     updates=3,
@@ -32,11 +32,11 @@ def test_a_trace_survives_a_kill(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_an_empty_trace(tmp_path: Path) -> None:
-    assert read_trace(tmp_path / "none.jsonl") == Trace()
+    assert read_trace(tmp_path / "none.jsonl") == RunTrace()
 
 
 def test_the_start_is_found_by_the_weights() -> None:
-    whole = Trace(points={n: Point(updates=n, weights=[f"a{n}", "frozen"], names=["a", "b"]) for n in range(6)})
+    whole = RunTrace(points={n: Point(updates=n, weights=[f"a{n}", "frozen"], names=["a", "b"]) for n in range(6)})
     exact = start_of(whole, Point(updates=0, weights=["a3", "frozen"]), latest=5)
     part = start_of(whole, Point(updates=0, weights=["a3", "new"]), latest=5)
     assert [(one.updates, one.other_weights) for one in (exact, part) if one] == [(3, ()), (3, ("b",))]
@@ -44,7 +44,7 @@ def test_the_start_is_found_by_the_weights() -> None:
 
 
 def test_equal_weights_are_told_apart_by_the_rest() -> None:
-    whole = Trace(points={n: Point(updates=n, weights=["a"], names=["a"], samples=f"s{n}") for n in range(6)})
+    whole = RunTrace(points={n: Point(updates=n, weights=["a"], names=["a"], samples=f"s{n}") for n in range(6)})
     found = start_of(whole, Point(updates=0, weights=["a"], samples="s2"), latest=5)
     assert found is not None
     assert found.updates == 2

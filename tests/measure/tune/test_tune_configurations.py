@@ -19,6 +19,8 @@ GRIDS = [
     ([], BATCHES, [], [], ["as-is", "as-is, batch-size 32", "as-is, batch-size 64"]),
     ([], BATCHES, [], ["--batch-size", "64"], ["as-is", "as-is, batch-size 32"]),
     ([], BATCHES, [], ["--batch-size=32"], ["as-is", "as-is, batch-size 64"]),
+    ([], {"b": ["32", "64"]}, [], ["-b", "64"], ["as-is", "as-is, b 32"]),
+    ([], {"bs": ["32", "64"]}, [], ["--bs", "64", "-bs", "32"], ["as-is", "as-is, bs 32"]),
     ([], BATCHES, [], ["size={batch-size}"], ["as-is, batch-size 32", "as-is, batch-size 64"]),
     (
         [],

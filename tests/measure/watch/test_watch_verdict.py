@@ -6,25 +6,25 @@ import dataclasses
 
 import pytest
 
-from mezzo.measure.watch.rates import Rates
-from mezzo.measure.watch.verdict import Evidence, Loader, Work, bottleneck, shares_of
+from mezzo.measure.watch.rates import DeviceRates
+from mezzo.measure.watch.verdict import Loader, OperationWork, RunMeasurements, bottleneck, shares_of
 from mezzo.records import GpuUse
 
-RATES = Rates(flops_per_s=1e11, bytes_per_s=1e10)
+RATES = DeviceRates(flops_per_s=1e11, bytes_per_s=1e10)
 STEP_S = 0.1
-PRODUCT = Work(flops=int(1e10), bytes=int(1e7), cpu_s=0.09)
-COPY = Work(flops=0, bytes=int(1e9), cpu_s=0.09)
-TINY = Work(flops=100, bytes=100, cpu_s=5e-6)
-PLAIN = Evidence(num_steps=10, wall_s=10 * STEP_S, idle_share=0.0, operations=[PRODUCT], rates=RATES)
+PRODUCT = OperationWork(flops=int(1e10), bytes=int(1e7), cpu_s=0.09)
+COPY = OperationWork(flops=0, bytes=int(1e9), cpu_s=0.09)
+TINY = OperationWork(flops=100, bytes=100, cpu_s=5e-6)
+PLAIN = RunMeasurements(num_steps=10, wall_s=10 * STEP_S, idle_share=0.0, operations=[PRODUCT], rates=RATES)
 GPU = GpuUse(name="H100", num_samples=9, utilization=0.97, power_w=400, power_limit_w=700)
 LIMITED = GPU.model_copy(update={"power_w": 690.0, "throttled": {"power limit": 0.8}})
 
 
-def on_gpu(gpu: GpuUse | None, **more: object) -> Evidence:
+def on_gpu(gpu: GpuUse | None, **more: object) -> RunMeasurements:
     return dataclasses.replace(PLAIN, on_gpu=True, gpu=gpu, **more)
 
 
-CASES: list[tuple[str, Evidence, str]] = [
+CASES: list[tuple[str, RunMeasurements, str]] = [
     ("products", PLAIN, "arithmetic"),
     ("a copy", dataclasses.replace(PLAIN, operations=[COPY]), "bandwidth"),
     ("tiny operations", dataclasses.replace(PLAIN, operations=[TINY] * 900), "host"),
@@ -62,7 +62,7 @@ CASES: list[tuple[str, Evidence, str]] = [
 
 
 @pytest.mark.parametrize(("seen", "limit"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_the_limit_is_named(seen: Evidence, limit: str) -> None:
+def test_the_limit_is_named(seen: RunMeasurements, limit: str) -> None:
     found = bottleneck(seen)
     assert found.limit == limit
     assert found.sentence
@@ -83,16 +83,25 @@ def test_shares_are_of_the_time_that_others_did_not_take() -> None:
     assert shares == pytest.approx(expected | {"preempted": 0.4, "communication": 0, "bandwidth": 0}, abs=1e-4)
 
 
-def test_a_loader_without_workers_is_told_to_have_some() -> None:
-    slow = dataclasses.replace(
-        PLAIN, input_s=0.5, loader=Loader(num_workers=0, pin_memory=False, persistent_workers=False)
-    )
-    assert bottleneck(slow).change[0].startswith("DataLoader(num_workers=4)")
-    worked = dataclasses.replace(
-        slow, on_gpu=True, loader=Loader(num_workers=2, pin_memory=False, persistent_workers=False)
-    )
-    words = " ".join(bottleneck(worked).change)
-    assert all(word in words for word in ("more workers than 2", "persistent_workers=True", "pin_memory=True"))
+@pytest.mark.parametrize(
+    ("num_workers", "num_cores", "change"),
+    [
+        (0, 16, "DataLoader(num_workers=4): it has none, so it reads while nothing trains"),
+        (0, 2, "DataLoader(num_workers=2): it has none, so it reads while nothing trains"),  # torch warns of more
+        (2, 16, "more workers than 2, or cheaper transforms and decoding"),
+        (2, 2, "cheaper transforms and decoding"),
+    ],
+)
+def test_a_loader_is_told_to_have_workers_where_there_are_cores(num_workers: int, num_cores: int, change: str) -> None:
+    loader = Loader(num_workers=num_workers, pin_memory=True, persistent_workers=False)
+    slow = dataclasses.replace(PLAIN, input_s=0.5, loader=loader, num_cores=num_cores)
+    assert bottleneck(slow).change[0] == change
+
+
+def test_a_loader_on_a_gpu_is_told_what_it_lacks() -> None:
+    loader = Loader(num_workers=2, pin_memory=False, persistent_workers=False)
+    words = " ".join(bottleneck(dataclasses.replace(PLAIN, input_s=0.5, on_gpu=True, loader=loader)).change)
+    assert all(word in words for word in ("persistent_workers=True", "pin_memory=True"))
 
 
 def test_the_line_that_sleeps_is_named() -> None:

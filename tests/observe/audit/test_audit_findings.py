@@ -15,6 +15,7 @@ from helpers_audit import audited, traced_operations
 from helpers_engine import casting
 from mezzo.observe.audit.findings import RULES, AuditedSteps, findings
 from mezzo.observe.audit.kernels import uses_tensor_cores
+from mezzo.observe.limits import MOST_LISTED
 from mezzo.records import Product
 from paths import ROOT
 
@@ -244,6 +245,18 @@ def test_tf32_that_is_off_where_the_gpu_has_it(
     seen = one_product(1024, form=form)
     watched = AuditedSteps(seen=seen, wide=[], trips=[], products=[], device_type=device_type, capability=capability)
     assert ("A204" in [f.code for f in findings(watched)]) is found
+
+
+@pytest.mark.parametrize(
+    ("count", "more"), [(MOST_LISTED, ""), (MOST_LISTED + 1, f"; {MOST_LISTED + 1} modules in all")]
+)
+def test_a_finding_of_many_modules_says_how_many(count: int, more: str) -> None:
+    fields = {"on_tensor_cores": False, "kernels": ["ampere_sgemm_128x64_tn"]}
+    seen = [one for _ in range(count) for one in one_product(1024)]
+    many = [product(module=f"m{n}", **fields) for n in range(count)]
+    (found,) = (f for f in findings(AuditedSteps(seen=seen, wide=[], trips=[], products=many)) if f.code == "A501")
+    assert found.modules == [f"m{n}" for n in range(MOST_LISTED)]
+    assert found.detail.partition(";")[1:] == more.partition(";")[1:]
 
 
 def one_product(flops: int, *, form: str = "bf16") -> list[object]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.module_tracker import ModuleTracker
 
@@ -280,6 +281,11 @@ ROUND_TRIPS: list[tuple[Callable[[Tensor], Tensor], list[tuple[str, bool]]]] = [
     (lambda x: x.float().relu().to(torch.bfloat16), [("bf16 > fp32 > bf16", True)]),
     (lambda x: x.float().t().contiguous().to(torch.bfloat16), [("bf16 > fp32 > bf16", True)]),
     (lambda x: x.float().softmax(-1).to(torch.bfloat16), [("bf16 > fp32 > bf16", False)]),
+    (lambda x: (x.float() * torch.tensor(2.0)).to(torch.bfloat16), [("bf16 > fp32 > bf16", True)]),
+    (
+        lambda x: x.float().masked_fill(torch.ones(4, dtype=torch.bool), 0).to(torch.bfloat16),
+        [("bf16 > fp32 > bf16", True)],
+    ),
     (lambda x: (x.float() + torch.ones(4)).to(torch.bfloat16), []),
     (lambda x: (x.float() @ torch.ones(4, 4)).to(torch.bfloat16), []),
     (lambda x: x.float().to(torch.float16), []),
@@ -315,9 +321,11 @@ def test_the_precision_that_the_lists_give_an_operation_of_the_dispatcher(op: st
     assert listed_precision(op) == precision
 
 
-def test_nothing_is_left_behind() -> None:
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_nothing_is_left_behind(warmup: int) -> None:
     model, x = nn.Linear(4, 2), torch.randn(3, 4)
-    hooks = torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks
+    modules = torch.nn.modules.module
+    hooks = [modules._global_forward_hooks, modules._global_forward_pre_hooks, _global_optimizer_pre_hooks]
     before = [len(h) for h in hooks]
 
     def broken() -> None:
@@ -325,9 +333,16 @@ def test_nothing_is_left_behind() -> None:
         raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
-        mezzo.audit(broken, warmup=0)
+        mezzo.audit(broken, warmup=warmup)
     assert [len(h) for h in hooks] == before
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_the_callers_stance_of_the_compiler_comes_back() -> None:
+    model, x = nn.Linear(4, 2), torch.randn(3, 4)
+    with torch.compiler.set_stance("eager_on_recompile"):
+        mezzo.audit(lambda: model(x).sum().backward())
+        assert torch._dynamo.eval_frame._stance.stance == "eager_on_recompile"
 
 
 def test_audit_refuses_what_is_no_step() -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import mezzo
 from helpers_backward import BOTH_WAYS, in_ways
 from mezzo.errors import PolicyError, ScriptError, SessionError
-from mezzo.observe.fallback.find import default_tolerance
+from mezzo.observe.fallback.evidence import LocalError
+from mezzo.observe.fallback.find import _ranked, default_tolerance
 from mezzo.policy import Policy
 from mezzo.report.next_steps import next_steps
 
@@ -342,3 +343,19 @@ def test_what_cannot_be_judged_is_refused(
 )
 def test_the_tolerance_suits_the_format(policy: str, tolerance: float) -> None:
     assert default_tolerance(Policy.parse(policy)) == tolerance
+
+
+RANKED: list[tuple[str, dict[str, dict[str, Any]], list[str]]] = [
+    ("by error", {"a": {"output": 0.1}, "b": {"dgrad": 0.3}, "c": {"wgrad": 0.2}}, ["b", "c", "a"]),
+    ("above 1 the cheapest", {"a": {"output": 1.9, "flops": 2}, "b": {"output": 1.1, "flops": 1}}, ["b", "a"]),
+    ("above 1 the leaf", {"a": {"output": math.inf}, "a.b": {"output": 1.1}}, ["a.b", "a"]),
+    ("rounded inputs count half", {"a": {"rounded": 0.3}, "b": {"output": 0.2}}, ["b", "a"]),
+    ("at most a half", {"a": {"rounded": 1.8}, "b": {"output": 0.6}, "c": {"rounded": math.nan}}, ["b", "a", "c"]),
+    ("unknown before healthy", {"a": {"output": 0.2}, "b": {"reason": "?"}, "c": {"output": 0.3}}, ["c", "b", "a"]),
+]
+
+
+@pytest.mark.parametrize(("measured", "names"), [row[1:] for row in RANKED], ids=[row[0] for row in RANKED])
+def test_the_most_suspect_module_is_first(measured: dict[str, dict[str, Any]], names: list[str]) -> None:
+    local = [LocalError.model_validate({"module": name, "type": "Linear"} | own) for name, own in measured.items()]
+    assert [one.module for one in _ranked(local, Policy.parse("fp16"))] == names

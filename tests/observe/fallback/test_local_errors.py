@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from helpers_backward import BOTH_WAYS
 from mezzo.observe.fallback.evidence import LocalError, fitting_scale
-from mezzo.observe.fallback.local_errors import Bench, Call, Calls, differentiable, relative_error
+from mezzo.observe.fallback.local_errors import Bench, Calls, FirstCall, differentiable, relative_error
 from mezzo.observe.one_module import TorchModule
 from mezzo.policy import Policy
 
 
-def called(module: nn.Module, *inputs: Tensor) -> Call:
+def called(module: nn.Module, *inputs: Tensor) -> FirstCall:
     """Return the kept call of ``module``, after a backward pass."""
     calls = Calls()
     calls.entering(module, inputs)
@@ -132,6 +132,20 @@ def test_what_cannot_be_run_by_itself_says_why() -> None:
 
     found = measured(Once(), normal(2, 2))
     assert (found.output, found.flops, found.reason) == (None, 0, "ValueError: only once")
+
+
+@pytest.mark.parametrize(
+    ("scale", "error"),
+    [("loss_scale=none", 1 / 3), ("loss_scale=static:init_scale=2", 0.0), ("loss_scale=dynamic:init_scale=2", 0.0)],
+)
+def test_gradients_are_judged_at_the_policys_scale(scale: str, error: float) -> None:
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    gradient = torch.full((1, 1), 1.5 * 2.0**-24)  # at scale 1 it becomes 2 * 2**-24, at scale 2 nothing is lost
+    call = FirstCall(module, (torch.ones(1, 1, requires_grad=True),), gradients=[gradient])
+    policy = Policy.parse(f"fp16:{scale}")
+    found = Bench(policy, TorchModule(policy, "cpu")).measure([call], {module: ("it", False)})[0]
+    assert (found.dgrad, found.wgrad) == (pytest.approx(error), pytest.approx(error))
 
 
 ERRORS: list[tuple[list[float], list[float], float]] = [

@@ -7,14 +7,18 @@ import io
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from helpers_launch import AS_IS, as_script, children_in_this_process
 from mezzo.cli import main
 from mezzo.launch.torch import switched
+from mezzo.observe.lint.losses import loss_of
 from mezzo.observe.lint.rules import MISUSES, Misuse
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, DiagnoseRecord, Finding, RunRecord, read_record
@@ -238,3 +242,20 @@ def test_diagnose_has_it_beside_a_healthy_verdict(tmp_path: Path, capsys: pytest
 def test_a_backward_pass_that_was_not_scaled_is_counted_among_all(function: str, detail: str) -> None:
     [found] = [f for f in linted("lint_planted", AS_IS, function) if f.code == "A604"]
     assert found.detail.startswith(detail)
+
+
+LOSSES: list[tuple[str, Callable[[Tensor, Tensor], Tensor], bool]] = [
+    ("mse_loss", nn.functional.mse_loss, True),
+    ("half an mse_loss", lambda x, y: nn.functional.mse_loss(x, y) / 2, True),
+    ("sum of squares", lambda x, y: ((x - y) ** 2).sum(), True),
+    ("l1_loss", nn.functional.l1_loss, False),
+    ("cross_entropy", lambda x, y: nn.functional.cross_entropy(x, y.argmax(1)), False),
+    ("mean", lambda x, y: (x * y).mean(), False),
+]
+
+
+@pytest.mark.parametrize(("loss", "squares"), [row[1:] for row in LOSSES], ids=[row[0] for row in LOSSES])
+def test_squares_are_told_from_other_losses(loss: Callable[[Tensor, Tensor], Tensor], squares: bool) -> None:
+    """A half of a mean of squares is part of the loss, not a division by two micro-batches."""
+    x, y = torch.ones(4, 3, requires_grad=True), torch.zeros(4, 3)
+    assert loss_of(loss(x, y), ()).squares is squares

@@ -19,8 +19,10 @@ from mezzo.launch.request import Request, policy_text
 from mezzo.launch.several.passes import diagnose_script
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
+from mezzo.observe.nonfinite.evidence import Evidence
 from mezzo.observe.nonfinite.propagation import InfinityTracer
 from mezzo.observe.observer import StopScript
+from mezzo.observe.settings import DiagnoseSettings
 from mezzo.records import (
     AS_IS,
     AnyRecord,
@@ -312,6 +314,31 @@ def test_a_script_that_goes_another_way_is_looked_at_until_the_next_fault(tmp_pa
     assert record.passes[1].watched == [3, 5, 6]  # a look cannot begin before it is known that step 3 was finite
 
 
+@pytest.mark.parametrize(
+    ("steps", "suspects", "watched"),
+    [
+        ((3, 4, 9), (3, 4), [3, 4, 5, 6, 7, 8, 9]),  # step 4 is being looked at when step 3 turns out to be finite
+        ((3, 5, 9), (3, 5), [3, 5, 6, 7, 8, 9]),
+        ((1, 2, 6), (1,), [1, 2, 3, 4, 5, 6]),
+        ((2, 5), (), [2, 5]),
+    ],
+)
+def test_finite_suspects_let_all_later_steps_be_looked_at(
+    steps: tuple[int, ...], suspects: tuple[int, ...], watched: list[int], tmp_path: Path
+) -> None:
+    request = Request(
+        target="x",
+        kind="script",
+        policy="bf16",
+        record_path=str(tmp_path / "record.json"),
+        command=("mezzo",),
+        observe=DiagnoseSettings(steps=steps, suspects=suspects, evidence_path=str(tmp_path / "evidence.json")),
+    )
+    run_here(lambda: faults.train(faults.net(torch.tanh), steps=12), request)
+    evidence = Evidence.model_validate_json((tmp_path / "evidence.json").read_text(encoding="utf-8"))
+    assert evidence.watched == watched
+
+
 def test_weights_that_an_update_made_infinite_are_named(tmp_path: Path) -> None:
     record = diagnosed("invalid_weights", AS_IS, tmp_path)
     assert (record.verdict, record.module, record.phase, record.step) == ("invalid_operation", "0", "forward", 2)
@@ -332,7 +359,7 @@ def test_a_nan_that_the_loss_scaler_skipped_is_no_normal_skip(tmp_path: Path) ->
     assert [(p.policy, p.watched) for p in record.passes] == [("fp16", [1, 2, 4, 8]), ("fp16", [7]), ("fp32", [7])]
     assert record.passes[1].reason == "to inspect the operations of step 7, whose update was skipped"
     assert record.faulty_steps == record.bad_steps == [7]
-    assert "The loss scaler skipped that update, so the training went on" in record.detail
+    assert "The loss scaler skipped that update, so the training continued" in record.detail
     assert record.fix == "the derivative of a root at 0 is infinite: keep its argument above 0"
 
 

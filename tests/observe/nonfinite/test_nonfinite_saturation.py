@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +22,7 @@ import mezzo
 from helpers_backward import in_ways
 from mezzo.launch.torch import switched
 from mezzo.policy import Policy
+from processes import leave_process_group
 
 POLICY = "fp16:loss_scale=static:init_scale=16"
 HARMLESS, WRONG = 0.02, 0.1
@@ -141,3 +143,46 @@ def test_an_infinity_matters_as_it_does_to_fp32(name: str) -> None:
 def test_there_are_functions_of_either_kind() -> None:
     found = [error(function) < HARMLESS for function in FUNCTIONS.values()]
     assert min(found.count(True), found.count(False)) >= 10
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    leave_process_group()
+
+
+EXCHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "all_reduce": dist.all_reduce,
+    "like two processes": lambda grad: dist.all_gather([grad], 2 * grad),  # writes into it what a sum of two would
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(
+    ("name", "verdict"), [("where larger than 3e5", "silent_saturation"), ("tanh(inf)", "healthy")]
+)
+def test_gradients_that_processes_exchange_are_judged_as_they_were_sent(
+    alone: None, name: str, verdict: str, exchange: str
+) -> None:
+    """Of what an exchange changes the true values are unknown."""
+    model = made(FUNCTIONS[name])
+
+    def step() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        generator = torch.Generator().manual_seed(1)
+        x, y = torch.randn(32, 8, generator=generator), torch.randn(32, 4, generator=generator)
+        F.mse_loss(model(x), y).backward()
+        for p in model.parameters():
+            EXCHANGES[exchange](p.grad)
+        optimizer.step()
+
+    assert mezzo.diagnose(step, policy=POLICY, steps=1).verdict == verdict
+
+
+@pytest.mark.parametrize("value", [-1e9, torch.tensor(-1e9)], ids=["number", "tensor"])
+def test_a_number_that_torch_refuses_to_write_is_named(value: float | Tensor) -> None:
+    model = made(lambda h: h.masked_fill(h > 0, value))
+    record = mezzo.diagnose(lambda: train(model), policy=POLICY, steps=1)
+    assert (record.verdict, record.module, record.op, record.phase) == ("range_overflow", "1", "masked_fill", "forward")
+    assert "1e+09" in record.detail

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo.observe.nonfinite.ranks import where_it_began
-from mezzo.observe.nonfinite.shadows import End, Storages, Twins, differs, rounded
+from mezzo.observe.nonfinite.shadows import RangeEnd, Storages, Twins, differs, rounded
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 INF, NAN = math.inf, math.nan
@@ -41,8 +41,8 @@ ROUNDED = [
 @pytest.mark.parametrize(("value", "dtype", "above", "below"), ROUNDED)
 def test_a_value_without_one_end_of_the_range(value: float, dtype: torch.dtype, above: float, below: float) -> None:
     wide = torch.tensor([value])
-    assert rounded(wide, dtype, End.ABOVE).item() == torch.tensor(above).item()
-    assert rounded(wide, dtype, End.BELOW).item() == torch.tensor(below).item()
+    assert rounded(wide, dtype, RangeEnd.ABOVE).item() == torch.tensor(above).item()
+    assert rounded(wide, dtype, RangeEnd.BELOW).item() == torch.tensor(below).item()
 
 
 def test_what_rounding_may_change_is_no_difference() -> None:
@@ -53,7 +53,7 @@ def test_what_rounding_may_change_is_no_difference() -> None:
 
 
 def test_views_share_what_is_kept() -> None:
-    twins: Twins[str] = Twins(End.ABOVE)
+    twins: Twins[str] = Twins(RangeEnd.ABOVE)
     whole = half(1, 2, INF, 4, 5, INF).reshape(2, 3)
     assert twins.write(whole, torch.tensor([[1.0, 2, 7e4], [4, 5, 8e4]]), ("a",))
     for view, expected in ((whole.T, [[1, 4], [2, 5], [7e4, 8e4]]), (whole[1], [4, 5, 8e4]), (whole[:, 2], [7e4, 8e4])):
@@ -68,7 +68,7 @@ def test_views_share_what_is_kept() -> None:
 
 
 def test_what_no_longer_differs_is_forgotten() -> None:
-    twins: Twins[str] = Twins(End.ABOVE)
+    twins: Twins[str] = Twins(RangeEnd.ABOVE)
     value = half(INF)
     assert twins.write(value, torch.tensor([1e9]), ("a",))
     assert twins
@@ -77,7 +77,7 @@ def test_what_no_longer_differs_is_forgotten() -> None:
 
 
 def test_what_was_written_unseen_is_not_believed() -> None:
-    twins: Twins[str] = Twins(End.ABOVE)
+    twins: Twins[str] = Twins(RangeEnd.ABOVE)
     value = half(INF, 1)
     twins.write(value, torch.tensor([1e9, 1.0]), ("a",))
     value.fill_(3)
@@ -86,7 +86,7 @@ def test_what_was_written_unseen_is_not_believed() -> None:
 
 
 def test_another_step_begins_with_what_was_kept_after_the_mark() -> None:
-    twins: Twins[str] = Twins(End.ABOVE)
+    twins: Twins[str] = Twins(RangeEnd.ABOVE)
     old, new = half(INF), half(INF)
     twins.write(old, torch.tensor([1e9]), ("old",))
     twins.mark()

@@ -241,7 +241,7 @@ def test_only_gradients_depend_on_the_loss_scale(phase: Direction, origin: Origi
     record = DiagnoseRecord(
         run=record_of(), verdict="range_overflow", phase=phase, origin=origin, format="fp16", located=True, step=1
     )
-    assert diagnose_sheet(record).meaning == f"a value that FP16 does not hold, {scales}"
+    assert diagnose_sheet(record).meaning == f"a value that FP16 cannot represent, {scales}"
 
 
 @pytest.mark.parametrize(("evidence", "run", "expected"), RUNS)
@@ -339,6 +339,9 @@ UNSEEN = Evidence(bad_steps=[3], faulty_steps=[3], scaled=True)
 FINITE = Evidence(watched=[3])
 SILENT_AT_ONE = Evidence(watched=[3], located=at(3, module="2", gradients=WRONG))
 ZERO_AT_ONE = Evidence(watched=[3], located=at(3, kind="vanished", largest=1e-9, gradients=WRONG))
+INFINITE_AT_ONE = BROKEN.model_copy(
+    update={"located": at(3, largest=None, vanished=values(kind="vanished", largest=1e-9))}
+)
 FURTHER: list[tuple[str, list[ScriptRun], tuple[str, str], list[str]]] = [
     # the case, the runs, verdict and module, outcomes of the runs from the second on
     (
@@ -370,6 +373,21 @@ FURTHER: list[tuple[str, list[ScriptRun], tuple[str, str], list[str]]] = [
     (
         "overflows at a scale of 1",
         [ran("first", SCALED), ran("scale of 1", OVERFLOWS, 3)],
+        (RANGE, "1"),
+        ["range overflow in step 3: mul of 1, forward"],
+    ),
+    (
+        "overflows elsewhere at the scale that the script set instead of 1",
+        [
+            ran("first", SCALED),
+            ran("scale of 1", SCALED.model_copy(update={"located": at(3, module="2", **BACKWARD)}), 3),
+        ],
+        (SCALE, "1"),
+        ["scale overflow in step 3: mul of 2, backward"],
+    ),
+    (
+        "not finite at a scale of 1, by a value that vanished",
+        [ran("first", SCALED), ran("scale of 1", INFINITE_AT_ONE, 3)],
         (RANGE, "1"),
         ["range overflow in step 3: mul of 1, forward"],
     ),

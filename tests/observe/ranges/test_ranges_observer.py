@@ -164,6 +164,20 @@ def test_evaluation_is_not_counted() -> None:
     assert histogram(record, "activations", "0").last_exponent < 10
 
 
+@pytest.mark.parametrize(("backward", "calls"), [(True, 2), (False, 1)], ids=["part of the step", "a trial"])
+def test_a_forward_pass_before_the_optimizer_counts_if_its_gradients_arrive(backward: bool, calls: int) -> None:
+    def train() -> None:
+        model = net()
+        early = loss_of(model, BATCHES[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = loss_of(model, BATCHES[1])
+        (early + loss if backward else loss).backward()
+        optimizer.step()
+
+    record = mezzo.ranges(train, steps=1)
+    assert histogram(record, "activations", "0").total == calls * 8 * 16
+
+
 @BOTH_WAYS
 def test_mixed_precision_that_began_before_is_off_inside_and_on_again_afterwards() -> None:
     records = []
@@ -288,6 +302,8 @@ class _Endless(nn.Module):
 def test_wrong_calls_are_refused() -> None:
     with pytest.raises(SessionError, match="steps=0"):
         mezzo.ranges(lambda: None, steps=0)
+    with pytest.raises(SessionError, match=r"ranges\(train=3, steps=20\): train is a function without arguments"):
+        mezzo.ranges(3)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="fp61"):
         mezzo.ranges(lambda: None, policy="fp61")
     with pytest.raises(ScriptError, match="without a training step"):
@@ -432,7 +448,7 @@ def test_a_script_that_never_trains_says_so(tmp_path: Path, capfd: pytest.Captur
         assert cli.main(["ranges", "--out", str(tmp_path / "out"), str(script)]) == 7
     printed = capfd.readouterr()
     assert "it never called backward()" in re.sub(r"\s+", " ", printed.err)
-    assert "idle.py failed before a step could be watched" in printed.out
+    assert "idle.py failed before a step could be recorded" in printed.out
 
 
 @BOTH_WAYS

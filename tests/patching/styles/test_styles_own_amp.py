@@ -59,6 +59,13 @@ CHANGED = [
         "scaler = GradScaler()",
         "torch.autocast(device, dtype=torch.float16)",
     ),
+    (
+        "scaler = GradScaler(\n    init_scale=8.0,\n)",
+        "autocast()",
+        "bf16",
+        "scaler = GradScaler(\n    init_scale=8.0,\n    enabled=False,\n)",
+        "autocast(dtype=torch.bfloat16)",
+    ),
 ]
 
 
@@ -72,14 +79,28 @@ def test_the_format_is_changed(
     assert patch.kind == "own_amp"
 
 
-def test_a_scale_is_added_where_there_was_none(tmp_path: Path) -> None:
-    patch = outcome_of("fp16", tmp_path, scaler="", autocast='torch.autocast("cuda", dtype=torch.bfloat16)', **PLAIN)
+@pytest.mark.parametrize(
+    ("above", "autocast", "device"),
+    [
+        ("", 'torch.autocast("cuda", dtype={})', '"cuda"'),
+        ("", 'torch.autocast(device_type="cuda", dtype={})', '"cuda"'),
+        ("", "torch.cpu.amp.autocast(True, {})", '"cpu"'),
+        ('kind = "cuda"', "torch.autocast(kind, dtype={})", "kind"),
+        ("from settings import kind", "torch.autocast(device_type=kind, dtype={})", "kind"),
+        ("", "torch.autocast(unknown, dtype={})", "torch.get_default_device().type"),
+    ],
+)
+def test_a_scale_is_added_where_there_was_none(above: str, autocast: str, device: str, tmp_path: Path) -> None:
+    before, after = (autocast.format(dtype) for dtype in ("torch.bfloat16", "torch.float16"))
+    path = tmp_path / "script.py"
+    path.write_text(f"{above}\n{LOOP.format(scaler='', autocast=before, **PLAIN)}", encoding="utf-8")
+    patch = make_patch(path, policy=Policy.parse("fp16"))
     assert isinstance(patch, Patch), patch
-    assert patch.patched.splitlines()[3:] == [
-        'scaler = torch.amp.GradScaler("cuda")',
+    assert patch.patched.splitlines()[4:] == [
+        f"scaler = torch.amp.GradScaler({device})",
         "",
         "for x in data:",
-        '    with torch.autocast("cuda", dtype=torch.float16):',
+        f"    with {after}:",
         "        loss = model(x).mean()",
         "    scaler.scale(loss).backward()",
         "    scaler.step(optimizer)",

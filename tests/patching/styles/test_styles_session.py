@@ -47,6 +47,16 @@ def test_updates_without_a_backward_pass_between_are_one(tmp_path: Path) -> None
     ]
 
 
+def test_the_session_has_the_scripts_own_name_of_mezzo(tmp_path: Path) -> None:
+    source = LOOP.replace("import torch\n", "import torch\nimport mezzo as mz\n", 1).replace(
+        "torch.optim.SGD", "mz.SGD"
+    )
+    patch = outcome_of(source, tmp_path)
+    assert isinstance(patch, Patch), patch
+    assert "import mezzo" not in patch.patched.splitlines()
+    assert 'session = mz.Session([model, head], [first, second], policy="fp16")' in patch.patched.splitlines()
+
+
 def test_retained_graphs_and_a_loss_in_the_call(tmp_path: Path) -> None:
     source = LOOP.replace(
         "    loss = head(model(x)).mean()\n    loss.backward()", "    head(model(x)).mean().backward(retain_graph=True)"
@@ -123,3 +133,12 @@ def test_a_schedule_made_elsewhere(tmp_path: Path) -> None:
     assert isinstance(patch, Patch), patch
     made = '    session = mezzo.Session(net, adam, policy="fp16", scheduler=schedules)'
     assert made in patch.patched.splitlines()
+
+
+@pytest.mark.parametrize("metric", ["loss", "metrics=loss"])
+def test_a_schedule_that_follows_a_metric_stays_in_the_script(metric: str, tmp_path: Path) -> None:
+    patch = outcome_of(SCHEDULED.replace("schedule.step()", f"schedule.step({metric})"), tmp_path)
+    assert isinstance(patch, Patch), patch
+    lines = patch.patched.splitlines()
+    assert '    session = mezzo.Session(net, adam, policy="fp16")' in lines
+    assert f"        schedule.step({metric})" in lines

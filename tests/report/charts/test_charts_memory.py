@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import record_builders as build
-from mezzo.records import Memory
+from mezzo.records import Memory, Steps
 from mezzo.report.charts.data import Bars, Boxes, Nothing
 from mezzo.report.charts.memory import memory_bars
 from mezzo.report.charts.table import numbers_of
-from mezzo.report.charts.times import Timed, time_boxes
+from mezzo.report.charts.times import StepTimes, time_boxes
 from mezzo.report.colours import policy_style, policy_styles
 from mezzo.report.figures import compare_charts
 from mezzo.report.sheets import shared
@@ -40,7 +40,7 @@ def test_bars_share_a_scale_and_show_the_allocator_peak() -> None:
 
 def test_a_box_holds_the_quantiles_on_a_round_axis() -> None:
     timed = [
-        Timed(policy="fp32", style=policy_style("fp32"), times_ms=[float(v) for v in range(1, 102)], emulated=False)
+        StepTimes(policy="fp32", style=policy_style("fp32"), times_ms=[float(v) for v in range(1, 102)], emulated=False)
     ]
     boxes = time_boxes(timed)
     assert isinstance(boxes, Boxes)
@@ -67,6 +67,21 @@ def test_emulated_policies_get_words_in_place_of_a_box() -> None:
         ("fp16-pure", True),
     ]
     assert {row.text for row in boxes.rows[1:]} == {"emulated: says nothing about a GPU"}
+
+
+def test_a_checkpointed_policy_has_the_times_of_its_own_runs() -> None:
+    plans = {"": 10.0, "full": 40.0}
+    rows = [build.row("fp32", "equivalent" if plan else "baseline", checkpoint=plan) for plan in plans]
+    runs = [build.run_record("fp32", checkpoint=p, steps=Steps(loss=[1.0], time_ms=[ms])) for p, ms in plans.items()]
+    boxes = next(c for c in compare_charts(build.compare_record(rows=rows, runs=runs)) if c.name == "times")
+    assert isinstance(boxes, Boxes)
+    assert [(row.name, row.text) for row in boxes.rows] == [("fp32", "10.0 ms"), ("fp32, checkpointed full", "40.0 ms")]
+
+
+def test_a_peak_of_zero_bytes_is_drawn() -> None:
+    bars = memory_bars({"fp16": Memory(cuda_allocated_bytes=0)}, styles={})
+    assert isinstance(bars, Bars)
+    assert [row.mark for row in bars.rows] == [0.0]
 
 
 def test_nothing_measured() -> None:

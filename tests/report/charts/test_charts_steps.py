@@ -9,6 +9,7 @@ from mezzo.records import Steps
 from mezzo.report.charts.data import Chart, Nothing
 from mezzo.report.charts.steps import norm_chart, scale_chart, time_chart
 from mezzo.report.charts.svg import svg
+from mezzo.report.charts.table import numbers_of
 from mezzo.report.colours import Style, policy_styles
 
 STYLE = Style(family="fp16")
@@ -46,6 +47,22 @@ def test_seeds_that_skip_apart_share_a_line_and_a_band() -> None:
         "step 101 skipped in seed 0",
         "step 102 skipped in seed 1",
     ]
+
+
+def test_the_numbers_have_ends_only_where_seeds_differ() -> None:
+    ends = (512.0, 1024.0)
+    runs = [
+        build.run_record(seed=n, steps=Steps(loss=[1.0] * 2, loss_scale=[256.0, end])) for n, end in enumerate(ends)
+    ]
+    table = numbers_of(scale_chart(runs, styles=policy_styles(["fp16"])))
+    assert table.rows == [("1", "2^8"), ("2", "2^9.5 (2^9 to 2^10)")]
+
+
+def test_the_scales_at_the_end_are_ordered_by_size() -> None:
+    ends = (512.0, 65536.0, 1024.0)  # as text, 1024 comes first
+    runs = [build.run_record(seed=n, steps=Steps(loss=[1.0], loss_scale=[end])) for n, end in enumerate(ends)]
+    chart = scale_chart(runs, styles=policy_styles(["fp16"]))
+    assert chart.words == "The loss scale: fp16 begins at 512 and ends at 512 to 65536, 0 skipped a run."
 
 
 def test_the_norm_is_drawn_at_the_steps_that_measured_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import record_builders as build
 from mezzo.records import Reason
-from mezzo.report.charts.data import Chart, Nothing, Tree
+from mezzo.report.charts.data import Chart, Nothing, TreeChart
 from mezzo.report.charts.predicted import batch_chart, predict_charts, time_tree, timeline_chart
 
 
@@ -61,7 +61,7 @@ def test_the_tree_adds_up_and_says_what_bounds_each_module() -> None:
     record = build.predict_record(detail=build.prediction_detail())
     assert record.detail is not None
     tree = time_tree(record, record.detail)
-    assert isinstance(tree, Tree)
+    assert isinstance(tree, TreeChart)
     body, head = tree.roots
     assert (body.path, body.numbers) == ("body", ("8.00 ms", "80.0%", "bandwidth"))
     assert [child.path for child in body.children] == ["body.0", "body.1"]

@@ -17,7 +17,7 @@ import pytest
 import record_builders as build
 from mezzo import cli
 from mezzo.records import write_record
-from mezzo.report.index.serve import HOST, serving
+from mezzo.report.index.serve import HOST, names_of, serving
 
 SECRET = "secret"
 
@@ -124,6 +124,11 @@ def test_other_methods_are_refused(port: int, method: str) -> None:
 def test_another_name_for_this_machine_is_refused(port: int, host: str) -> None:
     assert ask(port, "/", host=host)[0] == 403
     assert ask(port, "/", host=f"localhost:{port}")[0] == 200
+
+
+def test_browsers_leave_out_the_port_of_http() -> None:
+    assert names_of(80) == {"127.0.0.1:80", "localhost:80", "127.0.0.1", "localhost"}
+    assert names_of(8000) == {"127.0.0.1:8000", "localhost:8000"}
 
 
 def test_a_broken_request_is_not_repeated(port: int) -> None:

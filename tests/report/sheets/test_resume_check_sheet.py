@@ -48,4 +48,4 @@ def test_every_verdict_has_a_headline_and_its_next_steps(verdict: str, headline:
 
 def test_the_losses_begin_before_the_first_difference() -> None:
     lines = resume_check_sheet(build.resume_check_record(first_difference=12)).losses
-    assert [line.step for line in lines] == ["11", "12", "13", "14", "15", "16"]
+    assert [step for step, *_ in lines.rows] == ["11", "12", "13", "14", "15", "16"]

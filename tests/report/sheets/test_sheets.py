@@ -286,7 +286,7 @@ def test_run_sheet_word_for_word() -> None:
         ("accuracy", "0.91"),
         ("skipped steps", "3"),
         ("final loss scale", "8192"),
-        ("time a step", "25.7 ms"),
+        ("time per step", "25.7 ms"),
         ("memory", "1.99 GiB"),
         ("duration", "12.3 s"),
     ]

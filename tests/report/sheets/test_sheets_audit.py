@@ -27,7 +27,7 @@ from mezzo.observe.tracer import Tracer
 from mezzo.records import AS_IS, AuditRecord, Cause, Finding, Operation, WideProduct
 from mezzo.report import formatting as fmt
 from mezzo.report.charts import modules
-from mezzo.report.charts.data import Bars, Node, Nothing, Tree
+from mezzo.report.charts.data import Bars, Nothing, TreeChart, TreeNode
 from mezzo.report.html import render_html
 from mezzo.report.sheets.audit import audit_sheet
 from mezzo.report.sheets.findings import finding_line
@@ -74,7 +74,7 @@ def test_the_bars_show_the_flops_of_each_phase_by_format(record: AuditRecord) ->
     assert {row.name: sum(part.share for part in row.parts) for row in bars.rows} == whole
 
 
-def flat(nodes: Sequence[Node]) -> Iterator[Node]:
+def flat(nodes: Sequence[TreeNode]) -> Iterator[TreeNode]:
     for node in nodes:
         yield node
         yield from flat(node.children)
@@ -82,7 +82,7 @@ def flat(nodes: Sequence[Node]) -> Iterator[Node]:
 
 def test_the_tree_sums_each_module_with_those_inside_it(record: AuditRecord) -> None:
     tree = modules.module_tree(record, {})
-    assert isinstance(tree, Tree)
+    assert isinstance(tree, TreeChart)
     shown = {node.path: tuple(node.numbers) for node in flat(tree.roots)}
     inside = {
         path: [o for o in record.operations if o.module == path or o.module.startswith(f"{path}.")] for path in shown
@@ -138,7 +138,7 @@ def test_a_tree_of_many_modules_keeps_the_largest_and_says_so() -> None:
         run=build.run_record(), steps=[2], operations=operations, flops_by_phase={"forward": {"fp16": sum(range(401))}}
     )
     tree = modules.module_tree(record, {})
-    assert isinstance(tree, Tree)
+    assert isinstance(tree, TreeChart)
     paths = [node.path for node in flat(tree.roots)]
     assert len(paths) == modules.MOST_NODES
     assert {"layers", "layers.400.linear"} <= set(paths)
@@ -319,8 +319,8 @@ def test_a_model_of_torchs_own_parts_has_the_line_that_calls_it() -> None:
 
 
 def test_modules_of_one_weight_stay_in_the_order_of_the_record() -> None:
-    def node(path: str, children: Sequence[Node]) -> Node:
-        return Node(name=path, path=path, bars=(), text="", children=children)
+    def node(path: str, children: Sequence[TreeNode]) -> TreeNode:
+        return TreeNode(name=path, path=path, bars=(), text="", children=children)
 
     names = [f"layer{n}" for n in range(40)]
     assert [one.name for one in modules.nodes_of(dict.fromkeys(names), node, lambda path: 0)] == names

@@ -33,7 +33,16 @@ def printed(record: CheckRecord, *, width: int = 110) -> str:
         ({"policy": "fp16:init_scale=1024"}, "Use fp16:init_scale=1024"),
         ({"policy": "as-is"}, "Keep the mixed precision of train.py itself"),
         ({"decision": "stay", "policy": "fp32"}, "Stay in FP32"),
+        ({"decision": "stay", "policy": "as-is", "own_formats": ["bf16"]}, "Keep the script's own precision (BF16)"),
+        (
+            {"decision": "stay", "policy": "as-is", "own_formats": ["fp32", "bf16"]},
+            "Keep the script's own precision (FP32 and BF16)",
+        ),
         ({"decision": "undecided", "policy": "fp32"}, "Undecided"),
+        (
+            {"decision": "failed", "policy": "fp32", "own_formats": ["bf16"]},
+            "No answer: train.py goes wrong in its own precision (BF16)",
+        ),
         ({"decision": "failed", "policy": "fp32"}, "No answer: train.py goes wrong in FP32 itself"),
     ],
 )
@@ -51,7 +60,7 @@ def test_the_lines_of_the_answer() -> None:
     assert lines == [
         ("why", "bf16 trains like fp32."),
         ("accuracy", "kept: the loss differs by +0.0013 (-0.0039 to +0.0065), inside the margin of 0.02; 3 seeds."),
-        ("memory", "23% less a step: 1.99 GiB instead of 2.45 GiB (activations 742 MiB instead of 1.18 GiB)"),
+        ("memory", "23% less per step: 1.99 GiB instead of 2.45 GiB (activations 742 MiB instead of 1.18 GiB)"),
         ("speed", "1.61x as fast, measured on NVIDIA H100 80GB HBM3 (1.57x to 1.66x; median step, 3 seeds)."),
         (
             "speed",
@@ -120,6 +129,10 @@ def test_what_was_changed_is_said() -> None:
     changed = [Reason(what="fp16", value="fp16:fp32_modules=head", reason="mezzo diagnose found the fix")]
     lines = {line.what: line.value for line in check_sheet(answered(changed=changed)).answer}
     assert lines["changed"] == "mezzo diagnose found the fix: fp16:fp32_modules=head"
+
+
+def test_a_single_step_is_the_first_step() -> None:
+    assert check_sheet(check_record(first_steps=1)).headline == "Use BF16 (judged by the first step only)"
 
 
 def test_verdicts_on_first_steps_are_marked_everywhere() -> None:

@@ -47,7 +47,7 @@ def test_whether_it_fits_is_one_line_a_gpu() -> None:
 def test_the_band_is_explained_for_what_was_predicted() -> None:
     gpus = build.predict_record()
     here = [one.model_copy(update={"gpu": "cpu"}) for one in gpus.predictions]
-    assert "The band holds 8 of 10 measured trainings on GPU architectures" in predict_sheet(gpus).details
+    assert "The band contains 8 of 10 measured trainings on GPU architectures" in predict_sheet(gpus).details
     cpu = predict_sheet(gpus.model_copy(update={"predictions": here})).details
     assert "the calibration's own trainings on this machine; no largest batch" in cpu
     assert "GPU" not in cpu

@@ -158,6 +158,6 @@ def test_names_are_text_and_a_failed_run_says_why() -> None:
         first_scale=-24,
         little=0.01,
     )
-    assert shown(failed).splitlines()[0] == "train.py failed before a step could be watched"
+    assert shown(failed).splitlines()[0] == "train.py failed before a step could be recorded"
     assert "error: KeyError: 'x'" in shown(failed)
     assert "KeyError: &#39;x&#39;" in render_html(failed)

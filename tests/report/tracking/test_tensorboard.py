@@ -9,7 +9,7 @@ import pytest
 
 from mezzo import cli
 from mezzo.records import AnyRecord, DiagnoseRecord, Histogram, KindRange, RangesRecord, TrendStep, write_record
-from mezzo.report.tracking import Job, tensorboard
+from mezzo.report.tracking import TrackedRecord, tensorboard
 from mezzo.report.tracking.logged import logged
 from record_builders import compare_record, doctor_record, run_record
 
@@ -30,7 +30,7 @@ def read(folder: Path) -> Any:
 
 def write_events(record: AnyRecord, folder: Path) -> Path:
     """Log ``record`` as of a command whose record is in a folder named ``first``; return the folder of the events."""
-    job = Job(record=folder / "first" / "record.json", page=folder / "first" / "report.html")
+    job = TrackedRecord(record=folder / "first" / "record.json", page=folder / "first" / "report.html")
     said = tensorboard.send(logged(record), job, str(folder / "events"))
     assert said.endswith(f"; to see it: tensorboard --logdir {folder / 'events'}")
     return Path(said.partition(";")[0])

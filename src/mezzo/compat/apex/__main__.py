@@ -25,7 +25,7 @@ ALIASES = {
     "apex.parallel": "mezzo.compat.apex.parallel",
     "apex.parallel.LARC": "mezzo.compat.apex.parallel.LARC",
 }
-"""What a script imports, and the module that it gets."""
+"""The modules that a script imports, with the ones that it gets."""
 
 
 def put_in_place() -> None:

@@ -1,1 +1,1 @@
-"""Guardrails: notice in the numbers of a training that it is going wrong, and take it back to where it was well."""
+"""Guardrails: detect from a training's numbers that it goes wrong, and return it to a good snapshot."""

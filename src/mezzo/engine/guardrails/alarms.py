@@ -1,7 +1,7 @@
 """Alarms: six signs of a training that goes wrong, read from the loss, gradient norm, skip and loss scale of each update.
 
-Each sign needs more than chance, noise or a policy's usual warm-up can show; the limits are the constants below. Every
-kind is raised once, until ``forget``. Nothing here reads a device: what is not known on the host is None.
+Each sign needs more evidence than chance, noise or a policy's usual warm-up produce; the limits are the constants below. Every
+kind is raised once, until ``forget``. No sign reads a device: values unknown to the host are None.
 """
 
 from __future__ import annotations
@@ -15,52 +15,52 @@ from typing import NamedTuple
 from mezzo.records import Alarm, AlarmKind
 
 SKIPS_IN_A_ROW = 30
-"""A scale of 2**16 is below 2**-13 after so many: FP16 gradients that overflow there are above 10**8."""
+"""After that many skips a scale of 2**16 is below 2**-13: FP16 gradients that still overflow are above 10**8."""
 _STORM, _OF = 10, 40
-"""Skipped updates among the last ones. A scale that probes for more skips one of its growth interval, 2,000 by default."""
+"""Skipped updates among the last 40. A healthy dynamic scale skips one per growth interval, 2,000 updates by default."""
 _CALM_IN_A_ROW, _CALM_AT = 20, 100
-"""The warm-up of a dynamic scale is over after so many updates made in a row, or at this update."""
+"""The warm-up of a dynamic scale is over after 20 successful updates in a row, or at update 100."""
 FLOOR_WITHOUT_ONE = 2.0**-14
-"""The floor of a scaler that has none: FP16 gradients that overflow there are above 10**9."""
+"""The assumed floor of a scaler without one: FP16 gradients that overflow at it are above 10**9."""
 _WINDOW, _FEWEST = 64, 30
-"""Losses that a spike is compared with: the last ones before it, and the fewest."""
+"""Losses with which a spike is compared: at most the last 64 before it, at least 30."""
 _SPIKE = 5
-"""Losses in a row that have to be above the limit: a single hard batch is no spike."""
+"""Losses in a row that must be above the limit: a single hard batch is no spike."""
 _MADS = 10.0
-"""In standard deviations as the MAD estimates them (1.4826 MAD)."""
+"""Least height of a spike in standard deviations, estimated as 1.4826 MAD."""
 _TO_DEVIATION = 1.4826
 _RISE, _REGAINED = 0.5, 0.25
-"""A spike is also above 1.5 times the median, and regains a quarter of what the training had gained: a learning rate that restarts
-raises the loss by less."""
+"""A spike is also above 1.5 times the median, and loses a quarter of the training's progress: a restarted learning rate raises the
+loss by less."""
 _ZEROS = 10
 """Measured gradient norms in a row that are exactly 0 while the loss is not."""
 _SAME, _LIVELY = 50, 0.01
-"""Losses in a row that are equal to the bit, while the gradients' norm is this share of the first ones' or more: a training that has
-converged has small gradients."""
+"""Losses in a row that are equal to the bit, while the gradients' norm is at least this share of the first ones: a converged training
+has small gradients."""
 _ROUGHLY = 8
-"""Updates between two medians that decide whether a loss is worth a closer check: a median of 64 takes some 5 us."""
+"""Updates between two medians that decide whether a loss needs a closer check: a median of 64 takes about 5 us."""
 _LOSSES_SKIPPED = 5
-"""Losses in a row that are not finite though their updates were skipped."""
+"""Losses in a row that are not finite although their updates were skipped."""
 
 
 class Seen(NamedTuple):
-    """One update."""
+    """The numbers of one update."""
 
     step: int
-    """Counted from 1."""
+    """Its number, from 1."""
     loss: float | None
     norm: float | None
-    """Of the unscaled gradients; None where it was not measured."""
+    """The norm of the unscaled gradients; None if it was not measured."""
     skipped: bool
     scale: float | None
     """The loss scale after the update; None without one."""
 
 
 class Alarms:
-    """The signs, and what they remember of the updates before."""
+    """The signs, and their memory of earlier updates."""
 
     def __init__(self, floor: float | None = None) -> None:
-        """Begin.
+        """Create the signs.
 
         Args:
             floor: the loss scale's floor; None for a scaler without one.
@@ -69,7 +69,7 @@ class Alarms:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, as after a return to a snapshot."""
+        """Forget all updates, for example after a return to a snapshot."""
         self._raised: set[AlarmKind] = set()
         self._flags: deque[bool] = deque(maxlen=_OF)
         self._skips = self._made = self._seen = 0
@@ -85,16 +85,16 @@ class Alarms:
         self._losses: deque[tuple[int, float]] = deque(maxlen=_WINDOW + _SPIKE)
 
     def see(self, updates: Sequence[Seen]) -> Iterator[Alarm]:
-        """Take updates in their order; yield what is new."""
+        """Inspect updates in their order; yield new alarms."""
         place = 0
         while (place := self._pass_over(updates, place)) < len(updates):
             yield from self._see_closely(updates[place])
             place += 1
 
     def _pass_over(self, updates: Sequence[Seen], first: int) -> int:
-        """Remember the usual updates from place ``first`` on; return the place of the first that needs a closer check.
+        """Record the usual updates from index ``first`` on; return the index of the first that needs a closer check.
 
-        It does what the six signs would do, without their calls, which take 4 us of a step.
+        It has the effect of the six signs, without their calls, which take 4 us per step.
         """
         if self._bad or len(self._first) < _SPIKE:
             return first
@@ -180,9 +180,8 @@ class Alarms:
         if seen.scale is None:
             return ""
         before = self._scale_at_skip
-        return f"; the loss scale is {seen.scale:g}" + (
-            f", from {before:g}" if before not in (None, seen.scale) else ""
-        )
+        from_before = f", from {before:g}" if before not in (None, seen.scale) else ""
+        return f"; the loss scale is {seen.scale:g}{from_before}"
 
     def _at_floor(self, seen: Seen) -> Alarm | None:
         before = self._scale_before
@@ -250,6 +249,6 @@ class Alarms:
 
 
 def _limit(losses: Iterable[tuple[int, float]]) -> float:
-    """Return the loss above which an update is worth a closer check."""
-    middle = median([loss for _, loss in losses])  # a list: a generator is a call an element
+    """Return the loss above which an update needs a closer check."""
+    middle = median([loss for _, loss in losses])  # a list: a generator costs a call per element
     return middle + _RISE / 2 * abs(middle)

@@ -1,7 +1,7 @@
-"""Numbers of a training on their way to the host, which never waits for them.
+"""Copy the numbers of a training to the host, which never waits for them.
 
-On a CPU they are there at once. On a CUDA device 32 updates are kept in one buffer, which is sent to pinned memory and read once an event
-says that it has arrived. Elsewhere nothing says so, and nothing is sent.
+On a CPU they are available at once. On a CUDA device a buffer collects 32 updates; it is copied to pinned memory, and read after an event
+shows that the copy has arrived. Other devices have no such event, so nothing is copied.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 _ROWS = 32
 
 Row = tuple[int, tuple[float | None, ...]]
-"""A number given with the row, and its values; None for one that was not given."""
+"""The number of a row, and its values; None for a value that was not added."""
 
 
 class Arrivals:
@@ -22,7 +22,7 @@ class Arrivals:
 
     def __init__(self, device: torch.device, columns: int) -> None:
         self._device = device
-        self._here: list[Row] = []
+        self._ready: list[Row] = []
         self._open: list[tuple[int, list[bool]]] = []
         self._sent: tuple[list[tuple[int, list[bool]]], Tensor, torch.cuda.Event] | None = None
         self._rows = torch.zeros(_ROWS, columns, device=device) if device.type == "cuda" else None
@@ -31,7 +31,7 @@ class Arrivals:
     def add(self, number: int, values: Sequence[Tensor | float | None]) -> None:
         """Add a row, without waiting for the device."""
         if self._device.type == "cpu":
-            self._here.append((number, tuple(None if value is None else float(value) for value in values)))
+            self._ready.append((number, tuple(None if value is None else float(value) for value in values)))
             return
         if self._rows is None:
             return
@@ -46,7 +46,7 @@ class Arrivals:
 
     def _send(self, rows: Tensor) -> None:
         self._take()
-        if self._sent is not None:  # the last ones are still under way: the host runs far ahead, and these are left out
+        if self._sent is not None:  # the last copy has not arrived: the host runs far ahead, so these rows are dropped
             self._open = []
             return
         pinned = torch.empty(rows.shape, pin_memory=True).copy_(rows, non_blocking=True)
@@ -59,14 +59,14 @@ class Arrivals:
             return
         (given, pinned, _), self._sent = self._sent, None
         for (number, has), values in zip(given, pinned.tolist(), strict=True):
-            self._here.append((number, tuple(v if known else None for v, known in zip(values, has, strict=True))))
+            self._ready.append((number, tuple(v if known else None for v, known in zip(values, has, strict=True))))
 
     def arrived(self) -> Iterator[Row]:
         """Yield the rows that have arrived since the last call."""
         self._take()
-        here, self._here = self._here, []
-        yield from here
+        ready, self._ready = self._ready, []
+        yield from ready
 
     def forget(self) -> None:
-        """Drop what is under way."""
-        self._here, self._open, self._sent = [], [], None
+        """Drop all rows that were not read yet."""
+        self._ready, self._open, self._sent = [], [], None

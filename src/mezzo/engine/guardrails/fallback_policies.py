@@ -1,9 +1,9 @@
-"""The policy to continue under where a smaller rate or another scale did not help: the next safer one, for the whole model.
+"""The policy to continue under if a smaller learning rate or another loss scale did not help: the next safer one, for the whole model.
 
     FP16 whose gradients left its range    BF16, which has FP32's range, unless the device would have to emulate it; then FP32
     any other alarm, and BF16              FP32
 
-Which modules left the format is not known here: once one gradient has overflowed, all before it have. ``mezzo fallback`` searches for them.
+The guard does not know which modules left the format: once one gradient overflows, so do all before it. ``mezzo fallback`` finds them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def safer_policy(policy: Policy, kind: AlarmKind, device_type: str) -> tuple[Pol
     """Return the policy to continue under after an alarm, and the reason; or why there is none.
 
     Args:
-        policy: that of the run so far.
+        policy: the policy of the run so far.
         kind: the alarm.
-        device_type: where the run trains.
+        device_type: the device type that the run trains on.
     """
     if not policy.lowers:
         return f"{policy!s} lowers nothing, so there is no safer policy"

@@ -1,4 +1,4 @@
-"""The newest snapshot from before a training went wrong: saved before the evidence began, and with weights that are numbers."""
+"""Find the newest snapshot from before a training went wrong: saved before the evidence began, and with finite weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.snapshots.choosing import contents_at
-from mezzo.engine.snapshots.folder import Saved, saved_in
+from mezzo.engine.snapshots.folder import SavedSnapshot, saved_in
 from mezzo.errors import SnapshotError
 
 
@@ -20,19 +20,19 @@ def newest_good(
     *,
     before: int,
     weights: Callable[[Any], Any],
-    read: Callable[[Saved], Any] = lambda saved: contents_at(saved.path),
-) -> tuple[Saved, Any] | None:
+    read: Callable[[SavedSnapshot], Any] = lambda saved: contents_at(saved.path),
+) -> tuple[SavedSnapshot, Any] | None:
     """Return the newest snapshot of fewer than ``before`` updates with finite weights, and its contents; None if there is none.
 
-    Those that were saved after it are deleted: they belong to what went wrong, and would be taken for the newest.
+    Snapshots saved after it are deleted: they belong to the faulty part of the run, and would be loaded as the newest.
 
     Args:
-        folder: the snapshots.
-        before: the first update of the evidence, skipped ones counted.
-        weights: returns what has to be finite of a snapshot's contents.
+        folder: the folder of the snapshots.
+        before: the first update of the evidence, counting skipped ones.
+        weights: returns the part of a snapshot's contents that must be finite.
         read: returns the contents, or raises ``SnapshotError``.
     """
-    after: list[Saved] = []
+    after: list[SavedSnapshot] = []
     for saved in saved_in(folder):
         if saved.updates < before and not saved.calls:
             try:
@@ -49,5 +49,5 @@ def newest_good(
 
 def _finite(tree: Any) -> bool:
     tensors = [one for one in tree_leaves(tree) if isinstance(one, Tensor) and one.is_floating_point()]
-    # Masks are -infinity in healthy models: only NaN and +infinity tell.
+    # Healthy models have masks of -infinity: only NaN and +infinity are signs of a fault.
     return not any(bool((one.isnan() | (one == math.inf)).any()) for one in tensors)

@@ -1,12 +1,12 @@
-"""What changes after a return to a snapshot: an unchanged run would end the same way.
+"""Changes after a return to a snapshot: an unchanged run would end the same way.
 
-    loss spike, loss not finite, stuck updates    half the learning rate, of the schedule too
-    skip storm                                    a loss scale 16 times smaller; where there is none to change, half the learning rate
-    gradients zero                                a loss scale 16 times larger; where there is none to change, the fallback policy
-    scale at its floor                            the fallback policy, as the scale has been smaller already; without one, as a skip storm
+    loss spike, loss not finite, stuck updates    half the learning rate, also that of the schedule
+    skip storm                                    a loss scale 16 times smaller; without a scale to change, half the learning rate
+    gradients zero                                a loss scale 16 times larger; without a scale to change, the fallback policy
+    scale at its floor                            the fallback policy, as the scale was smaller before; without one, as for a skip storm
 
-The second return to the same snapshot keeps that change, and the run falls back to a safer policy (``fallback_policies``). Each return
-after it, or where no policy is safer, makes the change once more. The data does not go back: other batches follow.
+The second return to the same snapshot keeps that change, and the run falls back to a safer policy (``fallback_policies``). Each later
+return, or each one if no policy is safer, makes the change once more. The data does not go back: other batches follow.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mezzo.engine.scaling import DynamicScale
 from mezzo.records import AlarmKind, Reason, Rewind
 
 POLICY, UNCHANGED = "policy", "unchanged"
-"""What a change of policy is called in the record, and its value where no policy is safer or it cannot change."""
+"""The name of a change of policy in the record, and its value if no policy is safer or the policy cannot change."""
 _RATE, _SCALE = 0.5, 16.0
 _OF_SCALE: tuple[AlarmKind, ...] = ("skip storm", "scale at its floor", "gradients zero")
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-"""What optimizers and schedulers keep in a group."""
+"""The learning rates that optimizers and schedulers keep in a group."""
 
 
 def apply_remedy(
@@ -40,11 +40,11 @@ def apply_remedy(
 
     Args:
         kind: the alarm.
-        before: the returns so far to this snapshot, or to one after it: their changes are not in it.
-        optimizers: the training's.
-        schedulers: theirs.
-        scales: dynamic loss scales, of Mezzo or ``torch.amp.GradScaler``; others are left alone.
-        fall_back: changes the policy to a safer one, if there is one and it can; returns which, or ``UNCHANGED``, and why.
+        before: the earlier returns to this snapshot, or to a later one: the snapshot does not contain their changes.
+        optimizers: the training's optimizers.
+        schedulers: their schedulers.
+        scales: loss scales; only dynamic ones of Mezzo and ``torch.amp.GradScaler`` are changed.
+        fall_back: changes the policy to a safer one, if possible; returns the new policy, or ``UNCHANGED``, and why.
     """
     policy = fall_back() if len(before) == 1 or kind == "scale at its floor" else None
     fallen = policy is not None and policy.value != UNCHANGED
@@ -65,7 +65,7 @@ def _numbers(
     schedulers: Iterable[Any],
     scales: Iterable[Any],
 ) -> list[Reason]:
-    """Change the loss scale or the learning rate as often as ``times`` says."""
+    """Change the loss scale or the learning rate ``times`` times."""
     if kind in _OF_SCALE:
         factor = (_SCALE if kind == "gradients zero" else 1 / _SCALE) ** times
         changed = [reason for scale in scales if (reason := _scale(scale, factor, kind)) is not None]

@@ -1,10 +1,11 @@
-"""The guard of a session: it sees what the session computes anyway, and reads nothing of the device while it waits for nothing.
+"""The guard of a session: it inspects numbers that the session computes anyway, and never waits for the device.
 
-In several processes all act on an alarm of any of them after the same update: about once a second they tell each other.
+Several processes exchange alarms about once a second, and all act on an alarm of any of them after the same update.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from mezzo.engine.guardrails.arrivals import Arrivals
 from mezzo.engine.guardrails.good_snapshots import newest_good
 from mezzo.engine.guardrails.remedies import POLICY, UNCHANGED, apply_remedy
 from mezzo.engine.snapshots.contents import set_contents
-from mezzo.engine.snapshots.folder import Saved
+from mezzo.engine.snapshots.folder import SavedSnapshot
 from mezzo.engine.snapshots.of_ranks import OfAll, folder_of, read_together
 from mezzo.engine.snapshots.randomness import random_states
 from mezzo.errors import GuardError, SessionError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from mezzo.engine.session import Session
 
 MOST_REWINDS = 3
-"""How often a training may return to a snapshot."""
+"""Most returns of a training to a snapshot."""
 _ACTIONS = ("note", "stop", "rewind")
 _KEEPS_POLICY = Reason(
     what=POLICY, value=UNCHANGED, reason="a session's weights and optimizers are made for its policy"
@@ -35,13 +36,13 @@ _KEEPS_POLICY = Reason(
 
 
 class SessionGuard:
-    """Alarms of one session, and what it does then."""
+    """The alarms of one session, and its reactions."""
 
     def __init__(self, session: Session, action: GuardAction) -> None:
-        """Begin.
+        """Create the guard.
 
         Raises:
-            SessionError: ``action`` is none.
+            SessionError: ``action`` is not one of the actions.
         """
         if action not in _ACTIONS:
             raise SessionError(f"guard={action!r}; allowed: {', '.join(_ACTIONS)}, or None", hint='pass guard="stop"')
@@ -61,22 +62,27 @@ class SessionGuard:
         self._loss = part if self._loss is None else self._loss + part
 
     def updated(self, skipped: Tensor | bool) -> None:
-        """See an update that is over.
+        """Inspect a finished update.
 
         Raises:
-            GuardError: the training is to end because of an alarm.
+            GuardError: an alarm ends the training.
         """
         session = self._session
         scale = session.scales[0].on_device() if session.scales[0].checks else None
         loss, self._loss = self._loss, None
         self._arrivals.add(session._progress.windows, [loss, session._progress.norm, skipped, scale])
-        for step, (seen_loss, norm, flag, seen_scale) in self._arrivals.arrived():
-            for alarm in self._alarms.see([Seen(step, seen_loss, norm, bool(flag), seen_scale)]):
-                self._note(alarm)
-                if self._together is None:
-                    self._act(alarm)
-                else:
-                    self._wish = self._wish or alarm
+        arrived = [
+            Seen(number, seen_loss, norm, bool(flag), seen_scale)
+            for number, (seen_loss, norm, flag, seen_scale) in self._arrivals.arrived()
+        ]
+        for alarm in self._alarms.see(arrived):
+            self._note(alarm)
+            if self._together is not None:
+                self._wish = self._wish or alarm
+                continue
+            self._act(alarm)
+            if self._action == "rewind":  # the other updates were made before the return
+                break
         if self._together is not None and session._progress.windows >= self._together.next:
             self._agree(self._together)
 
@@ -126,7 +132,8 @@ class SessionGuard:
         position, random = dict(vars(session._position)), random_states()
         in_all = (lambda here: here) if together is None else together.in_all
         set_contents(session, {**contents, "random": random}, in_all=in_all)
-        vars(session._position).update(position)  # the data goes on: other batches follow
+        own.last_s = time.monotonic()  # saved now, a copy of that snapshot would count as progress
+        vars(session._position).update(position)  # the data does not go back: other batches follow
         changes = apply_remedy(
             alarm.kind,
             [one for one in self.noticed.rewinds if one.snapshot >= saved.path.name],
@@ -146,14 +153,14 @@ class SessionGuard:
         if together is not None:
             together.again()
 
-    def _newest_good(self, alarm: Alarm) -> tuple[Saved, Any] | None:
+    def _newest_good(self, alarm: Alarm) -> tuple[SavedSnapshot, Any] | None:
         folder, together = self._session._snapshots.folder, self._together
         if folder is None:
             return None
         rank, size = (0, 1) if together is None else (together.rank, together.size)
         places = [folder.path] if size == 1 else [folder_of(folder.path.parent, one, size) for one in range(size)]
 
-        def read(saved: Saved) -> Any:
+        def read(saved: SavedSnapshot) -> Any:
             return read_together(OfAll(saved.number, [place / saved.path.name for place in places]), rank, size)
 
         return newest_good(folder.path, before=alarm.since, weights=lambda c: c["session"]["models"], read=read)

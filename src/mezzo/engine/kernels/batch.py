@@ -23,15 +23,15 @@ class Batch:
     gradients: list[Tensor]
     masters: list[Tensor]
     steps: list[Tensor]
-    """Updates of each parameter so far: FP32, no dimensions."""
+    """Number of updates of each parameter so far: FP32, no dimensions."""
     moments: dict[str, list[Tensor]] = field(default_factory=dict)
-    """By torch's name (``exp_avg``): FP32 or BF16 tensors of the weights' shapes, or 8-bit ones as ``eightbit`` packs them."""
+    """By torch's name (``exp_avg``): FP32 or BF16 tensors of the weights' shapes, or 8-bit ones packed by ``eightbit``."""
     numbers: list[int] = field(default_factory=list)
     """Each parameter's number in its optimizer, which selects its random bits (``noise``)."""
     stochastic: bool = False
     """Whether BF16 weights without a master are rounded stochastically."""
     remembered: dict[Any, Any] = field(default_factory=dict)
-    """What a device's kernels keep from one update of the group to the next."""
+    """Data that a device's kernels keep from one update of the group to the next."""
 
     @property
     def random(self) -> bool:
@@ -42,7 +42,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWSettings:
-    """A group's settings for one update, as ``torch.optim.AdamW`` names them."""
+    """A group's settings for one update, with the names of ``torch.optim.AdamW``."""
 
     lr: float
     beta1: float
@@ -57,7 +57,7 @@ class AdamWSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SGDSettings:
-    """A group's settings for one update, as ``torch.optim.SGD`` names them."""
+    """A group's settings for one update, with the names of ``torch.optim.SGD``."""
 
     lr: float
     momentum: float

@@ -30,6 +30,6 @@ def _triton() -> tuple[ModuleType, str]:
     try:
         kernels = importlib.import_module("mezzo.engine.kernels.gpu")
         kernels.try_out(torch.device("cuda"))  # a Triton that cannot compile fails here, not in the first update
-    except Exception as error:  # whatever its compiler raises
+    except Exception as error:  # its compiler may raise anything
         return fused, f"torch's fused kernels: Triton does not work here ({type(error).__name__}: {error})"
     return kernels, "Triton kernels, one launch a group"

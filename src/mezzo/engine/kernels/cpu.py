@@ -45,7 +45,7 @@ _FLAGS = [
 _CODES = {FP32.dtype: 0, FP16.dtype: 1, BF16.dtype: 2}
 _FP32 = FP32.dtype
 _SPLIT, _ALONE, _STOCHASTIC, _PACKED = 3, 3, 6, 7
-"""The codes of a split master, of what is added to a 16-bit format's where there is none, of stochastic BF16 and of 8-bit moments."""
+"""The codes of a split master, of stochastic BF16 and of 8-bit moments; ``_ALONE`` is added to a 16-bit format's without a master."""
 
 
 class _AdamW(ctypes.Structure):
@@ -88,7 +88,7 @@ def _declare(lib: ctypes.CDLL) -> None:
 
 def _build(compiler: str) -> Path:
     device = this_device("cpu")
-    # The instruction sets too: machines whose processors have the same name may share a home folder.
+    # Also by instruction sets: machines with different processors of the same name may share a home folder.
     made_of = " ".join([compiler, *_FLAGS, device.name, *sorted(device.flags)])
     source = b"".join(file.read_bytes() for file in (_SOURCE, *_HEADERS))
     key = hashlib.sha256(source + made_of.encode()).hexdigest()[:20]
@@ -123,7 +123,7 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
 
 
 def exponents(tensors: Sequence[Tensor], tables: Sequence[Tensor], cuts: Sequence[int]) -> None:
-    """Count the elements of contiguous tensors into their tables as ``exponents.reference`` does."""
+    """Count the elements of contiguous tensors into their tables, like ``exponents.reference``."""
     rows = [[t.data_ptr() for t in tensors], [t.data_ptr() for t in tables]]
     rows += [[t.numel() for t in tensors], [_CODES[t.dtype] for t in tensors]]
     count, table, row = _table(rows)
@@ -133,7 +133,7 @@ def exponents(tensors: Sequence[Tensor], tables: Sequence[Tensor], cuts: Sequenc
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
-    """Update as ``reference.adamw`` says, in one pass."""
+    """Update like ``reference.adamw``, in one pass."""
     s = settings
     values = _AdamW(s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.maximize, s.amsgrad)
     means, squares = batch.moments["exp_avg"], batch.moments["exp_avg_sq"]
@@ -142,7 +142,7 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
 
 
 def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) -> None:
-    """Update as ``reference.sgd`` says, in one pass."""
+    """Update like ``reference.sgd``, in one pass."""
     s = settings
     values = _SGD(s.lr, s.momentum, s.dampening, s.weight_decay, s.nesterov, s.maximize)
     buffers = batch.moments.get("momentum_buffer", batch.masters)  # not touched without momentum
@@ -179,7 +179,7 @@ def _kind(weight: Tensor, master: Tensor, stochastic: bool) -> int:
 
 
 def _table(rows: list[list[int]]) -> tuple[int, array[int], list[int]]:
-    """Return the length of the rows, one table that holds them all, and the address of each in it."""
+    """Return the length of the rows, one table with all of them, and the address of each row in it."""
     count = len(rows[0])
     table = array("q", [number for row in rows for number in row])
     start, _ = table.buffer_info()

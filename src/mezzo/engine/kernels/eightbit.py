@@ -1,12 +1,12 @@
 """Moments in 8 bits: three mantissa bits, an exponent relative to that of the largest in a block of 128.
 
-A code byte of the first moment is a sign, four bits of exponent and three of mantissa; of the second, which has no sign, five
+A code byte of the first moment has a sign, four bits of exponent and three of mantissa; one of the second, which has no sign, five
 and three. Code 0 is 0; there are no subnormal numbers. The block's largest has exponent 15 (31), so numbers down to 2**-14
 (2**-30) of it keep three bits. Smaller ones are rounded at random to 0 or the smallest in the first moment, correct on
 average. In the second they become the smallest: a square rounded to 0 would make its weight's step a leap.
 
-Rounding is stochastic (``noise``) because it must be: with ``beta2=0.999`` a second moment moves by a thousandth a
-step and three bits are an eighth apart; rounded to nearest it would never move again.
+Rounding must be stochastic (``noise``): with ``beta2=0.999`` a second moment moves by a thousandth a
+step and numbers of three bits are an eighth apart; rounded to nearest it would never move again.
 
 A packed moment is one row of bytes: the codes in the order in which the weights lie in memory, then the blocks' largest exponents in
 FP32's encoding; 255 means that the block had a value that is not finite, and unpacks to NaN. Bytes a parameter: 1 + 1/128.
@@ -37,16 +37,16 @@ def pack(values: Tensor, noise: Tensor, *, signed: bool) -> Tensor:
     """Return a flat FP32 moment in 8 bits.
 
     Args:
-        values: what to round.
+        values: the values to round.
         noise: 16 random bits for each.
-        signed: a first moment; else a second one, nothing of which is below 0.
+        signed: whether it is a first moment; a second one has no values below 0.
     """
     top, floor = (SIGNED_TOP, SIGNED_FLOOR) if signed else (UNSIGNED_TOP, UNSIGNED_FLOOR)
     count = values.numel()
     bits = values.view(torch.int32)
     magnitude = (bits & 0x7FFFFFFF).clamp(max=0x7F800000)  # every NaN has exponent 255, whatever its other bits
     rounded = (magnitude + (noise.int() << 4)) >> 20
-    # Of what was rounded: so values that come out of unpack() go back to the same bytes, whatever the noise.
+    # The largest rounded value: so the results of unpack() are packed to the same bytes again, whatever the noise.
     largest = nn.functional.pad(rounded >> 3, (0, -count % BLOCK)).view(-1, BLOCK).amax(dim=1).clamp(min=floor)
     reach = largest.repeat_interleave(BLOCK)[:count] - top
     code = rounded - (reach << 3)

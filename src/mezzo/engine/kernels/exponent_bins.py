@@ -1,12 +1,12 @@
 """Count values by exponent, finely enough that a cast to a 16-bit or 8-bit format at any power-of-two scale follows from the counts.
 
 A cast to a format rounds to nearest, ties to even. Whether a value becomes zero, a subnormal, a normal or an overflow depends on
-where it lies between three magnitudes, and multiplying by a power of two moves a value's exponent and nothing else. So a row per
-exponent is enough if it is cut where one of the formats may draw one of its lines:
+its position between three magnitudes, and multiplying by a power of two changes only a value's exponent. So a row per exponent is
+enough if it is cut at the mantissas of these magnitudes:
 
-    half the smallest subnormal   a power of two; the tie itself becomes zero, so exact powers of two are counted apart
-    where the subnormals end      min_normal - min_subnormal / 2, whose mantissa is 2 - 2**-mantissa_bits
-    where the overflow begins     max + half a unit in the last place; that tie goes to infinity where max is odd
+    half the smallest subnormal   a power of two; the tie itself becomes zero, so exact powers of two are counted separately
+    the end of the subnormals     min_normal - min_subnormal / 2, whose mantissa is 2 - 2**-mantissa_bits
+    the beginning of overflow     max + half a unit in the last place; that tie becomes infinity if max is odd
 
 That makes nine cells a row for the four formats. FP32's own subnormals have rows like any other number. A table is 279 rows of
 nine cells of int64::
@@ -15,7 +15,7 @@ nine cells of int64::
     row 1 .. 277   magnitudes from 2**(row - 150) up to the next power of two
     row 278        infinities in the first cell, NaNs in the others
 
-What is counted is the value in FP32: FP64 is rounded to it first. Limits: one magnitude a value, so signs are not kept.
+Values are counted in FP32: FP64 is rounded to it first. Limits: only magnitudes are counted, not signs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIRST_EXPONENT = -149
 
 
 def first_overflow(target: Format) -> tuple[int, int]:
-    """Return exponent and mantissa bits (as FP32 has them) of the smallest magnitude that overflows ``target``."""
+    """Return exponent and mantissa bits (in FP32's encoding) of the smallest magnitude that overflows ``target``."""
     exponent = target.max.hex().partition("p")[2]
     significand = int(target.max / 2.0 ** int(exponent) * 2**target.mantissa_bits)
     half_unit = 1 << (_MANTISSA - target.mantissa_bits - 1)
@@ -44,13 +44,13 @@ def first_normal(target: Format) -> tuple[int, int]:
 
 
 CUTS = tuple(sorted({1} | {line(f)[1] for f in FORMATS for line in (first_overflow, first_normal)}))
-"""The mantissas at which a row is cut: a value's cell is the number of cuts that are not above its mantissa."""
+"""The mantissas at which a row is cut: a value's cell is the number of cuts up to its mantissa."""
 CELLS = len(CUTS) + 1
 BINS = ROWS * CELLS
 
 
 def bin_of(exponent: int, mantissa: int) -> int:
-    """Return the bin of a magnitude, cut off at the table's ends: all bins below it hold smaller non-zero magnitudes."""
+    """Return the bin of a magnitude, clamped to the table: all bins below it count smaller non-zero magnitudes."""
     row = exponent - FIRST_EXPONENT + 1
     if row < 1:
         return CELLS

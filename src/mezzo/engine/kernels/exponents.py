@@ -1,4 +1,4 @@
-"""Count the magnitudes of tensors by exponent, on every device: into the tables that ``exponent_bins`` lays out."""
+"""Count the magnitudes of tensors by exponent, on every device, in tables with the layout of ``exponent_bins``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def tables(count: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def add(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-    """Count the elements of each tensor into its table, which lies on the same device; tensors may share a table."""
+    """Count the elements of each tensor into its table, which is on the same device; tensors may share a table."""
     own = [t if t.dtype in _COUNTED and t.is_contiguous() else _prepared(t) for t in tensors]
-    if all(t.is_cpu for t in own):  # one call for all costs less than checking every device
+    if all(t.is_cpu for t in own):  # the usual case: one call for all
         counter("cpu")[0](own, rows)
         return
     for device_type in dict.fromkeys(t.device.type for t in own):
@@ -53,17 +53,16 @@ def counter(device_type: str) -> tuple[Count, str]:
             return reference, "plain torch operations: the Triton kernel needs compute capability 7.0"
         try:
             kernels = importlib.import_module("mezzo.engine.kernels.gpu_exponents")
-            kernels.count(
-                [torch.ones(1, device="cuda")], [tables(1, "cuda")[0]]
-            )  # a Triton that cannot compile fails here
-        except Exception as error:  # whatever its compiler raises
+            # A Triton that cannot compile fails here, not in the first observed step.
+            kernels.count([torch.ones(1, device="cuda")], [tables(1, "cuda")[0]])
+        except Exception as error:  # its compiler may raise anything
             return reference, f"plain torch operations: Triton does not work here ({type(error).__name__}: {error})"
         return kernels.count, "a Triton kernel, one launch for all tensors of a format"
     return reference, f"plain torch operations: no kernel of our own for {device_type}"
 
 
 def reference(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-    """Count as the module says, in plain torch operations: what the kernels are tested against."""
+    """Count in plain torch operations: the reference for tests of the kernels."""
     cuts = {}
     for tensor, row in zip(tensors, rows, strict=True):
         if tensor.device not in cuts:

@@ -1,8 +1,8 @@
-"""torch's own fused kernels under the same interface, for where ours cannot be compiled.
+"""torch's own fused kernels with the same interface, for machines that cannot compile ours.
 
-Clip and unscale factor go into ``grad_scale``, so they need no pass of their own. Two passes more than ours:
-16-bit gradients are widened into FP32 copies first (4 bytes a parameter while the update runs), and 16-bit weights
-are rounded from their masters after. Moments of fewer bits are widened, too, and rounded back after.
+``grad_scale`` includes the clip and unscale factor, so these need no separate pass. Two passes more than ours:
+16-bit gradients are first widened into FP32 copies (4 bytes a parameter while the update runs), and 16-bit weights
+are rounded from their masters afterwards. Moments of fewer bits are also widened, and rounded back afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mezzo.formats import BF16, FP16, FP32, FP64
 
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """Return the sum of all squares in FP64, in FP32 where the device has no FP64: not finite exactly when a gradient is not."""
+    """Return the sum of all squares in FP64, or FP32 if the device has no FP64: not finite exactly when a gradient is not."""
     gradients = [dense(g) for g in gradients]
     if not all(has_fp64(g.device) for g in gradients):
         return _narrow_sum_of_squares(gradients)
@@ -34,9 +34,9 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
 
 
 def _narrow_sum_of_squares(gradients: list[Tensor]) -> Tensor:
-    """The same in FP32, in units of the largest element, so that no square overflows or vanishes; beyond FP32 it is FP32's largest value.
+    """Return the sum in FP32, computed in units of the largest element, so that no square overflows or vanishes; at most FP32's maximum.
 
-    One gradient at a time is copied: 4 bytes an element.
+    It copies one gradient at a time: 4 bytes an element.
     """
     peak = torch.stack(
         [n.to(gradients[0].device) for n in torch._foreach_norm(gradients, math.inf, dtype=FP32.dtype)]
@@ -48,7 +48,7 @@ def _narrow_sum_of_squares(gradients: list[Tensor]) -> Tensor:
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
-    """Update as ``torch.optim.AdamW(fused=True)`` does."""
+    """Update like ``torch.optim.AdamW(fused=True)``."""
     s, masters, moments = settings, _open(batch), _moments(batch)
     torch._foreach_add_(batch.steps, 1)
     torch._fused_adamw_(
@@ -73,12 +73,12 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
 
 
 def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) -> None:
-    """Update as ``torch.optim.SGD(fused=True)`` does; with dampening the host reads the step counts."""
+    """Update like ``torch.optim.SGD(fused=True)``; with dampening the host reads the step counts."""
     if not (settings.momentum and settings.dampening):
-        # A first buffer is the gradient itself, and without dampening a buffer of zeros gives just that.
+        # A first buffer is the gradient itself; without dampening, so is the update of a buffer of zeros.
         _sgd(batch, settings, factor, found_inf, first=False)
         return
-    begun = [bool(step > 0) for step in batch.steps]  # torch asks one question for all: is this the first update?
+    begun = [bool(step > 0) for step in batch.steps]  # torch has one flag for all: whether this is the first update
     for first in (True, False):
         part = _chosen(batch, [first is not b for b in begun])
         if part.weights:
@@ -123,7 +123,7 @@ def _chosen(batch: Batch, flags: list[bool]) -> Batch:
 
 
 def _wide(gradients: list[Tensor]) -> list[Tensor]:
-    # The kernel unscales in place: FP32 gradients are copied too.
+    # The kernel unscales in place, so FP32 gradients are copied as well.
     return [flat(g).float().clone() if g.element_size() == 4 else flat(g).float() for g in gradients]
 
 
@@ -141,7 +141,7 @@ def _moments(batch: Batch) -> dict[str, list[Tensor]]:
 
 
 def _close(batch: Batch, masters: list[Tensor], moments: dict[str, list[Tensor]]) -> None:
-    # A skipped update needs no care: what it leaves unchanged is rounded to what it was, whatever the noise.
+    # A skipped update needs no special case: unchanged values are rounded to the same values, whatever the noise.
     for i, (weight, kept, updated) in enumerate(zip(batch.weights, batch.masters, masters, strict=True)):
         step = batch.steps[i]
         noise = streams(weight.numel(), batch.numbers[i], step) if batch.random else (step, step, step)

@@ -1,12 +1,12 @@
 """Triton kernels for NVIDIA and AMD GPUs: all tensors of a group in one launch, by tables of addresses.
 
 A program finds its chunk in a table, the tensor's memory in the table's rows of addresses, and the group's settings at its head;
-``factor`` and ``found_inf`` are read on the device, and where ``found_inf`` is above 0 a program ends before it loads
-anything else. The host only sends the table, through pinned memory, and only if no equal one is there; a captured step sends its
-tables once and afterwards only settings that changed.
+``factor`` and ``found_inf`` are read on the device, and if ``found_inf`` is above 0 a program ends before it loads
+anything else. The host only sends the table, through pinned memory, and only if the device has no equal one; a captured step sends
+its tables once and afterwards only settings that changed.
 
-Tensors of different kinds (formats of weight, gradient, moments and master) go in a launch each, because formats are
-compiled in. Multiplications and additions are not fused, roots and quotients are correctly rounded: the reference's bits.
+Each kind of tensors (formats of weight, gradient, moments and master) has its own launch, because formats are
+compiled in. Multiplications and additions are not fused, and roots and quotients are correctly rounded, for the reference's bits.
 
 On a CPU these kernels run under Triton's interpreter (``TRITON_INTERPRET=1``), which is how their values are tested; for GPUs they
 are compiled by tests that read the machine code, which needs no GPU. ``benchmarks/`` measures their speed.
@@ -43,13 +43,13 @@ roundings, 6e-7 of the sum."""
 UPDATING = {"TILE": 256, "num_warps": 2, "enable_fp_fusion": False}
 """A tile is 4 elements a thread: up to 56 bytes under way, in 32 to 64 registers, so a thousand threads share a processor."""
 _JOINING = {"maxnreg": 80} if torch.version.hip is None else {}
-"""Split masters: compilers for older and newer GPUs than Hopper would take 96 registers, without need."""
+"""Split masters: compilers for older and newer GPUs than Hopper would use 96 registers needlessly."""
 _UNPACKING = {"num_warps": 4}
-"""8-bit moments take more registers a number: two elements a thread."""
+"""8-bit moments need more registers per number: two elements a thread."""
 _SMALL_NUMBERS = (
     {"enable_reflect_ftz": False} if torch.version.hip is None and isinstance(begin_kernel, JITFunction) else {}
 )
-"""CUDA's library takes subnormal numbers as they are, not as 0: for NVIDIA GPUs only, and the interpreter knows no such option."""
+"""Keeps CUDA's library from flushing subnormal numbers to 0; only NVIDIA GPUs have the option, not the interpreter."""
 _BEGINNING = {"TILE": 128, "num_warps": 4, "enable_fp_fusion": False, **_SMALL_NUMBERS}
 _TYPES = {FP32.dtype: tl.float32, FP16.dtype: tl.float16, BF16.dtype: tl.bfloat16, KINDS["8bit"]: tl.uint8}
 _ALONE, _MASTER, _SPLIT, _STOCHASTIC = 0, 1, 2, 3
@@ -84,7 +84,7 @@ class LaunchTable:
         settings: Settings | None = None,
         memory: Tensor | None = None,
     ) -> None:
-        """Lay the table out in new memory, or in that of another table of this length, without sending it."""
+        """Create the table in new memory, or in that of another table of this length, without sending it."""
         self.count, self.settings = len(sizes), settings
         self.chunks = _chunks(sizes, device)
         self.programs = len(self.chunks) // 2
@@ -154,14 +154,14 @@ class LaunchTables:
         self._tables: dict[tuple[int, ...], LaunchTable] = {}
 
     def sent(self, rows: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> LaunchTable:
-        """Return a table of these rows that is on its way to the device, or there already."""
+        """Return a table of these rows that was sent to the device."""
         table = self._tables.pop(rows, None)
         if table is None:
             table = LaunchTable(rows, sizes, device)
             table.send()
             while len(self._tables) >= self._most:
                 del self._tables[next(iter(self._tables))]
-        self._tables[rows] = table  # the last one used is the last to go
+        self._tables[rows] = table  # the most recently used table is the last to be dropped
         return table
 
 
@@ -172,7 +172,7 @@ def table_of(
     numbers: Sequence[int] = (),
     settings: Settings | None = None,
 ) -> LaunchTable:
-    """Return a table that is on its way to the device; one of ``kept`` where the addresses are those of a step before."""
+    """Return a table that was sent to the device; one of ``kept`` if the addresses equal those of an earlier step."""
     device, sizes = lists[0][0].device, tuple([t.numel() for t in lists[0]])
     zeros = (0,) * len(sizes)
     rows = (*sizes, *(numbers or zeros), *zeros, *[t.data_ptr() for tensors in lists for t in tensors])
@@ -196,19 +196,19 @@ def _send(numbers: Sequence[int], to: Tensor) -> None:
 
 
 _KEPT = 4
-"""Tables of a launch: one for each arrangement that a step's gradients take turns in."""
+"""Most tables of a launch: allocators alternate between a few sets of addresses for gradients."""
 _NORMS = LaunchTables(32)
 """The tables of norms: a launch for each format of gradients and set of optimizers."""
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context whose launches go to ``device``: Triton's go to the current one, wherever their tensors are."""
+    """Return a context whose launches run on ``device``: Triton uses the current device, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Return the sum of all squares in FP64, to 1e-6 of it: not finite exactly when a gradient is not."""
-    kept = [g for g in map(dense, gradients) if g.numel()]  # a table of nothing cannot be sent
+    kept = [g for g in map(dense, gradients) if g.numel()]  # an empty table cannot be sent
     if not kept:
         return torch.zeros((), dtype=FP64.dtype, device=gradients[0].device)
     kinds = dict.fromkeys((g.device, g.dtype) for g in kept)  # a launch reads the memory of one device
@@ -239,14 +239,14 @@ def try_out(device: torch.device) -> None:
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
-    """Update as ``reference.adamw`` says, in one pass."""
+    """Update like ``reference.adamw``, in one pass."""
     moments = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if settings.amsgrad else ()))
     amsgrad, mostly_old = _compiled_in(settings)
     _launch(adamw_kernel, batch, moments, settings, factor, found_inf, AMSGRAD=amsgrad, MOSTLY_OLD=mostly_old)
 
 
 def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) -> None:
-    """Update as ``reference.sgd`` says, in one pass."""
+    """Update like ``reference.sgd``, in one pass."""
     momentum, nesterov = _compiled_in(settings)
     moments = ("momentum_buffer",) if momentum else ("",)
     _launch(sgd_kernel, batch, moments, settings, factor, found_inf, MOMENTUM=momentum, NESTEROV=nesterov)
@@ -263,9 +263,8 @@ def _launch(
 ) -> None:
     for kind, which in _kinds(batch, moments[0]):
         lists = [batch.weights, batch.gradients, batch.masters, batch.steps]
-        lists += [
-            batch.moments.get(name, batch.masters) for name in moments
-        ]  # masters stand in for what is not touched
+        # Masters stand in for moments that the kernel does not touch.
+        lists += [batch.moments.get(name, batch.masters) for name in moments]
         numbers = [batch.numbers[i] for i in which] if batch.numbers else ()
         kept = batch.remembered.setdefault(tuple(kind.values()), LaunchTables(_KEPT))
         chosen = [[tensors[i] for i in which] for tensors in lists]
@@ -283,7 +282,7 @@ def _updating(kind: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kinds(batch: Batch, moment: str) -> Iterator[tuple[dict[str, Any], Sequence[int]]]:
-    """Yield what is compiled in for each kind of tensor, and the numbers of the tensors of that kind."""
+    """Yield the compiled-in constants of each kind of tensor, and the numbers of the tensors of that kind."""
     kept = batch.moments.get(moment, batch.weights)
     lists = (batch.weights, batch.gradients, kept, batch.masters)
     alone = [weight is master for weight, master in zip(batch.weights, batch.masters, strict=True)]
@@ -300,7 +299,7 @@ def _kinds(batch: Batch, moment: str) -> Iterator[tuple[dict[str, Any], Sequence
 
 
 def _head(settings: Settings | None) -> tuple[int, ...]:
-    """Return a group's settings as the kernels read them: the bits of ``_HEAD``, eight bytes at a time."""
+    """Return a group's settings in the layout of ``_HEAD``, as eight-byte integers."""
     exact: list[float] = [0.0] * _EXACT
     rounded: list[float] = []
     if isinstance(settings, AdamWSettings):

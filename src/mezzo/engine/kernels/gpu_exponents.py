@@ -1,7 +1,7 @@
-"""Triton kernels that count by exponent, into the cells that ``exponent_bins`` defines: one launch for all tensors of a format.
+"""Triton kernels that count by exponent, in the cells of ``exponent_bins``: one launch for all tensors of a format.
 
-A program counts its chunk in shared memory and adds the counts to the tensor's table, so a bin that most values
-fall into costs one atomic addition per chunk. Tested under Triton's interpreter.
+A program counts its chunk in shared memory and adds the counts to the tensor's table, so even the most frequent bin
+costs one atomic addition per chunk. Tested under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _cuts(device: torch.device) -> Tensor:
 
 
 def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
-    """Count the elements of dense tensors into their tables as ``exponents.reference`` does."""
+    """Count the elements of dense tensors into their tables, like ``exponents.reference``."""
     kinds = dict.fromkeys((t.dtype, t.device) for t in tensors if t.numel())
     for dtype, device in kinds:
         own = [

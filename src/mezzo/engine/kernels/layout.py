@@ -9,7 +9,7 @@ from mezzo.errors import SessionError
 
 
 def has_gaps(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements do not fill one stretch of memory, each place once."""
+    """Return whether a tensor's elements do not fill one contiguous stretch of memory without overlap."""
     return not (tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 

@@ -17,7 +17,7 @@ _HALF = 0x8000
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return a tensor without gaps as one row, in the order in which it lies in memory."""
+    """Return a tensor without gaps as one row, in the order of its memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -41,13 +41,13 @@ def closed(values: Tensor, kind: torch.dtype, noise: Tensor, *, signed: bool) ->
 
 
 def as_fp32(kept: Tensor, shape: torch.Size, strides: tuple[int, ...], *, signed: bool) -> Tensor:
-    """Return a moment as an FP32 tensor of a shape and strides; the values are those that the update sees."""
+    """Return a moment as an FP32 tensor of a shape and strides, with the values that an update uses."""
     count = shape.numel()
     return opened(kept, count, signed=signed).as_strided(shape, strides)
 
 
 def kept_as(kind: str, values: Tensor, *, signed: bool) -> Tensor:
-    """Return an FP32 moment in the format ``kind``, rounded to nearest: exactly, if it came from there."""
+    """Return an FP32 moment in the format ``kind``, rounded to nearest; exact if it was in that format before."""
     nearest = torch.full((values.numel(),), _HALF, device=values.device)
     made = closed(flat(values), KINDS[kind], nearest, signed=signed)
     return made if kind == "8bit" else made.as_strided(values.shape, values.stride())

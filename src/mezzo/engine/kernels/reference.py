@@ -1,7 +1,7 @@
-"""The specification of the kernels, in plain PyTorch: what is computed, not how fast.
+"""The specification of the kernels, in plain PyTorch.
 
-``factor`` unscales, averages and clips gradients in one multiplication. Where ``found_inf`` is
-above 0 nothing changes, the step counts included; no line waits for the device.
+``factor`` unscales, averages and clips gradients in one multiplication. If ``found_inf`` is
+above 0, nothing changes, not even the step counts; no line waits for the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
-    """Update as ``torch.optim.AdamW`` does (Loshchilov & Hutter, arXiv:1711.05101)."""
+    """Update like ``torch.optim.AdamW`` (Loshchilov & Hutter, arXiv:1711.05101)."""
     s = settings
     for i, weight in enumerate(batch.weights):
         gradient = flat(batch.gradients[i]).float() * (-factor if s.maximize else factor)
@@ -37,7 +37,7 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
         exact = step.double()
         root = (1 - s.beta2**exact).sqrt().float()
         length = (s.lr / (1 - s.beta1**exact)).float()
-        # One rounding of the weight, where torch has two: master * (1 - lr * decay) - ... loses what the second one keeps.
+        # One rounding of the weight; torch rounds twice, in master * (1 - lr * decay) - ..., and loses small updates.
         updated = master - (s.lr * s.weight_decay * master + length * (mean / (_root(square) / root + s.eps)))
         _close(batch, i, updated, step, new, found_inf)
 
@@ -53,7 +53,7 @@ def _root(square: Tensor) -> Tensor:
 
 
 def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) -> None:
-    """Update as ``torch.optim.SGD`` does, momentum and Nesterov's included."""
+    """Update like ``torch.optim.SGD``, with momentum and Nesterov's."""
     s = settings
     for i, weight in enumerate(batch.weights):
         master = _open(weight, batch.masters[i])

@@ -1,1 +1,1 @@
-"""Snapshots: everything that a training needs to go on as if it had never stopped, in files that are whole or not there."""
+"""Snapshots: the whole state of a training, so that it can resume as if it had never stopped; files are whole or absent."""

@@ -1,7 +1,7 @@
 """Write snapshots while training continues: copy the state first, then write the copy in a thread.
 
-What it costs: the training thread waits for the copy (memory bandwidth: some 0.1 s a GB), and the host keeps one copy of the
-state until the next save reuses it. Checksum, writing and fsync run in the thread, outside Python's lock.
+Cost: the training thread waits for the copy (memory bandwidth: about 0.1 s per GB), and the host keeps one copy of the
+state, which the next save reuses. Checksum, writing and fsync run in the other thread, without Python's lock.
 """
 
 from __future__ import annotations
@@ -20,35 +20,34 @@ from mezzo.errors import MezzoError, SnapshotError
 
 
 class Saving:
-    """A snapshot that is being written."""
+    """A snapshot in the process of being written."""
 
     def __init__(self, path: Path, tree: Any, tensors: Mapping[str, Tensor], then: Callable[[], None]) -> None:
-        """Begin to write; ``then`` is called once it is whole."""
+        """Begin to write; ``then`` is called once the file is whole."""
         self.path = path
-        """Where it will be when it is whole."""
+        """The path of the whole file."""
         self._state, self._then = (tree, tensors), then
         self._error: MezzoError | None = None
-        self._thread = threading.Thread(
-            target=self._run, name="mezzo-snapshot"
-        )  # no daemon: Python waits for it at its end
+        self._thread = threading.Thread(target=self._run, name="mezzo-snapshot")  # not a daemon: Python waits for it
         self._thread.start()
 
     def _run(self) -> None:
         try:
             container.write(self.path, *self._state)
             self._then()
-        except OSError as error:
-            self._error = SnapshotError(
-                f"could not write the snapshot {str(self.path)!r}: {error.strerror or error}; the snapshots before it are untouched",
-                hint="free space on that disk or choose another folder; training can continue",
-            )
         except MezzoError as error:
             self._error = error
+        except Exception as error:  # any other would end the thread, and ``wait`` would report success
+            why = (error.strerror or error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            self._error = SnapshotError(
+                f"could not write the snapshot {str(self.path)!r}: {why}; the snapshots before it are untouched",
+                hint="free space on that disk or choose another folder; training can continue",
+            )
         if self._error is not None:
-            print(f"mezzo: {self._error.message}", file=sys.stderr, flush=True)  # nobody may wait for it any more
+            print(f"mezzo: {self._error.message}", file=sys.stderr, flush=True)  # the script may never call ``wait``
 
     def wait(self) -> Path:
-        """Wait until it is on the disk, and return its path.
+        """Wait until the snapshot is on the disk, and return its path.
 
         Raises:
             SnapshotError: it could not be written.
@@ -60,7 +59,7 @@ class Saving:
 
 
 class Copies:
-    """Host memory for one copy of a state, reused from save to save: fresh memory takes twice as long to fill."""
+    """Host memory for one copy of a state, reused by each save: new memory takes twice as long to fill."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Choose a snapshot: the newest that is whole and fits, with the reasons why newer ones were passed over."""
+"""Choose a snapshot: the newest that is whole and fits, with the reasons for refusing newer ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mezzo.engine.snapshots.structure import put_together
 from mezzo.errors import SnapshotError
 
 
-class Refused(NamedTuple):
+class RefusedSnapshot(NamedTuple):
     """A snapshot that was not loaded."""
 
     path: Path
@@ -26,12 +26,12 @@ class Chosen(NamedTuple):
 
     path: Path
     contents: Any
-    refused: list[Refused]
-    """Newer ones in the folder."""
+    refused: list[RefusedSnapshot]
+    """Newer snapshots in the folder."""
 
 
 def load_newest(path: Path, take: Callable[[Any], None]) -> Chosen | None:
-    """Load a snapshot, or the newest one in a folder that can be, as ``load_first`` does."""
+    """Load a snapshot, or the newest loadable one in a folder, like ``load_first``."""
     files = [path] if path.is_file() else [saved.path for saved in saved_in(path)]
     return load_first([(file, functools.partial(contents_at, file)) for file in files], take, folder=path)
 
@@ -39,17 +39,17 @@ def load_newest(path: Path, take: Callable[[Any], None]) -> Chosen | None:
 def load_first(
     candidates: Sequence[tuple[Path, Callable[[], Any]]], take: Callable[[Any], None], *, folder: Path
 ) -> Chosen | None:
-    """Load the first of several snapshots that can be; a warning names those that cannot. None if there are none.
+    """Load the first loadable of several snapshots; a warning names those before it. None if there are no candidates.
 
     Args:
-        candidates: the newest first, each with what returns its contents or raises ``SnapshotError``.
-        take: puts the contents in place, or raises ``SnapshotError`` and changes nothing.
-        folder: where they lie, for messages.
+        candidates: the newest first, each with a function that returns its contents or raises ``SnapshotError``.
+        take: loads the contents, or raises ``SnapshotError`` and changes nothing.
+        folder: their folder, for messages.
 
     Raises:
         SnapshotError: none of them can be loaded.
     """
-    refused: list[Refused] = []
+    refused: list[RefusedSnapshot] = []
     for path, read in candidates:
         try:
             contents = read()
@@ -57,7 +57,7 @@ def load_first(
         except SnapshotError as error:
             if len(candidates) == 1:
                 raise
-            refused.append(Refused(path, error.message))
+            refused.append(RefusedSnapshot(path, error.message))
             continue
         if refused:
             listed = "; ".join(f"{one.path.name}: {one.why}" for one in refused)
@@ -68,8 +68,8 @@ def load_first(
     raise none_loaded(refused, f"in {str(folder)!r}")
 
 
-def none_loaded(refused: Sequence[Refused], which: str) -> SnapshotError:
-    """Return the error that none of some snapshots can be loaded, with the reason for each."""
+def none_loaded(refused: Sequence[RefusedSnapshot], which: str) -> SnapshotError:
+    """Return the error that none of the snapshots can be loaded, with the reason for each."""
     listed = "".join(f"\n  {one.path.name}: {one.why}" for one in refused)
     return SnapshotError(
         f"none of the {len(refused)} snapshots {which} can be loaded:{listed}",
@@ -81,12 +81,12 @@ def contents_at(path: Path) -> Any:
     """Return the contents of the snapshot at ``path``.
 
     Raises:
-        SnapshotError: it is not whole, or no state.
+        SnapshotError: the file is not whole, or contains no state.
     """
     tree, tensors = container.read(path)
     try:
         return put_together(tree, tensors)
-    except Exception as error:  # whatever somebody wrote into a file whose checksum is right
+    except Exception as error:  # a file with a correct checksum may still contain anything
         raise SnapshotError(
             f"{str(path)!r} holds no state: {type(error).__name__}: {str(error)[:200]}",
             hint="pass a snapshot that Mezzo wrote",

@@ -3,14 +3,14 @@
 ::
 
     8 bytes     length of the header, little-endian
-    header      JSON: for each tensor its format, shape and place; under ``__metadata__`` version, checksum and the JSON value
+    header      JSON: each tensor's format, shape and position; in ``__metadata__`` version, checksum and the JSON value
     tensors     their bytes, one after the other
 
-The checksum is the CRC-32 of the whole file with the checksum's own eight digits as zeros. It finds every flipped bit, every burst of
-up to 32 bits, and all but one in 2**32 of other damage. It is no signature: a file that was written to deceive passes it, and
-still runs no code.
+The checksum is the CRC-32 of the whole file, with zeros for the checksum's own eight digits. It detects every flipped bit, every burst of
+up to 32 bits, and all but one in 2**32 of other kinds of damage. It is not a signature: a forged file can pass it, but still runs no
+code.
 
-Written whole or not at all: to a temporary file in the same folder, fsync, rename, fsync of the folder.
+A file is written whole or not at all: to a temporary file in the same folder, fsync, rename, fsync of the folder.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ KIND = "mezzo snapshot"
 MAX_HEADER_BYTES = 100 * 2**20
 _OF_PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 PIECE_BYTES = 16 * 2**20
-"""How much is checked and written at a time; other threads run meanwhile."""
+"""Bytes that are checked and written at a time, so that other threads can run in between."""
 _NO_CHECKSUM = "00000000"
 _HINT = "load an older snapshot: session.load(folder) takes the newest that is whole"
 
 
 class Contents(NamedTuple):
-    """What a file holds."""
+    """The contents of a file."""
 
     tree: Any
     tensors: dict[str, Tensor]
@@ -59,15 +59,15 @@ _DTYPES = {_tag(d): d for d in vars(torch).values() if isinstance(d, torch.dtype
 
 
 def write(path: Path, tree: Any, tensors: Mapping[str, Tensor]) -> int:
-    """Write a file whole or not at all, and return its bytes.
+    """Write a file whole or not at all, and return its size in bytes.
 
     Args:
-        path: its name; the folder exists.
+        path: the file; its folder exists.
         tree: a JSON value.
-        tensors: on the CPU, not changed meanwhile.
+        tensors: tensors on the CPU, which must not change meanwhile.
 
     Raises:
-        OSError: the disk is full, the folder is read-only or gone; nothing under ``path`` has changed then.
+        OSError: the disk is full, or the folder is read-only or gone; a file at ``path`` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -80,7 +80,7 @@ def write(path: Path, tree: Any, tensors: Mapping[str, Tensor]) -> int:
         temporary.unlink(missing_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name outlives a loss of power only after this
+        os.fsync(folder)  # only then does the new name survive a power failure
     finally:
         os.close(folder)
     return size
@@ -126,7 +126,7 @@ def read(path: Path) -> Contents:
     """Read a file and check every byte of it.
 
     Raises:
-        SnapshotError: it is missing, damaged, cut off, of a newer version, or something else.
+        SnapshotError: it is missing, damaged, cut off, of a newer version, or not a snapshot.
     """
     try:
         with path.open("rb") as file:
@@ -140,7 +140,7 @@ def _read(file: BufferedReader, path: Path) -> Contents:
     start = file.read(8)
     length = int.from_bytes(start, "little")
     whole = len(start) == 8 and 2 <= length <= min(size - 8, MAX_HEADER_BYTES)
-    # A header's length may begin with the same bytes, one in 1,600 does: it is followed by the header's brace.
+    # About one in 1,600 header lengths begins with the same bytes, but is followed by the header's brace.
     if start[:2] in _OF_PICKLES and not (whole and file.peek(1)[:1] == b"{"):
         raise _refusal(path, "a pickle, as torch.save writes; unpickling can run any code, so it was not read")
     if not whole:

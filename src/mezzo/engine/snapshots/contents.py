@@ -1,4 +1,4 @@
-"""What a snapshot of a session has beside its state dict, and how a session loads all of it or none."""
+"""The contents of a session's snapshot, and their loading: all of them or none."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def contents_of(session: Session, extra: Any = None) -> dict[str, Any]:
-    """Return everything of a session that a resumed run needs to be bit-identical, an open window included.
+    """Return all state of a session that a resumed run needs to be bit-identical, including an open window.
 
-    Tensors are those that training changes: copy them before it continues.
+    The tensors are the session's own: copy them before training continues.
     """
     parameters = all_parameters(session.models, session.optimizers)
     is_open = session._window.calls > 0
@@ -46,15 +46,15 @@ def contents_of(session: Session, extra: Any = None) -> dict[str, Any]:
 def set_contents(
     session: Session, contents: Mapping[str, Any], *, in_all: Callable[[bool], bool] = lambda here: here
 ) -> None:
-    """Put a snapshot's contents in the place of all that a session has; if anything of it does not fit, nothing changes.
+    """Replace a session's state by a snapshot's contents; if any part does not fit, nothing changes.
 
     Args:
-        session: what takes it up.
-        contents: what ``contents_of`` returned.
-        in_all: called with whether it fits here; returns whether it fits in all processes.
+        session: the session.
+        contents: the result of ``contents_of``.
+        in_all: takes whether the contents fit in this process, and returns whether they fit in all processes.
 
     Raises:
-        SnapshotError: it is of another model, or of an open window of another policy or length.
+        SnapshotError: the contents are of another model, or of an open window of another policy or length.
     """
     if not isinstance(contents, dict) or "session" not in contents:
         raise SnapshotError("it holds no session", hint="pass a snapshot that session.save wrote")
@@ -63,7 +63,7 @@ def set_contents(
     try:
         _refuse_other(session, contents)
         _set(session, contents)
-    except Exception as error:  # whatever a forged state makes torch raise: a snapshot is taken up whole or not at all
+    except Exception as error:  # a forged state may make torch raise anything: load all of it or nothing
         _set(session, before)
         in_all(False)
         if isinstance(error, MezzoError):
@@ -108,7 +108,7 @@ def _set(session: Session, contents: Mapping[str, Any]) -> None:
 
 
 def keep_formats(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give state tensors the formats that they were saved in: torch loads them in their parameters'."""
+    """Restore the formats in which state tensors were saved: torch loads them in the formats of their parameters."""
     if isinstance(optimizer, OnePass):
         return
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
@@ -120,12 +120,12 @@ def keep_formats(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
 
 
 def _kinds(session: Session) -> list[str]:
-    """Return the names of the classes whose states torch would load into each other without a word."""
+    """Return the names of the optimizers' and schedulers' classes: torch would silently load the state of one into another."""
     return [type(one).__name__ for one in (*session.optimizers, *session.schedulers)]
 
 
 def _refuse_other(session: Session, contents: Mapping[str, Any]) -> None:
-    """Refuse what would be noticed too late: other names, shapes, a window of another kind, moments of other shapes."""
+    """Refuse contents that would fail too late: other names or shapes, moments of other shapes, a window of another kind."""
     for number, (model, saved) in enumerate(zip(session.models, contents["session"]["models"], strict=False)):
         _refuse_other_model(bare(model), saved, f"model {number}" if len(session.models) > 1 else "the model")
     if contents["kinds"] != _kinds(session):
@@ -177,7 +177,7 @@ def _refuse_other_moments(optimizer: OnePass, saved: Mapping[str, Any]) -> None:
 
 
 def _unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are not in a model's state dict, which training may change all the same."""
+    """Return the buffers that are not in a model's state dict, which training may still change."""
     inner = bare(model)
     saved = inner.state_dict().keys()
     return {name: buffer for name, buffer in inner.named_buffers() if name not in saved}

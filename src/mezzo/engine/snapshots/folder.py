@@ -1,9 +1,9 @@
 """A folder of snapshots: their names, the newest ones, and the one run that may write to it.
 
-Files are numbered in the order in which they were written (``000007-update-00001200.safetensors``), not by their updates: a run that
-went back to an older snapshot writes the newer file.
+Files are numbered in the order in which they were written (``000007-update-00001200.safetensors``), not by their updates: after a return
+to an older snapshot, a newer file may have fewer updates.
 
-The lock is the operating system's (``lockf``). It ends with its process, however that ends, so no stale lock has to be removed; child
+The lock is the operating system's (``lockf``). It ends with its process, however that ends, so stale locks cannot remain; child
 processes, such as data loader workers, do not inherit it.
 """
 
@@ -30,11 +30,11 @@ _NAME = re.compile(r"(\d{6,})-update-(\d{8,})(?:\+(\d+))?\.safetensors")
 _PART = re.compile(rf"\.{_NAME.pattern}\.\d+\.part")
 
 
-class Saved(NamedTuple):
+class SavedSnapshot(NamedTuple):
     """A snapshot by its name."""
 
     number: int
-    """Its place in the order of writing, from 1."""
+    """Its position in the order of writing, from 1."""
     updates: int
     """Updates before it, skipped ones included."""
     calls: int
@@ -42,7 +42,7 @@ class Saved(NamedTuple):
     path: Path
 
 
-def saved_in(folder: Path) -> list[Saved]:
+def saved_in(folder: Path) -> list[SavedSnapshot]:
     """Return the snapshots in ``folder``, the newest first; none if there is no such folder.
 
     Raises:
@@ -56,7 +56,7 @@ def saved_in(folder: Path) -> list[Saved]:
         raise _unusable(folder, error) from None
     found = [(name, _NAME.fullmatch(name)) for name in names]
     named = [
-        Saved(int(match[1]), int(match[2]), int(match[3] or 0), folder / name)
+        SavedSnapshot(int(match[1]), int(match[2]), int(match[3] or 0), folder / name)
         for name, match in found
         if match is not None
     ]
@@ -67,7 +67,7 @@ class Folder:
     """A folder that one run writes snapshots to."""
 
     def __init__(self, path: Path) -> None:
-        """Make the folder, lock it, and remove what an interrupted write left.
+        """Create the folder, lock it, and remove the remains of interrupted writes.
 
         Raises:
             SnapshotError: another run is writing to it, or it cannot be written to.
@@ -84,11 +84,11 @@ class Folder:
         self._last = max((saved.number for saved in saved_in(path)), default=0)
 
     def begin_after(self, number: int) -> None:
-        """Number the next snapshot above ``number``, as other processes do."""
+        """Number the next snapshot above ``number``, like other processes."""
         self._last = max(self._last, number)
 
     def next_path(self, *, updates: int, calls: int) -> Path:
-        """Return the name of the next snapshot, after ``calls`` backward passes of an open window.
+        """Return the path of the next snapshot, after ``calls`` backward passes of an open window.
 
         Raises:
             SnapshotError: the folder was removed or replaced since it was locked.
@@ -117,22 +117,22 @@ class Folder:
 
 
 class _Lock:
-    """A locked file. Closing any other handle of it in this process would end the lock, so it is opened once."""
+    """A locked file, opened only once: closing any other handle of it in this process would end the lock."""
 
     def __init__(self, key: tuple[int, int], descriptor: int) -> None:
         self.key, self.descriptor = key, descriptor
         self.release = finalize(self, os.close, descriptor)
-        """Unlocks; so does the end of the object, and of the process."""
+        """Unlocks; so does the end of the object or of the process."""
 
 
-_HERE: WeakValueDictionary[tuple[int, int], _Lock] = WeakValueDictionary()
+_LOCKED: WeakValueDictionary[tuple[int, int], _Lock] = WeakValueDictionary()
 """The folders that this process has locked, by device and inode."""
 
 
 def _locked(path: Path) -> _Lock:
     found = path.stat()
     key = (found.st_dev, found.st_ino)
-    held = _HERE.get(key)
+    held = _LOCKED.get(key)
     if held is not None and held.release.alive:
         raise _taken(path, "another session of this process")
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -146,7 +146,7 @@ def _locked(path: Path) -> _Lock:
     text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(sys.argv)[:1000]})
     os.ftruncate(descriptor, 0)
     os.write(descriptor, text.encode())
-    lock = _HERE[key] = _Lock(key, descriptor)
+    lock = _LOCKED[key] = _Lock(key, descriptor)
     return lock
 
 

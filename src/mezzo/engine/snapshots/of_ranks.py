@@ -1,7 +1,7 @@
-"""A session's snapshots in several processes: one file a process in folders of their own, which any number of processes can load.
+"""A session's snapshots in several processes: each process saves to its own folder, and any number of processes can load them.
 
-``rank-0-of-2/000007-update-00001200.safetensors``. A snapshot is whole if every process has it. Of tensors that all processes have, the
-first saves the only copy; of tensors that they share, each saves its shard. Generators and the place in the data are each process's own.
+``rank-0-of-2/000007-update-00001200.safetensors``. A snapshot is whole if every process has it. Only the first process saves tensors
+that are equal in all processes; each saves its own shards, random generators and position in the data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class OfAll(NamedTuple):
 
 
 def folder_of(folder: Path, rank: int, size: int) -> Path:
-    """Return the folder that one of several processes saves to; of the only one, ``folder`` itself."""
+    """Return the folder that one of several processes saves to; for a single process, ``folder`` itself."""
     return folder if size == 1 else folder / f"rank-{rank}-of-{size}"
 
 
@@ -50,13 +50,13 @@ def whole_ones(folder: Path) -> list[OfAll]:
 
 
 def last_number(folder: Path) -> int:
-    """Return the largest number of any snapshot in ``folder``, whoever has it."""
+    """Return the largest number of any snapshot in ``folder``, of any process."""
     folders = [folder, *(folder_of(folder, rank, size) for size in _sizes(folder) for rank in range(size))]
     return max((one.number for place in folders for one in saved_in(place)), default=0)
 
 
 def part_of(session: Session, contents: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return what one process saves: of models and optimizers that are the same in all, the first process's are enough."""
+    """Return the contents that one process saves: only the first saves models and optimizers that are equal in all."""
     contents = {**contents, "sharded": session.processes.sharded}
     if rank == 0 or session.processes.sharded:
         return contents
@@ -69,7 +69,7 @@ def part_of(session: Session, contents: dict[str, Any], rank: int) -> dict[str, 
 
 
 def read_together(one: OfAll, rank: int, size: int) -> Any:
-    """Return the contents for one of ``size`` processes of a snapshot that as many saved, or another number.
+    """Return the contents for one of ``size`` processes; as many processes, or another number, saved the snapshot.
 
     Raises:
         SnapshotError: a file is not whole, or it was saved inside a window by another number of processes.

@@ -1,10 +1,10 @@
-"""Where a training is in its data: which pass over a loader, how many batches of it were delivered, and how it was shuffled.
+"""The position of a training in its data: the pass over a loader, its delivered batches, and its shuffling.
 
-The order of a pass follows from the random generators at its begin. So these are kept, and a resumed pass begins from them, leaves
-out the batches that were delivered, and continues with the generators of the moment of the save.
+The order of a pass follows from the random generators at its beginning. So these are kept: a resumed pass begins with them, skips the
+batches that were delivered, and continues with the generators of the save.
 
-Batches of a ``DataLoader`` without workers over an indexed data set are left out by their indices, without loading them. Otherwise they
-are loaded and dropped: generators of workers, and of a data set that is a stream, have to get to the same place.
+Batches of a ``DataLoader`` without workers over an indexed data set are skipped by their indices, without loading them. Others are loaded
+and dropped: the generators of workers, and of a data set that is a stream, must advance to the same position.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Position:
 
     def __init__(self) -> None:
         self.epoch = 0
-        """Passes that are finished."""
+        """Number of finished passes."""
         self._batch = 0
         self._began: dict[str, Any] | None = None
         """The generators when the open pass began; None between two passes."""
         self._own: list[torch.Generator] = []
         """The generators of the last loader and its samplers."""
         self._after: list[Any] = []
-        """Their states to continue with where the save was between two passes."""
+        """Their states to continue with, if the save was between two passes."""
         self._resumes: dict[str, Any] | None = None
-        """The generators to continue with once the next pass is where the save was."""
+        """The generators to continue with once the next pass has reached the position of the save."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
@@ -49,7 +49,7 @@ class Position:
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of one pass, or the rest of the pass that was open when the position was saved.
 
-        A pass that was left by ``break`` is finished when the next one begins.
+        A pass that ended with ``break`` counts as finished when the next one begins.
 
         Raises:
             SessionError: ``loader`` is an iterator, which cannot begin a pass again, or has fewer batches than were delivered.
@@ -99,11 +99,11 @@ class Position:
 
 
 def leave_out(iterator: Any, count: int, *, following: Callable[[Any], Any] = next) -> int:
-    """Advance ``iterator`` by ``count`` batches, without loading them where that is the same; return how many there were.
+    """Advance ``iterator`` by ``count`` batches, if possible without loading them; return how many it had.
 
     Args:
-        iterator: of a loader.
-        count: how many to leave out.
+        iterator: an iterator of a loader.
+        count: the number of batches to skip.
         following: returns the iterator's next batch.
     """
     indexed = type(getattr(iterator, "_dataset_fetcher", None)).__name__ == "_MapDatasetFetcher"
@@ -120,7 +120,7 @@ def leave_out(iterator: Any, count: int, *, following: Callable[[Any], Any] = ne
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """Return the generators of a loader and its samplers, each once; the loader of its own seeds apart from torch's default."""
+    """Return the generators of a loader and its samplers, each once; without torch's default generator."""
     held: list[Any] = [loader] if isinstance(loader, DataLoader) else []
     for name in ("sampler", "batch_sampler"):
         held.append(getattr(loader, name, None))

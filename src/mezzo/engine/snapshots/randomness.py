@@ -1,4 +1,4 @@
-"""The states of all random number generators that a training usually draws from: Python's, NumPy's, torch's on every device."""
+"""The states of the random number generators that a training usually uses: Python's, NumPy's, torch's on every device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states; of devices only those that are in use."""
+    """Return the states, for devices only those in use."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -22,7 +22,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Continue from ``states``; a device that is not there any more is left out, and so is one that was not there before."""
+    """Restore ``states``, except those of devices whose number has changed."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
@@ -33,6 +33,6 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def _devices() -> dict[str, Any]:
-    """Return torch's modules of the accelerators whose generators this process has begun to use."""
+    """Return torch's modules of the accelerators that this process has initialized."""
     found = {name: getattr(torch, name, None) for name in ("cuda", "xpu")}
     return {name: device for name, device in found.items() if device is not None and device.is_initialized()}

@@ -1,4 +1,4 @@
-"""The methods of a session that save it and bring it back: state dicts, snapshots, the position in the data."""
+"""The methods of a session that save and restore it: state dicts, snapshots, the position in the data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mezzo.engine.agreement import Agreement
 from mezzo.engine.snapshots.background import Copies, Saving
-from mezzo.engine.snapshots.choosing import Refused, load_first
+from mezzo.engine.snapshots.choosing import RefusedSnapshot, load_first
 from mezzo.engine.snapshots.contents import contents_of, set_contents
 from mezzo.engine.snapshots.folder import Folder
 from mezzo.engine.snapshots.of_ranks import OfAll, folder_of, last_number, part_of, read_together, whole_ones
@@ -32,13 +32,13 @@ class Loaded(NamedTuple):
     updates: int
     """Updates made before it was saved."""
     extra: Any
-    """What was passed as ``extra`` to ``save``."""
-    refused: list[Refused]
+    """The ``extra`` that was passed to ``save``."""
+    refused: list[RefusedSnapshot]
     """Newer ones in the folder, each with the reason why it was not loaded."""
 
 
 class Snapshots:
-    """The snapshots that one session writes: its folder, its copy of the state, and the save that is under way."""
+    """The snapshots that one session writes: its folder, its copy of the state, and the save in progress."""
 
     def __init__(self) -> None:
         self.folder: Folder | None = None
@@ -50,13 +50,13 @@ class Snapshots:
         self._calls = 0
 
     def together(self, session: Session) -> Agreement | None:
-        """Return how this process agrees with others that train the same model; None for the only one."""
+        """Return the agreement with the other processes that train the same model; None if there are none."""
         if self._together is None and session.processes.several:
             self._together = Agreement(within=session.processes.group)
         return self._together
 
     def due(self, every_s: float | None, together: Agreement | None) -> bool:
-        """Return whether ``every_s`` seconds have passed since the last save, or a process was asked to end; the same in all."""
+        """Return whether ``every_s`` seconds have passed since the last save, or a process was asked to end; all return the same."""
         self._calls += 1
         if every_s is None:
             return True
@@ -70,7 +70,7 @@ class Snapshots:
         return due
 
     def begin(self, path: Path) -> Folder:
-        """Wait for the save that is under way, and return the folder, locked.
+        """Wait for the save in progress, and return the locked folder.
 
         Raises:
             SnapshotError: that save failed, or the folder cannot be used.
@@ -86,14 +86,14 @@ class Snapshots:
 
 
 class _Notice:
-    """SIGTERM, as a scheduler sends it some seconds before it ends a process."""
+    """SIGTERM, which a cluster's scheduler sends some seconds before it ends a process."""
 
     def __init__(self) -> None:
         self.given = False
         self._listens = False
 
     def listen(self) -> None:
-        """Note SIGTERM from now on, unless the script has a handler of its own."""
+        """Handle SIGTERM from now on, unless the script has its own handler."""
         if self._listens or threading.current_thread() is not threading.main_thread():
             return
         self._listens = True
@@ -105,7 +105,7 @@ class _Notice:
 
 
 class Resumable:
-    """What a session inherits: saving and loading."""
+    """The saving and loading of a session."""
 
     _position: Position
     _snapshots: Snapshots
@@ -150,11 +150,11 @@ class Resumable:
         keep: int = 3,
         extra: Any = None,
     ) -> Saving | None:
-        """Write a snapshot in the background; call it after ``step``, as its last batch counts as trained on.
+        """Write a snapshot in the background; call it after ``step``: the last batch counts as trained on.
 
         Args:
-            folder: where snapshots lie; made if it is not there, and locked until this process ends.
-            every_s: save only if so many seconds have passed since the last save. After SIGTERM the next call saves and ends the process
+            folder: the folder of the snapshots; created if it is missing, and locked until this process ends.
+            every_s: save only if this many seconds have passed since the last save. After SIGTERM the next call saves and ends the process
                 with exit code 143.
             keep: how many snapshots to keep; older ones are deleted once the new one is whole.
             extra: numbers, texts and tensors of your own, which ``load`` returns.
@@ -163,13 +163,13 @@ class Resumable:
             The save, whose ``wait()`` returns when it is on the disk; None if none was due.
 
         Raises:
-            SnapshotError: the last save failed, the folder cannot be used, or the state holds what cannot be saved.
+            SnapshotError: the last save failed, the folder cannot be used, or the state contains a value that cannot be saved.
         """
         root, own = Path(folder), self._snapshots
         together = own.together(self)
         if not own.due(every_s, together):
             return None
-        if not isinstance(keep, int) or keep < 1:
+        if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
             raise SnapshotError(f"keep={keep!r}; allowed: a whole number of 1 or more", hint="leave keep out for 3")
         rank, size = (0, 1) if together is None else (together.rank, together.size)
         self._schedules.settle()
@@ -190,7 +190,7 @@ class Resumable:
             raise error
         into.begin_after(number)
         path = into.next_path(updates=self._progress.windows, calls=self._window.calls)
-        # A process that is killed while it saves has only the one before: the others keep that as well.
+        # A process that is killed while it saves has only the snapshot before: so the others keep that one, too.
         own.saving = Saving(path, tree, own.copies.of(tensors), lambda: into.prune(keep + (size > 1)))
         own.last_s = time.monotonic()
         if own.notice.given and every_s is not None:
@@ -199,14 +199,14 @@ class Resumable:
         return own.saving
 
     def load(self: Session, path: Path | str, *, must_exist: bool = True) -> Loaded | None:  # type: ignore[misc]
-        """Continue from a snapshot: bit for bit the run that saved it, if this session and its data are built alike.
+        """Continue from a snapshot: bit for bit like the run that saved it, if this session and its data are built alike.
 
         Args:
-            path: a snapshot, or a folder, whose newest whole one is taken; a warning names those that were refused.
-            must_exist: whether a folder without any snapshot is an error; if not, None is returned.
+            path: a snapshot, or a folder, whose newest whole snapshot is loaded; a warning names those that were refused.
+            must_exist: whether a folder without any snapshot is an error; otherwise None is returned.
 
         Raises:
-            SnapshotError: there is none, or none can be loaded; the session is as it was.
+            SnapshotError: there is none, or none can be loaded; the session is unchanged.
         """
         path = Path(path)
         together = self._snapshots.together(self)

@@ -1,6 +1,6 @@
-"""Tensors that several processes share, in snapshots: each process saves its shard and says where it lies in the whole.
+"""Sharded tensors in snapshots: each process saves its shard and the shard's position in the whole tensor.
 
-The same number of processes takes its shards up as they are. Any other puts the whole together from all files and takes its part of it.
+The same number of processes loads the shards as they are. Any other number assembles the whole tensors from all files and shards them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ class Shard(NamedTuple):
 
     part: Tensor
     shape: tuple[int, ...]
-    """Of the whole."""
+    """The shape of the whole tensor."""
     at: tuple[int, ...]
-    """Where the part begins in it."""
+    """The part's first index in the whole tensor."""
 
 
 def shard_of(tensor: Any) -> Shard:
-    """Return this process's part of a tensor that several share."""
+    """Return this process's part of a sharded tensor."""
     return Shard(local(tensor).detach(), tuple(tensor.shape), _begin(tensor))
 
 
 def placed(value: Any, like: Any) -> Any:
-    """Return a saved shard or whole tensor as one that is shared as ``like`` is; what is not of its shape as it is.
+    """Return a saved shard or whole tensor, sharded like ``like``; a value of another shape as it is.
 
     Raises:
-        SnapshotError: the shard is of another division among processes.
+        SnapshotError: the shard belongs to another division among processes.
     """
     if isinstance(value, Shard):
         here = local(like) if isinstance(like, Tensor) and is_shared(like) else None
@@ -54,13 +54,13 @@ def placed(value: Any, like: Any) -> Any:
 
 
 def placed_model(saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return a model's saved state, each tensor shared as the model's own."""
+    """Return a model's saved state, each tensor sharded like the model's own."""
     own = model.state_dict()
     return {name: placed(value, own.get(name)) for name, value in saved.items()}
 
 
 def placed_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's saved state, each tensor shared as its parameter."""
+    """Return an optimizer's saved state, each tensor sharded like its parameter."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     held = dict(zip(numbers, trained_by([optimizer]), strict=False))
     state = {
@@ -71,7 +71,7 @@ def placed_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer)
 
 
 def whole(parts: Sequence[Any]) -> Any:
-    """Return one state from those of all processes, with whole tensors in place of shards; other values are the first one's."""
+    """Return one state from those of all processes, with whole tensors instead of shards; other values are the first process's."""
     first = parts[0]
     if isinstance(first, Shard):
         full = torch.empty(first.shape, dtype=first.part.dtype)

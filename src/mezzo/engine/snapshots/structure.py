@@ -1,6 +1,6 @@
-"""A state as JSON and tensors: nested dicts, lists, tuples and numbers on one side, named tensors on the other.
+"""Convert a state to JSON and named tensors, and back.
 
-Only types of this file come back. A file can name no other, so reading one runs no code, whoever wrote it.
+Only the types that this file knows are restored. A file cannot name any other, so reading one runs no code, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from mezzo.errors import SnapshotError
 _DICTS: dict[str, Callable[[Any], Any]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
 _PLAIN = (bool, int, float, str, type(None))
 MARK = "$"
-"""The key under which JSON keeps the type of what it has no notation for."""
+"""The JSON key for the type of a value that JSON has no notation for."""
 ALLOWED = "numbers, texts, bytes, None, tensors, NumPy arrays, and dicts, lists, tuples and sets of these"
 
 
 def take_apart(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return ``state`` as a JSON value, and its tensors by their places in it; a tensor that occurs twice is named once.
+    """Return ``state`` as a JSON value, and its tensors by their paths in it; a tensor that occurs twice has one name.
 
     The tensors are those of ``state`` themselves: copy them before training continues.
 
     Raises:
-        SnapshotError: it holds a value of a type that cannot be saved.
+        SnapshotError: it contains a value of a type that cannot be saved.
     """
     parts = _Parts()
     return parts.written(state, ""), parts.tensors
 
 
 def put_together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state that ``take_apart`` was given.
+    """Return the state from the results of ``take_apart``.
 
     Raises:
-        ValueError: ``tree`` is not what ``take_apart`` returns, or names a tensor that there is not.
+        ValueError: ``tree`` is not a result of ``take_apart``, or names a missing tensor.
     """
     if isinstance(tree, list):
         return [put_together(item, tensors) for item in tree]
@@ -87,7 +87,7 @@ def _arranged(tensor: Tensor, order: Any) -> Tensor:
 
 
 def _order(tensor: Tensor) -> list[int] | None:
-    """Return the order in which a tensor's dimensions lie in memory; None if that is the usual one, or has gaps."""
+    """Return the order of a tensor's dimensions in memory; None if it is the usual one, or if the tensor has gaps."""
     order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride()[dim], dim))
     usual = tensor.is_contiguous() or not tensor.permute(order).is_contiguous()
     return None if usual else order
@@ -101,7 +101,7 @@ class _Parts:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def written(self, value: Any, place: str) -> Any:
-        """Return ``value`` as a JSON value; ``place`` is where it lies in the state."""
+        """Return ``value`` as a JSON value; ``place`` is its path in the state."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, Tensor):

@@ -80,7 +80,7 @@ def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patch
 
 
 def observed_keras(run: KerasRun, settings: AnySettings, backend: str) -> ObservedKeras:
-    """Return what an observer knows of a run.
+    """Return the run as PyTorch's observers see it.
 
     Raises:
         ScriptError: the backend is not PyTorch.
@@ -148,7 +148,7 @@ class KerasTraining(WithoutPyTorch):
         self._run.steps.reports.begin(report, every_s=every_s)
 
     def close_update(self) -> None:
-        """Read the steps not read yet, and close the one that an observer still has open."""
+        """Close the step that an observer still has open, and read the remaining steps."""
         if self._run.observed is not None:
             self._run.observed.close_update()
         if self._run.backend is not None:
@@ -160,7 +160,7 @@ class KerasTraining(WithoutPyTorch):
         return self._run.steps.steps(self._run.names)
 
     def memory(self) -> Memory:
-        """Return the bytes of variables, of gradients and of what the forward pass keeps; a GPU's peaks are not read."""
+        """Return the bytes of variables, gradients and activations; a GPU's peaks are not read."""
         run = self._run
         trained = {id(v) for v in run.variables.values()}
         state = {id(v): v for o in run.optimizers.values() for v in o.variables if id(v) not in trained}
@@ -172,7 +172,7 @@ class KerasTraining(WithoutPyTorch):
         )
 
     def effective(self) -> Effective:
-        """Return what really ran in which format."""
+        """Return the formats that products really ran in."""
         return self._run.effective()
 
     def explanation(self) -> list[Reason]:

@@ -1,7 +1,7 @@
-"""FP16 products of Keras on PyTorch on a CPU, as observers are to see them: as products in FP16.
+"""FP16 products of Keras on PyTorch on a CPU, recorded by observers as products in FP16.
 
-There Keras casts FP16 operands to FP32, multiplies, and casts back: what a 16-bit unit computes. ``mezzo.engine.emulation`` gives the same
-numbers, forward and backward, and says which format and which operation they stand for.
+There Keras casts FP16 operands to FP32, multiplies, and casts back, with the result of a 16-bit unit. ``mezzo.engine.emulation`` computes
+the same numbers, forward and backward, and names the format and the operation that it emulates.
 """
 
 from __future__ import annotations

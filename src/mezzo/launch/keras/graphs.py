@@ -29,7 +29,7 @@ _LOOPS = {"While", "StatelessWhile"}
 _STATED = {"Placeholder": "shape"} | dict.fromkeys(
     ("IteratorGetNext", "OptionalGetValue", "If", "StatelessIf", "While", "StatelessWhile"), "output_shapes"
 )
-"""Operations that have the shapes of their results in an attribute of this name."""
+"""The attribute of each operation that states the shapes of its results."""
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 _WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
 """Operations on variables with a result, and the name prefixes of those without one."""
@@ -38,7 +38,7 @@ _TRACED = "_output_shapes"
 
 
 @dataclass
-class Counted:
+class GraphCounts:
     """The counts of a graph."""
 
     flops: Counter[str] = field(default_factory=Counter)
@@ -70,9 +70,9 @@ def is_within(graph: Any, ancestor: Any) -> bool:
     return False
 
 
-def count(graph: Any, *, batch: int | None) -> Counted:
+def count(graph: Any, *, batch: int | None) -> GraphCounts:
     """Return the products in a function's graph at a batch size, None if it is unknown."""
-    found = Counted()
+    found = GraphCounts()
     definition = graph.as_graph_def(add_shapes=True)
     library = {f.signature.name: f for f in definition.library.function}
     live = _live(definition.node, [t.name for t in graph.outputs])
@@ -80,7 +80,7 @@ def count(graph: Any, *, batch: int | None) -> Counted:
     return found
 
 
-def _read_again(definition: Any, batch: int | None, found: Counted) -> Any:
+def _read_again(definition: Any, batch: int | None, found: GraphCounts) -> Any:
     """Return the graph of a definition, with all sizes that follow from the batch size."""
     _fill(definition.node, batch, found.variables)
     graph = tf.Graph()
@@ -118,7 +118,7 @@ def _replace(node: Any, op: str) -> None:
 
 
 def _live(nodes: Any, results: Iterable[str]) -> set[str]:
-    """Return the names of the nodes that run: those behind a result, or behind an operation with a side effect.
+    """Return the names of the nodes that run: those that a result, or an operation with a side effect, depends on.
 
     The tape adds the gradient of a convolution's input even if nothing uses it.
     """
@@ -139,7 +139,7 @@ def _node_of(tensor: str) -> str:
     return tensor.lstrip("^").split(":")[0]
 
 
-def _walk(graph: Any, live: set[str], library: dict[str, Any], batch: int | None, found: Counted) -> None:
+def _walk(graph: Any, live: set[str], library: dict[str, Any], batch: int | None, found: GraphCounts) -> None:
     operations = [op for op in graph.get_operations() if op.name in live]
     for op in operations:
         if op.type in PRODUCTS:
@@ -153,7 +153,7 @@ def _walk(graph: Any, live: set[str], library: dict[str, Any], batch: int | None
     found.activations_bytes += sum(map(_bytes, _kept(operations, found.variables)))
 
 
-def _add(op: Any, found: Counted) -> None:
+def _add(op: Any, found: GraphCounts) -> None:
     inputs, outputs = ([_sizes(t) for t in tensors] for tensors in (op.inputs, op.outputs))
     operand = next((t.dtype.name for t in op.inputs if t.dtype.is_floating), None)
     if operand is None:
@@ -174,7 +174,7 @@ def _called(op: Any) -> Iterator[str]:
                 yield function.name
 
 
-def _body(definition: Any, op: Any, batch: int | None, found: Counted) -> Any:
+def _body(definition: Any, op: Any, batch: int | None, found: GraphCounts) -> Any:
     """Return the graph of a function that an operation calls, with the sizes of its arguments."""
     num = len(definition.signature.input_arg)
     given = list(op.inputs)[-num:] if num else []  # the first input of a branch is its condition

@@ -1,7 +1,7 @@
 """Count the products in a traced step of JAX, from its jaxpr: forward, backward, and in called functions.
 
 As in ``measure.flops``, a product counts as two operations. Both sides of a branch count, a scan's body as often as it runs, and a
-loop of unknown length once. A convolution is told from its gradients by Keras' order of dimensions.
+loop of unknown length once. Keras' order of dimensions distinguishes a convolution from its gradients.
 """
 
 from __future__ import annotations

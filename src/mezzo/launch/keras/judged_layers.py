@@ -1,4 +1,4 @@
-"""Which values of a Keras model in FP32 a policy would lower: what a layer returns, unless the script sets that layer's dtype."""
+"""The values of a Keras model in FP32 that a policy would lower: the outputs of all layers whose dtype the script leaves open."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class JudgedLayers:
         Args:
             policy: the policy.
             own_dtypes: the layers whose dtype the script sets.
-            tree: gives the layers of a model.
+            tree: names the layers of a model.
             roots: the models.
         """
         self._lowers, self._own_dtypes, self._tree, self._roots = policy.lowers, own_dtypes, tree, roots

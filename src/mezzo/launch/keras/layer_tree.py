@@ -1,4 +1,4 @@
-"""The layers of Keras models on PyTorch as observers name them: by their own names in Keras, below the model that holds them."""
+"""Paths of the layers of Keras models on PyTorch for observers: the layers' own names in Keras, below the outermost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Give Keras' layers a policy's dtype policy when they are constructed, and FP32 to those that the policy names.
+"""Set the dtype policy of Keras' layers when they are constructed, and keep the layers in FP32 that the policy names.
 
 A layer whose dtype the script leaves open gets the policy's, and so does one with a mixed dtype policy of Keras: the policy
 replaces the script's own mixed precision. A plain dtype that the script sets
@@ -49,7 +49,7 @@ class Layers:
         patches.wrap(keras.Layer, "__call__", self._call)
 
     def check_patterns(self) -> None:
-        """Raise if a pattern of the policy has matched no layer by the time of the first update."""
+        """Raise if a pattern of the policy has matched no layer before the first update."""
         if self._unmatched:
             from mezzo.engine.conversion import no_such_module
 

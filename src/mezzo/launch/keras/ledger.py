@@ -1,4 +1,4 @@
-"""Variables into which a TensorFlow graph writes its steps: one row per step, read when Python runs again."""
+"""Variables to which a TensorFlow graph writes its steps: one row per step, read when Python runs again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A Keras script on PyTorch, as observers of PyTorch know a run.
+"""A Keras script on PyTorch, as a run for PyTorch's observers.
 
-Layers are modules of PyTorch there, but Keras calls them by itself, and its optimizers are not PyTorch's. So calls of layers and
-updates run the global hooks that PyTorch would run, and an update gives them the variables as an optimizer's parameters.
+Layers are modules of PyTorch there, but Keras calls them itself, and its optimizers are not PyTorch's. So calls of layers and
+updates run the global hooks that PyTorch would run, and an update passes them the variables as an optimizer's parameters.
 A step is open until the next backward pass begins, as in a script of PyTorch's own.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.engine.scaling import NoScale, Scale
 from mezzo.launch.keras.fp16_products import name_products
@@ -51,10 +51,9 @@ class Depth(threading.local):
 
 
 class UpdatedVariables:
-    """A Keras optimizer, as PyTorch's optimizer hooks know one."""
+    """The variables of a Keras optimizer, in the shape of an optimizer of PyTorch's for its hooks."""
 
-    def __init__(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        self.optimizer = optimizer
+    def __init__(self, variables: Sequence[Any]) -> None:
         self.param_groups = [{"params": [v.value for v in variables if isinstance(v.value, nn.Parameter)]}]
 
     @property
@@ -144,7 +143,7 @@ class ObservedKeras:
         return call
 
     def _record_root(self, layer: Any) -> None:
-        if self.in_backward:  # a layer on a bench
+        if self.in_backward:  # a layer that an observer runs on its own
             return
         self.roots[layer] = None
         if self.device_type is None:
@@ -160,11 +159,11 @@ class ObservedKeras:
             self.observer.scaler_met(scaler)
 
     def backward_begins(self, losses: Sequence[Tensor], *, scaled: bool) -> None:
-        """Record a backward pass from losses, whose true values are given.
+        """Record a backward pass.
 
         Args:
-            losses: without the loss scale.
-            scaled: whether the parameters' gradients will have the loss scale in them.
+            losses: their values without the loss scale.
+            scaled: whether the parameters' gradients will include the loss scale.
         """
         self.close_update()
         self.observer.backward_begins()
@@ -181,7 +180,7 @@ class ObservedKeras:
     # --- updates ---------------------------------------------------------------------------------------------------------------
 
     def update(self, apply: Call, inner: Any, grads: Sequence[Any], variables: Any, *, norm: Any) -> Any:
-        """Apply gradients, with PyTorch's optimizer hooks around it; skip what a hook leaves no gradients for.
+        """Apply gradients with PyTorch's optimizer hooks around it; skip the update if a hook has removed the gradients.
 
         Args:
             apply: of the optimizer, or of the LossScaleOptimizer around it.
@@ -190,7 +189,7 @@ class ObservedKeras:
             variables: None for the optimizer's own.
             norm: of the unscaled gradients.
         """
-        updated = UpdatedVariables(inner, variables or inner._trainable_variables)
+        updated = UpdatedVariables(variables or inner._trainable_variables)
         self._optimizers[id(inner)] = updated
         self.recorder.norm(norm)
         self.skips = overflowed = self.script_scaler is not None and not math.isfinite(float(norm))
@@ -205,7 +204,7 @@ class ObservedKeras:
                 result = apply(grads, variables)
             elif overflowed:
                 self.script_scaler.back_off()
-            else:  # held back by the observer: Keras' schedules still count it
+            else:  # the observer skips it, and Keras' schedules still count it
                 inner.iterations.assign_add(1)
         finally:
             for hook in tuple(optimizer_hooks._global_optimizer_post_hooks.values()):
@@ -217,11 +216,11 @@ class ObservedKeras:
         return result
 
     def step_made(self, *, skipped: bool, scale: float | None) -> None:
-        """Record that the open step has its update; it closes when the next backward pass begins."""
+        """Record the update of the open step, which closes when the next backward pass begins."""
         self._pending = skipped, scale
 
     def close_update(self) -> None:
-        """Close the step that has its update, if there is one."""
+        """Close the open step if it has made its update."""
         if self._pending is None:
             return
         (skipped, scale), self._pending = self._pending, None
@@ -236,7 +235,7 @@ def unobserved() -> AbstractContextManager[Any]:
 
 
 def _unseen(original: Call, *args: Any, **kwargs: Any) -> Any:
-    """Infer shapes, which runs layers on invented values, out of every observer's sight."""
+    """Infer shapes, for which Keras runs layers on made-up values, without any observer."""
     with unobserved():
         return original(*args, **kwargs)
 
@@ -252,16 +251,13 @@ def _with_hooks(original: Call, layer: Any, args: Any, kwargs: Any, returned: to
             torch_hooks._global_forward_hooks[number](layer, args, None)
         raise
     if returned is not None:
-        output = _mapped(lambda t: t.to(returned) if t.is_floating_point() else t, output)
+        cast = tree_map_only(Tensor, lambda t: t.to(returned) if t.is_floating_point() else t, output)
+        output = _with_masks(output, cast)
     for number, hook in tuple(torch_hooks._global_forward_hooks.items()):
         takes_names = number in torch_hooks._global_forward_hooks_with_kwargs
         changed = hook(layer, args, kwargs, output) if takes_names else hook(layer, args, output)
         output = output if changed is None else _with_masks(output, changed)
     return output
-
-
-def _mapped(change: Callable[[Tensor], Tensor], output: Any) -> Any:
-    return _with_masks(output, torch.utils._pytree.tree_map_only(Tensor, change, output))
 
 
 def _with_masks(output: Any, changed: Any) -> Any:

@@ -1,7 +1,7 @@
 """Keras on JAX: backward passes are ``jax.value_and_grad``, updates ``stateless_apply``, and both run in traced steps.
 
-A traced step runs as Python only once, so a callback in it hands each step's numbers to Python. ``fit`` waits for the callback after every
-call of its train function, as it would to read the loss; a script's own jitted step is not waited for.
+A traced step runs as Python only once, so a callback in it passes each step's numbers to Python. ``fit`` waits for the callback after every
+call of its train function, as it would to read the loss; a script's own jitted step does not wait.
 
 A step has no state of its own: an optimizer's variables, its loss scale among them, go in and come out as values. So the scale of
 a policy is set in the ``LossScaleOptimizer`` that ``compile`` wraps around the optimizer, or that the script has, and no two share one.
@@ -39,12 +39,12 @@ class JaxBackend(Backend):
     def __init__(self, run: KerasRun) -> None:
         self._run = run
         self._values: list[Any] = []
-        """The losses of the step being traced, values of functions that were differentiated; and whether each is scaled."""
+        """The losses of the step being traced, each with whether it is scaled: the values of differentiated functions."""
         self._patches: Patches | None = None
         self._counting: set[type] = set()
         """The classes of models whose training step is wrapped, to count it."""
         self._error: MezzoError | None = None
-        """What a callback would have raised."""
+        """The error that a callback could not raise."""
         self.name = f"jax {jax.__version__}"
 
     def install(self, patches: Patches) -> None:
@@ -77,9 +77,9 @@ class JaxBackend(Backend):
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
         """Record an update, in the step being traced or at once."""
         loss, self._values = _sum([value for value, _ in self._values]), []
-        numbers = [loss, norm, math.nan if scale is None else scale, before, after]
         close = functools.partial(self._close, accumulates=accumulates, owner=owner)
-        jax.debug.callback(close, *numbers, ordered=jax.device_count() == 1)
+        shown = math.nan if scale is None else scale
+        jax.debug.callback(close, loss, norm, shown, before, after, ordered=jax.device_count() == 1)
 
     def collect(self) -> None:
         """Wait for the callbacks of the steps made so far.
@@ -140,7 +140,8 @@ class JaxBackend(Backend):
         place = {id(variable): k for k, variable in enumerate(variables)}
         count, scale = place[id(inner._iterations)], None if inner is optimizer else place[id(optimizer.dynamic_scale)]
         given = None if scale is None else held[scale]
-        self._values = [(_unscaled(value, given) if scaled else value, False) for value, scaled in self._values]
+        if given is not None:
+            self._values = [(value / given if scaled else value, False) for value, scaled in self._values]
         norm = self.norm(grads, scale=given)
         made, after = original(optimizer, held, grads, trained)
         if scale is not None and run.policy is not None:
@@ -155,7 +156,9 @@ class JaxBackend(Backend):
             accumulates=getattr(inner, "gradient_accumulation_steps", None) or 1,
             owner=run.owner(inner._trainable_variables),
         )
-        run.weigh(optimizer, inner._trainable_variables, sum(g.size * g.dtype.itemsize for g in grads if g is not None))
+        run.record_bytes(
+            optimizer, inner._trainable_variables, sum(g.size * g.dtype.itemsize for g in grads if g is not None)
+        )
         return made, after
 
     def _bounded(self, scale: Any) -> Any:
@@ -169,7 +172,7 @@ class JaxBackend(Backend):
     def _close(
         self, loss: Any, norm: Any, scale: Any, before: Any, after: Any, *, accumulates: int, owner: int
     ) -> None:
-        """Close a step, unless its gradients are still accumulating. Runs in a thread of JAX, where nothing may be raised."""
+        """Close a step, unless its gradients are still accumulating. It runs in a thread of JAX and must not raise."""
         skipped = int(after) == int(before)
         if int(after) % accumulates and not skipped:
             return
@@ -222,10 +225,6 @@ class JaxBackend(Backend):
         tf32 = self.device_type() == "cuda" and jax.config.jax_default_matmul_precision != _PRECISION[False]
         run.flops = by_format(found, tf32=tf32)
         run.counted_on_step = 1 if run.flops else None
-
-
-def _unscaled(loss: Any, scale: Any) -> Any:
-    return loss if scale is None else loss / scale
 
 
 def _sum(losses: Sequence[Any]) -> Any:

@@ -66,7 +66,7 @@ class TensorFlowBackend(Backend):
         return scope
 
     def layer_called(self, inputs: Any) -> None:
-        """Record an input, whose first dimension is the batch size."""
+        """Keep the first input: its first dimension is the batch size."""
         found = next((x for x in tf.nest.flatten(inputs) if isinstance(x, tf.Tensor) and x.shape.rank), None)
         self._input = self._input if found is None else found
 
@@ -135,12 +135,13 @@ class TensorFlowBackend(Backend):
         losses = tf.nest.flatten(target)
         origins = [run.unscaled(loss) for loss in losses]
         run.has_backward = True
-        self._ledger.loss([o if o is not None else t for o, t in zip(origins, losses, strict=True)])
+        given = [None] * len(losses) if output_gradients is None else tf.nest.flatten(output_gradients)
+        true = [o if o is not None else t for o, t in zip(origins, losses, strict=True)]
+        self._ledger.loss([_times(loss, seed) for loss, seed in zip(true, given, strict=False)])
         run.is_unscaled = run.scales and all(o is None for o in origins)
         if not run.is_unscaled:
             return original(tape, target, sources, output_gradients, *args, **kwargs)
         scale = self.read(run.scale)
-        given = [None] * len(losses) if output_gradients is None else tf.nest.flatten(output_gradients)
         seeds = [_seed(loss, seed, scale) for loss, seed in zip(losses, given, strict=True)]
         found = original(tape, losses, sources, seeds, *args, **kwargs)
         return tf.nest.map_structure(lambda g: None if g is None else _divided(g, scale), found)
@@ -198,8 +199,7 @@ class TensorFlowBackend(Backend):
 
     def _stop_counting(self) -> None:
         if self._counting is not None and not self._counted:
-            self._counted = True
-            _op_callbacks.remove_op_callback(self._see)
+            self.finish()
             self._run.flops = self._labelled(self._counting)
             self._run.counted_on_step = len(self._run.steps) if self._run.flops else None
             why = "what TensorFlow's tape keeps outside traced functions is not visible"
@@ -225,7 +225,13 @@ def _is_variable(source: Any) -> bool:
 
 
 def _seed(loss: Any, given: Any, scale: Any) -> Any:
-    return (tf.ones_like(loss) if given is None else given) * tf.cast(scale, loss.dtype)
+    # Cast, because the policy may have made the loss FP16.
+    start = tf.ones_like(loss) if given is None else tf.cast(given, loss.dtype)
+    return start * tf.cast(scale, loss.dtype)
+
+
+def _times(loss: Any, given: Any) -> Any:
+    return loss if given is None else loss * tf.cast(given, loss.dtype)
 
 
 def _divided(gradient: Any, scale: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Keras on PyTorch: backward passes are ``torch.autograd.backward``, everything runs eagerly.
+"""Keras on PyTorch: backward passes are ``torch.autograd.backward``, and everything runs eagerly.
 
 One step, the second, is counted by ``measure.flops`` and ``measure.memory`` as in a script of PyTorch's own.
 """
@@ -18,6 +18,7 @@ from mezzo.formats import FP16, FP32
 from mezzo.launch.keras.scales import PolicyScale
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.patches import Patches
+from mezzo.launch.torch.passed import given_gradients, listed, reusable
 from mezzo.launch.torch.tf32_switches import keep_fp32_products
 from mezzo.measure.flops import FlopCounter
 from mezzo.measure.memory import SavedTensors
@@ -48,10 +49,9 @@ class TorchBackend(Backend):
         variable = importlib.import_module("keras.src.backend.torch.core").Variable
         if self._run.scales:
             patches.around(variable, "_initialize", self._initialize)
-        run = self._run
-        policy = run.policy
+        policy = self._run.policy
         if policy is not None and not policy.lowers:
-            keep_fp32_products(policy, patches, run.note_left_alone)
+            keep_fp32_products(policy, patches, self._run.note_left_alone)
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
         """Return the norm of all gradients together."""
@@ -80,7 +80,7 @@ class TorchBackend(Backend):
             self._begin_count()
 
     def finish(self) -> None:
-        """End a count that no further step has ended."""
+        """End the count, if one is open."""
         if self._count is not None:
             self._count.close()
             self._count = None
@@ -95,16 +95,20 @@ class TorchBackend(Backend):
         run = self._run
         if run.local.in_apply:
             return original(tensors, grad_tensors, *args, **kwargs)
-        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        tensors, grad_tensors = reusable(tensors), reusable(grad_tensors)
+        losses = listed(tensors)
         origins = [run.unscaled(loss) for loss in losses]
-        given = [o if o is not None else t for o, t in zip(origins, losses, strict=True)]
-        self._losses += [loss.detach().sum() for loss in given]
+        true = [o if o is not None else t for o, t in zip(origins, losses, strict=True)]
+        starts = given_gradients(losses, grad_tensors)
+        # Torch itself refuses gradients of another number.
+        recorded = [_times(loss, start) for loss, start in zip(true, starts, strict=False)]
+        self._losses += recorded
         run.has_backward = True
         if self._count is not None:
             self._saved.backward_begins()
         run.is_unscaled = run.scales and all(o is None for o in origins)
         scaled = any(o is not None for o in origins)
-        with nullcontext() if run.observed is None else self._observed(given, scaled=scaled):
+        with nullcontext() if run.observed is None else self._observed(recorded, scaled=scaled):
             return self._run_engine(original, losses, tensors, grad_tensors, *args, **kwargs)
 
     def _run_engine(
@@ -114,8 +118,7 @@ class TorchBackend(Backend):
         if not self._run.is_unscaled:
             return engine(tensors, given, *args, **kwargs)
         self._divides = self._run.scale.value.detach().clone()
-        seeds = [given] if given is None or isinstance(given, Tensor) else list(given)
-        scaled = [self._seed(t, g) for t, g in zip(losses, [*seeds, *[None] * len(losses)], strict=False)]
+        scaled = [self._seed(t, g) for t, g in zip(losses, given_gradients(losses, given), strict=False)]
         try:
             return engine(losses, scaled, *args, **kwargs)
         finally:
@@ -123,11 +126,11 @@ class TorchBackend(Backend):
 
     @contextmanager
     def _observed(self, losses: list[Tensor], *, scaled: bool) -> Iterator[None]:
-        """Tell the observer of a backward pass; ``scaled`` if the parameters' gradients keep the scale."""
+        """Report a backward pass to the observer; ``scaled``: whether the parameters' gradients keep the scale."""
         observed = self._run.observed
         if self._run.is_unscaled:
             observed.scaler_met(PolicyScale(self._run))
-        observed.backward_begins([loss.detach().sum() for loss in losses], scaled=scaled)
+        observed.backward_begins(losses, scaled=scaled)
         try:
             yield
         finally:
@@ -154,19 +157,19 @@ class TorchBackend(Backend):
         self._count.callback(self._saved.stop)
 
     def _end_count(self) -> None:
-        assert self._count is not None
         assert self._flops is not None
-        self._count.close()
-        self._count = None
+        self.finish()
         self._run.flops = dict(self._flops.by_format)
         self._run.activations_bytes = self._saved.peak_bytes
         self._run.counted_on_step = len(self._run.steps) + 1 if self._run.flops else None
         policy = self._run.policy
-        if (
-            policy is not None
-            and policy.compute == FP16.name
-            and FP32.name in self._run.flops
-            and self.device_type() == "cpu"
-        ):
+        half = policy is not None and policy.compute == FP16.name
+        if half and FP32.name in self._run.flops and self.device_type() == "cpu":
             why = "on a CPU, Keras on torch computes matrix products of FP16 operands in FP32"
             self._run.note_left_alone("fp16 products", "in fp32", why)
+
+
+def _times(loss: Tensor, start: Tensor | None) -> Tensor:
+    """Return a loss times the gradient that its backward pass starts from, summed; of several values, ones are the usual gradient."""
+    value = loss.detach()
+    return (value if start is None else value * start.detach()).sum()

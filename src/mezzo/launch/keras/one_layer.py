@@ -1,4 +1,4 @@
-"""Run one Keras layer on its own under a policy's dtype policy, and leave no trace of it."""
+"""Run one Keras layer on its own under a policy's dtype policy, without changing it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OneLayer:
 
     @contextmanager
     def unchanged(self, module: nn.Module) -> Iterator[None]:
-        """Run with copies of what a call changes: running statistics, and the state of seed generators."""
+        """Run with copies of the variables that a call changes: running statistics, and the state of seed generators."""
         variables = [v for v in getattr(module, "variables", []) if not v.trainable and v._value is not None]
         own = [(variable, variable._value) for variable in variables]
         try:

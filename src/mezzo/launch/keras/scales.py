@@ -1,4 +1,4 @@
-"""A loss scale of Keras with the methods of torch's GradScaler that observers use."""
+"""Loss scales of Keras with the methods of torch's GradScaler that observers use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ class LayerScale(Protocol):
 
     dynamic: bool
     """Whether it changes by itself."""
-
-    @property
-    def key(self) -> int:
-        """An identity."""
+    key: int
+    """The identity of the run or of the optimizer that has the scale."""
 
     def get_scale(self) -> float:
         """Return the scale."""
@@ -33,7 +31,9 @@ class LayerScale(Protocol):
         """Set the scale."""
 
     def back_off(self) -> None:
-        """Halve the scale after an overflow, as the optimizer does."""
+        """Halve the scale after an overflow, as the optimizer does; a static one stays."""
+        if self.dynamic:
+            self.load_state_dict({"scale": self.get_scale() * _BACKOFF})
 
 
 class PolicyScale(LayerScale):
@@ -42,12 +42,7 @@ class PolicyScale(LayerScale):
     def __init__(self, run: KerasRun) -> None:
         assert run.policy is not None
         self._run, self._policy = run, run.policy
-        self.dynamic = run.policy.loss_scale == "dynamic"
-
-    @property
-    def key(self) -> int:
-        """The run's identity: it has one scale."""
-        return id(self._run)
+        self.dynamic, self.key = run.policy.loss_scale == "dynamic", id(run)
 
     def get_scale(self) -> float:
         """Return the scale."""
@@ -61,11 +56,6 @@ class PolicyScale(LayerScale):
         """Set the scale."""
         self._run.scale.assign(state["scale"])
 
-    def back_off(self) -> None:
-        """Halve the scale, if it is dynamic."""
-        if self.dynamic:
-            self._run.scale.assign(self.get_scale() * _BACKOFF)
-
 
 class ScriptScale(LayerScale):
     """The scale of a script's LossScaleOptimizer."""
@@ -73,12 +63,7 @@ class ScriptScale(LayerScale):
     dynamic = True
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-
-    @property
-    def key(self) -> int:
-        """The optimizer's identity."""
-        return id(self._optimizer)
+        self._optimizer, self.key = optimizer, id(optimizer)
 
     def get_scale(self) -> float:
         """Return the scale."""
@@ -94,7 +79,3 @@ class ScriptScale(LayerScale):
         self._optimizer.initial_scale = state["scale"]
         if self._optimizer.built:
             self._optimizer.dynamic_scale.assign(state["scale"])
-
-    def back_off(self) -> None:
-        """Halve the scale."""
-        self.load_state_dict({"scale": self.get_scale() * _BACKOFF})

@@ -34,13 +34,13 @@ class Backend(Protocol):
 
     name: str
     shares_scale: bool
-    """Whether all optimizers may share one variable as the loss scale; JAX's steps read only the optimizer's own."""
+    """Whether all optimizers can share one variable as the loss scale; JAX's steps read only the optimizer's own."""
 
     def install(self, patches: Patches) -> None:
         """Patch the backend until ``patches`` are undone."""
 
     def outside_graph(self) -> AbstractContextManager[Any]:
-        """Return a context in which variables are created at once, even while a function is traced; empty where that is so anyway."""
+        """Return a context in which variables are created at once, even while a function is traced."""
         return nullcontext()
 
     def layer_called(self, inputs: Any) -> None:
@@ -66,7 +66,7 @@ class Backend(Protocol):
         """
 
     def collect(self) -> None:
-        """Move the steps recorded so far into ``run.steps``."""
+        """Move the steps recorded so far into ``run.steps``; a backend that closes them at once has nothing to do."""
         return
 
     def finish(self) -> None:
@@ -161,7 +161,7 @@ class KerasRun:
         self.names.setdefault(number, models.pop() if len(models) == 1 else "")
         return number
 
-    def weigh(self, optimizer: Any, variables: Sequence[Any], gradients_bytes: int) -> None:
+    def record_bytes(self, optimizer: Any, variables: Sequence[Any], gradients_bytes: int) -> None:
         """Record the variables that an optimizer updates, and the bytes of its gradients."""
         new = [v for v in variables if id(v) not in self.variables]
         if new or not self.gradients_bytes:
@@ -190,18 +190,15 @@ class KerasRun:
         Raises:
             ScaleFloorError: the policy's scale is below its floor and the gradients still overflow.
         """
+        policy = self.policy
+        floor = policy.min_scale if policy is not None and policy.loss_scale == "dynamic" else -math.inf
         for loss, norm, scale, skipped, owner in zip(losses, norms, scales, skips, owners, strict=True):
             self.steps.loss(loss)
             known = None if math.isnan(scale) else scale
             self.steps.close(skipped=skipped, scale=known, norm=norm, made_by=frozenset([owner]))
-            if (
-                skipped
-                and self.policy is not None
-                and self.policy.loss_scale == "dynamic"
-                and scale < self.policy.min_scale
-            ):
+            if skipped and scale < floor:
                 raise ScaleFloorError(
-                    f"gradients overflow at the loss scale's floor of {self.policy.min_scale:g}, update {len(self.steps)}",
+                    f"gradients overflow at the loss scale's floor of {floor:g}, update {len(self.steps)}",
                     hint="try --policy bf16, which has FP32's range, or keep layers in FP32 (fp32_modules=...)",
                 )
         if len(losses) > 1:

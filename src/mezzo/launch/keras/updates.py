@@ -1,4 +1,4 @@
-"""Patch the updates of Keras' optimizers: each is recorded, and scaled, checked and skipped according to the policy.
+"""Patch the updates of Keras' optimizers: each is recorded, and scaled, checked and skipped as the policy says.
 
 ``LossScaleOptimizer`` does the scaling: either the one that ``compile`` or the script wraps around an optimizer, or one that
 is wrapped around it here. All of them share the run's scale. Gradients reach it in one of two ways:
@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mezzo.formats import STORED_BYTES
 from mezzo.launch.keras.layers import Layers
 from mezzo.launch.keras.scales import PolicyScale, ScriptScale
 from mezzo.launch.keras.state import Backend, KerasRun
@@ -30,7 +32,7 @@ UNSCALED = (
     "on JAX a loss is scaled only in fit(), or by a LossScaleOptimizer of the script: a step's state is the script's"
 )
 _NEVER = 2**30
-"""Good updates after which a scale grows that is to stay as it is."""
+"""A growth interval so long that the scale never grows."""
 
 
 class Updates:
@@ -86,27 +88,17 @@ class Updates:
     # --- a step ----------------------------------------------------------------------------------------------------------------
 
     def _scale_loss(self, original: Method, optimizer: Any, loss: Any) -> Any:
-        run = self._run
-        if run.observed is not None and isinstance(optimizer, self._scaler):
-            self._scale_observed(optimizer)
-        if not isinstance(optimizer, self._scaler) or run.policy is None or not self._backend.shares_scale:
-            scaled = original(optimizer, loss)
-        else:
-            scaled = loss * self._read_scale(loss) if run.scales else loss
-        run.scaled(scaled, loss)
-        return scaled
-
-    def _scale_observed(self, optimizer: Any) -> None:
-        run = self._run
-        if run.scales:
-            run.observed.scaler_met(PolicyScale(run))
-        elif run.policy is None:
-            run.observed.scaler_met(ScriptScale(optimizer))
-
-    def _read_scale(self, loss: Any) -> Any:
         import keras
 
-        return keras.ops.cast(self._run.scale, loss.dtype)
+        run, is_scaler = self._run, isinstance(optimizer, self._scaler)
+        if run.observed is not None and is_scaler and (run.scales or run.policy is None):
+            run.observed.scaler_met(PolicyScale(run) if run.scales else ScriptScale(optimizer))
+        if not is_scaler or run.policy is None or not self._backend.shares_scale:
+            scaled = original(optimizer, loss)
+        else:
+            scaled = loss * keras.ops.cast(run.scale, loss.dtype) if run.scales else loss
+        run.scaled(scaled, loss)
+        return scaled
 
     def _apply(self, original: Method, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         local = self._run.local
@@ -136,6 +128,7 @@ class Updates:
         norm = backend.norm(grads, scale=None if scaler is None or run.is_unscaled else scaler.dynamic_scale)
         if scaler is not None and run.is_unscaled:
             grads = [None if g is None else times(g, scaler.dynamic_scale) for g in grads]
+        trained = variables or inner._trainable_variables
         before = backend.read(inner._iterations)
         self._driven.append(id(inner))
         try:
@@ -153,9 +146,10 @@ class Updates:
             before=before,
             after=backend.read(inner._iterations),
             accumulates=getattr(inner, "gradient_accumulation_steps", None) or 1,
-            owner=run.owner(variables or inner._trainable_variables),
+            owner=run.owner(trained),
         )
-        self._weigh(optimizer, variables or inner._trainable_variables, grads)
+        pairs = [(v, g) for v, g in zip(trained, grads, strict=False) if g is not None]
+        run.record_bytes(optimizer, trained, sum(num_bytes(v.shape, g.dtype) for v, g in pairs))
         return result
 
     def _bound(self, policy: Policy, scale: Any) -> None:
@@ -174,10 +168,6 @@ class Updates:
             self._wrapped[id(optimizer)] = wrapper
         return self._wrapped[id(optimizer)]
 
-    def _weigh(self, optimizer: Any, variables: Sequence[Any], grads: Sequence[Any]) -> None:
-        pairs = [(v, g) for v, g in zip(variables, grads, strict=False) if g is not None]
-        self._run.weigh(optimizer, list(variables), sum(num_bytes(v.shape, g.dtype) for v, g in pairs))
-
 
 def times(gradient: Any, factor: Any) -> Any:
     """Return a gradient times a factor; for TensorFlow's sparse gradients, multiply the values."""
@@ -190,9 +180,4 @@ def num_bytes(shape: Sequence[int], dtype: Any) -> int:
     """Return the bytes of a tensor; ``dtype`` is a backend's dtype or the name of one."""
     import keras
 
-    from mezzo.formats import STORED_BYTES
-
-    num = 1
-    for size in shape:
-        num *= int(size)
-    return num * STORED_BYTES.get(keras.backend.standardize_dtype(dtype), 4)
+    return math.prod(map(int, shape)) * STORED_BYTES.get(keras.backend.standardize_dtype(dtype), 4)

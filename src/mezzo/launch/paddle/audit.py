@@ -1,8 +1,8 @@
 """Audit chosen steps of a Paddle script: every operation with its format, layer, phase, FLOPs and bytes.
 
-Forward passes and updates are recorded operation by operation. Of backward passes the products are: one for each operand whose
-gradient the step computes, as costly as the forward product. Casts are those that the policy makes: of an operand to 16 bits, and of a
-16-bit value that an operation in the FP32 list reads.
+Forward passes and updates are recorded operation by operation. Of backward passes, only the products are recorded: one for each operand
+whose gradient the step computes, as costly as the forward product. Casts are those of the policy: of an operand to 16 bits, and of a 16-bit
+value that an operation in the FP32 list reads.
 
 Limits: the other operations of backward passes are not recorded, and on a GPU neither are casts, which Paddle makes inside its operations.
 """
@@ -10,14 +10,16 @@ Limits: the other operations of backward passes are not recorded, and on a GPU n
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import paddle
 
 from mezzo.formats import FP32, FP64
 from mezzo.frameworks import paddleops
 from mezzo.launch.paddle.audit_findings import findings
-from mezzo.launch.paddle.audited import Audited, bytes_of, of_gradient, wide_products
+from mezzo.launch.paddle.audited import Audited, of_gradient, wide_products
 from mezzo.launch.paddle.layer_names import LayerNames
 from mezzo.launch.paddle.lost_values import public_name
 from mezzo.launch.paddle.observing import StepObserver
@@ -28,7 +30,6 @@ from mezzo.launch.paddle.surveys import format_name
 from mezzo.launch.paddle.tape import Tape, TapedOperation
 from mezzo.launch.patches import Patches
 from mezzo.observe.audit import merged
-from mezzo.observe.audit.merged import Shape
 from mezzo.observe.limits import WIDE
 from mezzo.observe.settings import AuditSettings
 from mezzo.policy import PRESETS
@@ -96,7 +97,7 @@ class Audit(StepObserver):
     # --- operations ----------------------------------------------------------------------------------------------------------------------
 
     def rounded(self, operation: TapedOperation, before: Any, after: Any, *, result: bool) -> None:
-        """Record the cast of an operand; a result is made in the format."""
+        """Record the cast of an operand; a result is computed in the format."""
         fmt = self._storage
         if result:
             self._narrow[id(after)] = after
@@ -111,8 +112,6 @@ class Audit(StepObserver):
             for tensor in operation.operands:
                 if id(tensor) in self._narrow:
                     self._cast(operation, tensor, self._storage, FP32.name)
-        floats = [t for t in operation.results if t.is_floating_point()]
-        product = is_product(name) and bool(floats)
         sensitive = operation.rounds and self._portable.get(name) == "fp32" and bool(operation.operands)
         row = Audited(
             op=public_name(name),
@@ -124,7 +123,7 @@ class Audit(StepObserver):
             line=operation.line,
             sensitive=sensitive,
         )
-        if product:
+        if is_product(name) and any(t.is_floating_point() for t in operation.results):
             self._product(operation, row)
         else:
             self._fresh_rows.append((operation.layer, row))
@@ -134,21 +133,18 @@ class Audit(StepObserver):
         fmt = row.outputs[0]
         shape = shape_of(name, operation.results[0], args, kwargs)
         flops = flops_of(name, result, args, kwargs)
-        whole = Audited(
-            **{**vars(row), "format": fmt, "flops": flops, "shape": shape, "cause": self._cause(operation, fmt)}
-        )
-        self._fresh_rows.append((operation.layer, whole))
+        row = replace(row, format=fmt, flops=flops, shape=shape, cause=self._cause(operation, fmt))
+        self._fresh_rows.append((operation.layer, row))
         needing = [self._is_weight(t) for t in operands_that_need_gradients(name, args, kwargs)]
         if needing and not operation.results[0].stop_gradient:
-            hook = functools.partial(self._flowed, operation.layer, whole, shape, needing)
-            operation.results[0].register_hook(hook)
+            operation.results[0].register_hook(functools.partial(self._flowed, operation.layer, row, needing))
         if not self.run.local.depth and row.phase == "forward":
             self._outside += flops * (1 + len(needing))
 
-    def _flowed(self, layer: Any, row: Audited, shape: Shape | None, needing: list[bool], gradient: Any) -> None:
-        """Record the products of a backward pass, which has reached the forward product."""
+    def _flowed(self, layer: Any, row: Audited, needing: list[bool], gradient: Any) -> None:
+        """Record the backward pass's products for a forward product that it has reached."""
         if gradient is not None and self._tape.on:
-            self._fresh_rows += [(layer, of_gradient(row, shape, weight=weight)) for weight in needing]
+            self._fresh_rows += [(layer, of_gradient(row, weight=weight)) for weight in needing]
 
     def _cause(self, operation: TapedOperation, fmt: str) -> tuple[Cause, str] | None:
         if fmt not in WIDE:
@@ -194,15 +190,13 @@ class Audit(StepObserver):
 
     def _cast(self, operation: TapedOperation, tensor: Any, source: str, target: str) -> None:
         weight = self._is_weight(tensor)
-        of: Literal["weight", "activation"] = "weight" if weight else "activation"
-        size = bytes_of([tensor.shape], 4 + 2)
         cast = CastTotal(
             module="",
             phase=self._phase(operation),
-            of=of,
+            of="weight" if weight else "activation",
             source=source,
             target=target,
-            bytes=size,
+            bytes=int(tensor.size) * (4 + 2),
             line=operation.line,
         )
         self._fresh_casts.append((operation.layer, cast))
@@ -220,7 +214,7 @@ class Audit(StepObserver):
     def record(self, run: RunRecord) -> AuditRecord:
         """Return the record of the audited steps."""
         names = LayerNames(self._tape.roots)
-        rows = [Audited(**{**vars(row), "module": names.of(layer)}) for layer, row in self._rows]
+        rows = [replace(row, module=names.of(layer)) for layer, row in self._rows]
         casts = [cast.model_copy(update={"module": names.of(layer)}) for layer, cast in self._casts]
         flops = merged.flops_by_phase(rows)
         return AuditRecord(
@@ -236,15 +230,10 @@ class Audit(StepObserver):
         )
 
     def _effective(self, before: Effective, flops: dict[str, dict[str, int]]) -> Effective:
-        total: dict[str, int] = {}
+        total: Counter[str] = Counter()
         for by_format in flops.values():
-            for name, count in by_format.items():
-                total[name] = total.get(name, 0) + count
-        left = list(before.left_alone)
-        if self.run.lowers and self._outside:
-            share = f"{self._outside / max(sum(total.values()), 1):.0%} of FLOPs and their backward pass"
-            why = "forward code outside any layer: only layers and auto_cast regions are switched"
-            left.append(Reason(what="FP32 code", value=share, reason=why))
+            total.update(by_format)
+        left = [*before.left_alone, *self.run.code_outside(self._outside, total.total())]
         return Effective(
             flops_by_format=total,
             emulated=self.run.emulates and self._num_lowered > 0,

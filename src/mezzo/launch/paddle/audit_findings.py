@@ -1,16 +1,16 @@
-"""What is worth changing in audited Paddle steps: the rules of ``docs/findings`` that its dynamic graph shows, in Paddle's terms."""
+"""Findings on audited Paddle steps: the rules of ``docs/findings`` that apply to its dynamic graph, in Paddle's terms."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from mezzo.formats import FORMATS
 from mezzo.launch.paddle.audited import Audited
 from mezzo.observe.limits import MOST_LISTED, WIDE
-from mezzo.records import Finding
+from mezzo.records import Cause, Finding
 
 _SMALL = 0.01
-"""Share of the step's FLOPs or bytes that is not worth a finding."""
+"""Share of the step's FLOPs or bytes below which nothing is found, apart from FP64 and range-sensitive operations."""
 
 TITLES = {
     "A101": "no mixed precision",
@@ -44,15 +44,19 @@ def findings(rows: Sequence[Audited]) -> list[Finding]:
     """Return the findings on audited operations, the largest share first."""
     lowers = any(row.flops and row.format not in WIDE for row in rows)
     found = [
-        _of(rows, "A102" if lowers else "A101", lambda r: r.cause is not None and r.cause[0] == "off"),
-        _of(rows, "A103", lambda r: r.cause is not None and r.cause[0] == "excluded"),
-        _of(rows, "A104", lambda r: r.cause is not None and r.cause[0] == "list"),
-        _of(rows, "A107", lambda r: r.cause is not None and r.cause[0] == "float64", always=True),
+        _of(rows, "A102" if lowers else "A101", lambda r: _wide_by(r, "off")),
+        _of(rows, "A103", lambda r: _wide_by(r, "excluded")),
+        _of(rows, "A104", lambda r: _wide_by(r, "list")),
+        _of(rows, "A107", lambda r: _wide_by(r, "float64"), always=True),
         _of(rows, "A201", lambda r: _has(r, "dimension", "groups")),
         _of(rows, "A203", lambda r: _has(r, "layout")),
         _of(rows, "A402", lambda r: r.sensitive and r.format in ("", *FORMATS), always=True),
     ]
     return sorted((one for one in found if one is not None), key=lambda one: -one.share)
+
+
+def _wide_by(row: Audited, cause: Cause) -> bool:
+    return row.cause is not None and row.cause[0] == cause
 
 
 def _has(row: Audited, *kinds: str) -> bool:
@@ -64,24 +68,24 @@ def _has(row: Audited, *kinds: str) -> bool:
 def _of(
     rows: Sequence[Audited], code: str, concerns: Callable[[Audited], bool], *, always: bool = False
 ) -> Finding | None:
+    """Return the finding on the rows that it concerns; None without any or, unless ``always``, with a small share of the step."""
     own = [row for row in rows if concerns(row)]
     flops, size = sum(row.flops for row in own), sum(row.bytes for row in own)
     whole, part = (sum(r.flops for r in rows), flops) if flops else (sum(r.bytes for r in rows), size)
     share = part / whole if whole else 0.0
     if not own or (share < _SMALL and not always):
         return None
-    modules = list(dict.fromkeys(row.module for row in own))
     return Finding(
         code=code,
         title=TITLES[code],
-        modules=modules[:MOST_LISTED],
+        modules=list(dict.fromkeys(row.module for row in own))[:MOST_LISTED],
         detail=_detail(own, code),
         gain=_gain(code, share),
         fix=_FIXES[code],
         share=share,
         flops=flops,
         bytes=0 if flops else size,
-        lines=_lines(own),
+        lines=[line for line in dict.fromkeys(row.line for row in own) if line][:MOST_LISTED],
     )
 
 
@@ -102,7 +106,3 @@ def _gain(code: str, share: float) -> str:
     if code == "A402":
         return "no speed: what leaves FP16's range here becomes infinite or zero, and long sums lose their small terms"
     return f"{share:.1%} of the step's product FLOPs {_GAINS.get(code, 'would run in 16 bits')}"
-
-
-def _lines(own: Iterable[Audited]) -> list[str]:
-    return [line for line in dict.fromkeys(row.line for row in own) if line][:MOST_LISTED]

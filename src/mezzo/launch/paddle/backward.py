@@ -4,8 +4,7 @@ The gradient from which a backward pass starts is multiplied by the loss scale, 
 gradient by the scale before it is added to ``.grad``. The script sees unscaled losses and gradients, so its clipping,
 accumulation and logs need no change. All of Paddle's backward passes end in one function of its core.
 
-Not covered: gradients from ``paddle.grad``, as for a penalty. They are not scaled, so they keep FP32's range except for
-losses by rounding.
+Not covered: gradients from ``paddle.grad``, as for a penalty. They are not scaled: small ones vanish where they are rounded.
 """
 
 from __future__ import annotations
@@ -42,13 +41,14 @@ class BackwardPasses:
         if local.in_backward:  # inside activation checkpointing: the outer pass has begun and is scaled
             return original(tensors, grad_tensors, *args, **kwargs)
         self.begins()
-        run.backward_from(tensors)
+        given = list(grad_tensors or []) or [None] * len(tensors)
+        run.backward_from(tensors, given)
         if run.scale.checks:
             self._hook_parameters()
             self._inverse = run.scale.inverse
-            grad_tensors = self._scaled(tensors, grad_tensors)
+            grad_tensors = given = self._scaled(tensors, given)
         if run.observer is not None:
-            run.observer.scaled(tensors, list(grad_tensors or []) or [None] * len(tensors))
+            run.observer.scaled(tensors, given)
         before, local.depth, local.in_backward = local.depth, 1, True  # recomputed code is under the policy
         try:
             return original(tensors, grad_tensors, *args, **kwargs)
@@ -57,9 +57,8 @@ class BackwardPasses:
             if run.observer is not None:
                 run.observer.backward_ended()
 
-    def _scaled(self, tensors: Any, given: Any) -> list[Any]:
-        gradients = list(given or []) or [None] * len(tensors)
-        pairs = zip(tensors, gradients, strict=True)
+    def _scaled(self, tensors: Any, given: list[Any]) -> list[Any]:
+        pairs = zip(tensors, given, strict=True)
         scale = self._run.scale.value
         with self._run.own_work():
             return [paddle.full_like(t, scale) if g is None else g * scale for t, g in pairs]

@@ -51,20 +51,15 @@ class CountedStep:
     def effective(self) -> Effective:
         """Return the formats of the counted step, and what was left alone."""
         run = self._run
-        if run.lowers and self._outside_region:
-            share = f"{self._outside_region / sum(self._flops.values()):.0%} of FLOPs and their backward pass"
-            run.note_left_alone(
-                "FP32 code", share, "forward code outside any layer: only layers and auto_cast regions are switched"
-            )
         return Effective(
             flops_by_format=self._flops,
             emulated=run.emulates,
             counted_on_step=self._counted_step if self._flops else None,
-            left_alone=list(run.left_alone.values()),
+            left_alone=[*run.left_alone.values(), *run.code_outside(self._outside_region, sum(self._flops.values()))],
         )
 
     def _updated(self) -> None:
-        """Begin to count after the first update; keep the counts at the next."""
+        """Start counting after the first update; keep the counts at the next."""
         if self._counted_step is None:
             self._begin()
         elif self._operations.counting and self._run.num_updates >= self._counted_step:

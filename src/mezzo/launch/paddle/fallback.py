@@ -9,7 +9,6 @@ every layer on its own; ``noise``, in FP32 with every layer's output moved by on
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -20,13 +19,13 @@ import paddle
 
 from mezzo.formats import FP32
 from mezzo.launch.paddle.layer_names import LayerNames
-from mezzo.launch.paddle.local_errors import Call, measured
+from mezzo.launch.paddle.local_errors import FirstCall, measured
 from mezzo.launch.paddle.observing import StepObserver
 from mezzo.launch.paddle.state import PaddleRun, dense, mapped
 from mezzo.launch.paddle.surveys import array_of
 from mezzo.launch.paddle.tape import Listener, Tape
 from mezzo.launch.patches import Patches
-from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors
+from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors, measured_path
 from mezzo.observe.settings import FallbackSettings
 from mezzo.records import RunRecord
 
@@ -44,7 +43,7 @@ class Fallback(StepObserver, Listener):
         self._settings = settings
         run.holds_updates = True
         self._tape = Tape(run, self)
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, FirstCall] = {}
         self._gradients: dict[str, Any] = {}
         self._reference: dict[str, Any] = {}
         self._compared: list[StepErrors] = []
@@ -79,8 +78,7 @@ class Fallback(StepObserver, Listener):
             self._fresh = {names.parameter(p): array_of(dense(p.grad)) for p in held}
             if self._settings.role == "reference" and not self._compared:
                 calls = [call for call in self._calls.values() if any(g is not None for g in call.gradients)]
-                named = functools.partial(_named, names)
-                self._local = measured(calls, self._tape.operations, named, self._settings.policy)
+                self._local = measured(calls, self._tape.operations, names, self._settings.policy)
 
     def decide(self, step: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:
         """Compare the step's gradients with the reference's; end the script if no more are needed."""
@@ -121,7 +119,7 @@ class Fallback(StepObserver, Listener):
             return mapped(original(layer, *args, **kwargs), self._moved)
         if not self._tape.on or id(layer) in self._calls or not paddle.is_grad_enabled():
             return original(layer, *args, **kwargs)
-        known = self._calls[id(layer)] = Call(layer, len(self._tape.operations))
+        known = self._calls[id(layer)] = FirstCall(layer, len(self._tape.operations))
         output = original(layer, *args, **kwargs)
         known.returned(output, len(self._tape.operations))
         return output
@@ -132,9 +130,8 @@ class Fallback(StepObserver, Listener):
             return tensor
         signs = self._signs.integers(0, 2, tensor.shape) * 2.0 - 1.0
         with self.run.own_work():
-            signs = np.where(
-                np.abs(tensor.numpy()) == 1.0, -1.0, signs
-            )  # probabilities and cosines stay in their range
+            # Probabilities and cosines stay in their range.
+            signs = np.where(np.abs(tensor.numpy()) == 1.0, -1.0, signs)
             return tensor * paddle.to_tensor((1.0 + FP32.eps * signs).astype(np.float32), place=tensor.place)
 
     # --- the measurements ----------------------------------------------------------------------------------------------------------------
@@ -145,14 +142,8 @@ class Fallback(StepObserver, Listener):
 
     def record(self, run: RunRecord) -> RunRecord:
         """Write the measurements to the folder; return the run's own record."""
-        folder = Path(self._settings.folder)
         if self._settings.role == "reference":
-            np.savez(folder / REFERENCE_GRADIENTS, **self._gradients)
+            np.savez(Path(self._settings.folder) / REFERENCE_GRADIENTS, **self._gradients)
         found = Measured(local=self._local, steps=self._compared, problem=self._problem)
-        (folder / f"{self._settings.name}.measured.json").write_text(found.model_dump_json(), encoding="utf-8")
+        measured_path(self._settings).write_text(found.model_dump_json(), encoding="utf-8")
         return run
-
-
-def _named(names: LayerNames, layer: Any) -> tuple[str, bool]:
-    pattern = names.pattern(layer)
-    return (pattern, False) if pattern else (type(layer).__name__, True)

@@ -29,7 +29,7 @@ from mezzo.launch.patches import Patches
 AUTO_CAST_MODULE: Any = importlib.import_module("paddle.amp.auto_cast")  # paddle.amp.auto_cast is its function
 
 
-class Regions:
+class ForwardRegions:
     """Hooks that begin and end regions around a script's layers."""
 
     def __init__(self, run: PaddleRun) -> None:

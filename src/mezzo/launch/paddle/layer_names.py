@@ -1,4 +1,4 @@
-"""Name the layers of a Paddle script by their paths in the model, as ``model.named_sublayers()`` gives them.
+"""Name the layers of a Paddle script by their paths in the model, as ``model.named_sublayers()`` yields them.
 
 Roots are the layers called from outside any layer. With one model, paths begin below it, as ``fp32_modules`` patterns do; with several,
 they begin with the model's class. A root without sublayers, such as a loss, is named by its class.
@@ -6,8 +6,9 @@ they begin with the model's class. A root without sublayers, such as a loss, is 
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 from mezzo.observe.nested_names import SCRIPT
@@ -20,6 +21,12 @@ def bare_name(name: str) -> str:
     return _WRAPPERS.sub("", f"{name}.").rstrip(".")
 
 
+def free_title(layer: Any, taken: Container[str]) -> str:
+    """Return the class of ``layer``, with a number if that name is taken: ``Linear``, ``Linear#2``."""
+    own = type(layer).__name__
+    return next(t for t in itertools.chain([own], (f"{own}#{k}" for k in itertools.count(2))) if t not in taken)
+
+
 class LayerNames:
     """The path of every layer, and of every parameter."""
 
@@ -27,7 +34,7 @@ class LayerNames:
         known = list({id(root): root for root in roots}.values())
         inner = {id(child) for root in known for child in root.sublayers()}
         self.tops = [root for root in known if id(root) not in inner]
-        self.models = [root for root in self.tops if root.sublayers()]
+        self._models = [root for root in self.tops if root.sublayers()]
         self._layers: dict[int, str] = {}
         self._patterns: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
@@ -48,16 +55,13 @@ class LayerNames:
         """Return the path of a parameter."""
         return self._parameters.get(id(parameter), "a weight outside any layer")
 
-    def items(self) -> Iterable[tuple[str, Any]]:
-        """Return the pattern of every sublayer with the layer, the first model's first."""
-        by_id = {id(inner): inner for root in self.tops for inner in root.sublayers()}
-        return [(pattern, by_id[key]) for key, pattern in self._patterns.items() if pattern]
+    def patterns(self) -> list[str]:
+        """Return the name of every sublayer, as patterns match it, those of the first model first."""
+        return list(dict.fromkeys(filter(None, self._patterns.values())))
 
     def _add(self, root: Any) -> None:
-        taken = set(self._layers.values())
-        own = type(root).__name__
-        title = next(t for t in (own, *(f"{own}#{k}" for k in range(2, 10_000))) if t not in taken)
-        prefix = "" if self.models == [root] else f"{title}."
+        title = free_title(root, set(self._layers.values()))
+        prefix = "" if self._models == [root] else f"{title}."
         for path, layer in root.named_sublayers(include_self=True):
             bare = bare_name(path)
             name = f"{prefix}{bare}" if bare else title

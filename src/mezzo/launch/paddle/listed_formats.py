@@ -1,7 +1,7 @@
 """Which values of an FP32 step of a Paddle script would have 16 bits under a policy's op lists.
 
 The result of an operation in the lower-precision list has 16 bits, that of one in the FP32 list has 32, and that of any other the widest
-of what it reads; code outside layers is FP32. A weight's gradient has 16 bits if an operation in the lower list reads the weight. The
+format of its operands; code outside layers is FP32. A weight's gradient has 16 bits if an operation in the lower list reads the weight. The
 result of batch normalisation has the format of its first operand, whatever that of its weights.
 """
 
@@ -18,13 +18,12 @@ _OF_FIRST = ("batch_norm", "instance_norm", "prelu")
 
 
 class ListedFormats(Listener):
-    """The formats of a step's tensors; nothing is rounded: the script runs in FP32."""
+    """The formats that a step's tensors would have; nothing is rounded, and the script runs in FP32."""
 
     def __init__(self, policy: Policy, run: PaddleRun) -> None:
         self._run = run
         self._lowers = policy.lowers
-        applied = paddleops.for_scripts(policy)
-        self._precisions = paddleops.precisions(applied)
+        self._precisions = paddleops.precisions(paddleops.for_scripts(policy))
         self._wide: dict[int, tuple[Any, bool]] = {}
         """Whether a tensor is FP32, by its id; the tensors are kept alive."""
         self._lowered: dict[int, Any] = {}
@@ -35,7 +34,7 @@ class ListedFormats(Listener):
         self._wide.clear()
 
     def is_wide(self, tensor: Any) -> bool:
-        """Return whether ``tensor`` stays in FP32 under the policy; what no operation made does."""
+        """Return whether ``tensor`` stays in FP32 under the policy; one that no operation returned does."""
         return self._wide.get(id(tensor), (tensor, True))[1] and self._lowers
 
     def gradient_is_wide(self, parameter: Any) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 import paddle
 
 from mezzo.frameworks import paddleops
+from mezzo.launch.paddle.layer_names import LayerNames
 from mezzo.launch.paddle.operations import flops_of, is_product, operands_that_need_gradients
 from mezzo.launch.paddle.replay import KEPT, NONE, Twins
 from mezzo.launch.paddle.surveys import array_of
@@ -28,7 +29,7 @@ from mezzo.policy import Policy
 
 
 @dataclass(eq=False)
-class Call:
+class FirstCall:
     """The first call of a layer."""
 
     layer: Any
@@ -54,7 +55,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Grads:
-    """Outputs and gradients that one run of a layer gave, as arrays."""
+    """Outputs and gradients of one run of a layer, as arrays."""
 
     output: list[Any]
     dgrad: list[Any]
@@ -62,26 +63,19 @@ class Grads:
 
 
 def measured(
-    calls: Sequence[Call],
-    operations: Sequence[TapedOperation],
-    names: Callable[[Any], tuple[str, bool]],
-    policy: Policy,
+    calls: Sequence[FirstCall], operations: Sequence[TapedOperation], names: LayerNames, policy: Policy
 ) -> list[LocalError]:
     """Return the errors of the layers of ``calls`` under ``policy``.
 
     Args:
         calls: each with its outputs and gradients.
         operations: those of the whole step.
-        names: gives a layer's name, and whether it is a whole model, which a pattern cannot name.
+        names: the layers' names; a whole model has none that a pattern could match.
         policy: the policy to judge.
     """
     bench = _Bench(operations, policy)
     bench.choose_scale(calls)
-    found = []
-    for call in calls:
-        name, unnamed = names(call.layer)
-        found.append(bench.local(call, name).model_copy(update={"unnamed": unnamed}))
-    return found
+    return [bench.local(call, names.pattern(call.layer)) for call in calls]
 
 
 class _Bench:
@@ -92,7 +86,7 @@ class _Bench:
         chosen = paddleops.precisions(paddleops.for_scripts(policy))
         self._lower = {op for op, precision in chosen.items() if precision == "lower"}
 
-    def choose_scale(self, calls: Sequence[Call]) -> None:
+    def choose_scale(self, calls: Sequence[FirstCall]) -> None:
         """Choose the loss scale that fits most layers."""
         if self._policy.loss_scale == "none":
             return
@@ -102,20 +96,20 @@ class _Bench:
         if self._policy.loss_scale == "dynamic" and finite:
             self._scale = fitting_scale(finite[int(FITTING * (len(finite) - 1))], self._scale)
 
-    def local(self, call: Call, name: str) -> LocalError:
-        """Return the error of one layer."""
+    def local(self, call: FirstCall, pattern: str) -> LocalError:
+        """Return the error of one layer; ``pattern`` is its name, empty for a whole model."""
         kind = type(call.layer).__name__
+        name: dict[str, Any] = {"module": pattern or kind, "type": kind, "unnamed": not pattern}
         try:
             exact, low = self._run(call, low=False), self._run(call, low=True)
         except Exception as error:  # the script's layer: it may fail on its own for any reason
-            return LocalError(module=name, type=kind, reason=f"{type(error).__name__}: {error}".splitlines()[0])
+            return LocalError(**name, reason=f"{type(error).__name__}: {error}".splitlines()[0])
         pairs = [(exact.output, low.output), (exact.dgrad, low.dgrad), (exact.wgrad, low.wgrad)]
         output, dgrad, wgrad = (relative_error(a, b) if a else None for a, b in pairs)
         arrived = [array_of(g) for g in call.gradients if g is not None]
         tops = [float(np.abs(a).max()) for a in (*arrived, *exact.dgrad, *exact.wgrad) if a.size]
         return LocalError(
-            module=name,
-            type=kind,
+            **name,
             output=output,
             dgrad=dgrad,
             wgrad=wgrad,
@@ -123,7 +117,7 @@ class _Bench:
             largest=max(tops, default=0.0),
         )
 
-    def _run(self, call: Call, *, low: bool) -> Grads:
+    def _run(self, call: FirstCall, *, low: bool) -> Grads:
         own = self._operations[call.first : call.last]
         made = {id(t) for operation in own for t in operation.results}
         weights = [p for p in call.layer.parameters() if not p.stop_gradient]
@@ -141,7 +135,7 @@ class _Bench:
         finally:
             paddle.set_rng_state(before)
 
-    def _grads(self, call: Call, twins: Twins, weights: list[Any], inputs: list[Any], *, scale: float) -> Grads:
+    def _grads(self, call: FirstCall, twins: Twins, weights: list[Any], inputs: list[Any], *, scale: float) -> Grads:
         outputs = [twins.of(t) for t in call.outputs]
         pairs = [(o, g * scale) for o, g in zip(outputs, call.gradients, strict=True) if g is not None]
         leaves = [twins.of(t) for t in (*inputs, *weights)]

@@ -23,7 +23,7 @@ from mezzo.observe.nonfinite.evidence import Kind
 from mezzo.observe.nonfinite.sources import Source
 
 _CAST = "cast"
-PUBLIC_NAMES = {
+_PUBLIC_NAMES = {
     "elementwise_pow": "pow",
     "linear_v2": "linear",
     "cross_entropy_with_softmax": "cross_entropy",
@@ -38,7 +38,7 @@ PUBLIC_NAMES = {
     "huber_loss": "smooth_l1_loss",
     "depthwise_conv2d": "conv2d",
 }
-"""Operations of ``paddle._C_ops`` that Paddle's documentation calls otherwise."""
+"""Operations of ``paddle._C_ops`` that have another name in Paddle's documentation."""
 
 
 class ValueFollower:
@@ -57,7 +57,7 @@ class ValueFollower:
         self._checked: dict[int, Any] = {}
         self._rounded: list[tuple[Any, Any, Survey, bool]] = []
         self._readers: dict[int, list[TapedOperation]] = {}
-        self._narrow: dict[int, list[tuple[TapedOperation, Any]]] = {}
+        self._narrow: dict[int, list[Any]] = {}
         """The rounded operands that were made of a tensor."""
         self._bad: dict[int, bool] = {}
         """Whether a tensor's gradient is not finite after rounding, by the tensor's id."""
@@ -93,7 +93,7 @@ class ValueFollower:
         found = survey(before, self.format)
         self._rounded.append((before, after, found, result))
         if not result and not after.stop_gradient:
-            self._narrow.setdefault(id(before), []).append((operation, after))
+            self._narrow.setdefault(id(before), []).append(after)
             after.register_hook(functools.partial(self._of_operand, operation, after))
 
     def finished(self, operation: TapedOperation) -> None:
@@ -107,8 +107,8 @@ class ValueFollower:
                 self._vanished(operation, found, name=public_name(operation.name) if result else _CAST)
         for result in operation.results:
             self._made.add(id(result))
-            raw = next((r for r in rounded if r[3] and r[1] is result), None)
-            self._judge(operation, result, raw[2] if raw is not None else None, known)
+            raw = next((found for _, after, found, is_result in rounded if is_result and after is result), None)
+            self._judge(operation, result, raw, known)
             if not result.stop_gradient and result.is_floating_point():
                 result.register_hook(functools.partial(self._of_result, operation, result))
         for one in operation.operands:
@@ -116,7 +116,7 @@ class ValueFollower:
             self._hook_leaf(one)
 
     def _of_operand_value(self, operation: TapedOperation, tensor: Any) -> tuple[Source, ...]:
-        """Return why an operand is not finite; one that the step did not make entered it."""
+        """Return why an operand is not finite; one that the step did not compute came from outside."""
         if id(tensor) in self.causes or id(tensor) in self._made or id(tensor) in self._checked:
             return self.causes.get(id(tensor), ())
         self._checked[id(tensor)] = tensor
@@ -128,7 +128,7 @@ class ValueFollower:
         return self.causes[id(tensor)]
 
     def _judge(self, operation: TapedOperation, result: Any, raw: Survey | None, known: list[Source]) -> None:
-        if not result.is_floating_point() or operation.name.startswith("empty"):  # that is memory, and no value yet
+        if not result.is_floating_point() or operation.name.startswith("empty"):  # uninitialised memory
             return
         if raw is not None and raw.overflows and not known:
             self.causes[id(result)] = (self._lost(operation, raw, read=operation.operands),)
@@ -157,9 +157,8 @@ class ValueFollower:
         if operation.name == _CAST:
             return float(abs(array_of(operation.operands[0])).max())
         with paddle.no_grad(), self._run.in_fp32():
-            wide = tensors(
-                [operation.function(*mapped(operation.args, _widened), **mapped(operation.kwargs, _widened))]
-            )
+            args, kwargs = mapped(operation.args, _widened), mapped(operation.kwargs, _widened)
+            wide = tensors([operation.function(*args, **kwargs)])
         largest = max((float(abs(array_of(t)).max()) for t in wide if t.is_floating_point() and t.size), default=0.0)
         return largest if math.isfinite(largest) else None
 
@@ -207,7 +206,7 @@ class ValueFollower:
 
     @contextmanager
     def _observed(self, gradient: Any) -> Iterator[Survey]:
-        """Survey a gradient, and record no operation inside."""
+        """Yield the survey of a gradient, and record no operation inside."""
         with self.tape.paused():
             if gradient.is_selected_rows():
                 gradient = paddle.nn.clip.get_tensor_from_selected_rows(gradient)
@@ -219,7 +218,7 @@ class ValueFollower:
     def _maker_of(self, tensor: Any) -> TapedOperation | None:
         """Return the operation whose backward pass made a tensor's gradient; None if what it received was not finite."""
         readers = self._readers.get(id(tensor), [])
-        narrow = [one for reader, one in self._narrow.get(id(tensor), [])]
+        narrow = self._narrow.get(id(tensor), [])
         if any(self._bad.get(id(one)) for one in narrow) or not all(map(self._finite_after, readers)):
             return None
         reached = [r for r in readers if any(id(result) in self._gradients for result in r.results)]
@@ -294,7 +293,7 @@ class ValueFollower:
 def public_name(name: str) -> str:
     """Return the name under which Paddle documents an operation of ``paddle._C_ops``."""
     bare = name.removesuffix("_") if name not in FORMATS else name
-    return PUBLIC_NAMES.get(bare, bare)
+    return _PUBLIC_NAMES.get(bare, bare)
 
 
 def _widened(tensor: Any) -> Any:

@@ -14,10 +14,10 @@ from typing import Any
 from mezzo.launch.paddle.layer_names import LayerNames
 from mezzo.launch.paddle.lost_values import ValueFollower
 from mezzo.launch.paddle.observing import StepObserver
-from mezzo.launch.paddle.replay import NotRepeated, Pass
+from mezzo.launch.paddle.replay import NotRepeated, ReplayedPass
 from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.paddle.surveys import finite
-from mezzo.launch.paddle.weighing import Weighed, weigh
+from mezzo.launch.paddle.weighing import GradientErrors, weigh
 from mezzo.launch.patches import Patches
 from mezzo.observe.limits import HARMLESS_LISTED, WEIGHTY
 from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, write_evidence
@@ -29,13 +29,13 @@ from mezzo.records import RunRecord
 
 @dataclass
 class _Inspected:
-    """What was recorded of one step."""
+    """The records of one step."""
 
     sources: list[Source] = field(default_factory=list)
     lost: list[Source] = field(default_factory=list)
-    """What the losses came from, where one is not finite."""
+    """The origins of losses that are not finite."""
     in_backward: list[Source] = field(default_factory=list)
-    weighed: Weighed | None = None
+    weighed: GradientErrors | None = None
 
 
 class NonFinite(StepObserver):
@@ -47,11 +47,11 @@ class NonFinite(StepObserver):
         super().__init__(run, steps=settings.steps)
         self._settings, self._until = settings, settings.steps[-1]
         self._followed = ValueFollower(run, self._loss_scale)
-        self._passes: list[Pass] = []
+        self._passes: list[ReplayedPass] = []
         self._losses: list[Any] = []
         self._inspected: _Inspected | None = None
         self._unfinished: _Inspected | None = None
-        """What was seen of a step that never ended."""
+        """The records of a step that never ended."""
         self._suspects = list(settings.suspects)
         self._met = False
         """Whether every suspect was met again."""
@@ -59,7 +59,7 @@ class NonFinite(StepObserver):
         self._bad_steps: list[int] = []
         self._faults: list[Located] = []
         self._open: list[Located] = []
-        """Where gradients overflowed in updates that the loss scale skipped: a fault only if it does not find its way."""
+        """Where gradients overflowed in updates that the loss scale skipped: a fault only if the scale never recovers."""
         self._harmless: dict[str, Harmless] = {}
         self._problems: dict[str, str] = {}
         self._gave_up = self._scale_is_set = False
@@ -89,7 +89,7 @@ class NonFinite(StepObserver):
         self.end()
 
     def backward_begins(self, losses: Iterable[Any]) -> None:
-        """Record what the backward pass begins from; set the policy's loss scale where that was asked for."""
+        """Record the losses of a backward pass; set the policy's loss scale if the settings say so."""
         super().backward_begins(losses)
         self._losses += list(losses)
         if self._settings.loss_scale is not None and self.observing and not self._scale_is_set:
@@ -99,16 +99,16 @@ class NonFinite(StepObserver):
     def scaled(self, losses: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Keep the gradients from which the backward pass starts."""
         if self._followed.tape.on:
-            self._passes.append(Pass(list(losses), list(gradients)))
+            self._passes.append(ReplayedPass(list(losses), list(gradients)))
 
     def scaler_met(self, scaler: Any) -> None:
-        """Set the scale of the script's own scaler where that was asked for."""
+        """Set the scale of the script's own scaler if the settings say so."""
         if self._settings.loss_scale is not None and self.observing and not self._scale_is_set:
             self._scale_is_set = True
             scaler.set_init_loss_scaling(self._settings.loss_scale)
 
     def judge(self, norm: Any | None) -> None:
-        """Keep what the step showed, while its weights are there."""
+        """Inspect the step's records before its weights change."""
         bad = not all(map(finite, self._losses)) or (norm is not None and not math.isfinite(float(norm)))
         self._inspected = self._inspect(bad=bad)
 
@@ -119,7 +119,7 @@ class NonFinite(StepObserver):
                 weighed = self._weighed()
         return _Inspected(list(seen.sources), seen.of_losses(self._losses), seen.in_backward, weighed)
 
-    def _weighed(self) -> Weighed | None:
+    def _weighed(self) -> GradientErrors | None:
         if self.run.casts:
             self._problems["backward"] = (
                 "values in the GPU's own 16-bit formats are not computed again: silent saturation is not judged"
@@ -155,7 +155,7 @@ class NonFinite(StepObserver):
             self._waiting = []
 
     def _meet(self, step: int, *, bad: bool) -> None:
-        """Record that a suspect is over; inspect all that follows if the script went another way this time."""
+        """Record that a suspect step is over; inspect all later steps if it was finite this time."""
         if self._suspects[:1] != [step]:
             return
         self._suspects.pop(0)
@@ -196,7 +196,7 @@ class NonFinite(StepObserver):
         return Located(step=step, source=(earlier or source).as_record(names), symptom=symptom)
 
     def _quiet(self, seen: _Inspected, step: int, names: LayerNames) -> Located | None:
-        """Return where values left the format and made finite gradients wrong."""
+        """Return where values left the format and made gradients wrong, although these are finite."""
         weighed = seen.weighed
         if weighed is None:
             return None
@@ -228,7 +228,7 @@ class NonFinite(StepObserver):
         return sorted({*self._skips.steps(), *unskipped, *([self._lost_step] if self._lost_step else [])})
 
     def evidence(self, run: RunRecord) -> Evidence:
-        """Return what the run showed."""
+        """Return the evidence of the run."""
         faulty, watched, last = self._faulty_steps(run), list(self.watched), len(run.steps) + 1
         wanted = {*self._skips.steps(), *self._settings.suspects}
         fault = next(iter(self._faults), None) or next((f for f in self._open if f.step in wanted), None)
@@ -255,8 +255,8 @@ class NonFinite(StepObserver):
 
 
 def _harmless(seen: _Inspected) -> list[Harmless]:
-    overflowed = [s for s in seen.sources if s.kind == "made" and s.wide and s.swallowed]
     return [
-        Harmless(op=s.op, line=s.line, format=s.format, largest=s.wide or 0.0, absorbed_by=list(s.swallowed))
-        for s in overflowed
+        Harmless(op=s.op, line=s.line, format=s.format, largest=s.wide, absorbed_by=list(s.swallowed))
+        for s in seen.sources
+        if s.kind == "made" and s.wide and s.swallowed
     ]

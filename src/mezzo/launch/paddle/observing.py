@@ -1,7 +1,7 @@
-"""What the observers of Paddle scripts share: which steps they observe, when these end, and what they refuse.
+"""The base of all observers of Paddle scripts: which steps they observe, when these end, and what they refuse.
 
-A step's operations are those between the update before it and its own update. So an observer begins right after an update, and what it has
-recorded is judged before the weights change. The script ends at the first backward pass after the last observed step.
+A step's operations are those between the previous update and its own. So an observer starts right after an update, and judges its records
+before the weights change. The script ends at the first backward pass after the last observed step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mezzo.records import AnyRecord, RunRecord
 
 
 class StepObserver(ABC):
-    """A recorder of chosen steps of a Paddle run, which tells it what happens."""
+    """An observer of chosen steps of a Paddle run; the run calls it at each event."""
 
     kind = "audit"
     """The name of the command."""
@@ -93,9 +93,10 @@ class StepObserver(ABC):
 
     def update_ended(self, optimizer: Any) -> None:
         """Begin to record the next step, if it is observed."""
-        if self.observing or self._waiting[:1] == [self.open_step + 1]:
+        follows = self.open_step + 1 in self._waiting[:2]
+        if self.observing or follows:
             self.end()
-        if self._waiting[1:2] == [self.open_step + 1] or self._waiting[:1] == [self.open_step + 1]:
+        if follows:
             self.begin()
 
     def step_closed(self, num_steps: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:
@@ -129,7 +130,7 @@ class StepObserver(ABC):
         )
 
     def too_short(self) -> bool:
-        """Return whether the script ended before anything was learned of it."""
+        """Return whether the script ended before any observed step."""
         return not self.watched
 
 

@@ -24,6 +24,7 @@ from mezzo.formats import TF32
 from mezzo.frameworks import paddleops
 from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.paddle.surveys import format_name
+from mezzo.launch.paddle.tape import tensors
 from mezzo.launch.patches import Patches
 
 Count = Callable[[Any, tuple[Any, ...], dict[str, Any]], float]
@@ -83,17 +84,7 @@ class Operations:
             return policy.storage.name
         if policy is not None and policy.compute == "tf32" and device is not None and device.kind == "cuda":
             return TF32.name
-        return format_name(_tensors([result])[0])
-
-
-def _tensors(values: Any) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, paddle.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
+        return format_name(tensors([result])[0])
 
 
 def is_product(op: str) -> bool:
@@ -113,42 +104,43 @@ def operands_that_need_gradients(op: str, args: tuple[Any, ...], kwargs: dict[st
         values = list(values[0])
     elif op in _PLACES:
         values = [values[place] for place in _PLACES[op]]
-    needing = [[t for t in _tensors([value]) if not t.stop_gradient] for value in values[:2]]
+    needing = [[t for t in tensors([value]) if not t.stop_gradient] for value in values[:2]]
     return [found[0] for found in needing if found]
 
 
-def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *names: str) -> Any:
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *names: str) -> Any:
+    """Return an argument of a call, by its position or by one of its names; None if it was left out."""
     return args[place] if len(args) > place else next((kwargs[name] for name in names if name in kwargs), None)
 
 
 def _matmul(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    x = _argument(args, kwargs, 0, "x")
-    transposed = _argument(args, kwargs, 2, "transpose_x") is True and len(x.shape) > 1
+    x = argument(args, kwargs, 0, "x")
+    transposed = argument(args, kwargs, 2, "transpose_x") is True and len(x.shape) > 1
     return float(2 * result.size * x.shape[-2 if transposed else -1])
 
 
 def _product(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    return float(2 * result.size * _argument(args, kwargs, 0, "x").shape[-1])
+    return float(2 * result.size * argument(args, kwargs, 0, "x").shape[-1])
 
 
 def _with_addend(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    return float(2 * result.size * _argument(args, kwargs, 1, "x").shape[-1])
+    return float(2 * result.size * argument(args, kwargs, 1, "x").shape[-1])
 
 
 def _convolution(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     # Every element of the weight is used at every position, once per batch entry; the weight's shape already accounts for groups.
-    weight = _argument(args, kwargs, 1, "filter")
+    weight = argument(args, kwargs, 1, "filter")
     return float(2 * weight.size * result.size / weight.shape[0])
 
 
 def _transposed(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    x, weight = _argument(args, kwargs, 0, "x"), _argument(args, kwargs, 1, "filter")
+    x, weight = argument(args, kwargs, 0, "x"), argument(args, kwargs, 1, "filter")
     return float(2 * weight.size * x.size / weight.shape[0])
 
 
 def _einsum(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     """Count a product of two operands in one contraction; sums over a single operand are not products."""
-    operands, equation = _argument(args, kwargs, 0, "x"), _argument(args, kwargs, 1, "equation")
+    operands, equation = argument(args, kwargs, 0, "x"), argument(args, kwargs, 1, "equation")
     terms = equation.replace(" ", "").split("->")[0].split(",")
     if len(terms) != 2:
         return 0.0
@@ -158,7 +150,7 @@ def _einsum(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float
 
 
 def _recurrent(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    x, weights = _argument(args, kwargs, 0, "x"), _argument(args, kwargs, 2, "weight_list")
+    x, weights = argument(args, kwargs, 0, "x"), argument(args, kwargs, 2, "weight_list")
     return float(2 * x.size / x.shape[-1] * sum(w.size for w in weights if len(w.shape) == 2))
 
 

@@ -1,10 +1,10 @@
 """Replace a script's own mixed precision: ``paddle.amp.auto_cast``, ``decorate`` and ``GradScaler``.
 
 Under a policy the scaler is off and ``decorate`` returns its arguments, because the policy does their work. An
-``auto_cast`` is a region of the policy (under ``fp32`` it does nothing); an ``auto_cast(enable=False)`` inside a layer stays
-as it is. Outside layers it means that the script has no mixed precision, which the policy is meant to change:
-``paddle.Model`` puts one around every forward pass. With ``as-is`` all are only recorded, including what Paddle turns off by
-itself, as on a CPU.
+``auto_cast`` is a region of the policy (under ``fp32`` it does nothing); an ``auto_cast(enable=False)`` inside a layer keeps
+its effect. Outside layers it only says that the script has no mixed precision, and the policy overrides it:
+``paddle.Model`` puts one around every forward pass. Under ``as-is`` all are only recorded, and so is mixed precision that Paddle
+turns off by itself, as on a CPU.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import paddle
 from paddle.amp.grad_scaler import AmpScaler, GradScaler
 
-from mezzo.launch.paddle.forward import AUTO_CAST_MODULE, Regions
+from mezzo.launch.paddle.forward import AUTO_CAST_MODULE, ForwardRegions
 from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.patches import Patches
 
 
-def replace_amp(run: PaddleRun, regions: Regions, patches: Patches) -> None:
+def replace_amp(run: PaddleRun, regions: ForwardRegions, patches: Patches) -> None:
     """Replace or record the script's own mixed precision until ``patches`` are undone."""
     for owner in (AUTO_CAST_MODULE, paddle.amp):  # the second has its own reference to it
         patches.wrap(owner, "amp_guard", lambda original: _auto_cast(run, regions, original))
@@ -36,7 +36,7 @@ def replace_amp(run: PaddleRun, regions: Regions, patches: Patches) -> None:
         patches.around(AmpScaler, "_update", functools.partial(_record_update, run))
 
 
-def _auto_cast(run: PaddleRun, regions: Regions, original: Callable[..., Any]) -> Callable[..., Any]:
+def _auto_cast(run: PaddleRun, regions: ForwardRegions, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def auto_cast(enable: bool = True, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
         if run.policy is None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mezzo.observe.audit.merged import Shape
+from mezzo.launch.paddle.operations import argument
+from mezzo.observe.audit.merged import ProductShape
 from mezzo.observe.limits import IMAGE_CHANNELS, TENSOR_CORE_MULTIPLE
 
 _CONVOLUTIONS = ("conv2d", "depthwise_conv2d", "conv3d")
 
 
-def shape_of(op: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shape | None:
-    """Return the shape of a product; None for one that is more than one product, as a recurrent layer."""
+def shape_of(op: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProductShape | None:
+    """Return the shape of a product; None for an operation of several products, such as a recurrent layer."""
     if op in _CONVOLUTIONS:
         return _convolution(result, args, kwargs)
     if op in ("matmul", "linear", "linear_v2", "bmm"):
@@ -24,29 +25,25 @@ def shape_of(op: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     return None
 
 
-def _matmul(op: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shape | None:
-    x, y = (
-        args[i] if len(args) > i else kwargs.get(name)
-        for i, name in enumerate(("x", "y" if op != "linear" else "weight"))
-    )
+def _matmul(op: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProductShape | None:
+    x, y = argument(args, kwargs, 0, "x"), argument(args, kwargs, 1, "y", "weight")
     if x is None or y is None or len(x.shape) < 2 or len(y.shape) < 2:
         return None
-    transposed = op == "matmul" and (args[2] if len(args) > 2 else kwargs.get("transpose_x", False))
+    transposed = op == "matmul" and argument(args, kwargs, 2, "transpose_x")
     k, n = x.shape[-2 if transposed else -1], result.shape[-1]
-    rows = result.size // n
     batch = math.prod(result.shape[:-2]) if len(y.shape) > 2 else 1
     odd = [f"{name} = {size}" for name, size in (("n", n), ("k", k)) if size % TENSOR_CORE_MULTIPLE]
     problems = {"dimension": f"{', '.join(odd)}: not a multiple of {TENSOR_CORE_MULTIPLE}"} if odd else {}
-    return Shape(m=rows // batch, n=n, k=k, batch=batch, problems=problems)
+    return ProductShape(m=result.size // n // batch, n=n, k=k, batch=batch, problems=problems)
 
 
-def _convolution(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shape:
-    x, weight = args[:2]
+def _convolution(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProductShape:
+    x, weight = argument(args, kwargs, 0, "x", "input"), argument(args, kwargs, 1, "filter")
     words = [word for word in (*args, *kwargs.values()) if isinstance(word, str)]
     layout = next((word for word in words if word.startswith("N")), "NCHW")
     channels = x.shape[-1] if layout in _LAST else x.shape[1]
     groups, outs = channels // weight.shape[1], weight.shape[0]
-    positions, each = result.size // outs, (weight.shape[1], outs // groups)
+    each = weight.shape[1], outs // groups
     least = 0 if groups > 1 else IMAGE_CHANNELS
     odd = [
         f"{n} {what} channels"
@@ -60,7 +57,9 @@ def _convolution(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         problems["dimension"] = f"{' and '.join(odd)}: not a multiple of {TENSOR_CORE_MULTIPLE}, to which cuDNN pads"
     if layout not in _LAST and channels > 1:
         problems["layout"] = "its input is channels-first; the kernels take channels-last"
-    return Shape(m=positions, n=each[1], k=math.prod(weight.shape[1:]), batch=groups, problems=problems)
+    return ProductShape(
+        m=result.size // outs, n=each[1], k=math.prod(weight.shape[1:]), batch=groups, problems=problems
+    )
 
 
 _LAST = ("NHWC", "NDHWC")

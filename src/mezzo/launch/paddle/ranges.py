@@ -1,17 +1,14 @@
 """Count where the values of a Paddle script's steps lie: activations, their gradients, weights, weight gradients and updates.
 
-The script runs in FP32. Layers' outputs are counted as they return, gradients by hooks on these outputs and on parameters, before
-accumulation and clipping;
-weights have their values before an optimizer's step. A container that returns a layer's output does not count it again.
+The script runs in FP32. Layers' outputs are counted as they return, gradients in hooks on these outputs and on parameters, before
+accumulation and clipping; weights, before an optimizer's step. A container that returns a layer's output does not count it again.
 
-Limits: operations outside layers and between a layer's parts are not counted. Cost, in observed steps only: a copy of each of these
-tensors.
+Limits: operations outside layers and between a layer's parts are not counted. Cost, in observed steps only: a copy of each counted tensor.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -20,7 +17,7 @@ import numpy as np
 import paddle
 
 from mezzo.formats import BF16, FP16
-from mezzo.launch.paddle.layer_names import bare_name
+from mezzo.launch.paddle.layer_names import bare_name, free_title
 from mezzo.launch.paddle.listed_formats import ListedFormats
 from mezzo.launch.paddle.observing import StepObserver
 from mezzo.launch.paddle.replay import KEPT, rounded_within
@@ -87,7 +84,7 @@ class Ranges(StepObserver):
         self._hooks, self._counted = {}, {}
 
     def update_ended(self, optimizer: Any) -> None:
-        """Count weights, updates and what rounding would lose of them."""
+        """Count weights, updates, and the updates that rounding would lose."""
         for parameter in parameters_of(optimizer) if self.observing else []:
             old = self._before.pop(id(parameter), None)
             if old is not None and not parameter.stop_gradient:  # the statistics of a normalisation are parameters, too
@@ -171,17 +168,11 @@ class Ranges(StepObserver):
         """Name a new layer and all layers inside it; return whether it is an outermost one."""
         if layer in self._names:
             return self._names[layer] in self._labels
-        label = self._label(layer)
+        label = free_title(layer, self._labels)
+        self._labels[label] = bool(layer.sublayers())
         for name, inner in layer.named_sublayers(include_self=True):
             self._names.setdefault(inner, ".".join(part for part in (label, bare_name(name)) if part))
         return True
-
-    def _label(self, layer: Any) -> str:
-        own = type(layer).__name__
-        numbered = (f"{own}#{number}" for number in itertools.count(2))
-        label = next(name for name in itertools.chain([own], numbered) if name not in self._labels)
-        self._labels[label] = bool(layer.sublayers())
-        return label
 
     def _name_parameters(self) -> None:
         for layer, label in list(self._names.items()):

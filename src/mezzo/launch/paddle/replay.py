@@ -3,7 +3,7 @@
 A value that leaves a format's range becomes infinite or zero, and whether that matters shows in the gradients alone: softmax makes
 the same of -inf and of -1e9. So the recorded operations run once more, on the same operands and random numbers, and every rounding
 keeps the format's digits but not its limits. Gradients that differ from those of a replay with the limits were made wrong by the range,
-because nothing else differs. A replay whose loss is not the step's is not believed.
+because nothing else differs. A replay is discarded if its loss is not the step's.
 
 Limits: a ``PyLayer`` that the script writes, and activation checkpointing, count as constants in both replays, so what lies before
 them is not weighed. Cost: two or three more forward and backward passes, in observed steps in which a value left the format.
@@ -41,11 +41,11 @@ KEPT, NO_UPPER, NONE = Limits(True, True), Limits(False, True), Limits(False, Fa
 
 
 class NotRepeated(Exception):
-    """The reason why a step cannot be computed again."""
+    """A step that cannot be computed again."""
 
 
 @dataclass(frozen=True)
-class Pass:
+class ReplayedPass:
     """One backward pass of a step."""
 
     losses: list[Any]
@@ -54,7 +54,7 @@ class Pass:
 
 
 def rounded_within(values: npt.NDArray[Any], fmt: Format, limits: Limits) -> npt.NDArray[np.float32]:
-    """Return FP32 ``values`` with the digits of ``fmt``, to nearest, ties to even; its range ends only where ``limits`` say so."""
+    """Return FP32 ``values`` with the digits of ``fmt``, to nearest, ties to even; its range ends only where ``limits`` says so."""
     with np.errstate(all="ignore"):
         wide = values.astype(np.float64)
         _, exponents = np.frexp(wide)
@@ -68,12 +68,16 @@ def rounded_within(values: npt.NDArray[Any], fmt: Format, limits: Limits) -> npt
 
 
 def gradients(
-    operations: Sequence[TapedOperation], passes: Sequence[Pass], weights: Sequence[Any], fmt: Format, limits: Limits
+    operations: Sequence[TapedOperation],
+    passes: Sequence[ReplayedPass],
+    weights: Sequence[Any],
+    fmt: Format,
+    limits: Limits,
 ) -> dict[int, Any]:
-    """Return the gradients of ``weights`` by id, those of all passes added up, as FP32 arrays.
+    """Return the gradients of ``weights`` by id, summed over all passes, as FP32 arrays.
 
     Raises:
-        NotRepeated: an operation cannot run again, or the loss is another one.
+        NotRepeated: an operation cannot run again, or the loss differs.
     """
     twins = Twins(weights, fmt, limits)
     before = paddle.get_rng_state()
@@ -83,13 +87,13 @@ def gradients(
         return _together([_of_pass(one, twins, weights, check=limits == KEPT) for one in passes])
     except NotRepeated:
         raise
-    except Exception as error:
+    except Exception as error:  # any operation of the script may fail when it runs again
         raise NotRepeated(f"the step cannot be computed again: {type(error).__name__}") from error
     finally:
         paddle.set_rng_state(before)
 
 
-def _needed(operations: Sequence[TapedOperation], passes: Sequence[Pass]) -> list[TapedOperation]:
+def _needed(operations: Sequence[TapedOperation], passes: Sequence[ReplayedPass]) -> list[TapedOperation]:
     """Return the operations that the losses come from, in order."""
     wanted = {id(loss) for one in passes for loss in one.losses}
     found = []
@@ -100,7 +104,7 @@ def _needed(operations: Sequence[TapedOperation], passes: Sequence[Pass]) -> lis
     return found[::-1]
 
 
-def _of_pass(one: Pass, twins: Twins, weights: Sequence[Any], *, check: bool) -> dict[int, Any]:
+def _of_pass(one: ReplayedPass, twins: Twins, weights: Sequence[Any], *, check: bool) -> dict[int, Any]:
     losses = [twins.of(loss) for loss in one.losses]
     for loss, again in zip(one.losses, losses, strict=True):
         if check and not np.allclose(array_of(loss), array_of(again), rtol=_SAME, atol=0.0, equal_nan=True):
@@ -115,7 +119,7 @@ def _together(parts: Sequence[dict[int, Any]]) -> dict[int, Any]:
     total: dict[int, Any] = {}
     for part in parts:
         for key, gradient in part.items():
-            total[key] = gradient + total[key] if key in total else gradient
+            total[key] = total.get(key, 0) + gradient
     return total
 
 

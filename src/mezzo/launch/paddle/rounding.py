@@ -32,7 +32,7 @@ _LOWEST, _HIGHEST = np.float32(FP16.min_normal), np.float32(2.0 ** (FP16.bias + 
 _MAGIC = np.float32(1.5 * 2.0 ** (FP32.mantissa_bits - FP16.mantissa_bits))
 _UP, _DOWN = np.float32(2.0 ** (FP32.bias - FP16.bias)), np.float32(2.0 ** (FP16.bias - FP32.bias))
 _EMPTY_LIKE = paddle._C_ops.empty_like
-"""Paddle's own function, whatever is patched: an observer must not take memory without values for an operation of the script."""
+"""Paddle's unpatched function: an observer must not record this allocation as an operation of the script."""
 _PIECE = 32768
 """Values rounded at a time: memory that is read and written ten times then stays in the L2 cache."""
 
@@ -50,7 +50,7 @@ _scratch = _Scratch()
 def round_to_fp16(values: Array, out: Array) -> None:
     """Write FP32 ``values`` rounded to FP16 into ``out``, as FP32: nearest, ties to even, infinite from 65520 on, subnormals kept.
 
-    Both are contiguous, of one size and one dimension.
+    Both are contiguous, one-dimensional and of the same size.
     """
     with np.errstate(all="ignore"):
         for start in range(0, values.size, _PIECE):

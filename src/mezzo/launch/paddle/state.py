@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from mezzo.errors import NonFiniteLossError, PolicyError, ScaleFloorError, neare
 from mezzo.formats import FP32
 from mezzo.frameworks import paddleops
 from mezzo.frameworks.paddle import NO_EFFECT, arithmetic_on, check
+from mezzo.launch.paddle.layer_names import LayerNames, bare_name
 from mezzo.launch.paddle.rounding import rounder
 from mezzo.launch.paddle.scaling import HostScale
 from mezzo.measure.plainsteps import PlainSteps
@@ -125,8 +125,7 @@ class PaddleRun:
             return
         self.roots.add(layer)
         self.round_weights(layer.parameters())
-        names = {name: inner for name, inner in layer.named_sublayers() if name}
-        names = {re.sub(r"^(_layers\.)+", "", name): inner for name, inner in names.items()}  # DataParallel's own
+        names = {bare_name(name): inner for name, inner in layer.named_sublayers()}
         for pattern in self.keeps:
             found = [inner for name, inner in names.items() if fnmatchcase(name, pattern)]
             if found:
@@ -193,6 +192,14 @@ class PaddleRun:
         """Record something that the policy left alone."""
         self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
 
+    def code_outside(self, flops: int, total: int) -> list[Reason]:
+        """Return what to say of the FLOPs of forward code outside every region, out of a step's ``total``; empty if there are none."""
+        if not (self.lowers and flops):
+            return []
+        why = "forward code outside any layer: only layers and auto_cast regions are switched"
+        share = f"{flops / max(total, 1):.0%} of FLOPs and their backward pass"
+        return [Reason(what="FP32 code", value=share, reason=why)]
+
     def note_own_amp(self, what: str) -> None:
         """Record that the script's own mixed precision has no effect here."""
         if this_device().kind == "cpu":
@@ -211,8 +218,12 @@ class PaddleRun:
         """The number of updates, including the open one."""
         return len(self.steps) + self._stepped
 
-    def backward_from(self, losses: Iterable[Any]) -> None:
+    def backward_from(self, losses: Sequence[Any], given: Sequence[Any]) -> None:
         """Record a backward pass: it closes the open update, and its losses belong to the next one.
+
+        Args:
+            losses: what it starts from.
+            given: the gradient for each, None for one without; a loss of one value counts times its gradient.
 
         Raises:
             NonFiniteLossError: the very first loss is not finite.
@@ -221,10 +232,13 @@ class PaddleRun:
         self.close_update()
         if self.observer is not None:
             self.observer.backward_begins(losses)
-        for loss in losses:
+        for loss, gradient in zip(losses, given, strict=False):  # Paddle itself refuses other lengths
             if loss.size != 1 or (self.in_closure and self.steps.has_loss()):
                 continue
             value = self._loss_value(loss)
+            if gradient is not None:
+                with self.own_work():
+                    value = value * gradient.detach().astype(FP32.dtype_name).reshape([])
             self.steps.loss(value)
 
     def _loss_value(self, loss: Any) -> Any:
@@ -311,9 +325,9 @@ class PaddleRun:
 
     def _check_patterns(self) -> None:
         if self._unmatched:
-            names = [name for root in self.roots for name, _ in root.named_sublayers()]
+            pattern, names = min(self._unmatched), LayerNames(self.roots).patterns()
             raise PolicyError(
-                f"no layer is named {sorted(self._unmatched)[0]!r}; {nearest(sorted(self._unmatched)[0], names[:100])}",
+                f"no layer is named {pattern!r}; {nearest(pattern, names[:100])}",
                 hint="patterns match whole names as layer.named_sublayers() gives them, with * and ?",
             )
 
@@ -349,6 +363,7 @@ def dense(gradient: Any) -> Any:
 
 
 def _together(norms: list[Any]) -> Any:
+    """Return the norm of all gradients together from those of the optimizers; NaN without any."""
     if not norms:
         return float("nan")
     return norms[0] if len(norms) == 1 else sum(norm * norm for norm in norms).sqrt()

@@ -1,4 +1,4 @@
-"""What a tensor's values are, and what the ends of a format's range do to them."""
+"""The values of a Paddle tensor, and what they lose at the ends of a format's range."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mezzo.formats import FORMATS, FP32, Format
+from mezzo.formats import FORMAT_NAMES, FORMATS, FP32, Format
 from mezzo.records import Operand
-
-FORMAT_NAMES = {f.dtype_name: f.name for f in reversed(FORMATS.values())}  # float32 is fp32, not tf32
 
 
 class Survey(NamedTuple):
-    """The ends of a tensor's values, and what a format loses of them."""
+    """The largest value of a tensor, and what a format loses of its values."""
 
     largest: float
     """The largest magnitude; not finite if any value is not."""
@@ -34,16 +32,16 @@ def survey(tensor: Any, fmt: Format) -> Survey:
         return Survey(0.0, overflows=False)
     largest = float(values.max())
     if not math.isfinite(largest):
-        finite = values[np.isfinite(values)]
-        return Survey(largest, overflows=bool(finite.size) and float(finite.max()) >= _FIRST[fmt.name])
-    lost = values[(values > 0) & (values <= fmt.min_subnormal / 2)]
+        known = values[np.isfinite(values)]
+        return Survey(largest, overflows=bool(known.size) and float(known.max()) >= _TOO_LARGE[fmt.name])
+    overflows, lost = largest >= _TOO_LARGE[fmt.name], values[(values > 0) & (values <= fmt.min_subnormal / 2)]
     if not lost.size:
-        return Survey(largest, overflows=largest >= _FIRST[fmt.name])
+        return Survey(largest, overflows)
     share = float(np.linalg.norm(lost.astype(np.float64)) / np.linalg.norm(values.astype(np.float64)))
-    return Survey(largest, largest >= _FIRST[fmt.name], float(lost.max()), share)
+    return Survey(largest, overflows, float(lost.max()), share)
 
 
-_FIRST = {name: f.max + math.ldexp(1.0, math.frexp(f.max)[1] - f.mantissa_bits - 2) for name, f in FORMATS.items()}
+_TOO_LARGE = {name: f.max + math.ldexp(1.0, math.frexp(f.max)[1] - f.mantissa_bits - 2) for name, f in FORMATS.items()}
 """The smallest magnitude that rounds to infinity, by format: half a unit in the last place above the largest number."""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -27,8 +28,9 @@ from mezzo.frameworks import paddleops
 from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.patches import Patches
 
-_MEZZO = str(Path(__file__).parents[2])
-_PADDLE = str(Path(paddle.__file__).parent)
+_MEZZO = str(Path(__file__).parents[2]) + os.sep
+_PADDLE = str(Path(paddle.__file__).parent) + os.sep
+"""With a separator: paddlenlp is no part of Paddle."""
 _OPERATORS = {
     **paddleops.OPERATORS,
     "__rpow__": "elementwise_pow",
@@ -61,7 +63,6 @@ _UNSEEN = ("legacy", "_run_custom_op", "_run_python_op")
 class TapedOperation:
     """One operation of a step."""
 
-    index: int
     name: str
     """Its name in ``paddle._C_ops``."""
     layer: Any
@@ -87,7 +88,7 @@ class TapedOperation:
 
 
 class Listener(Protocol):
-    """What wants to know of operations as they run."""
+    """An observer of operations as they run."""
 
     def finished(self, operation: TapedOperation) -> None:
         """Record an operation that has run."""
@@ -145,7 +146,7 @@ class Tape:
             self.on = before
 
     def next_index(self) -> int:
-        """Return the next number in the order of everything that happens in a run."""
+        """Return the next number in the order of events of a run."""
         self._count += 1
         return self._count
 
@@ -161,12 +162,8 @@ class Tape:
         return call
 
     def _records(self) -> bool:
-        if (
-            not self.on
-            or self._running is not None
-            or threading.get_ident() != self._thread
-            or self._run.local.own_work
-        ):
+        busy = self._running is not None or self._run.local.own_work
+        if not self.on or busy or threading.get_ident() != self._thread:
             return False
         wanted = self.everything or self._run.local.in_backward or paddle.is_grad_enabled()
         return bool(wanted and paddle.in_dynamic_mode())
@@ -175,7 +172,6 @@ class Tape:
         self, name: str, function: Callable[..., Any], original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         operation = TapedOperation(
-            index=self.next_index(),
             name=name,
             layer=self._layers[-1] if self._layers else None,
             line=script_line(sys._getframe(2)),

@@ -12,7 +12,7 @@ import paddle
 from mezzo.frameworks.paddle import explain_run
 from mezzo.launch.paddle.backward import BackwardPasses
 from mezzo.launch.paddle.counted_step import CountedStep
-from mezzo.launch.paddle.forward import Regions
+from mezzo.launch.paddle.forward import ForwardRegions
 from mezzo.launch.paddle.observers import observer_for
 from mezzo.launch.paddle.observing import StepObserver, refuse_static_graphs
 from mezzo.launch.paddle.operations import Operations
@@ -42,7 +42,7 @@ def training(
         observe: settings of the observer; with one, formats and bytes are not counted.
     """
     run, patches = PaddleRun(policy), Patches()
-    operations, passes, regions = Operations(run), BackwardPasses(run), Regions(run)
+    operations, passes, regions = Operations(run), BackwardPasses(run), ForwardRegions(run)
     counted = CountedStep(run, operations, passes)
     try:
         if seed is not None:
@@ -92,7 +92,7 @@ class PaddleTraining(WithoutPyTorch):
 
     @property
     def has_any_loss(self) -> bool:
-        """Whether a loss was seen, whatever became of it."""
+        """Whether the open step has a loss."""
         return self._run.steps.has_loss()
 
     def report_to(self, report: Report, *, every_s: float) -> None:
@@ -112,7 +112,7 @@ class PaddleTraining(WithoutPyTorch):
         return self._counted.memory()
 
     def effective(self) -> Effective:
-        """Return what really ran in which format."""
+        """Return the formats that products really ran in."""
         return self._counted.effective()
 
     def explanation(self) -> list[Reason]:

@@ -20,7 +20,7 @@ def counted(values: npt.NDArray[Any]) -> Table:
     finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
     fractions, exponents = np.frexp(finite.astype(np.float64))
     mantissas = ((2.0 * fractions - 1.0) * 2**FP32.mantissa_bits).astype(np.int64)
-    rows = exponents.astype(np.int64) - 1 - FIRST_EXPONENT + 1
+    rows = exponents.astype(np.int64) - FIRST_EXPONENT  # row 0 is for zeros, and frexp's exponent is one too large
     places = rows * CELLS + np.searchsorted(np.array(CUTS), mantissas, side="right")
     table = np.bincount(places, minlength=BINS).astype(np.int64)
     table[0] += int((magnitudes == 0).sum())
@@ -30,7 +30,7 @@ def counted(values: npt.NDArray[Any]) -> Table:
 
 
 class Tally:
-    """Tables by name; those of the open step are kept apart until it certainly belongs to the record."""
+    """Tables by name; those of the open step stay apart until ``keep``."""
 
     def __init__(self) -> None:
         self.kept: dict[Any, Table] = {}
@@ -38,12 +38,12 @@ class Tally:
 
     def add(self, key: Any, table: Table) -> None:
         """Add counts of the open step under ``key``."""
-        self._fresh[key] = self._fresh[key] + table if key in self._fresh else table
+        self._fresh[key] = self._fresh.get(key, 0) + table
 
     def keep(self) -> None:
         """Keep the counts of the open step."""
         for key, table in self._fresh.items():
-            self.kept[key] = self.kept[key] + table if key in self.kept else table
+            self.kept[key] = self.kept.get(key, 0) + table
         self._fresh = {}
 
     def forget(self) -> None:

@@ -1,7 +1,7 @@
 """Handle the signals that stop a command while it runs scripts: pass them to the run, start no further run, keep the records.
 
-SIGINT gives the script all the time it wants, as Python does; a second one asks it to end, a third one kills it. SIGTERM and SIGHUP give it
-``GRACE_S``. A signal that this process was started to ignore, as by ``nohup``, stays ignored.
+After SIGINT the script has as long as it needs, as under Python; a second one asks it to end, a third one kills it. After SIGTERM and
+SIGHUP it has ``GRACE_S``. A signal that this process was started to ignore, as by ``nohup``, stays ignored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fork the runs of one command from one process that has already imported PyTorch, Mezzo and the compiler.
 
 Half the time of a short run passes before its first step, and most of that is imports. So the first run of a command starts a process
-that imports once, and each run is a fork of it. A script sees what it would see in a process of its own: standard streams, signals, random
+that imports once, and each run is a fork of it. A script sees the same as in a process of its own: standard streams, signals, random
 numbers, exit code, its own process number. CUDA does not survive a fork, and neither do threads: if either was in use, or if the
 script may change what has been imported, the forked child replaces itself with a new process, and the command prints the reason.
 
@@ -36,13 +36,13 @@ from mezzo.launch.request import Request
 from mezzo.records import Reason
 
 _COMPILER = "torch._dynamo"
-"""Modules that torch imports when a script makes its first optimizer."""
+"""The compiler, which torch imports when a script makes its first optimizer."""
 
 _READ_BY_COMPILER = re.compile(rb"\b(?:TORCH|TRITON|INDUCTOR|AOT)[A-Z]*_[A-Z]\w*")
 """Names of the environment variables that the compiler may read while it is imported."""
 
 _SETS_COMPILER = re.compile(r"TORCH(?:DYNAMO|INDUCTOR|_COMPILE)_(?!CACHE_DIR)\w+")
-"""Those that it never reads again; it looks up, and sets, the place of its cache later."""
+"""Those that it never reads again; it reads, and sets, the folder of its cache later."""
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
 _ENDED = "the process that had imported PyTorch for all runs was ended"
@@ -159,7 +159,7 @@ class Forked:
 
 def _why_not(request: Request) -> str | None:
     """Return why the imports cannot precede the script, None if they can."""
-    for path in _own_files(request):
+    for path in _files_to_search(request):
         with contextlib.suppress(OSError):
             found = _READ_BY_COMPILER.search(path.read_bytes())
             if found:
@@ -167,7 +167,7 @@ def _why_not(request: Request) -> str | None:
     return None
 
 
-def _own_files(request: Request) -> Iterator[Path]:
+def _files_to_search(request: Request) -> Iterator[Path]:
     script = Path(request.target)
     if request.kind == "module":
         spec = spec_of(request.target)
@@ -218,14 +218,15 @@ def fork_for_requests(connection: socket.socket) -> Request:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if why is not None:
                 os.execv(sys.executable, child_command(message.decode()))
-            _be_fresh(imported, message.decode())
+            _reset_state(imported, message.decode())
             return request
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(files[0])
-        _tell_of(child, connection)
+        _report_end(child, connection)
 
 
-def _tell_of(child: int, connection: socket.socket) -> None:
+def _report_end(child: int, connection: socket.socket) -> None:
+    """Send the command the child's number at once, and its exit code when it has ended."""
     try:
         connection.send(f"pid {child}".encode())
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -275,7 +276,7 @@ def _several_threads() -> str | None:
 
 
 def _device_opened() -> str | None:
-    """Return the reason if a driver is in use, whatever opened it: torch only knows of its own calls."""
+    """Return the reason if a GPU driver is in use, whatever opened it: torch only knows of its own calls."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the folder's own descriptor is closed by now
             file = os.readlink(f"/proc/self/fd/{name}")
@@ -304,7 +305,7 @@ def _take_streams(file: int) -> None:
     os.close(file)
 
 
-def _be_fresh(imported: _Imported, request: str) -> None:
+def _reset_state(imported: _Imported, request: str) -> None:
     """Reseed generators seeded by the system, and clear state that a new process would not have."""
     import multiprocessing
 

@@ -26,7 +26,7 @@ class Process(Protocol):
         """
 
     def pass_on(self, number: int, *, kill_after_s: float = 0.0) -> None:
-        """Send it a signal, unless a terminal already did; kill it with its descendants ``kill_after_s`` seconds later (0: never)."""
+        """Send it a signal, unless a terminal has sent it; kill it with its descendants ``kill_after_s`` seconds later (0: never)."""
 
     def kill(self) -> None:
         """Kill it with its descendants."""
@@ -66,7 +66,7 @@ class Guarded:
         return returned
 
     def pass_on(self, number: int, *, kill_after_s: float = 0.0, process: int = 0) -> None:
-        """Send a signal to the command, or to a ``process`` below it, unless a terminal already did."""
+        """Send a signal to the command, or to a ``process`` below it, unless a terminal has sent it."""
         if not self._tell(f"pass {number} {process} {kill_after_s:g}"):
             self._process.send_signal(number)
 
@@ -80,7 +80,7 @@ class Guarded:
         self._tell("ended")
 
     def _tell(self, text: str) -> bool:
-        """Write a line to the guard; return whether there is one."""
+        """Write a line to the guard; return whether this system has guards."""
         if self._pipe is not None:
             with contextlib.suppress(BrokenPipeError):  # the guard has ended, and the run with it
                 os.write(self._pipe, f"{text}\n".encode())

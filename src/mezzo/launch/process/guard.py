@@ -7,12 +7,11 @@ stay in the process group in which they were started: a terminal's Ctrl-C, Ctrl-
 The pipe carries one message per line:
 
     pass N PID SECONDS   send signal N to PID (0: the child), unless a terminal has sent it to the whole group already;
-                         SECONDS (0: for ever) later the tree is killed if it still runs
+                         SECONDS (0: never) later the tree is killed if it still runs
     kill PID             kill PID and what it started (0: everything)
     ended                the process that a signal was sent to has ended: the tree need not be killed
 
-When the pipe closes, the command has ended: everything is killed. Imports little of the standard library, because each run waits for
-it.
+When the pipe closes, the command has ended: everything is killed. Every run waits for these imports, so they are few.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PASSED_ON = (*STOPPING, *(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2
 """The signals that a command passes on to its run: those above, and those whose meaning only the script knows."""
 
 LAST_WORD = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else None
-"""The signal that a run gets before it is killed: no script has a reason to ignore it, so its record can still be written."""
+"""The signal sent to a run before it is killed: no script has a reason to ignore it, so its record can still be written."""
 
 _JOB_CONTROL = (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGQUIT)
 """Terminal signals that the run receives itself. A guard stopped by them could not act."""
@@ -40,7 +39,7 @@ _REST_S = 5.0
 """Time for the descendants of a stopped run to end after SIGTERM."""
 
 _LAST_WORD_S = 3.0
-"""Time for a run to end after it."""
+"""Time for a run to end after ``LAST_WORD``."""
 
 _MOST_S = 5.0
 """Time to wait for killed processes: one that hangs in a driver cannot be killed."""
@@ -75,10 +74,7 @@ def main(arguments: list[str]) -> None:
             os._exit(128 + signal.SIGKILL)
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a KeyboardInterrupt here would print a traceback of ours
-        for number in (
-            signal.SIGPIPE,
-            signal.SIGXFSZ,
-        ):  # Python ignores them, and they would stay ignored in the new program
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python, and so they would be in the new program
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.execv(command[0], command)
@@ -115,7 +111,7 @@ class _Guard:
         self._received: set[int] = set()
         """Signals that this process received directly, and so did the whole group."""
         self._stopped = self._asked = False
-        """Whether the run is to end, and whether its remaining descendants were asked to."""
+        """Whether the run was told to end, and whether its remaining descendants were."""
         self._kill_at: float | None = None
         self._ending: int | None = None
         """The process that was told to end, until it has been sent ``LAST_WORD``."""
@@ -132,9 +128,8 @@ class _Guard:
 
     def _handle(self, number: int, frame: object) -> None:
         self._received.add(number)
-        self._stopped |= (
-            number in STOPPING
-        )  # the run has received it, too, and may end before the command sends a message
+        # The run has received it as well, and may end before the command sends a message.
+        self._stopped |= number in STOPPING
 
     def watch(self) -> int:
         """Return the child's wait status when it has ended and, after a stop, so have its descendants."""
@@ -159,7 +154,7 @@ class _Guard:
         return bool(left)
 
     def _last_word(self) -> bool:
-        """Send a run that is about to be killed a signal that it does not ignore; return whether there was one to send."""
+        """Send ``LAST_WORD`` to a run that is about to be killed; return whether it was sent."""
         if self._ending is None or LAST_WORD is None or self._status is not None:
             return False
         _send(self._ending, LAST_WORD)
@@ -267,7 +262,7 @@ def _other_parents() -> list[tuple[int, int]]:
 
 
 def _ignores(process: int, number: int) -> bool:
-    """Return whether a process is known to ignore a signal, so that waiting for it is useless."""
+    """Return whether a process is known to ignore a signal, so that waiting is useless."""
     with suppress(OSError, ValueError), open(f"/proc/{process}/status") as file:
         masks = [line.split()[1] for line in file if line.startswith("SigIgn:")]
         return bool(masks) and bool(int(masks[0], 16) >> (number - 1) & 1)

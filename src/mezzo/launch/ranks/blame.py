@@ -1,4 +1,4 @@
-"""Which process of a failed run is to blame: most of them fail because another one did. A pure function. Imports no torch."""
+"""Which process of a failed run is to blame: most fail only because another one did. A pure function. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _OF_OTHERS = re.compile(
     r"|storage? timeout|time[d ]*-?out|heartbeat|tcpstore|rendezvous|store->|destroy_process_group",
     re.IGNORECASE,
 )
-"""Words of errors with which a process notices that another one is missing."""
+"""Words of errors that a process raises because another one is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
+class ProcessEnd:
     """How one process of a run ended."""
 
     rank: int
@@ -26,7 +26,7 @@ class End:
     stopped: bool = False
     """Whether it was still running when the run was ended for all."""
     vanished: bool = False
-    """Whether its mezzo process is gone, so that nothing more is known of it."""
+    """Whether its mezzo process is gone, so that nothing more is known about it."""
     where: str = ""
     """Where its script was when the run was ended for all; empty if that is not known."""
     waiting: bool = False
@@ -36,15 +36,15 @@ class End:
 
 
 def noticed_others(error: str) -> bool:
-    """Return whether an error is how a process notices that another one is missing."""
+    """Return whether a process raised an error because another one is missing."""
     return _OF_OTHERS.search(error) is not None
 
 
-def blamed(ends: Sequence[End]) -> tuple[int, str] | None:
+def blamed(ends: Sequence[ProcessEnd]) -> tuple[int, str] | None:
     """Return the rank that ended a run, and the reason in a sentence; None if all ended well.
 
-    First comes a process that vanished, then the first that failed for a reason of its own; else one that was still running elsewhere
-    while the others waited for it; else one whose script had ended, as where it has fewer batches; else the first that failed at all.
+    A process that vanished comes first, then the first that failed for a reason of its own; else one that was still running elsewhere
+    while the others waited for it; else one whose script had ended, perhaps because it has fewer batches; else the first that failed.
     """
     if all(end.error is None and not end.stopped and not end.vanished for end in ends):
         return None
@@ -68,8 +68,8 @@ def blamed(ends: Sequence[End]) -> tuple[int, str] | None:
     return (failed[0].rank, failed[0].error or "") if failed else (running[0].rank, _no_progress(running[0], running))
 
 
-def _ended_early(ends: Sequence[End]) -> tuple[int, str] | None:
-    """Return the process that ended well after no more updates than those that failed or waited, and what they missed it for."""
+def _ended_early(ends: Sequence[ProcessEnd]) -> tuple[int, str] | None:
+    """Return the process that ended well after no more updates than those that failed or waited, and why that stopped them."""
     well = [end for end in ends if end.error is None and not end.stopped and end.updates is not None]
     left = [end for end in ends if (end.waiting if end.stopped else end.error is not None)]
     if not well or not left:
@@ -85,7 +85,7 @@ def _ended_early(ends: Sequence[End]) -> tuple[int, str] | None:
     return first.rank, why + ("" if error is None else f" ({error})")
 
 
-def _no_progress(hung: End, running: Sequence[End]) -> str:
+def _no_progress(hung: ProcessEnd, running: Sequence[ProcessEnd]) -> str:
     others: dict[str, list[str]] = {}
     for end in running:
         if end.rank != hung.rank and end.where:

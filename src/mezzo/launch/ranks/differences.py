@@ -1,4 +1,4 @@
-"""What should be the same in all processes of a run, but is not. Pure functions; imports no torch."""
+"""Where the processes of a run differ, though they should not. Pure functions; imports no torch."""
 
 from __future__ import annotations
 
@@ -38,9 +38,8 @@ def _skips(ranks: Sequence[RankRun]) -> Iterator[Reason]:
     for step in sorted(anywhere - everywhere)[:_SHOWN]:
         skipped = [rank for rank, steps in sets.items() if step in steps]
         value = f"step {step}, by rank {', '.join(map(str, skipped))} only"
-        yield Reason(
-            what="skipped", value=value, reason="the other ranks made that update: their weights are no longer the same"
-        )
+        why = "the other ranks made that update: their weights are no longer the same"
+        yield Reason(what="skipped", value=value, reason=why)
 
 
 def _scales(ranks: Sequence[RankRun]) -> Iterator[Reason]:
@@ -57,11 +56,8 @@ def _times(ranks: Sequence[RankRun]) -> Iterator[Reason]:
     slow, fast = max(times, key=lambda r: times[r]), min(times, key=lambda r: times[r])
     if times[slow] > _SLOWER * times[fast]:
         value = f"rank {slow} computes {times[slow] / times[fast]:.1f} times as long as rank {fast}"
-        yield Reason(
-            what="time a step",
-            value=value,
-            reason="the others wait for it in every step: give it less data, or a like device",
-        )
+        why = "the others wait for it in every step: give it less data, or a like device"
+        yield Reason(what="time a step", value=value, reason=why)
 
 
 def _memory(ranks: Sequence[RankRun]) -> Iterator[Reason]:
@@ -79,7 +75,6 @@ def _apart(values: dict[int, str]) -> str:
     by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
         by_value.setdefault(value, []).append(rank)
-    parts = [
+    return "; ".join(
         f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in by_value.items()
-    ]
-    return "; ".join(parts)
+    )

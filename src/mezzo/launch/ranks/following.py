@@ -1,4 +1,4 @@
-"""The part of every rank but 0: run what rank 0 says, hand over the record, and end when the command is over. Imports no torch."""
+"""The part of every other rank: run what rank 0 asks for, hand over the record, and end when the command is over. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from mezzo.launch.process.command_signals import GRACE_S, Stop, Stopped, stoppable
 from mezzo.launch.ranks.leading import POLL_S
 from mezzo.launch.ranks.meeting import Meeting
+from mezzo.launch.ranks.merged import error_of
 from mezzo.launch.ranks.places import place_left
 from mezzo.launch.ranks.requests import beside, for_rank, record_path
 from mezzo.launch.ranks.told import REASON
@@ -20,7 +21,7 @@ _LEFT_ALONE = 1
 
 
 def follow(meeting: Meeting) -> int:
-    """Run what rank 0 says until it says that the command is over; return the command's exit code.
+    """Run what rank 0 asks for until the command is over; return the command's exit code.
 
     Raises:
         ScriptError: there is no rank 0.
@@ -47,7 +48,7 @@ def _follow(meeting: Meeting, stop: Stop) -> int:
         if meeting.gone(0):
             REASON.text, REASON.rank = "rank 0: its process vanished", 0
             return stop.exit_code or _LEFT_ALONE
-        if stop.stopped:  # rank 0 has the signal as well, and says when the records are written
+        if stop.stopped:  # rank 0 received the signal as well, and tells when the records are written
             end_s = min(end_s, time.monotonic() + 3 * GRACE_S)
         if time.monotonic() > end_s:
             return stop.exit_code
@@ -68,12 +69,9 @@ def _run(meeting: Meeting, number: int, asked: dict[str, Any], stop: Stop) -> No
         told = told or meeting.get(f"stop-{number}") is not None or meeting.gone(0)
         return told
 
-    error: str | None
     try:
         record = run_alone(request, output=output, interrupted=interrupted)
-        error = getattr(record, "run", record).error  # type: ignore[union-attr]
+        error = error_of(record)
     except Stopped as stopped:
         error = str(stopped)
-    place = place_left(request)
-    ended = {"error": error, "stopped": told, "where": place.where, "waiting": place.waiting}
-    meeting.put(f"ended-{number}-{rank}", ended)
+    meeting.put(f"ended-{number}-{rank}", {"error": error, "stopped": told, **place_left(request)._asdict()})

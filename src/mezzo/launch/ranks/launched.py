@@ -1,7 +1,7 @@
-"""Which of several processes this one is, as the launcher that started it says in the environment.
+"""Which of several processes this one is, as its launcher says in the environment.
 
-Each launcher has its own variables. ``torchrun`` and what is built on it (``accelerate launch``, ``deepspeed``) set torch's own,
-which count first: they may themselves have been started by one of the others, once a machine. Imports no torch.
+Each launcher has its own variables. ``torchrun`` and what is built on it (``accelerate launch``, ``deepspeed``) set torch's own, which
+count first: one of the other launchers may have started them, once per machine. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Launched:
     one_machine: bool
     """Whether all processes are known to run on one machine."""
     job: str
-    """A text that the processes of a job share, and other jobs do not have at the same time."""
+    """A text that the processes of a job share, and that no other job has at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class _Variables:
     machines: tuple[str, ...] = ()
     """Number of machines."""
     job: tuple[str, ...]
-    """What tells jobs apart, all of them together."""
+    """The variables that together tell jobs apart."""
 
 
 _TABLE = (

@@ -1,8 +1,8 @@
-"""Rank 0's part of a job: it says which run comes next, runs its own process of it, and makes one record of what all processes recorded.
+"""Rank 0's part of a job: it decides which run comes next, runs its own process of it, and merges the records of all processes into one.
 
-The other ranks do as they are told (``following``), so that a command decides once what to run, and the runs of a comparison follow
-one another in step. Nothing here takes part in the script's own communication. A process that fails, hangs or vanishes ends the
-run for all: the others are given time to end by themselves, then they are stopped. Imports no torch.
+The other ranks do as they are told (``following``), so that a command decides once what to run, and all ranks make the runs of a
+comparison in the same order. Nothing here takes part in the script's own communication. A process that fails, hangs or vanishes ends the
+run for all: the others get time to end by themselves, then they are stopped. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 from mezzo.errors import RecordError
 from mezzo.launch.process.command_signals import GRACE_S, stoppable
-from mezzo.launch.ranks.blame import End, blamed
+from mezzo.launch.ranks.blame import ProcessEnd, blamed
 from mezzo.launch.ranks.meeting import Meeting
-from mezzo.launch.ranks.merged import merged
-from mezzo.launch.ranks.places import Place, place_left
+from mezzo.launch.ranks.merged import error_of, merged, run_of
+from mezzo.launch.ranks.places import place_left
 from mezzo.launch.ranks.ports import free_port
 from mezzo.launch.ranks.requests import counts_path, for_rank, record_path
 from mezzo.launch.ranks.told import REASON
@@ -30,17 +30,17 @@ from mezzo.launch.request import Request
 from mezzo.observe.ranges.counts_file import read_values, values_of_all
 from mezzo.observe.ranges.table import ObservedValues, ranges_record
 from mezzo.policy import Policy
-from mezzo.records import AnyRecord, RangesRecord, RunRecord, read_record, write_record
+from mezzo.records import AnyRecord, RangesRecord, read_record, write_record
 
 AFTER_FAILURE_S = 10.0
 """Time for the other processes to fail by themselves, so that their own errors are recorded."""
 _STOPPING_S = 20.0
-"""Time for a process to end after it is told to, and for its record to arrive."""
+"""Time for a process to end after it is told to, and again for its record to arrive."""
 POLL_S = 0.05
 """Time between two reads of what other processes have left."""
 
 Interrupted = Callable[[], bool]
-"""Whether the run of this process is to be stopped."""
+"""Returns whether to stop the run of this process."""
 
 
 class RunOne(Protocol):
@@ -119,26 +119,21 @@ class Leader:
         self._number += 1
         request = request.model_copy(update={"variables": {**request.variables, **fresh_rendezvous(os.environ)}})
         run = _Run(self._number, limit_s, time.monotonic(), {}, set())
-        self._meeting.put(
-            f"run-{run.number}",
-            {
-                "request": request.model_copy(update={"record_path": ""}).model_dump_json(),
-                "output": None if output is None else str(output.absolute()),
-            },
-        )
+        sent = request.model_copy(update={"record_path": ""}).model_dump_json()
+        place_of_output = None if output is None else str(output.absolute())
+        self._meeting.put(f"run-{run.number}", {"request": sent, "output": place_of_output})
         request = for_rank(request, 0, folder=self._folder(0), number=run.number, ranks=self.size)
         own = run_one(request, output=output, interrupted=lambda: self._over(run))
         own_end_s, own_stopped = time.monotonic(), run.stopped
-        if _failed(own) and run.failed_s is None:
+        if error_of(own) is not None and run.failed_s is None:
             run.failed_s = own_end_s
         self._await_others(run)
         place = place_left(request)
-        ends = [
-            self._own_end(own, own_end_s, own_stopped, place),
-            *(self._end_of(rank, run) for rank in self._meeting.others),
-        ]
+        own_end = ProcessEnd(rank=0, error=error_of(own), at_s=own_end_s, stopped=own_stopped, **place._asdict())
         records = {0: own, **self._records(run)}
-        ends = [replace(end, updates=_updates(records.get(end.rank))) for end in ends]
+        updates = {rank: len(one.steps) for rank, record in records.items() if (one := run_of(record)) is not None}
+        ends = [own_end, *(self._end_of(rank, run) for rank in self._meeting.others)]
+        ends = [replace(end, updates=updates.get(end.rank)) for end in ends]
         hosts = {rank: self._meeting.host_of(rank) for rank in self._meeting.others} | {0: socket.gethostname()}
         limit = f"stopped at its limit of {limit_s:g} s: " if run.over_limit else ""
         blame = blamed(ends)
@@ -155,9 +150,7 @@ class Leader:
         with suppress(OSError):
             self._meeting.put("over", {"exit_code": self.exit_code, "reason": REASON.text, "rank": REASON.rank})
         end = time.monotonic() + _STOPPING_S
-        left = list(
-            self._meeting.others
-        )  # one that starts slowly, and has not joined yet, is to learn the exit code as well
+        left = list(self._meeting.others)  # also one that starts slowly: it must learn the exit code when it joins
         while left and time.monotonic() < end:
             left = [r for r in left if self._meeting.get(f"bye-{r}") is None and not self._meeting.gone(r)]
             time.sleep(POLL_S)
@@ -165,7 +158,7 @@ class Leader:
     # --- while it runs -----------------------------------------------------------------------------------------------------------
 
     def _over(self, run: _Run) -> bool:
-        """Learn what the other processes do; return whether the run is to be stopped."""
+        """Read what the other processes report; return whether to stop the run."""
         now = time.monotonic()
         for rank in self._meeting.others:
             if rank in run.ended or rank in run.vanished:
@@ -209,15 +202,11 @@ class Leader:
 
     # --- when it is over ---------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _own_end(own: AnyRecord, at_s: float, stopped: bool, place: Place) -> End:
-        return End(rank=0, error=_error(own), at_s=at_s, stopped=stopped, where=place.where, waiting=place.waiting)
-
-    def _end_of(self, rank: int, run: _Run) -> End:
+    def _end_of(self, rank: int, run: _Run) -> ProcessEnd:
         if rank not in run.ended:
-            return End(rank=rank, error=None, vanished=True)
+            return ProcessEnd(rank=rank, error=None, vanished=True)
         found, at_s = run.ended[rank]
-        return End(rank=rank, at_s=at_s, **found)
+        return ProcessEnd(rank=rank, at_s=at_s, **found)
 
     def _records(self, run: _Run) -> dict[int, AnyRecord]:
         found = {}
@@ -244,17 +233,3 @@ def fresh_rendezvous(variables: Mapping[str, str]) -> dict[str, str]:
     if "MASTER_PORT" not in variables:
         return {}
     return {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-
-
-def _updates(record: AnyRecord | None) -> int | None:
-    run = getattr(record, "run", record)
-    return len(run.steps) if isinstance(run, RunRecord) else None
-
-
-def _failed(record: AnyRecord) -> bool:
-    return _error(record) is not None
-
-
-def _error(record: AnyRecord) -> str | None:
-    error: str | None = getattr(getattr(record, "run", record), "error", None)
-    return error

@@ -1,8 +1,8 @@
-"""The folder through which the processes of a job talk: small files, each written whole, each by one process only.
+"""The folder through which the processes of a job communicate: small files, each written whole, each by one process only.
 
-Rank 0 opens a folder of its own for every job. The others find it by a question with a random number in it: rank 0 answers each, so a file
-that an earlier job left behind is never taken for an answer. While it takes part, a process counts up a number in a file of
-its own; one that has stopped counting is gone, whatever the clocks of the machines say. Imports no torch.
+Rank 0 opens a new folder for every job. To find it, each other rank asks a question with a random number in it, and rank 0 answers, so a
+file that an earlier job left behind is never taken for an answer. While a process takes part, it counts up a number in a file of its
+own; one whose count stands still is gone, whatever the clocks of the machines say. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ from mezzo.launch.ranks.launched import Launched
 JOIN_S = 120.0
 """Time for all processes to arrive: their launcher starts them at once, but a busy file system may be slow."""
 SILENT_S = 30.0
-"""A process that counts no further for so long is gone."""
+"""A process whose count stands still for this long is gone."""
 
 _BEAT_S, _POLL_S = 1.0, 0.02
+_START_ALIKE = (
+    "start every process with the same mezzo command; on several machines pass --out with a folder that all of them see"
+)
 
 
 def meeting_place(launched: Launched, *, shared: Path) -> Path:
@@ -53,7 +56,7 @@ class Meeting:
         self._place, self._join_s, self._silent_s = place, join_s, silent_s
         self._folder = place
         self._seen: dict[int, tuple[int, float]] = {}
-        """Of each process the last number that it counted to, and when that was read here."""
+        """The last number that each process counted to, and when it was read."""
         self._left = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -89,7 +92,7 @@ class Meeting:
         question.unlink(missing_ok=True)
         raise ScriptError(
             f"rank {rank} of {self.launched.size} found no rank 0 in {self._place} within {self._join_s:g} s",
-            hint="start every process with the same mezzo command; on several machines pass --out with a folder that all of them see",
+            hint=_START_ALIKE,
         )
 
     def wait_for_all(self) -> None:
@@ -104,8 +107,7 @@ class Meeting:
                 names = ", ".join(map(str, missing))
                 raise ScriptError(
                     f"rank{'s' * (len(missing) > 1)} {names} of {self.launched.size} did not join within {self._join_s:g} s",
-                    hint="start every process with the same mezzo command; on several machines pass --out with a folder that all "
-                    "of them see",
+                    hint=_START_ALIKE,
                 )
             time.sleep(_POLL_S)
 
@@ -126,11 +128,11 @@ class Meeting:
         write_message(self._path(name), value)
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """Return a message; None before it is there."""
+        """Return a message; None before it was written."""
         return read_message(self._path(name))
 
     def folder_for(self, name: str) -> Path:
-        """Return a folder inside this one, made if need be, that goes when the job ends."""
+        """Return a folder inside this one, made if missing, which is deleted when the job ends."""
         folder = self._path(name)
         folder.mkdir(exist_ok=True)
         return folder
@@ -173,9 +175,8 @@ class Meeting:
         while not self._left.wait(_POLL_S):
             with suppress(OSError):
                 for question in self._place.glob("hello-*"):
-                    write_message(
-                        self._place / question.name.replace("hello", "welcome", 1), {"folder": self._folder.name}
-                    )
+                    answer = question.with_name(question.name.replace("hello", "welcome", 1))
+                    write_message(answer, {"folder": self._folder.name})
                     question.unlink(missing_ok=True)
             if all(self._path(f"alive-{rank}").exists() for rank in self.others):
                 return
@@ -208,7 +209,7 @@ def write_message(path: Path, value: dict[str, Any]) -> None:
 
 
 def read_message(path: Path) -> dict[str, Any] | None:
-    """Return a message; None before it is there."""
+    """Return a message; None before it was written."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

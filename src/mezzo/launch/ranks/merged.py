@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from mezzo.launch.ranks.blame import End
+from mezzo.launch.ranks.blame import ProcessEnd
 from mezzo.launch.ranks.differences import differences
 from mezzo.records import AnyRecord, AuditRecord, Finding, RankRun, RunRecord, Steps
 
@@ -18,7 +18,7 @@ from mezzo.records import AnyRecord, AuditRecord, Finding, RankRun, RunRecord, S
 def merged(
     records: Mapping[int, AnyRecord],
     *,
-    ends: Sequence[End],
+    ends: Sequence[ProcessEnd],
     blame: tuple[int, str] | None,
     hosts: Mapping[int, str],
     prefix: str = "",
@@ -65,48 +65,50 @@ def run_of(record: AnyRecord) -> RunRecord | None:
     return found if isinstance(found, RunRecord) else None
 
 
+def error_of(record: AnyRecord) -> str | None:
+    """Return the error of the run in a record; None if it ended well, or the record is of several runs."""
+    run = run_of(record)
+    return None if run is None else run.error
+
+
 def findings_of_all(by_rank: Mapping[int, Sequence[Finding]]) -> list[Finding]:
-    """Return every rank's findings, each once; those that rank 0 has not name the ranks that have them."""
+    """Return every rank's findings, each once; those that rank 0 lacks name the ranks that have them."""
     found: dict[tuple[str, str, tuple[str, ...]], tuple[Finding, list[int]]] = {}
     for rank, findings in sorted(by_rank.items()):
         for finding in findings:
             key = finding.code, PurePath(finding.lines[0]).name if finding.lines else "", tuple(finding.modules)
             found.setdefault(key, (finding, []))[1].append(rank)
     return [
-        finding if 0 in ranks else finding.model_copy(update={"title": f"{finding.title} (rank {_listed(ranks)})"})
+        finding
+        if 0 in ranks
+        else finding.model_copy(update={"title": f"{finding.title} (rank {', '.join(map(str, ranks))})"})
         for finding, ranks in found.values()
     ]
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def _mean_losses(own: Steps, of_ranks: Sequence[Steps], size: int) -> Steps:
     """Return rank 0's steps with the mean of all ranks' losses, where all ranks made the same steps."""
     if len(of_ranks) != size or any(len(steps.loss) != len(own.loss) for steps in of_ranks):
         return own
-    loss = [_mean(values) for values in zip(*(steps.loss for steps in of_ranks), strict=True)]
     names = [[(loss.name, loss.steps) for loss in steps.losses] for steps in of_ranks]
     same = all(found == names[0] for found in names)
     losses = [
-        one.model_copy(
-            update={"values": [_mean(v) for v in zip(*(s.losses[place].values for s in of_ranks), strict=True)]}
-        )
+        one.model_copy(update={"values": _means([steps.losses[place].values for steps in of_ranks])})
         for place, one in enumerate(own.losses if same else [])
     ]
+    loss = _means([steps.loss for steps in of_ranks])
     return own.model_copy(update={"loss": loss, "losses": losses or own.losses})
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _means(of_ranks: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(values) / len(values) for values in zip(*of_ranks, strict=True)]
 
 
-def _rank_run(end: End, run: RunRecord | None, host: str) -> RankRun:
+def _rank_run(end: ProcessEnd, run: RunRecord | None, host: str) -> RankRun:
     if run is None:
         error = "its process vanished" if end.vanished else end.error or "it left no record"
         return RankRun(rank=end.rank, host=host, exit_code=1, error=error)
-    steps, scale = run.steps, run.final_scale
+    steps = run.steps
     return RankRun(
         rank=end.rank,
         host=host,
@@ -114,7 +116,7 @@ def _rank_run(end: End, run: RunRecord | None, host: str) -> RankRun:
         num_steps=len(steps),
         skipped_steps=[number for number, skipped in enumerate(steps.skipped, start=1) if skipped],
         final_loss=steps.loss[-1] if steps.loss else None,
-        final_scale=scale,
+        final_scale=run.final_scale,
         step_ms=_median(steps.time_ms[1:]),
         cpu_ms=_median(steps.cpu_ms[1:]),
         total_bytes=run.memory.total_bytes,
@@ -129,8 +131,3 @@ def _rank_run(end: End, run: RunRecord | None, host: str) -> RankRun:
 def _median(numbers: Sequence[float]) -> float | None:
     known = [number for number in numbers if number == number]
     return statistics.median(known) if known else None
-
-
-def alone(rank: int, weights: str) -> list[RankRun]:
-    """Return what a process says of itself in the record that it hands over."""
-    return [RankRun(rank=rank, weights=weights)]

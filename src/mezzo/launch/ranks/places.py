@@ -1,6 +1,6 @@
-"""Where each process of a hanging run is, from the traceback that it writes when it is asked. Imports no torch.
+"""Where each process of a hanging run is, from the traceback that it writes on request. Imports no torch.
 
-``faulthandler`` writes it from a signal handler in C, so also of a process that is blocked in native code.
+``faulthandler`` writes it from a signal handler in C, so even a process that is blocked in native code answers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LIBRARIES = re.compile(r"[\\/](?:site-packages|dist-packages|mezzo)[\\/]|[\\/]l
 _WAITS = re.compile(
     r"[\\/]torch[\\/](?:distributed[\\/]|autograd[\\/]graph\.py|nn[\\/]parallel[\\/]distributed\.py|cuda[\\/]|utils[\\/]_foreach)"
 )
-"""Files of torch in which a process waits for others, or for its device, which may be waiting for others."""
+"""Files of torch in which a process waits for others, or for its device, which may itself wait for others."""
 
 
-class Place(NamedTuple):
+class ScriptPosition(NamedTuple):
     """Where a script is."""
 
     where: str
@@ -34,30 +34,32 @@ class Place(NamedTuple):
 
 
 def answer_with_place(path: Path) -> None:
-    """Have this process write its traceback to ``path`` when it is asked."""
+    """Write this process's traceback to ``path`` whenever it receives ``ASKS``; the file is there once the process can answer."""
     if ASKS is not None:
-        faulthandler.register(ASKS, file=path.open("w"), all_threads=True)
+        unready = path.with_name(f"{path.name}.part")
+        faulthandler.register(ASKS, file=unready.open("w"), all_threads=True)
+        unready.replace(path)  # until the signal has its handler, it would end the process
 
 
-def place_left(request: Request) -> Place:
-    """Return the place that the process of a run has left, and delete its file."""
+def place_left(request: Request) -> ScriptPosition:
+    """Return the place that a run's process has reported, and delete its file."""
     place = place_in(request.place_file)
     request.place_file.unlink(missing_ok=True)
     return place
 
 
-def place_in(path: Path) -> Place:
+def place_in(path: Path) -> ScriptPosition:
     """Return the place in a traceback; empty if there is none."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return Place("", False)
+        return ScriptPosition("", False)
     main = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)[-1]  # the newest thread is first
     frames = [(m["file"], m["line"], m["function"]) for m in _FRAME.finditer(main)]  # the innermost first
     own = next((n for n, (file, _, _) in enumerate(frames) if not _LIBRARIES.search(file)), None)
     if own is None:
-        return Place("", False)
+        return ScriptPosition("", False)
     file, line, function = frames[own]
     inside = "" if function == "<module>" else f" in {function}"
     waiting = any(_WAITS.search(inner) for inner, _, _ in frames[:own])
-    return Place(f"{Path(file).name}:{line}{inside}", waiting)
+    return ScriptPosition(f"{Path(file).name}:{line}{inside}", waiting)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST, _USUAL = 10_240, 32_768
-"""The lowest port that is chosen, and the first of outgoing connections where the system does not say it."""
+"""The lowest port that is chosen, and the first port of outgoing connections where the system does not tell."""
 _TRIES = 100
 
 
 def free_port() -> int:
-    """Return a port that is free, and stays so: the system gives none below its own range to outgoing connections.
+    """Return a port that is free and stays so: one below the range that the system uses for outgoing connections.
 
-    A port that the system chooses is of that range. Until the store is opened, any connection on the machine, such as those among the
+    A port that the system chooses lies in that range: until the store is opened, any connection on the machine, such as one between
     processes of another job, may take it.
     """
     chance, first = random.SystemRandom(), _first_of_connections()

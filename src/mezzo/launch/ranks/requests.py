@@ -19,14 +19,14 @@ def counts_path(folder: Path, number: int) -> Path:
 
 
 def for_rank(request: Request, rank: int, *, folder: Path, number: int, ranks: int) -> Request:
-    """Return the request of one rank: its observer's files lie beside those of rank 0, and in its folder of the meeting.
+    """Return the request of one rank, whose observer writes beside the files of rank 0, or into the rank's folder of the meeting.
 
     Args:
-        request: rank 0's.
-        rank: whose.
-        folder: this rank's in the meeting.
-        number: of the run.
-        ranks: processes of the job.
+        request: that of rank 0.
+        rank: the rank.
+        folder: the rank's folder of the meeting.
+        number: the number of the run.
+        ranks: the number of processes of the job.
     """
     observe = request.observe
     if observe is not None and observe.kind == "ranges":

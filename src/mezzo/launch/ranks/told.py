@@ -1,7 +1,7 @@
-"""Why a command failed, left in the file where torchrun looks for it.
+"""Write why a command failed to the file that torchrun reads.
 
-torchrun's last words are a table of the processes that failed. Without that file it names no reason there, and its own traceback
-hides the one that Mezzo has printed. ``accelerate launch`` is built on it. Imports no torch.
+torchrun ends with a table of the processes that failed. Without that file the table names no reason, and torchrun's own traceback
+hides the one that Mezzo has printed. The same holds for ``accelerate launch``, which is built on it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ _FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 @dataclass
-class Reason:
+class FailureReason:
     """Why this process's command fails."""
 
     text: str = ""
-    """Empty where nothing failed: a verdict has an exit code too."""
+    """Empty if nothing failed: a verdict has an exit code as well."""
     rank: int | None = None
-    """The process to blame, where there are several."""
+    """The process to blame, if there are several."""
 
 
-REASON = Reason()
-"""Of this process's command: a process runs one."""
+REASON = FailureReason()
+"""The reason of this process's only command."""
 
 
 def tell(
     exit_code: int, command: str, *, own_rank: int | None = None, variables: Mapping[str, str] = os.environ
 ) -> None:
-    """Leave the reason for torchrun, unless the command succeeded or the script has left one.
+    """Write the reason for torchrun, unless the command succeeded or the script has written one.
 
     Args:
         exit_code: the command's.
         command: its name.
-        own_rank: this process's; torchrun names the process whose failure came first, which is to be the one to blame.
+        own_rank: this process's; torchrun names the process with the earliest failure, which should be the one to blame.
         variables: the environment.
     """
     place = variables.get(_FILE, "")
@@ -49,5 +49,5 @@ def tell(
     text = f"mezzo {command}: {text}"
     at_s = int(time.time()) - (own_rank == REASON.rank)
     extra = {"py_callstack": text, "timestamp": str(at_s)}
-    with suppress(OSError):  # a folder that is gone: torchrun then says what it says without a file
+    with suppress(OSError):  # the folder is gone: torchrun then prints its table without a reason
         Path(place).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Commands that run a script several times: each run asks for what the last one could not tell."""
+"""Commands that run a script several times, each time to learn what the runs so far could not show."""

@@ -1,4 +1,4 @@
-"""What trains in a script, read from its files: a loop, with mixed precision of its own or not, or a library. Imports no torch."""
+"""Find out from a script's files what trains in it: a loop, with or without its own mixed precision, or a library. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from mezzo.launch.frameworks import own_sources
 from mezzo.observe.nonfinite.where import Caller
 from mezzo.patching.outcome import Unclear
-from mezzo.patching.reading import Script
+from mezzo.patching.reading import ScriptFacts
 from mezzo.patching.styles import frameworks, own_amp
 from mezzo.patching.text import Text
 
@@ -19,7 +19,7 @@ def caller_of(target: str, *, kind: Literal["script", "module"]) -> Caller:
     found: set[Caller] = set()
     for source in own_sources(target, kind=kind):
         try:
-            script = Script(Text(source))
+            script = ScriptFacts(Text(source))
             trainer = frameworks.trainer_of(script)
         except (SyntaxError, ValueError, RecursionError, Unclear):  # a library's arguments come from the command line
             continue

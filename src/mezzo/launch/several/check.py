@@ -1,7 +1,7 @@
 """Run a script as often as it takes to know which precision it should train in. Imports no torch.
 
 What to do next follows from what is known (``plan``); each finished part is listed on disk (``resuming``), so that an interrupted
-check continues where it stopped. A script that takes too long for the budget is stopped after a step, the same one in every run.
+check continues where it stopped. A script that takes too long for the budget is stopped after the same step in every run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mezzo.launch.runner import AT_LIMIT
 from mezzo.launch.several.compared_runs import GRACE_S, folder_name, named_arguments, run_name
 from mezzo.launch.several.fallback import fallback_of_script
 from mezzo.launch.several.passes import diagnose_script
-from mezzo.launch.several.plan import Asked, Known, expected_runs, first_run_limit_s, next_asked
+from mezzo.launch.several.plan import CheckState, NextStage, expected_runs, first_run_limit_s, next_asked
 from mezzo.launch.several.resuming import Finished, finished_run
 from mezzo.launch.several.waves import Waves
 from mezzo.observe.settings import RangesSettings
@@ -42,7 +42,7 @@ _RANGES_STEPS, _INSPECTED = 20, 200
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class CheckSettings:
     """What a check was asked for."""
 
     policies: tuple[str, ...]
@@ -59,15 +59,15 @@ class Settings:
 
 @dataclass
 class Check:
-    """A check under way: what is known, and what was done."""
+    """A check in progress: what is known, and what was done."""
 
-    settings: Settings
+    settings: CheckSettings
     folder: Path
     finished: Finished
     waves: Waves
     """Makes the runs."""
     say: Callable[[str], None]
-    """Told what begins, and why."""
+    """Prints what begins, and why."""
     keep: Callable[[AnyRecord, Path], None] = lambda record, folder: write_record(record, folder / "record.json")
     """Writes a record into a folder."""
     stages: list[CheckStage] = field(default_factory=list)
@@ -82,9 +82,9 @@ class Check:
         self._said: set[str] = set()  # a reason is said once
         self._refused = ""
         at_once = self.waves.at_once
-        self.known = Known(policies=asked.policies, seeds=asked.seeds, left_s=asked.budget_s, at_once=at_once)
+        self.known = CheckState(policies=asked.policies, seeds=asked.seeds, left_s=asked.budget_s, at_once=at_once)
 
-    def run(self) -> Known:
+    def run(self) -> CheckState:
         """Do what the plan asks for until the answer is known or the time is over.
 
         Raises:
@@ -96,7 +96,7 @@ class Check:
                 self.known = replace(self.known, left_s=self._end_s - time.monotonic())
         return self.known
 
-    def _do(self, asked: Asked, stop: Stop) -> None:
+    def _do(self, asked: NextStage, stop: Stop) -> None:
         name, began = _name(asked), time.monotonic()
         place = self.folder / name
         found = self.finished.record(name)
@@ -105,11 +105,10 @@ class Check:
             stop.check()
             self.say(_title(asked) + ("" if asked.why in self._said else f": {asked.why}"))
             self._said.add(asked.why)
-            found = _ACTIONS[asked.stage](self, asked, place, stop)
+            found = _ACTIONS[asked.stage](self, asked, place)
             stop.check()
-            if (
-                asked.stage == "run" and self.known.at_once == 1
-            ):  # else it ran beside others, or before it was asked for
+            # With more at once, it ran beside others, or before it was asked for.
+            if asked.stage == "run" and self.known.at_once == 1:
                 took = {(asked.policy, asked.seed): time.monotonic() - began}
                 self.known = replace(self.known, took_s={**self.known.took_s, **took})
         outcome = self._learn(asked, found)
@@ -134,32 +133,33 @@ class Check:
 
     # --- what each stage runs --------------------------------------------------------------------------------------------------
 
-    def _request(self, asked: Asked, place: Path, *, seed: int | None, policy: Policy | None, **more: Any) -> Request:
+    def _request(
+        self, asked: NextStage, place: Path, *, seed: int | None, policy: Policy | None, **more: Any
+    ) -> Request:
         arguments = named_arguments(self.settings.arguments, place.name)
         return self.settings.make_request(policy, folder=place, arguments=arguments, seed=seed, **more)
 
     def _left_s(self) -> float:
         return max(self._end_s - time.monotonic(), 0.0) + GRACE_S
 
-    def run_script(self, asked: Asked, place: Path, stop: Stop) -> RunRecord:
+    def run_script(self, asked: NextStage, place: Path) -> RunRecord:
         """Run the script under one policy with one seed, the first time with a limit for its steps."""
         first = not self.known.runs
+        limit_s = _FOR_FIRST * self.settings.budget_s if first else self._left_s()
         run = self.waves.record(
             self._training(asked),
-            limit_s=_FOR_FIRST * self.settings.budget_s if first else self._left_s(),
+            limit_s=limit_s,
             ahead=lambda: map(self._training, expected_runs(self.known)),
             reuse=finished_run,
         )
         assert isinstance(run, RunRecord)
         if first and (run.error or "").startswith(AT_LIMIT):
             self.too_slow = True
-            limit_s = _FOR_FIRST * self.settings.budget_s
-            return run.model_copy(
-                update={"error": f"it did not end, and made no training step, within {limit_s:.0f} s"}
-            )
+            error = f"it did not end, and made no training step, within {limit_s:.0f} s"
+            return run.model_copy(update={"error": error})
         return run
 
-    def _training(self, asked: Asked) -> Request:
+    def _training(self, asked: NextStage) -> Request:
         """Return the request of a training under one policy with one seed."""
         settings = self.settings
         limits: dict[str, Any] = {"stop_after_steps": self.first_steps}
@@ -177,7 +177,7 @@ class Check:
             **limits,
         )
 
-    def diagnose(self, asked: Asked, place: Path, stop: Stop) -> DiagnoseRecord | RunRecord:
+    def diagnose(self, asked: NextStage, place: Path) -> DiagnoseRecord | RunRecord:
         """Find the cause of a policy's fault, with the seed with which it appeared."""
         seen = self.known.run(asked.policy, asked.seed)
         steps = max(_INSPECTED, 0 if seen is None else len(seen.steps))
@@ -190,13 +190,13 @@ class Check:
         assert isinstance(run, RunRecord)
         return run
 
-    def ranges(self, asked: Asked, place: Path, stop: Stop) -> AnyRecord:
+    def ranges(self, asked: NextStage, place: Path) -> AnyRecord:
         """Count a policy's values by exponent, in FP32."""
         settings = RangesSettings(steps=tuple(range(1, _RANGES_STEPS + 1)), policy=Policy.parse(asked.policy))
         request = self._request(asked, place, seed=0, policy=Policy.parse(self.known.baseline), observe=settings)
         return self.waves.record(request, limit_s=self._left_s())
 
-    def fallback(self, asked: Asked, place: Path, stop: Stop) -> FallbackRecord | None:
+    def fallback(self, asked: NextStage, place: Path) -> FallbackRecord | None:
         """Search for modules to keep in FP32; None if the search is refused."""
         request = self._request(asked, place, seed=0, policy=Policy.parse(asked.policy))
         try:
@@ -207,7 +207,7 @@ class Check:
 
     # --- what follows from each record -----------------------------------------------------------------------------------------
 
-    def _learn(self, asked: Asked, record: AnyRecord | None) -> str:
+    def _learn(self, asked: NextStage, record: AnyRecord | None) -> str:
         """Add a record to what is known; return its outcome in a few words."""
         known, policy = self.known, asked.policy
         if asked.stage == "run" and isinstance(record, RunRecord):
@@ -227,14 +227,13 @@ class Check:
         self.known = replace(known, searched={**known.searched, policy: search})
         return f"no result: {self._refused}" if search is None else f"{search.verdict}: {search.reason}"
 
-    def _learn_run(self, asked: Asked, run: RunRecord) -> str:
+    def _learn_run(self, asked: NextStage, run: RunRecord) -> str:
         if run.error is not None and self.known.runs and time.monotonic() > self._end_s:
             self.known = replace(self.known, lost=self.known.lost | {(asked.policy, asked.seed)})
             return "stopped, because the budget is over; it counts for nothing"
         if not self.known.runs:
-            self.known = replace(
-                self.known, observable=is_inspected(run.framework)
-            )  # a script may choose Keras' backend
+            # Only the run knows which backend the script chooses for Keras.
+            self.known = replace(self.known, observable=is_inspected(run.framework))
             self.first_steps = run.first_steps
             if run.first_steps is not None and (run.metric is None or not run.metric.values):
                 self._metric = None
@@ -243,7 +242,7 @@ class Check:
         return run.error or _ran(run)
 
 
-_ACTIONS: dict[str, Callable[[Check, Asked, Path, Stop], AnyRecord | None]] = {
+_ACTIONS: dict[str, Callable[[Check, NextStage, Path], AnyRecord | None]] = {
     "run": Check.run_script,
     "diagnose": Check.diagnose,
     "ranges": Check.ranges,
@@ -255,21 +254,22 @@ def _policy(text: str) -> Policy | None:
     return None if text == AS_IS else Policy.parse(text)
 
 
-def _name(asked: Asked) -> str:
+def _name(asked: NextStage) -> str:
     if asked.stage == "run":
         return run_name(asked.policy, asked.seed)
     return f"{asked.stage}-{folder_name(asked.policy)}"
 
 
-def _title(asked: Asked) -> str:
+def _title(asked: NextStage) -> str:
     return f"{asked.policy}, seed {asked.seed}" if asked.stage == "run" else f"{asked.stage} {asked.policy}"
 
 
 def _ran(run: RunRecord) -> str:
     steps, skipped = len(run.steps), run.steps.num_skipped
-    parts = [f"{steps} step{'s' * (steps != 1)} in {run.duration_s:.1f} s"]
+    made = f"{steps} step{'s' * (steps != 1)}"
     if run.first_steps is not None:
-        parts[0] = f"stopped after the first {parts[0]}"
+        made = f"stopped after the first {made if steps != 1 else 'step'}"
+    parts = [f"{made} in {run.duration_s:.1f} s"]
     if run.steps.loss:
         parts.append(f"last loss {run.steps.loss[-1]:.4g}")
     if skipped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from mezzo.launch.process.command_signals import Stopped, stoppable
@@ -17,7 +18,7 @@ def run_here(packed: str, folder: str, output: str, limit_s: float | None) -> st
     Args:
         packed: the request as JSON, with a placement.
         folder: the folder that the command was typed in.
-        output: the file for what the script prints.
+        output: the file for the script's output.
         limit_s: seconds after which the script is stopped; None for no limit.
     """
     os.chdir(folder)
@@ -30,9 +31,6 @@ def run_here(packed: str, folder: str, output: str, limit_s: float | None) -> st
         "threads": int(threads) if threads.isdecimal() else None,
     }
     request = request.model_copy(update={"placement": request.placement.model_copy(update=here)})
-    with stoppable() as stop:
-        try:
-            run_alone(request, output=Path(output), limit_s=limit_s)
-        except Stopped:  # before the run began
-            pass
-        return stop.name
+    with stoppable() as stop, suppress(Stopped):  # it may stop before the run begins
+        run_alone(request, output=Path(output), limit_s=limit_s)
+    return stop.name

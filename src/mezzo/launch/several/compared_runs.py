@@ -1,4 +1,4 @@
-"""The runs of a comparison: how each is named, and what its arguments are. Imports no torch."""
+"""The runs of a comparison: their names and their arguments. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ GRACE_S = 30.0
 
 
 def folder_name(policy: str) -> str:
-    """Return a policy's text as part of a folder's name, in characters that every file system takes.
+    """Return a policy's text as part of a folder's name, in characters that every file system allows.
 
-    A long one is cut, and ends in a digest of the whole.
+    A long one is cut, and ends with a digest of the whole.
     """
     plain = re.sub(r"[^\w.,=+-]", "_", policy)
     if len(plain) <= _LONGEST:

@@ -34,8 +34,8 @@ def fallback_of_script(
 ) -> FallbackRecord:
     """Return which modules of a script have to stay in FP32 under the policy of ``request``.
 
-    Each run's record and output stay under ``runs`` in ``folder``. The reference's gradients are deleted at the end; where a signal
-    stopped the search they stay, so that it can go on.
+    Each run's record and output stay under ``runs`` in ``folder``. The reference's gradients are deleted at the end, unless a signal
+    stopped the search: then they stay, so that it can be resumed.
 
     Args:
         request: the script, its arguments and the policy.
@@ -90,8 +90,9 @@ class _Children:
 
 
 def _finished(request: Request) -> RunRecord | None:
-    """Return the record of a run that left its measurements, and its gradients if it is the reference; None if it is to be made."""
-    settings, path = _settings(request), Path(request.record_path)
+    """Return the record of a run that left its measurements, and its gradients if it is the reference; None if it must be made."""
+    settings, path = request.observe, Path(request.record_path)
+    assert isinstance(settings, FallbackSettings)
     found = record_at(path)
     if not isinstance(found, RunRecord) or found.request_sha256 != request.digest:
         return None
@@ -100,11 +101,6 @@ def _finished(request: Request) -> RunRecord | None:
     if settings.role == "reference" and not _gradients(path.parent):
         return None
     return found if all(measured_path(own).is_file() for own in _of_ranks(settings)) else None
-
-
-def _settings(request: Request) -> FallbackSettings:
-    assert isinstance(request.observe, FallbackSettings)
-    return request.observe
 
 
 def _gradients(folder: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """Runs of one command on the workers of a cluster, which share the command's folder: each writes one record, whole.
 
-A run whose worker is lost is tried again once, then it fails by its name. A signal cancels what is under way. Imports no torch.
+A run whose worker is lost is tried once more; then it fails, with its name in the error. A signal cancels running jobs. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _CANCEL_S = 15.0
 _ATTEMPTS = 2
 
 
-class Job(Protocol):
-    """A run that was given to a cluster."""
+class ClusterJob(Protocol):
+    """A run that was submitted to a cluster."""
 
     def done(self) -> bool:
         """Return whether it is over."""
 
     def lost(self) -> str:
-        """Return why a job that is over made no run to its end; empty if it made one."""
+        """Return why a job that is over did not finish its run; empty if it did."""
 
     def cancel(self) -> None:
         """End it."""
 
 
 class Cluster(Protocol):
-    """What takes runs and makes them somewhere."""
+    """A scheduler that makes runs on other machines."""
 
     @property
     def name(self) -> Literal["slurm", "ray"]:
@@ -54,14 +54,14 @@ class Cluster(Protocol):
     def begin(self, folder: Path) -> None:
         """Get ready, with the command's folder for its files."""
 
-    def submit(self, request: Request, *, output: Path, limit_s: float | None) -> Job:
+    def submit(self, request: Request, *, output: Path, limit_s: float | None) -> ClusterJob:
         """Submit a run."""
 
-    def under_way(self, request: Request) -> Job | None:
-        """Return the job of an earlier command that makes the same run; None if there is none."""
+    def under_way(self, request: Request) -> ClusterJob | None:
+        """Return an earlier command's job for the same run; None if there is none."""
 
     def end(self) -> None:
-        """Let go of the cluster."""
+        """Disconnect from the cluster."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class _Running:
     """A run that was submitted."""
 
     request: Request
-    job: Job
+    job: ClusterJob
     attempts: int
     shown: ExitStack
     """The run's progress on the display."""
@@ -82,7 +82,7 @@ class OnCluster:
         """Prepare to make at most ``jobs`` runs at once; None for as many as the cluster allows."""
         self._cluster, self.at_once, self._note = cluster, jobs, note
         self._folder: Path | None = None
-        """The command's, until the first run is submitted."""
+        """The command's folder, until the first run is submitted."""
 
     @property
     def cluster(self) -> str:
@@ -155,7 +155,7 @@ class _Runs:
             run.shown.close()
 
     def _submit(self, request: Request, attempts: int) -> None:
-        placement = Placement(jobs=self._jobs or 0, through=self._cluster.name, attempts=attempts)
+        placement = self._placement(attempts)
         shown, output = ExitStack(), output_of(request)
         asked = shown.enter_context(followed(request, passes_output=False))
         path = str(Path(request.record_path).absolute())
@@ -166,6 +166,9 @@ class _Runs:
         else:
             job = self._cluster.submit(asked, output=output, limit_s=self._limit_s())
         self._running.append(_Running(request, job, attempts, shown))
+
+    def _placement(self, attempts: int) -> Placement:
+        return Placement(jobs=self._jobs or 0, through=self._cluster.name, attempts=attempts)
 
     def _record(self, run: _Running) -> AnyRecord | None:
         """Return the record of a run that is over; None if it is to be tried again."""
@@ -180,7 +183,6 @@ class _Runs:
             self._waiting.appendleft((run.request, run.attempts + 1))
             return None
         record = without_record(run.request, 1, f"{run_label(run.request)} was lost {_ATTEMPTS} times; {lost}")
-        placement = Placement(jobs=self._jobs or 0, through=self._cluster.name, attempts=run.attempts)
-        record = record.model_copy(update={"placement": placement})
+        record = record.model_copy(update={"placement": self._placement(run.attempts)})
         write_record(record, path)
         return record

@@ -1,16 +1,16 @@
 """Run a script as often as it takes to know where its first value that left its format comes from, and what helps.
 
-1. Two flags a step, and every operation in steps 1, 2, 4, 8 and so on: silent saturation shows nowhere else.
-2. Where a step that is a fault lies between those, once more, inspecting its operations. Also where a single update was skipped though
-   the loss scale fitted: a NaN that no scale helps is skipped like an overflow.
-3. In FP32, or at a loss scale of 1, up to that step: what fails there too is no matter of the format, or of the scale.
+1. With two flags per step, and every operation of steps 1, 2, 4, 8 and so on: silent saturation shows nowhere else.
+2. If a faulty step lies between those, once more, inspecting its operations. The same if a single update was skipped though the loss
+   scale fitted: a NaN that no scale helps is skipped like an overflow.
+3. In FP32, or at a loss scale of 1, up to that step: if it fails there as well, the format or the scale is not the cause.
 4. With what may help, until something does.
 
-Each run leaves evidence; what to run next follows from that of all so far (``next_run``), and so does the verdict
+Each run leaves evidence; what to run next follows from all of it so far (``next_run``), and so does the verdict
 (``mezzo.observe.nonfinite.verdict``).
 
-A script that sets its seeds does the same each time. One that does not may pass the step unharmed the second time:
-every step after it is inspected then. Under a launcher of several processes all of them run again together, and leave evidence each.
+A script that sets its seeds does the same each time. One that does not may pass the step without a fault the second time:
+then every later step is inspected. Under a launcher of several processes, all of them run again together, and each leaves evidence.
 Imports no torch.
 """
 
@@ -40,7 +40,7 @@ _MAX_SUSPECTS = 3
 _RAISED = (1, ScaleFloorError.exit_code, NonFiniteLossError.exit_code)
 """Exit codes of runs that a value may have ended."""
 _SETTLING = 16
-"""Steps that a dynamic loss scale may take to find its value."""
+"""Steps that a dynamic loss scale may need to settle."""
 
 Child = Callable[..., RunRecord]
 
@@ -54,7 +54,7 @@ def diagnose_script(
         request: what to run; what to observe is set here.
         steps: how many training steps to watch at most.
         child: runs a request; returns its record, and leaves its evidence where the request's settings say.
-        note: called with the reason why the script runs again.
+        note: called with the reason when the script runs again.
     """
     asked: ScriptRun | None = ScriptRun(
         role="first",
@@ -81,7 +81,7 @@ def diagnose_script(
 
 
 def _in_terms_of(request: Request, found: DiagnoseRecord) -> DiagnoseRecord:
-    """Return a diagnosis whose line is one of the script's framework, with where it belongs in such a script."""
+    """Return a diagnosis with its line in the terms of the script's framework, and where to write it in such a script."""
     if not found.fix_line:
         return found
     if request.framework == "paddle":
@@ -97,7 +97,7 @@ def inspected(last: int) -> tuple[int, ...]:
 
 
 def _ran(asked: ScriptRun, request: Request, number: int, child: Child, stop: Stop) -> ScriptRun:
-    """Run the script; what it prints from the second time on goes to a file beside the record."""
+    """Run the script; from the second time on, its output goes to a file beside the record."""
     path, output = Path(request.record_path), None
     typed = request.policy_typed if asked.policy == request.policy else ""
     update: dict[str, Any] = {"policy": asked.policy, "policy_typed": typed}
@@ -120,7 +120,7 @@ def _ran(asked: ScriptRun, request: Request, number: int, child: Child, stop: St
 
 
 def _evidence_at(path: Path) -> Evidence | None:
-    """Return the evidence of all processes of a run; a script's own process shows nothing where it only starts those that train."""
+    """Return the evidence of all processes of a run, without a script's own process if that only starts those that train."""
     found = [read_evidence(place) for place in files_of_ranks(path)]
     if len(found) > 1 and found[0] is not None and not (found[0].watched or found[0].bad_steps):
         del found[0]
@@ -154,7 +154,7 @@ def _from_start(asked: ScriptRun | None, first: ScriptRun) -> ScriptRun | None:
 
 
 def _inspecting_suspects(first: ScriptRun) -> ScriptRun | None:
-    """Inspect the faulty steps that the first run did not; of a loss scale's, the first one, where it saw a later one."""
+    """Inspect the faulty steps that the first run did not; of overflows, the first step, if that run located a later one."""
     found, run = judged(first), first.run
     assert run is not None
     assert first.evidence is not None
@@ -203,7 +203,7 @@ def _may_pass_in_fp32(found: DiagnoseRecord) -> bool:
 
 
 def _in_fp32_later(found: DiagnoseRecord, runs: Sequence[ScriptRun], *, last: int) -> ScriptRun | None:
-    """Ask whether FP32 gets beyond the step at which the best fix fails, where no fix is enough."""
+    """Ask whether FP32 gets beyond the step at which the best fix fails, if no fix is enough."""
     step = fixes.farthest_step(found, tried(runs))
     roles = [ran.role for ran in runs]
     any_helped = any(fixes.helped(one.again, last) for one in tried(runs))
@@ -220,7 +220,7 @@ def _in_fp32(found: DiagnoseRecord) -> ScriptRun:
 
 
 def _with_fix(found: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun | None:
-    """Try the next fix, beyond the step of the fault by as many steps as a loss scale may take."""
+    """Try the next fix, for as many steps after the fault as a loss scale may need to settle."""
     first = runs[0].run
     assert first is not None
     if not found.located or not repeats(runs):

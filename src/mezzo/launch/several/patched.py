@@ -34,7 +34,7 @@ from mezzo.records.run import RUN_NAME, WIDE
 COMPARED_STEPS = 20
 """First steps whose losses must agree to one rounding of the format."""
 _GPU_ONLY = ("lightning", "fabric", "accelerate")
-"""Libraries that compute FP16 on GPUs only: on a CPU they refuse it or take BF16 instead."""
+"""Libraries that compute FP16 on GPUs only: on a CPU they refuse it or use BF16 instead."""
 _NO_KERNEL = ("RuntimeError", "NotImplementedError")
 """How torch says that a device has no kernel for a format."""
 _BF16 = Policy.parse("bf16")
@@ -46,17 +46,15 @@ Child = Callable[..., RunRecord]
 
 @dataclass(frozen=True, kw_only=True)
 class PatchOutcome:
-    """What became of the trial of a patch."""
+    """The outcome of a patch's trial."""
 
     may_be_offered: bool
     reasons: list[Reason] = field(default_factory=list)
-    """What was compared, by which rule, and what came out."""
+    """What was compared, by which rule, and the result."""
     tried_as: str = ""
-    """The policy that the patched script trained under in the trial: another one where the library computes FP16 on GPUs only."""
+    """The policy of the patched script in the trial: not the one asked for where the library computes FP16 on GPUs only."""
     same_losses: bool = False
     """Whether all losses are the same to the last bit."""
-    largest_difference: float | None = None
-    """Largest relative difference of a loss in the compared steps."""
     reference: RunRecord | None = None
     """The unpatched script under the policy."""
     patched: RunRecord | None = None
@@ -100,7 +98,7 @@ def try_patch(
 
 
 def _instead(policy: Policy, patch: Patch, first: PatchOutcome) -> tuple[Policy, str] | None:
-    """Return what to try on a machine without a GPU, where the policy did not come out as on one, and why; None for nothing."""
+    """Return what to try instead, and why, where a machine without a GPU cannot compute the policy as one with a GPU; else None."""
     untried = "this machine has no GPU; FP16 itself has not been compared"
     reference, patched = first.reference, first.patched
     if patch.kind == "transformers" and policy.compute in ("fp16", "bf16"):
@@ -192,7 +190,7 @@ class _Trial:
 def mirror(folder: Path, copy: Path, *, without: Path) -> None:
     """Fill ``copy`` with links to everything in ``folder`` but one file, so that imports and data beside a script are found.
 
-    The folders above that file are folders in the copy, too.
+    The folders above that file are real folders in the copy, not links.
     """
     copy.mkdir(parents=True)
     for entry in folder.iterdir():
@@ -214,7 +212,7 @@ def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequ
     same = len(losses[0]) == len(losses[1]) and all(map(same_number, *losses))  # NaN is equal to NaN
     faults = [*_failures(reference, patched), *_differences(reference, patched)]
     limit = FORMATS[policy.compute].eps
-    if not faults and not same and not largest <= limit:
+    if not faults and not same and largest > limit:
         why = f"a loss of the first {COMPARED_STEPS} steps differs by {largest:.2g} of its value, more than one rounding: {limit:.2g}"
         faults = [Reason(what="losses", value="different", reason=why)]
     compared = f"the patched script as it is, with the unpatched one under {reference.policy}, seed {reference.seed}"
@@ -226,7 +224,6 @@ def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequ
         reasons=[*said, *faults],
         tried_as=str(policy),
         same_losses=same and bool(reference.steps.loss),
-        largest_difference=None if math.isnan(largest) else largest,
         reference=reference,
         patched=patched,
     )
@@ -249,12 +246,6 @@ def _flops(run: RunRecord) -> str:
     return " and ".join(counts) or "no FLOPs counted"
 
 
-def _reaches(patched: RunRecord, reference: RunRecord) -> bool:
-    """Return whether a run computes as much in each format below 32 bits as another."""
-    wanted = {name: flops for name, flops in reference.effective.flops_by_format.items() if name not in WIDE}
-    return all(patched.effective.flops_by_format.get(name, 0) >= flops for name, flops in wanted.items())
-
-
 def _failures(reference: RunRecord, patched: RunRecord) -> list[Reason]:
     """Return why two runs cannot be compared."""
     faults = []
@@ -268,9 +259,8 @@ def _failures(reference: RunRecord, patched: RunRecord) -> list[Reason]:
             why = f"it read {run.files_read[0].path}, which the other run wrote; write {RUN_NAME} in the script's arguments"
             faults.append(Reason(what=f"{name} run", value="not independent", reason=why))
     if not faults and reference.changed_nothing:
-        faults.append(
-            Reason(what="policy", value="changed nothing", reason=f"nothing ran below 32 bits under {reference.policy}")
-        )
+        why = f"nothing ran below 32 bits under {reference.policy}"
+        faults.append(Reason(what="policy", value="changed nothing", reason=why))
     return faults
 
 
@@ -283,10 +273,10 @@ def _differences(reference: RunRecord, patched: RunRecord) -> list[Reason]:
     )
     for what, unpatched, ours in pairs:
         if unpatched != ours:
-            faults.append(
-                Reason(what=what, value="different", reason=f"{unpatched} under the policy, {ours} with the patch")
-            )
-    if not _reaches(patched, reference):
+            why = f"{unpatched} under the policy, {ours} with the patch"
+            faults.append(Reason(what=what, value="different", reason=why))
+    reached, wanted = patched.effective.flops_by_format, reference.effective.flops_by_format
+    if any(reached.get(name, 0) < flops for name, flops in wanted.items() if name not in WIDE):
         why = f"{_flops(reference)} under the policy; {_flops(patched)} with the patch"
         faults.append(Reason(what="FLOPs by format", value="different", reason=why))
     return faults

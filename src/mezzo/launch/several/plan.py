@@ -29,15 +29,15 @@ from mezzo.records import AS_IS, CompareRecord, DiagnoseRecord, Effective, Fallb
 MARGIN = 0.02
 _FOR_RUNS = 0.7
 """Share of the budget for the runs that are compared; the rest is for finding out why one failed."""
-_DIAGNOSIS_RUNS, _RANGES_RUNS, _FALLBACK_RUNS = 3.0, 1.0, 12.0
-"""How many runs of the script each takes, roughly; a fallback's are short ones."""
+_DIAGNOSIS_RUNS, _FALLBACK_RUNS = 3.0, 12.0
+"""How many runs of the script each takes, roughly; a fallback's are short ones. Ranges take one run."""
 _FEW_STEPS = 5
 
 Stage = Literal["run", "diagnose", "ranges", "fallback"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class NextStage:
     """The next thing to do."""
 
     stage: Stage
@@ -47,7 +47,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class CheckState:
     """Everything that a check knows."""
 
     policies: tuple[str, ...]
@@ -98,19 +98,19 @@ class Known:
 
 
 def first_run_limit_s(budget_s: float, *, num_policies: int, seeds: int, at_once: int = 1) -> float:
-    """Return how long the first run may take, so that every policy can run with every seed; longer scripts are stopped after a step.
+    """Return how long the first run may take, so that every policy can run with every seed; longer scripts are stopped after some steps.
 
     The first run has no other beside it, since all that follows depends on it.
     """
     return _FOR_RUNS * budget_s / (1 + math.ceil((num_policies * seeds - 1) / at_once))
 
 
-def next_asked(known: Known) -> Asked | None:
+def next_asked(known: CheckState) -> NextStage | None:
     """Return what to do next; None if the answer is known, or there is no time for what is missing."""
     first = known.run(known.baseline, 0)
     if first is None:
         why = "the baseline: whether the script trains at all, and how long a run takes"
-        return None if known.is_over(known.baseline, 0) else Asked(stage="run", policy=known.baseline, why=why)
+        return None if known.is_over(known.baseline, 0) else NextStage(stage="run", policy=known.baseline, why=why)
     if first.error is not None or not len(first.steps):
         return None
     if not _base(known).sound:
@@ -122,7 +122,7 @@ def next_asked(known: Known) -> Asked | None:
     return next(_diagnoses(known, wrong), None) or _repair(known, wrong)
 
 
-def expected_runs(known: Known) -> Iterator[Asked]:
+def expected_runs(known: CheckState) -> Iterator[NextStage]:
     """Yield the runs that follow the next one if each ends as the baseline's first one did; none while nothing is known."""
     like, number = known.run(known.baseline, 0), 0
     while like is not None and (asked := next_asked(known)) is not None and asked.stage == "run":
@@ -134,34 +134,32 @@ def expected_runs(known: Known) -> Iterator[Asked]:
         known, number = replace(known, runs=(*known.runs, made)), number + 1
 
 
-def _base(known: Known) -> Baseline:
+def _base(known: CheckState) -> Baseline:
     return Baseline.of(grouped(known.runs)[known.baseline], runs=list(known.runs), margin=MARGIN)
 
 
-def _of_broken_baseline(known: Known) -> Asked | None:
+def _of_broken_baseline(known: CheckState) -> NextStage | None:
     """Return what to do while every run of the baseline went wrong: its other seeds, then its cause; no other policy can be judged."""
     seed = next((seed for seed in range(known.seeds) if not known.is_over(known.baseline, seed)), None)
     if seed is not None and known.seconds(known.baseline) <= known.left_s:
         why = f"{known.baseline} itself went wrong: whether it does with another seed"
-        return Asked(stage="run", policy=known.baseline, seed=seed, why=why)
+        return NextStage(stage="run", policy=known.baseline, seed=seed, why=why)
     if not known.observable or known.baseline in known.diagnosed or known.left_s <= 0:
         return None
-    return Asked(stage="diagnose", policy=known.baseline, why=f"to find why {known.baseline} itself goes wrong")
+    return NextStage(stage="diagnose", policy=known.baseline, why=f"to find why {known.baseline} itself goes wrong")
 
 
-def undone(known: Known) -> str:
+def undone(known: CheckState) -> str:
     """Return what would be done next if there were time; empty if nothing is left to do."""
     asked = next_asked(replace(known, left_s=math.inf, lost=frozenset()))
     if asked is None:
         return ""
-    return (
-        f"{asked.policy} with seed {asked.seed}"
-        if asked.stage == "run"
-        else f"mezzo {asked.stage} --policy {asked.policy}"
-    )
+    if asked.stage == "run":
+        return f"{asked.policy} with seed {asked.seed}"
+    return f"mezzo {asked.stage} --policy {asked.policy}"
 
 
-def gone_wrong(known: Known) -> list[str]:
+def gone_wrong(known: CheckState) -> list[str]:
     """Return the policies that diverged, stopped learning or failed; none while as large a share of the baseline's runs did."""
     groups, base = grouped(known.runs), _base(known)
     if base.ways or base.group.failed:  # an unstable script: only all seeds together tell
@@ -174,7 +172,7 @@ def gone_wrong(known: Known) -> list[str]:
 # --- runs --------------------------------------------------------------------------------------------------------------------
 
 
-def _next_run(known: Known, policies: Sequence[str], *, seeds: int) -> Asked | None:
+def _next_run(known: CheckState, policies: Sequence[str], *, seeds: int) -> NextStage | None:
     """Return the next run of some policies: seed by seed, each seed beginning with another policy."""
     wrong = [] if _base(known).ways else gone_wrong(known)
     out = {*wrong, *(run.policy for run in known.runs if run.changed_nothing)}
@@ -191,39 +189,31 @@ def _next_run(known: Known, policies: Sequence[str], *, seeds: int) -> Asked | N
             return None
         if known.left_s <= 0:
             return None
-        return Asked(stage="run", policy=missing[0], seed=seed, why=_why_run(known, missing[0], seed))
+        return NextStage(stage="run", policy=missing[0], seed=seed, why=_why_run(known, missing[0], seed))
     return None
 
 
-def _why_run(known: Known, policy: str, seed: int) -> str:
-    repaired = next((one for one in repairs(known) if one.policy == policy), None)
+def _why_run(known: CheckState, policy: str, seed: int) -> str:
     if seed:
         return "a difference shows only against the spread between seeds"
-    return (
-        f"to judge it like the others; {repaired.how}"
-        if repaired is not None
-        else f"to compare it with {known.baseline}"
-    )
+    found = (f"to judge it like the others; {one.how}" for one in repairs(known) if one.policy == policy)
+    return next(found, f"to compare it with {known.baseline}")
 
 
 # --- causes ------------------------------------------------------------------------------------------------------------------
 
 
-def _diagnoses(known: Known, wrong: Sequence[str]) -> Iterator[Asked]:
+def _diagnoses(known: CheckState, wrong: Sequence[str]) -> Iterator[NextStage]:
     """Yield the diagnoses that are missing."""
     for policy in wrong:
         if not known.observable or policy in known.diagnosed or policy not in known.policies:
             continue
         if _DIAGNOSIS_RUNS * known.seconds(known.baseline) <= known.left_s:
-            yield Asked(
-                stage="diagnose",
-                policy=policy,
-                seed=_seed_of_fault(known, policy),
-                why=f"to find why {policy} went wrong",
-            )
+            seed = _seed_of_fault(known, policy)
+            yield NextStage(stage="diagnose", policy=policy, seed=seed, why=f"to find why {policy} went wrong")
 
 
-def _seed_of_fault(known: Known, policy: str) -> int:
+def _seed_of_fault(known: CheckState, policy: str) -> int:
     groups, base = grouped(known.runs), _base(known)
     keys = [*base.ways_of(groups[policy]), *groups[policy].failed]
     return (keys[0].seed or 0) if keys else 0
@@ -232,59 +222,53 @@ def _seed_of_fault(known: Known, policy: str) -> int:
 # --- repairs -----------------------------------------------------------------------------------------------------------------
 
 
-def repairs(known: Known) -> list[Repair]:
+def repairs(known: CheckState) -> list[Repair]:
     """Return the changed policies that diagnoses, ranges and searches suggest, the cheapest first."""
     found = [*_fixes(known), *_scales(known), *_kept(known)]
     return list({one.policy: one for one in reversed(found) if one.policy not in known.policies}.values())[::-1]
 
 
-def _fixes(known: Known) -> Iterator[Repair]:
+def _fixes(known: CheckState) -> Iterator[Repair]:
     for policy, record in known.diagnosed.items():
         if record is not None and record.fix_tried and record.passes:
             yield Repair(of=policy, policy=record.passes[-1].policy, how=f"mezzo diagnose found the fix: {record.fix}")
 
 
-def _scales(known: Known) -> Iterator[Repair]:
+def _scales(known: CheckState) -> Iterator[Repair]:
     for policy, record in known.ranged.items():
         window = None if record is None else next((w for w in record.windows if w.format == record.format), None)
         if window is None or window.empty or window.suggested is None or policy == AS_IS:
             continue
         changed = Policy.parse(policy).replace(init_scale=2.0**window.suggested)
-        yield Repair(
-            of=policy,
-            policy=str(changed),
-            how=f"mezzo ranges suggests a loss scale of 2^{window.suggested} to begin with",
-        )
+        how = f"mezzo ranges suggests a loss scale of 2^{window.suggested} to begin with"
+        yield Repair(of=policy, policy=str(changed), how=how)
 
 
-def _kept(known: Known) -> Iterator[Repair]:
+def _kept(known: CheckState) -> Iterator[Repair]:
     for policy, record in known.searched.items():
         if record is not None and record.suggested and (record.kept or record.operations):
             kept = ", ".join([*record.kept, *record.operations])
             yield Repair(of=policy, policy=record.suggested, how=f"mezzo fallback found what to keep in FP32: {kept}")
 
 
-def _repair(known: Known, wrong: Sequence[str]) -> Asked | None:
+def _repair(known: CheckState, wrong: Sequence[str]) -> NextStage | None:
     """Return the next step towards a policy that trains like the baseline."""
     comparison = known.compared()
     rows = {row.policy: row for row in comparison.rows if row.policy != known.baseline}
     alike = [policy for policy in order_of_trust(list(rows)) if rows[policy].verdict == "equivalent"]
     if comparison.shared_files:
         return None
-    for one in repairs(known):  # one seed may be identical by chance: what was begun is run with every seed
-        if (
-            one.policy in rows
-            and (asked := _next_run(known, [known.baseline, one.policy], seeds=known.seeds)) is not None
-        ):
+    suggested = repairs(known)
+    for one in suggested:  # one seed may be identical by chance: what was begun is run with every seed
+        asked = _next_run(known, [known.baseline, one.policy], seeds=known.seeds) if one.policy in rows else None
+        if asked is not None:
             return asked
     if alike:
         return _better_scale(known, comparison, alike[0]) if len(alike) == 1 else None
     for policy in order_of_trust([p for p in known.policies[1:] if p in rows]):
         if policy in wrong or rows[policy].verdict == "different":
-            if any(
-                one.of == policy and one.policy in rows and rows[one.policy].verdict == "undecided"
-                for one in repairs(known)
-            ):
+            tried = [rows[one.policy].verdict for one in suggested if one.of == policy and one.policy in rows]
+            if "undecided" in tried:
                 continue  # it trains: seeds decide it, not another repair
             asked = next(_steps_to_repair(known, policy, rows[policy].verdict), None)
             if asked is not None:
@@ -292,24 +276,25 @@ def _repair(known: Known, wrong: Sequence[str]) -> Asked | None:
     return None
 
 
-def _steps_to_repair(known: Known, policy: str, verdict: str) -> Iterator[Asked]:
+def _steps_to_repair(known: CheckState, policy: str, verdict: str) -> Iterator[NextStage]:
     """Yield what may still repair one policy, the next step first."""
     for one in repairs(known):
         if one.of == policy:
             asked = _next_run(known, [known.baseline, one.policy], seeds=known.seeds)
-            yield from [] if asked is None else [asked]
+            if asked is not None:
+                yield asked
     if not known.observable or policy == AS_IS or not Policy.parse(policy).lowers:
         return
-    lowered = Policy.parse(policy)
-    run_s = known.seconds(known.baseline)
-    if _scale_may_help(known, policy) and policy not in known.ranged and _RANGES_RUNS * run_s <= known.left_s:
-        yield Asked(stage="ranges", policy=policy, why=f"to find a loss scale that suits {lowered.name}'s gradients")
+    in_time = known.seconds(known.baseline) <= known.left_s
+    if _scale_may_help(known, policy) and policy not in known.ranged and in_time:
+        why = f"to find a loss scale that suits {Policy.parse(policy).name}'s gradients"
+        yield NextStage(stage="ranges", policy=policy, why=why)
     if policy not in known.searched and _short_runs_s(known) <= known.left_s:
         why = f"to find modules that {policy} must keep in FP32, because it {_went(verdict)}"
-        yield Asked(stage="fallback", policy=policy, why=why)
+        yield NextStage(stage="fallback", policy=policy, why=why)
 
 
-def _better_scale(known: Known, comparison: CompareRecord, policy: str) -> Asked | None:
+def _better_scale(known: CheckState, comparison: CompareRecord, policy: str) -> NextStage | None:
     """Return the next step towards a loss scale that skips fewer updates, for the only policy that trains alike."""
     if skipped_share(comparison, policy) < WORTH_SAYING or not _has_scale(policy) or not known.observable:
         return None
@@ -318,10 +303,10 @@ def _better_scale(known: Known, comparison: CompareRecord, policy: str) -> Asked
             return _next_run(known, [known.baseline, one.policy], seeds=known.seeds)
     if policy in known.ranged or known.seconds(known.baseline) > known.left_s:
         return None
-    return Asked(stage="ranges", policy=policy, why="to find a loss scale that skips fewer updates")
+    return NextStage(stage="ranges", policy=policy, why="to find a loss scale that skips fewer updates")
 
 
-def _scale_may_help(known: Known, policy: str) -> bool:
+def _scale_may_help(known: CheckState, policy: str) -> bool:
     record = known.diagnosed.get(policy)
     of_scale = record is not None and (record.verdict == "scale_overflow" or record.origin == "vanished")
     skips = skipped_share(known.compared(), policy) >= WORTH_SAYING
@@ -332,7 +317,7 @@ def _has_scale(policy: str) -> bool:
     return policy != AS_IS and Policy.parse(policy).loss_scale != "none"
 
 
-def _short_runs_s(known: Known) -> float:
+def _short_runs_s(known: CheckState) -> float:
     """Return how long a search takes: some runs of a few steps."""
     run = known.run(known.baseline, 0)
     assert run is not None

@@ -16,10 +16,11 @@ from mezzo.launch.several.side_by_side import visible_gpus
 
 ADDRESS, CPUS, GPUS = "address", "num_cpus", "num_gpus"
 OPTIONS = (ADDRESS, CPUS, GPUS)
+_EXAMPLE = "type: --on ray:num_gpus=1"
 
 
 class Ray:
-    """A cluster of Ray's, or one on this machine that lives as long as the command."""
+    """A Ray cluster, or one on this machine that lives as long as the command."""
 
     name: Literal["ray"] = "ray"
 
@@ -34,22 +35,18 @@ class Ray:
         """
         unknown = [name for name in options if name not in OPTIONS]
         if unknown:
-            raise UsageError(
-                f"--on ray:{unknown[0]}=...; allowed: {', '.join(OPTIONS)}", hint="type: --on ray:num_gpus=1"
-            )
+            raise UsageError(f"--on ray:{unknown[0]}=...; allowed: {', '.join(OPTIONS)}", hint=_EXAMPLE)
         try:
             self._cpus, gpus = float(options.get(CPUS, "1")), options.get(GPUS)
             self._gpus = None if gpus is None else float(gpus)
         except ValueError as error:
-            raise UsageError(
-                f"--on ray: {error}; allowed: numbers for {CPUS} and {GPUS}", hint="type: --on ray:num_gpus=1"
-            ) from None
+            raise UsageError(f"--on ray: {error}; allowed: numbers for {CPUS} and {GPUS}", hint=_EXAMPLE) from None
         self._address = options.get(ADDRESS)
         self._ray: Any = importlib.import_module("ray")
 
     @property
     def gives_gpus(self) -> bool | None:
-        """Whether each run is given a whole GPU or more."""
+        """Whether each run gets at least one whole GPU."""
         return self._num_gpus() >= 1
 
     def _num_gpus(self) -> float:
@@ -80,7 +77,7 @@ class Ray:
 
 
 class RayTask:
-    """A task of Ray's."""
+    """A Ray task."""
 
     def __init__(self, ray: Any, reference: Any) -> None:
         self._ray, self._reference = ray, reference
@@ -90,7 +87,7 @@ class RayTask:
         return bool(self._ray.wait([self._reference], timeout=0)[0])
 
     def lost(self) -> str:
-        """Return why a task that is over made no run to its end; empty if it made one."""
+        """Return why a task that is over did not finish its run; empty if it did."""
         try:
             stopped_by = self._ray.get(self._reference)
         except Exception as error:  # of Ray, or what the task raised

@@ -1,6 +1,6 @@
 """Run a script to its end, run it again and stop it, start it once more, and compare. Imports no torch.
 
-Each of the two trainings has files of its own: a copy of the folder, or what the script makes of ``{run}`` in its arguments.
+Each of the two trainings has its own files: a copy of the folder, or the places that ``{run}`` in the arguments leads to.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pathlib import Path
 from mezzo.errors import ScriptError
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.request import Request
+from mezzo.launch.request_parts import TraceRequest
 from mezzo.launch.runner import run_child
 from mezzo.launch.several.compared_runs import named_arguments
 from mezzo.launch.several.work_copies import copy_folder
-from mezzo.launch.trace_request import TraceRequest
 from mezzo.measure.resumption.judgement import Judgement, Runs, judged
-from mezzo.measure.resumption.trace import Trace, Written, read_trace
+from mezzo.measure.resumption.trace import RunTrace, Written, read_trace
 from mezzo.records import FileRead, RunRecord
 from mezzo.records.run import RUN_NAME
 
 WHOLE, STOPPED, RESUMED = "whole", "stopped", "resumed"
 _LEAST_STEPS = 4
 _TIMES_LONGER, _LEAST_LIMIT_S = 5.0, 120.0
-"""A later run may take so many times as long as the first one."""
+"""A later run may take this many times as long as the first one."""
 _OTHER_SEED = 1
-"""Of the global generators when a run is started again: a script that sets no seed gets another one, as under python."""
+"""Seed of the global generators when a run is started again: a script that sets none gets another one, as under python."""
 _MAGIC = (b"PK\x03\x04", b"\x80", b"\x93NUMPY", b"\x89HDF", b"SQLite format 3")
 """How files begin that hold arrays or objects: zip (torch, NumPy), pickle, NumPy, HDF5, SQLite."""
 
@@ -43,14 +43,14 @@ class ResumeCheck:
     arguments: Sequence[str]
     """The script's own."""
     resume_with: Sequence[str]
-    """What it is given more when it is started again."""
+    """Further arguments when it is started again."""
     make_request: Callable[..., Request]
     say: Callable[[str], None]
     stop_after: int | None = None
-    """None: in the middle, between two checkpoints if there are some."""
+    """None: in the middle of the run, between two checkpoints if it writes any."""
     notice_s: float = 10.0
     records: dict[str, RunRecord] = field(default_factory=dict)
-    traces: dict[str, Trace] = field(default_factory=dict)
+    traces: dict[str, RunTrace] = field(default_factory=dict)
     checkpoints: list[str] = field(default_factory=list)
     stopped_after: int | None = None
     stopped_by: str = ""
@@ -76,7 +76,7 @@ class ResumeCheck:
         self.stopped_after = self.stop_after or stop_of(trace)
         stopped = self._ran(STOPPED, stop_after=self.stopped_after)
         self.stopped_by = "SIGKILL" if stopped.exit_code == 128 + 9 else "SIGTERM, which it handles"
-        self.checkpoints = self._left_by(self.traces[STOPPED].written)
+        self.checkpoints = _left_by(self.traces[STOPPED].written)
         shared = self._shared(stopped)
         if shared is not None:
             return shared
@@ -132,7 +132,7 @@ class ResumeCheck:
             copy_folder(self._here, place, without=self.folder)
         return str(place)
 
-    def _check(self, trace: Trace, whole: RunRecord) -> None:
+    def _check(self, trace: RunTrace, whole: RunRecord) -> None:
         steps = trace.num_updates
         if whole.replays:
             raise ScriptError(
@@ -155,13 +155,6 @@ class ResumeCheck:
                 hint=f"pass a number from 1 to {steps - 1}",
             )
 
-    def _left_by(self, written: Sequence[Written]) -> list[str]:
-        """Return the files with state that a run has left, by what wrote them or how they begin."""
-        paths = {one.path: False for one in written}
-        for one in written:
-            paths[one.path] |= one.is_checkpoint
-        return [path for path, saved in paths.items() if os.path.isfile(path) and (saved or _holds_state(path))]
-
     def _shared(self, stopped: RunRecord) -> Judgement | None:
         """Return the verdict if the second run read what the first one wrote."""
         own = {one.path for one in self.traces[WHOLE].written}
@@ -179,7 +172,7 @@ _ANNOUNCED = {
 }
 
 
-def stop_of(trace: Trace) -> int:
+def stop_of(trace: RunTrace) -> int:
     """Return where to stop a run: half-way from the checkpoint nearest to its middle to the next one."""
     steps = trace.num_updates
     saves = sorted({one.updates for one in trace.written if one.is_checkpoint and 0 < one.updates < steps})
@@ -188,6 +181,14 @@ def stop_of(trace: Trace) -> int:
     last = min(saves, key=lambda save: abs(save - steps // 2))
     following = next((save for save in saves if save > last), steps)
     return min(last + max((following - last) // 2, 1), steps - 1)
+
+
+def _left_by(written: Sequence[Written]) -> list[str]:
+    """Return the files with state that a run has left, recognised by what wrote them or how they begin."""
+    paths: dict[str, bool] = {}
+    for one in written:
+        paths[one.path] = one.is_checkpoint or paths.get(one.path, False)
+    return [path for path, saved in paths.items() if os.path.isfile(path) and (saved or _holds_state(path))]
 
 
 def _holds_state(path: str) -> bool:

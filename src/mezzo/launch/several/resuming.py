@@ -1,7 +1,7 @@
 """What an interrupted command has finished, so that the same command continues where it stopped. Imports no torch.
 
-A check and a search list their finished parts, because a part may be several runs. A comparison needs no such list: each of its runs has a
-record, written whole, with the digest of what was asked, so that a kill at any moment loses at most the runs that were under way.
+A check and a search list their finished parts, because a part may be several runs. A comparison needs no list: each of its runs has a
+record, written whole, with the digest of its request, so that a kill at any moment loses at most the runs in progress.
 """
 
 from __future__ import annotations
@@ -23,34 +23,29 @@ LEDGER = "finished.json"
 class Finished:
     """The finished parts of a command, by name, in a file of its folder.
 
-    A part counts only if the command is the same: script text, arguments, versions. A part is listed once its record is on disk, so that
-    what an interruption left half-way is made again.
+    A part counts only if the command's identity is the same: script text, arguments, versions. A part is listed once its record is on disk,
+    so that whatever an interruption left unfinished is made again.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, str]) -> None:
-        self._folder, self._identity = folder, dict(identity)
+        self._folder, self.identity = folder, dict(identity)
         known = read_object(folder / LEDGER)
         before: dict[str, str] = known.get("identity", {})
-        changed = [name for name, value in self._identity.items() if before.get(name) != value]
+        changed = [name for name, value in self.identity.items() if before.get(name) != value]
         self.why_anew = ""
-        """Why parts that an earlier command left are not used; empty if there are none, or they are used."""
+        """Why an earlier command's parts are not used; empty if there are none, or they are used."""
         if known and changed:
-            self.why_anew = f"{changed[0]} changed since: {_shown(before.get(changed[0]))} then, {_shown(self._identity[changed[0]])} now"
+            self.why_anew = f"{changed[0]} changed since: {_shown(before.get(changed[0]))} then, {_shown(self.identity[changed[0]])} now"
             known = {}
         self.found = bool(known)
         """Whether an earlier command of the same identity left anything here."""
         self.over = bool(known.get("over", False))
-        """Whether that command came to its end."""
+        """Whether that command ended by itself."""
         self.asked: dict[str, str] = dict(known.get("asked", {}))
-        """Options of the earlier command that may change, as the number of seeds."""
+        """Options of the earlier command that may change, such as the number of seeds."""
         self._parts: dict[str, str] = dict(known.get("parts", {}))
         self.since_s = float(known.get("since_s", time.time()))
         """Unix time at which the command first began."""
-
-    @property
-    def identity(self) -> dict[str, str]:
-        """What must be the same for the command to go on."""
-        return dict(self._identity)
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -66,25 +61,25 @@ class Finished:
         self.write()
 
     def begin(self, asked: Mapping[str, str], *, anew: bool) -> None:
-        """Note that a command with these options is under way; ``anew`` leaves nothing of an earlier one."""
+        """Record that a command with these options has begun; ``anew`` drops the parts of an earlier one."""
         if anew:
             self._parts, self.since_s = {}, time.time()
         self.over, self.asked = False, dict(asked)
         self.write()
 
     def end(self) -> None:
-        """Note that the command came to its end: repeated, it runs anew, unless it is told to continue."""
+        """Record that the command has ended: if repeated, it runs anew, unless it is told to continue."""
         self.over = True
         self.write()
 
     def forget(self) -> None:
-        """Delete the list, once the whole command is finished: repeated, it runs anew."""
+        """Delete the list once the whole command is finished: if repeated, it runs anew."""
         (self._folder / LEDGER).unlink(missing_ok=True)
 
     def write(self) -> None:
         """Write the list."""
         known = {
-            "identity": self._identity,
+            "identity": self.identity,
             "since_s": self.since_s,
             "over": self.over,
             "asked": self.asked,
@@ -107,7 +102,7 @@ _NOT_ASKED = {
     "watches",
     "stop_after_s",
 }
-"""Fields of a request that say where, when and how long a run is made, and not what it computes."""
+"""Fields of a request that determine where, when and for how long it runs, but not what it computes."""
 
 
 def with_digest(request: Request, identity: Mapping[str, str]) -> Request:
@@ -118,7 +113,7 @@ def with_digest(request: Request, identity: Mapping[str, str]) -> Request:
 
 
 def finished_run(request: Request) -> RunRecord | None:
-    """Return the record of a run that trained to its end, as this request asks; None if it is missing, failed or was another."""
+    """Return the record of a run of this request that trained to its end; None if it is missing, failed, or was of another request."""
     found = record_at(request.record_path)
     if not isinstance(found, RunRecord) or found.error is not None or not len(found.steps):
         return None

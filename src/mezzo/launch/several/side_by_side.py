@@ -1,7 +1,7 @@
-"""Runs of one command, one after another or side by side: each then has a GPU of its own, or its share of the CPU's threads.
+"""Runs of one command, one after another or side by side: each of these has its own GPU, or its share of the CPU's threads.
 
-A run's place is fixed by environment variables that its process is started with, so a script finds them before its first line. A run that
-fails leaves the others running; a signal stops all. Imports no torch.
+A run's place is fixed by environment variables that are set when its process starts, before the script's first line. A run that fails
+leaves the others running; a signal stops all. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mezzo.errors import UsageError
 from mezzo.launch import runner
 from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.request import Request
+from mezzo.measure.environment import usable_cores
 from mezzo.records import AnyRecord, Placement
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -38,7 +39,7 @@ LimitS = Callable[[], float | None]
 
 
 class Engine(Protocol):
-    """What makes the runs of a command."""
+    """A way to make the runs of a command."""
 
     @property
     def at_once(self) -> int | None:
@@ -53,15 +54,15 @@ class Engine(Protocol):
         """Whether each run has a GPU of its own; None if only the run knows, or no run is beside it."""
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
-        """Keep inside what runs have in common, as imported libraries; ``folder`` is the command's."""
+        """Share between the runs inside what they have in common, such as imported libraries; ``folder`` is the command's."""
 
     def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
         """Make runs, and yield each request with its record when its run has ended."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """A GPU or a share of the threads that runs follow one another on."""
+class Slot:
+    """A GPU or a share of the threads, for one run after another."""
 
     variables: dict[str, str]
     placement: Placement
@@ -81,12 +82,12 @@ def run_label(request: Request) -> str:
 
 
 def _part(record: Path) -> str:
-    """Return the name of a run that shares its folder with others; empty for one with a folder of its own."""
+    """Return the name of a run that shares its folder with others; empty for one that has its own folder."""
     return "" if record.name == "record.json" else record.name.removesuffix(".json").removesuffix(".record")
 
 
 class OneAfterAnother:
-    """The engine that has one run at a time, in the place of the command."""
+    """The engine that makes one run at a time, with everything the command may use."""
 
     at_once: int | None = 1
     cluster = ""
@@ -113,7 +114,7 @@ one_after_another = OneAfterAnother()
 
 
 def visible_gpus() -> list[str]:
-    """Return NVIDIA's GPUs that this command may use, as ``CUDA_VISIBLE_DEVICES`` names them; a divided one by its parts."""
+    """Return the NVIDIA GPUs that this command may use, as ``CUDA_VISIBLE_DEVICES`` names them; a GPU that MIG divides by its parts."""
     asked = os.environ.get(_VISIBLE)
     if asked is not None:
         return [name.strip() for name in asked.split(",") if name.strip()]
@@ -138,7 +139,7 @@ def listed_gpus(text: str) -> list[str]:
     return [uuid for own in found for uuid in (own[1:] or own)]
 
 
-def places(jobs: int) -> list[Place]:
+def places(jobs: int) -> list[Slot]:
     """Return a place for each of ``jobs`` runs at once.
 
     Raises:
@@ -156,36 +157,29 @@ def places(jobs: int) -> list[Place]:
         gpu = gpus[number] if gpus else None
         variables = dict.fromkeys(_THREADS, str(threads)) | ({} if gpu is None else {_VISIBLE: gpu})
         placement = Placement(jobs=jobs, host=socket.gethostname(), gpus=gpu, threads=threads)
-        found.append(Place(variables, placement))
+        found.append(Slot(variables, placement))
     return found
 
 
 def _cores() -> int:
     """Return how many threads the runs may have together: the cores of this process, or fewer if the shell says so."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     asked = os.environ.get(_THREADS[0], "")
     return min(cores, int(asked)) if asked.isdecimal() and int(asked) else cores
-
-
-def placed(request: Request, place: Place) -> Request:
-    """Return the request with its place."""
-    return request.model_copy(
-        update={"variables": {**request.variables, **place.variables}, "placement": place.placement}
-    )
 
 
 # --- runs at once ----------------------------------------------------------------------------------------------------------------
 
 _Told = SimpleQueue[Ended | BaseException | None]
-"""Runs that have ended; an error of ours; None for a run that a signal kept from its end."""
+"""Runs that have ended; an error of Mezzo's own; None for a run that a signal stopped."""
 
 
 class SideBySide:
-    """The engine that has a run in each place at once."""
+    """The engine that makes a run in each place at once."""
 
     cluster = ""
 
-    def __init__(self, jobs: Sequence[Place]) -> None:
+    def __init__(self, jobs: Sequence[Slot]) -> None:
         self._jobs = [*jobs]
         self._asked: SimpleQueue[tuple[Request, LimitS, _Told] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -263,15 +257,17 @@ class SideBySide:
             with stoppable() as stop, runner.several_runs(says_why=number == 0, variables=place.variables):
                 while (asked := self._asked.get()) is not None:
                     request, limit_s, told = asked
-                    told.put(None if stop.stopped else _made(placed(request, place), request, limit_s, stop))
+                    told.put(None if stop.stopped else _made(request, place, limit_s, stop))
                 over = True
         except BaseException as error:  # beside the runs: whoever waits for one is told
             while not over and (asked := self._asked.get()) is not None:
                 asked[2].put(error)
 
 
-def _made(asked: Request, request: Request, limit_s: LimitS, stop: Stop) -> Ended | BaseException | None:
-    """Run ``asked``, which is ``request`` with its place; return what to tell of it."""
+def _made(request: Request, place: Slot, limit_s: LimitS, stop: Stop) -> Ended | BaseException | None:
+    """Run a request in its place; return the message for the one who waits for it."""
+    variables = {**request.variables, **place.variables}
+    asked = request.model_copy(update={"variables": variables, "placement": place.placement})
     try:
         record = runner.observe_child(asked, output=output_of(asked), limit_s=limit_s())
     except Stopped:

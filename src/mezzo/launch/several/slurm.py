@@ -1,7 +1,7 @@
 """Runs as jobs of Slurm, through submitit: each is a job of its own, which outlives the command. Imports no torch.
 
-submitit's files lie in ``slurm`` of the command's folder, beside ``jobs.json``, the jobs by the digest of what they run: a command
-that continues waits for a job that an earlier one submitted, instead of running it a second time.
+submitit's files are in the folder ``slurm`` of the command's folder, beside ``jobs.json``, which lists the jobs by the digest of what they
+run: a resumed command waits for a job that an earlier one submitted, instead of running it a second time.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Slurm:
         return SlurmJob(job, local=self._local)
 
     def under_way(self, request: Request) -> SlurmJob | None:
-        """Return the job of an earlier command that makes the same run; None if there is none, or it is over."""
+        """Return an earlier command's job for the same run; None if there is none, or it is over."""
         number = self._jobs.get(_key(request))
         if number is None:
             return None
@@ -91,7 +91,7 @@ class Slurm:
 
 
 class SlurmJob:
-    """A job of Slurm's."""
+    """A Slurm job."""
 
     def __init__(self, job: Any, *, local: bool) -> None:
         self._job, self._local = job, local
@@ -103,7 +103,7 @@ class SlurmJob:
         return bool(self._job.done())
 
     def lost(self) -> str:
-        """Return why a job that is over made no run to its end; empty if it made one."""
+        """Return why a job that is over did not finish its run; empty if it did."""
         try:
             stopped_by = self._job.result()
         except Exception as error:  # of submitit, or what the job raised
@@ -124,8 +124,6 @@ def _key(request: Request) -> str:
 def _runs(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # the number is somebody else's now
+    except (ProcessLookupError, PermissionError):  # it has ended; its number may be another user's process by now
         return False
     return True

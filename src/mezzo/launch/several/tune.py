@@ -11,27 +11,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.request import Request
+from mezzo.launch.request_parts import ModelChanges
 from mezzo.launch.several.compared_runs import GRACE_S, folder_name, named_arguments
 from mezzo.launch.several.resuming import Finished, finished_run
 from mezzo.launch.several.waves import Waves
-from mezzo.measure.tune.configurations import Configuration
-from mezzo.measure.tune.plan import FINAL, Known, Trial, expected_trials, fault, next_trial, steps_of
+from mezzo.measure.tune.plan import FINAL, Trial, TuneState, expected_trials, fault, next_trial, steps_of
 from mezzo.measure.tune.speed import speed_of
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord, TuneTrial
 
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 120.0
-"""A run may take so many times as long as the first one: compilation takes minutes."""
+"""A run may take this many times as long as the first one: compilation takes minutes."""
 
 
 @dataclass
 class Tune:
-    """A search under way: what is known, and what was run."""
+    """A search in progress: what is known, and what was run."""
 
-    known: Known
+    known: TuneState
     budget_s: float
     folder: Path
     finished: Finished
@@ -48,7 +47,7 @@ class Tune:
         self._end_s = time.monotonic() + self.budget_s
         self._first_s = 0.0
 
-    def run(self) -> Known:
+    def run(self) -> TuneState:
         """Run what the plan asks for until nothing is left to run or the time is over.
 
         Raises:
@@ -74,7 +73,7 @@ class Tune:
             self.finished.add(name, place / "record.json")
         resumed = resumed or name in self.waves.reused
         took = time.monotonic() - began if self.waves.at_once == 1 else found.duration_s
-        self._first_s = self._first_s or took
+        self._first_s = self._first_s or max(took, found.duration_s)  # an earlier command's run took no time now
         self.known = replace(self.known, runs={**self.known.runs, trial: found})
         outcome = fault(self.known, trial) or self._outcome(trial)
         self.say(f"{title}: {outcome}" + (" (from the interrupted search)" if resumed else ""))
@@ -131,12 +130,8 @@ class Tune:
 
 def _folder(trial: Trial) -> str:
     number = f"final-seed{trial.repeat}" if trial.round == FINAL else f"round{trial.round + 1}"
-    return f"{number}-{_plain(trial.configuration)}"
-
-
-def _plain(configuration: Configuration) -> str:
-    name = configuration.name.replace(", ", ",").replace(" ", "=").replace("/", "_")
-    return folder_name(name)
+    name = trial.configuration.name.replace(", ", ",").replace(" ", "=").replace("/", "_")
+    return f"{number}-{folder_name(name)}"
 
 
 def _title(trial: Trial) -> str:

@@ -1,8 +1,8 @@
-"""Runs that a plan asks for one by one, made in waves: beside the next run go those that will probably be asked for after it.
+"""Runs that a plan asks for one by one, made in waves: the next run together with those that will probably be asked for after it.
 
-A check and a search decide what to run from what they know. With room for several runs, their next steps are guessed, and made in
-advance. What is then asked for is there; what is not asked for counts for nothing. So the course, and the answer, are those of one
-run at a time. Imports no torch.
+A check and a search decide what to run from what they know. With room for several runs, their next requests are guessed, and made in
+advance. A run that is asked for later is ready by then; one that is never asked for does not count. So the course and the answer are
+the same as with one run at a time. Imports no torch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Waves:
 
         Args:
             engine: makes the runs; it is open.
-            identity: what must be the same for a run to be that of an earlier command: script text, versions.
+            identity: what must be the same for an earlier command's run to be used: script text, versions.
         """
         self._engine, self._identity = engine, identity
         self._made: dict[str, AnyRecord] = {}
         """Records that nobody has asked for yet, by their path."""
         self.reused: set[str] = set()
-        """Names of the folders of runs that an interrupted command made, and this one was asked for."""
+        """Names of the folders of runs that were asked for and that an interrupted command had made."""
 
     @property
     def at_once(self) -> int:

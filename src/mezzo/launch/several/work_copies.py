@@ -1,4 +1,4 @@
-"""Copies of the folder that a command was typed in, so that a script's files of one run are not those of another. Imports no torch."""
+"""Copies of the folder that a command was typed in, so that each run writes its own files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LEFT_OUT = ("runs", "wandb", "mlruns", "__pycache__", "node_modules", "site-pac
 def copy_folder(source: Path, place: Path, *, without: Path) -> Path:
     """Copy a folder to ``place`` and return it; hidden folders, environments, results of runs and ``without`` are left out.
 
-    Links to folders stay links: what they lead to is not copied.
+    Links to folders stay links: their targets are not copied.
 
     Raises:
         ScriptError: there is too much to copy.

@@ -1,4 +1,4 @@
-"""Run PyTorch code that knows nothing of Mezzo under a policy: every patch of torch is made and undone here."""
+"""Run PyTorch code that does not use Mezzo under a policy: every patch of torch is made and undone here."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ import torch
 import torch.utils.checkpoint
 
 from mezzo.errors import MezzoError, UnsupportedFormatError
-from mezzo.launch.guard_request import GuardRequest
-from mezzo.launch.model_changes import ModelChanges
 from mezzo.launch.patches import Patches
+from mezzo.launch.request_parts import GuardRequest, ModelChanges, SnapshotRequest, TraceRequest
 from mezzo.launch.seeds import shift_seeds
-from mezzo.launch.snapshot_request import SnapshotRequest
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.backward import BackwardPasses
 from mezzo.launch.torch.communication import Communication
 from mezzo.launch.torch.counted_step import CountedStep
-from mezzo.launch.torch.forward import Regions
+from mezzo.launch.torch.forward import ForwardRegions
 from mezzo.launch.torch.joining import refuse_join
 from mezzo.launch.torch.lint_hooks import report_to_lint
 from mezzo.launch.torch.model_changes import ChangedModels
@@ -34,7 +32,6 @@ from mezzo.launch.torch.updates import Updates
 from mezzo.launch.torch.warned_lines import at_script_line
 from mezzo.launch.torch.watching import Watch, watched
 from mezzo.launch.torch.weights_digest import WeightsDigest
-from mezzo.launch.trace_request import TraceRequest
 from mezzo.measure.environment import environment
 from mezzo.measure.live import Latest, Report
 from mezzo.observe.observer import Observer
@@ -71,7 +68,7 @@ def switched(
         observe: settings of the observer, ``run.observer``; with one, formats and bytes are not counted.
     """
     run, patches = Run(policy), Patches()
-    regions = Regions(run, watched=observe is not None)
+    regions = ForwardRegions(run, watched=observe is not None)
     communication = Communication(run)
     counted = CountedStep(run, in_region=regions.covered)
     try:
@@ -147,7 +144,7 @@ class TorchTraining:
 
     @property
     def has_any_loss(self) -> bool:
-        """Whether a loss was seen, whatever became of it."""
+        """Whether a loss was seen, even if no update followed."""
         return self._run.recorder.has_any_loss
 
     @property
@@ -176,7 +173,7 @@ class TorchTraining:
         self._run.limit = limit
 
     def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
-        """Save the script's state from now on as asked, or bring a saved one back."""
+        """Save the script's state from now on as asked, or restore a saved one."""
         if asked is not None:
             from mezzo.launch.torch.snapshots.script import ScriptSnapshots
 
@@ -223,7 +220,7 @@ class TorchTraining:
         return None if self._run.guard is None else self._run.guard.stopped
 
     def out_of_memory(self, error: BaseException | None) -> OutOfMemory | None:
-        """Return what held the memory if ``error`` ended the script for want of it; None otherwise."""
+        """Return what held the memory if ``error`` ended the script because there was no more; None otherwise."""
         from mezzo.launch.torch.out_of_memory import is_out_of_memory, out_of_memory
 
         return out_of_memory(self._run, self.memory(), error) if error is not None and is_out_of_memory(error) else None
@@ -244,11 +241,11 @@ class TorchTraining:
         return self._run.recorder.steps(self._run.owners.names)
 
     def memory(self) -> Memory:
-        """Return the bytes of a step."""
+        """Return the memory that a step uses."""
         return self._counted.memory()
 
     def effective(self) -> Effective:
-        """Return what really ran in which format."""
+        """Return which operations really ran in which format."""
         return self._counted.effective()
 
     def bottleneck(self) -> Bottleneck | None:
@@ -261,13 +258,13 @@ class TorchTraining:
 
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""
-        changed = [*self._run.measured(), *([] if self._run.changed is None else self._run.changed.explanation())]
-        if self._run.changed_policy is not None:
-            changed = [*changed, self._run.changed_policy]
-        if self._run.policy is None:
+        run = self._run
+        changed = [*run.measured(), *([] if run.changed is None else run.changed.explanation())]
+        changed += [] if run.changed_policy is None else [run.changed_policy]
+        if run.policy is None:
             return changed
         try:
-            choices = self._run.policy.explain(self._device)
+            choices = run.policy.explain(self._device)
         except UnsupportedFormatError as error:  # the run ended with this error, and its record says so
             return [Reason(what="arithmetic", value="impossible here", reason=error.message)]
         return [*(Reason(what=c.what, value=c.value, reason=c.reason) for c in choices), *changed]
@@ -288,7 +285,5 @@ class TorchTraining:
 
 def _keep_autocast(patches: Patches) -> None:
     """Restore autocast's state at the end: code that torch.compile failed to compile leaves it as it was half-way."""
-    for device_type in ("cpu", "cuda"):
-        patches.on_undo(
-            functools.partial(torch.set_autocast_enabled, device_type, torch.is_autocast_enabled(device_type))
-        )
+    for kind in ("cpu", "cuda"):
+        patches.on_undo(functools.partial(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind)))

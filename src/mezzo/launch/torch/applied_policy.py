@@ -12,7 +12,7 @@ _KEPT_UNDER_MASTERS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "lo
 def for_scripts(policy: Policy) -> Policy:
     """Return the policy as applied to a script, which keeps its own parameters.
 
-    With master weights: a script's clipping and logging read FP32 gradients from its parameters, which 16-bit parameters cannot have.
+    With master weights, a script's clipping and logging need FP32 gradients on its parameters, which 16-bit parameters cannot have.
     So the script's FP32 parameters are the masters, and everything but norms and losses is listed to run in 16 bits.
     """
     if not policy.master_weights:

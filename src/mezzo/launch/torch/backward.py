@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.direct_pass import DirectPasses
 from mezzo.engine.gradients import all_finite
+from mezzo.engine.parameters import trained_leaves
 from mezzo.engine.scaling import Scale
 from mezzo.engine.transforms import unwrapped
 from mezzo.errors import NonFiniteLossError
@@ -34,6 +35,7 @@ from mezzo.launch.torch.batched_unscaling import ACCUMULATES
 from mezzo.launch.torch.communication import Communication
 from mezzo.launch.torch.direct_calls import ENTERED
 from mezzo.launch.torch.gradient_views import UnscaledViews
+from mezzo.launch.torch.passed import given_gradients, listed, reusable, weighted
 from mezzo.launch.torch.state import Run, scale_on_device
 
 
@@ -53,13 +55,9 @@ class BackwardPasses:
         """Replace both entries until ``patches`` are undone."""
         patches.wrap(torch.autograd, "backward", self._backward)
         patches.wrap(torch.autograd, "grad", self._grad)
-        for name in (
-            "backward",
-            "grad",
-        ):  # a compiled step that contains a backward pass must not trace our replacements
-            self._run.before_compiling.append(
-                functools.partial(patches.wrap, torch.autograd, name, torch.compiler.disable)
-            )
+        for name in ("backward", "grad"):  # a compiled step with a backward pass inside must not trace our replacements
+            disable = functools.partial(patches.wrap, torch.autograd, name, torch.compiler.disable)
+            self._run.before_compiling.append(disable)
         if self._run.applied is not None and self._run.applied.loss_scale != "none":
             self._views.install(patches)
             self._run.steady.batched.install(patches, self._unhook_leaf)
@@ -80,10 +78,10 @@ class BackwardPasses:
             inputs: Any = None,
         ) -> None:
             rest = retain_graph, create_graph, grad_variables, inputs
-            begins = run.stepped and not (run.in_backward or run.in_closure)
+            begins = run.stepped and grad_tensors is None and not (run.in_backward or run.in_closure)
             optimizer, start = steady.optimizer() if begins else None, None
             if optimizer is not None and run.scale.checks:
-                usual = grad_tensors is None and inputs is None and not (retain_graph or create_graph)
+                usual = inputs is None and not (retain_graph or create_graph)
                 if usual and run.found is False and run.scale.calm > 0:
                     start = batched.start_of(tensors, optimizer)
                 optimizer = None if start is None else optimizer
@@ -101,7 +99,7 @@ class BackwardPasses:
                     run.check_limit()
                 run.in_backward = True
                 try:
-                    run_steady(tensors, grad_tensors if start is None else start, *rest)
+                    run_steady(tensors, start, *rest)
                 finally:
                     run.in_backward = False
                     if start is not None:
@@ -115,25 +113,28 @@ class BackwardPasses:
     def _pass_in_full(
         self, run_engine: Callable[..., Any], tensors: Any, grad_tensors: Any, rest: tuple[Any, Any, Any, Any]
     ) -> None:
-        """Run a backward pass with all hooks; ``rest`` is what ``torch.autograd.backward`` is given beside outputs and gradients."""
+        """Run a backward pass with all hooks; ``rest`` are the arguments of ``torch.autograd.backward`` after outputs and gradients."""
         run, (retain_graph, create_graph, _, inputs) = self._run, rest
         if run.apart:
             with run.graphs.unrecorded():
                 run_engine(tensors, grad_tensors, *rest)
             return
-        outputs = _listed(tensors)
+        tensors, grad_tensors = reusable(tensors), reusable(grad_tensors)
+        outputs = listed(tensors)
         if run.premade:
             run.premade.reached(leaves_of([t for t in outputs if isinstance(t, Tensor)]), run.num_updates)
         if run.in_backward or False in [isinstance(t, Tensor) for t in outputs]:
             self._hook_recomputed(outputs)
             run_engine(tensors, grad_tensors, *rest)
             return
-        self._begin(outputs)
+        self._begin(outputs, grad_tensors)
         run.lint.backward_begins(outputs, grad_tensors, keeps_graph=bool(retain_graph or create_graph))
         by_hand = [] if run.optimizers else [leaf for leaf in leaves_of(outputs) if leaf.requires_grad]
         run.by_hand.reached(by_hand)
         casting = run.main_casting
-        before = self._communication.before_backward(lambda: _parameters_in(leaves_of(outputs)))
+        before = self._communication.before_backward(
+            lambda: [leaf for leaf in leaves_of(outputs) if isinstance(leaf, torch.nn.Parameter)]
+        )
         if run.scale.checks:
             with self._scaling(outputs, inputs), self._under_policy():
                 run_engine(outputs, self._scaled(outputs, grad_tensors, run.scale), *rest)
@@ -159,7 +160,8 @@ class BackwardPasses:
             if self._run.apart:
                 with self._run.graphs.unrecorded():
                     return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
-            roots, leaves = _listed(outputs), _listed(inputs)
+            outputs, inputs, grad_outputs = reusable(outputs), reusable(inputs), reusable(grad_outputs)
+            roots, leaves = listed(outputs), listed(inputs)
             tracing = torch._guards.TracingContext.try_get() is not None  # torch.compile is deriving a backward pass
             if tracing or self._run.in_backward or not all(isinstance(t, Tensor) for t in (*roots, *leaves)):
                 with self._inside_node():
@@ -169,27 +171,27 @@ class BackwardPasses:
             self._note_transformed(roots, leaves)
             if not self._trains(leaves, args, kwargs):
                 return self._inner_gradients(run_engine, roots, inputs, grad_outputs, *args, **kwargs)
-            self._begin(roots)
+            self._begin(roots, grad_outputs)
             if not self._run.optimizers:
                 self._run.by_hand.reached(leaves)
             with self._under_policy():
                 found = run_engine(roots, inputs, self._scaled(roots, grad_outputs, self._run.scale), *args, **kwargs)
             found = self._unscaled(found, self._run.scale)
-            self._communication.reduce([g for g in _listed(found) if g is not None])
+            self._communication.reduce([g for g in listed(found) if g is not None])
             if not self._run.optimizers:
-                self._run.by_hand.made([g for g in _listed(found) if g is not None])
+                self._run.by_hand.made([g for g in listed(found) if g is not None])
             return found
 
         return grad
 
     def _note_transformed(self, roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-        """Note the loss of gradients that ``torch.func`` is asked for; under ``vmap`` the mean over the samples.
+        """Record the loss whose gradients ``torch.func`` computes; under ``vmap`` its mean over the samples.
 
-        They are an update's if they are of an optimizer's parameters, or of detached ones that share their memory.
+        The gradients belong to an update if they are of an optimizer's parameters, or of detached ones that share their memory.
         """
         if not retrieve_all_functorch_interpreters() or len(roots) != 1 or roots[0].numel() != 1:
             return
-        own = {p.data_ptr() for o in self._run.optimizers for group in o.param_groups for p in group["params"]}
+        own = {p.data_ptr() for o in self._run.optimizers for p in trained_leaves(o)}
         if any(unwrapped(leaf).data_ptr() in own for leaf in leaves):
             self._run.transformed.append(unwrapped(roots[0]).detach().mean())
 
@@ -214,7 +216,7 @@ class BackwardPasses:
             with self._under_policy():
                 found = run_engine(roots, inputs, self._scaled(roots, given, scale), True, *args[1:], **kwargs)
             found = self._unscaled(found, scale)
-            overflow = not all_finite(g.detach() for g in _listed(found) if g is not None)
+            overflow = not all_finite(g.detach() for g in listed(found) if g is not None)
             if not overflow or scale.at_floor() or not all_finite(roots):
                 return found
             scale.updated(skipped=True)
@@ -266,7 +268,8 @@ class BackwardPasses:
         finally:
             self._run.inside = before
 
-    def _begin(self, outputs: Sequence[Tensor]) -> None:
+    def _begin(self, outputs: Sequence[Tensor], given: Any) -> None:
+        """Note the losses, each times the gradient that is given for it: WGANs start from -1."""
         run = self._run
         run.close_update()
         run.left_out.pass_begins()
@@ -275,11 +278,13 @@ class BackwardPasses:
         recorder = run.recorder
         needs_reach = recorder.apart.needs_reach or run.owners.may_need_reach(len(recorder))
         reached = run.owners.reached(leaves_of(outputs)) if needs_reach else None
-        for loss in outputs:
+        given = given_gradients(outputs, given)
+        for loss, gradient in zip(outputs, given, strict=False):  # torch itself refuses other lengths
             if loss.numel() == 1:
                 if not recorder.has_any_loss and not run.scaled_by_script:
                     _refuse_infinite(loss)
-                recorder.loss(self._true_loss(loss) if run.scaled_by_script else loss, reached=reached)
+                true = self._true_loss(loss) if run.scaled_by_script else loss
+                recorder.loss(weighted(true, gradient), reached=reached)
 
     def _true_loss(self, loss: Tensor) -> Tensor:
         """Return a loss without the scale of the script's scaler."""
@@ -289,9 +294,8 @@ class BackwardPasses:
     def _scaled(self, outputs: Sequence[Tensor], given: Any, scale: Scale) -> Any:
         if not scale.checks:
             return given
-        gradients = [None] * len(outputs) if given is None else _listed(given)
-        pairs = zip(outputs, gradients, strict=True)
-        return [self._run.scaled(torch.ones_like(t) if g is None else g, scale).to(t) for t, g in pairs]
+        pairs = zip(outputs, given_gradients(outputs, given), strict=True)
+        return [scale.scale(torch.ones_like(t) if g is None else g).to(t) for t, g in pairs]
 
     def _unscaled(self, found: Any, scale: Scale) -> Any:
         if not scale.checks:
@@ -376,19 +380,9 @@ def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
     return leaves
 
 
-def _parameters_in(leaves: Sequence[Tensor]) -> list[Tensor]:
-    return [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
-
-
 def unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:
     """Return ``gradient * inverse``, with NaN for infinity: an overflow must survive a script's clamp of its gradients."""
     if inverse is None:
         return gradient
     result = gradient * (inverse if inverse.device == gradient.device else inverse.to(gradient.device))
     return result.add_(gradient, alpha=0) if result.layout is torch.strided else result
-
-
-def _listed(values: Any) -> list[Any]:
-    if isinstance(values, dict):
-        return list(values.values())
-    return list(values) if isinstance(values, (list, tuple)) else [values]

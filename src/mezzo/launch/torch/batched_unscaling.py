@@ -1,9 +1,9 @@
-"""Unscale the gradients of a whole backward pass at once, where nobody can see a scaled one.
+"""Unscale the gradients of a whole backward pass at once, if no code can see a scaled one.
 
-A hook on every leaf (``backward``) costs two kernels and three Python calls a parameter. In a steady run most passes need none: if the
+A hook on every leaf (``backward``) costs two kernels and three Python calls per parameter. In a steady run most passes need none: if the
 graph has only torch's own nodes and no hook of the script, no Python code runs before the pass has ended; and if the optimizer's
-parameters had no gradients before, all of what the pass leaves in them is scaled. Then one call multiplies all gradients and sets one
-flag, as ``torch.amp.GradScaler`` does. Before the optimizer's step a second call adds to the flag what the script may have changed, and
+parameters had no gradients before, every gradient that the pass leaves is scaled. Then one call multiplies all gradients and sets one
+flag, as ``torch.amp.GradScaler`` does. Before the optimizer's step a second call checks again what the script may have changed, and
 the flag is read. Every pass is checked anew: its graph is walked for its leaves, and a pass that does not qualify gets hooks.
 
 An overflowed gradient stays infinite until then, as under GradScaler; a hook makes it NaN.
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import _HookMixin
 
+from mezzo.engine.parameters import trained_leaves
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _FP32 = FP32.dtype
 _MAX_RETURNS = 8
-"""How often hooks are removed for batched passes: a script that accumulates needs them in every second pass."""
+"""How often a leaf's hook is removed for a batched pass: a script that accumulates needs it in every second pass."""
 _LEAF: Any = torch.ones((), requires_grad=True, device="cpu")
 ACCUMULATES = type(_LEAF.expand(1).grad_fn.next_functions[0][0])
 """The type of a graph's nodes that add to a leaf's gradient."""
@@ -41,7 +42,7 @@ class BatchedUnscaling:
         self._unhook: Callable[[Tensor], None] = lambda leaf: None
         self._returns = 0
         self._given_up = False
-        """Whether the script has hooks inside graphs, so that its code may run in any backward pass, or retains gradients there."""
+        """Whether the script sets hooks inside graphs, so that its code may run in any backward pass, or retains gradients there."""
         self._known: set[type] = set()
         """Types of graph nodes that run no Python code."""
         self._group: Any = dist.distributed_c10d._world if dist.is_available() else None
@@ -120,16 +121,15 @@ class BatchedUnscaling:
         return True
 
     def unscale(self, optimizer: torch.optim.Optimizer, otherwise: Callable[[Tensor], Tensor]) -> None:
-        """Unscale the gradients that a batched pass has left; ``otherwise`` unscales one that has an unusual form."""
+        """Unscale the gradients that a batched pass has left; ``otherwise`` unscales one if any has an unusual form."""
         inverse = self._run.scale.inverse()
         assert inverse is not None
         self._found = None
         found = _gradients(optimizer, inverse.device)
         if found is None or not _apart(found):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad = otherwise(parameter.grad)
+            for parameter in trained_leaves(optimizer):
+                if parameter.grad is not None:
+                    parameter.grad = otherwise(parameter.grad)
         elif found:
             self._found = torch.zeros((), dtype=_FP32, device=inverse.device)
             torch._amp_foreach_non_finite_check_and_unscale_(found, self._found, inverse)

@@ -1,8 +1,8 @@
 """Updates of a script without an optimizer object: it updates its weights itself, and every backward pass counts as an update.
 
-A script may also make passes before it makes its optimizer, such as a trial of its model. Where these have changed no weight, they
-were no updates: the record begins anew when the optimizer is made, and says so. So does an observer, and while the passes so far may
-turn out to be such trials, it does not end the script.
+A script may also run passes before it makes its optimizer, to try out its model. If these have changed no weight, they were no updates:
+the record begins anew when the optimizer is made, and says so. An observer begins anew as well, and it does not end the script while
+the passes so far may turn out to be such trials.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class UpdatesByHand:
         self._wants_stop = False
         """Whether the observer has seen enough, if these passes are steps."""
         self.observe_anew: Callable[[], None] | None = None
-        """Replaces the observer by one that has seen nothing; None without an observer."""
+        """Replaces the observer with a new one; None without an observer."""
 
     def reached(self, leaves: Sequence[Tensor]) -> None:
-        """Note the leaves of a pass before the script may change them."""
+        """Record the leaves of a pass before the script may change them."""
         for leaf in leaves:
             known = self._leaves.get(id(leaf))
             if known is None or known[0]() is not leaf:
@@ -76,7 +76,7 @@ class UpdatesByHand:
             raise StopScript
 
     def _may_be_trials(self) -> bool:
-        """Return whether an optimizer may still turn the steps so far into none."""
+        """Return whether the steps so far may turn out to be trials once an optimizer is made."""
         run = self._run
         return run.observer is not None and 0 < self._num <= _MOST_TRIALS and not run.optimizers and not self._changed()
 
@@ -107,7 +107,7 @@ class UpdatesByHand:
             run.guard.restart()
 
     def _changed(self) -> bool:
-        """Return whether a leaf that still exists has other values than at its first pass; reads a small one."""
+        """Return whether a leaf that still exists has changed since its first pass; reads the values of a small one."""
         for find, version, address in self._leaves.values():
             leaf = find()
             if leaf is not None and (leaf._version != version or leaf.data_ptr() != address):

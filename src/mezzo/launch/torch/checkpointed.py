@@ -37,11 +37,11 @@ class CheckpointedModels:
     def called(self, model: nn.Module, args: Any, kwargs: Any, casting: Casting | None) -> None:
         """Checkpoint ``model`` if this is its first call in training, with these arguments as the sample.
 
-        The forward pass runs once more for that, and keeps nothing. ``casting`` is what the call runs under.
+        For that, the forward pass runs once more without keeping anything, under ``casting`` as the call itself does.
 
         Raises:
             ScriptError: the model cannot be checkpointed from outside.
-            UsageError: no plan is within the budget.
+            UsageError: no plan fits the budget.
             SessionError: the model checkpoints itself, or runs a backward pass in its forward pass.
         """
         if model in self._known or not (model.training and torch.is_grad_enabled()):
@@ -52,7 +52,7 @@ class CheckpointedModels:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return
         name = type(unwrapped(model)).__name__
-        if why := _refusal(model) or _used_up(args, kwargs):
+        if why := next(_refusals(model), "") or _used_up(args, kwargs):
             raise ScriptError(
                 f"--checkpoint {self._wanted} cannot be applied to {name}: {why}",
                 hint=f"leave --checkpoint out, or {_IN_SCRIPT}",
@@ -106,18 +106,14 @@ def _words(plan: CheckpointPlan) -> str:
     )
 
 
-def _refusal(model: nn.Module) -> str:
-    """Return why ``model`` cannot be checkpointed from outside; empty if it can."""
-    return next(_refusals(model), "")
-
-
 def _used_up(args: Any, kwargs: Any) -> str:
-    """Return that the model is given an iterator, which a pass to make the plan would leave empty; empty if it is not."""
+    """Return that the model is called with an iterator, which the pass for the plan would exhaust; empty if it is not."""
     given = next((one for one in tree_leaves((args, kwargs)) if isinstance(one, Iterator)), None)
     return "" if given is None else f"it is called with a {type(given).__name__}, which can be read once"
 
 
 def _refusals(model: nn.Module) -> Iterator[str]:
+    """Yield why ``model`` cannot be checkpointed from outside."""
     for name, module in model.named_modules():
         where = f"its part {name}" if name else "it"
         kinds = {kind.__name__ for kind in type(module).__mro__}

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mezzo.engine.emulated_world import EmulatedWorld
 from mezzo.engine.exchange import refuse_world, set_hook
 from mezzo.engine.gradients import gradients_of
+from mezzo.engine.parameters import trained_leaves
 from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS
 from mezzo.launch.patches import Patches
@@ -52,7 +53,7 @@ class Communication:
             run.measured = self.explanation
 
     def install(self, patches: Patches) -> None:
-        """Follow the models that the script spreads over processes until ``patches`` are undone."""
+        """Apply the policy to models that the script replicates or shards, until ``patches`` are undone."""
         policy = self._policy
         if policy is None or not (named := [f for f in _EXCHANGED if getattr(policy, f) != "auto"]):
             return
@@ -64,7 +65,7 @@ class Communication:
             patches.around(DistributedDataParallel, "__init__", functools.partial(self._replicating, policy))
             import torch.distributed.fsdp as fsdp
 
-            patches.wrap(fsdp, "fully_shard", functools.partial(self._sharding, policy))
+            patches.around(fsdp, "fully_shard", functools.partial(self._sharding, policy))
             patches.around(fsdp.FullyShardedDataParallel, "__init__", functools.partial(_refusing, policy))
 
     # --- several processes -----------------------------------------------------------------------------------------------------
@@ -91,52 +92,47 @@ class Communication:
             return
         set_hook(model, policy, self._loss_scale)
 
-    def _sharding(self, policy: Policy, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _sharding(self, policy: Policy, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        @functools.wraps(original)
-        def fully_shard(module: Any, *args: Any, **kwargs: Any) -> Any:
-            alone = dist.get_world_size() == 1  # then nothing is reduced, or an emulated world does it
-            if not alone:
-                refuse_world(policy)
-            if not alone and policy.reduce == "fp16" and policy.loss_scale != "none":
-                raise PolicyError(
-                    f"policy {policy!s} reduces in fp16, and fully_shard reduces gradients whose loss scale was taken out: small ones "
-                    "would be lost; allowed with fully_shard: fp32, bf16",
-                    hint="use reduce=bf16, or a mezzo.Session in the script, which reduces scaled gradients",
-                )
-            fields = ("gather",) if alone else _EXCHANGED
-            dtypes = {f: FORMATS[v].dtype for f in fields if (v := getattr(policy, f)) != "auto"}
-            if not dtypes:
-                return original(module, *args, **kwargs)
-            given = kwargs.pop("mp_policy", MixedPrecisionPolicy())
-            changed = {"param_dtype": dtypes.get("gather", given.param_dtype)}
-            changed["reduce_dtype"] = dtypes.get("reduce", given.reduce_dtype)
-            for field in dtypes:
-                self._run.left_alone.pop(f"{field} {getattr(policy, field)}", None)
-            return original(module, *args, mp_policy=dataclasses.replace(given, **changed), **kwargs)
-
-        return fully_shard
+        alone = dist.get_world_size() == 1  # then nothing is reduced, or an emulated world does it
+        if not alone:
+            refuse_world(policy)
+        if not alone and policy.reduce == "fp16" and policy.loss_scale != "none":
+            raise PolicyError(
+                f"policy {policy!s} reduces in fp16, and fully_shard reduces gradients whose loss scale was taken out: small ones "
+                "would be lost; allowed with fully_shard: fp32, bf16",
+                hint="use reduce=bf16, or a mezzo.Session in the script, which reduces scaled gradients",
+            )
+        fields = ("gather",) if alone else _EXCHANGED
+        dtypes = {f: FORMATS[v].dtype for f in fields if (v := getattr(policy, f)) != "auto"}
+        if not dtypes:
+            return original(module, *args, **kwargs)
+        given = kwargs.pop("mp_policy", MixedPrecisionPolicy())
+        changed = {"param_dtype": dtypes.get("gather", given.param_dtype)}
+        changed["reduce_dtype"] = dtypes.get("reduce", given.reduce_dtype)
+        for field in dtypes:
+            self._run.left_alone.pop(f"{field} {getattr(policy, field)}", None)
+        return original(module, *args, mp_policy=dataclasses.replace(given, **changed), **kwargs)
 
     # --- one process -----------------------------------------------------------------------------------------------------------
 
     def before_backward(self, parameters: Callable[[], Iterable[Tensor]]) -> Before | None:
-        """Return the gradients that there are; None if nothing is emulated.
+        """Return the gradients as they are before a backward pass; None if nothing is emulated.
 
         Args:
             parameters: returns those that the backward pass reaches, for a script without optimizers.
         """
         if self._world is None:
             return None
-        held = [p for o in self._run.optimizers for group in o.param_groups for p in group["params"]]
+        held = [p for o in self._run.optimizers for p in trained_leaves(o)]
         return [(p, p.grad, _version(p.grad)) for p in dict.fromkeys(held or parameters())]
 
     def after_backward(self, before: Before | None) -> None:
         """Reduce the gradients that a backward pass has changed since ``before``."""
         if before is not None:
-            self.reduce(
-                gradients_of([p for p, grad, version in before if p.grad is not grad or _version(p.grad) != version])
-            )
+            changed = [p for p, grad, version in before if p.grad is not grad or _version(p.grad) != version]
+            self.reduce(gradients_of(changed))
 
     def reduce(self, gradients: Sequence[Tensor]) -> None:
         """Change gradients in place as the reduction over an emulated world would."""

@@ -1,8 +1,9 @@
 """Inspect the second step of a run: which formats its operations ran in, and the bytes of each kind.
 
 The second step, because in the first the optimizer has no state yet; and only one step, because counting costs time (the
-first tenth of the steps is left out of all timing). Compiled code runs eagerly in that step: what happens inside
-compiled kernels cannot be counted.
+first tenth of the steps is left out of all timing). Code that Inductor compiled runs compiled in that step, too
+(``inductor_graphs.py``). It runs eagerly there under an emulated policy, which cannot be told from the FP32 operations that it
+computes with, and with a backend whose graphs are not seen.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from mezzo.engine.checkpointing import KeptProducts
+from mezzo.engine.parameters import trained_leaves
 from mezzo.launch.patches import Patches
+from mezzo.launch.torch.inductor_graphs import INDUCTOR, SEEN_BACKENDS, InductorGraphs
 from mezzo.launch.torch.state import Run
 from mezzo.measure import memory
 from mezzo.measure.cudapeaks import CudaPeaks
 from mezzo.measure.effective import Counted, effective
 from mezzo.measure.flops import FlopCounter
 from mezzo.measure.watch.operations import OperationTimes
-from mezzo.measure.watch.verdict import Work
+from mezzo.measure.watch.verdict import OperationWork
 from mezzo.records import Effective, Memory
 
 _UPDATES_WEIGHED = 2  # the first successful update creates the optimizer's state
@@ -43,11 +46,14 @@ class CountedStep:
         self._saved = memory.SavedTensors()
         self._peaks = CudaPeaks()
         self._flops: FlopCounter | None = None
+        self._graphs = InductorGraphs()
+        self._backends: set[str] = set()
+        """Backends that the script has compiled with; "" for one without a name."""
         self._times = OperationTimes()
         self._num_timed = 0
         """Operations of the counted step; later ones belong to the next."""
         self._stack: contextlib.ExitStack | None = None
-        self._due = self._over = self._forced_eager = False
+        self._due = self._over = self._compiled = self._forced_eager = False
         self._counted_step: int | None = None
         """Number of the counted step."""
         self._weighed: Counter[int] = Counter()
@@ -62,12 +68,13 @@ class CountedStep:
         self._run.watchers.append(self)
         patches.around(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         patches.on_undo(self._end)
+        patches.around(torch, "compile", functools.partial(self._compile, patches))
 
     def began_anew(self) -> None:
         """Forget what was counted: it was no step of the script's training."""
         self._end()
         self._saved, self._times, self._flops = memory.SavedTensors(), OperationTimes(), None
-        self._due = self._over = self._forced_eager = False
+        self._due = self._over = self._compiled = self._forced_eager = False
         self._counted_step, self._num_timed, self._bytes = None, 0, {}
         self._weighed.clear()
         self._counted = _NOTHING_COUNTED
@@ -121,21 +128,23 @@ class CountedStep:
         if self._flops is not None and self._stack is not None and not self._over:
             self._counted = Counted(
                 by_format=dict(self._flops.by_format),
+                in_updates=dict(self._flops.in_updates),
                 num_lowered=self._flops.num_lowered,
                 outside=self._flops.outside_region,
                 switched_off=self._flops.switched_off,
                 step=self._counted_step,
+                uncounted=dict(self._graphs.uncounted),
             )
             self._num_timed = len(self._times.operations)
 
-    def operations(self) -> list[Work]:
-        """Return the operations of the counted step with their times; none if it was compiled code, made to run eagerly."""
-        return [] if self._forced_eager else self._times.operations[: self._num_timed]
+    def operations(self) -> list[OperationWork]:
+        """Return the operations of the counted step with their times; none if the script compiles code."""
+        return [] if self._compiled else self._times.operations[: self._num_timed]
 
     @property
     def was_compiled(self) -> bool:
-        """Whether the script compiles code, so that the counted step is not like the others."""
-        return self._forced_eager
+        """Whether the script compiles code, so that not every operation of the counted step was timed."""
+        return self._compiled
 
     def memory(self) -> Memory:
         """Return the bytes of the inspected step, and the allocator's peaks over the run, all devices together."""
@@ -165,8 +174,7 @@ class CountedStep:
         for root in list(self._run.roots):
             yield from root.parameters()
         for optimizer in list(self._run.optimizers):
-            for group in optimizer.param_groups:
-                yield from group["params"]
+            yield from trained_leaves(optimizer)
 
     def _weigh(self, stepped: int) -> None:
         """Count the bytes of parameters, gradients and optimizer state at the first updates of each optimizer.
@@ -205,10 +213,12 @@ class CountedStep:
             in_region=self._in_region, in_step=lambda: run.local.stepping, inside=lambda: run.inside
         )
         self._stack = contextlib.ExitStack()
-        if "torch._dynamo" in sys.modules:
-            self._forced_eager = self._run.compiles
-            torch.compiler.set_stance("force_eager")
-            self._stack.callback(torch.compiler.set_stance, "default")
+        self._stack.enter_context(self._graphs.counted(self._flops))
+        self._compiled = run.compiles
+        seen = run.compiles and self._backends <= SEEN_BACKENDS and not run.emulates
+        self._forced_eager = run.compiles and not seen
+        if "torch._dynamo" in sys.modules and not seen:
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._stack.enter_context(self._times)
         self._stack.enter_context(self._flops)
         self._saved.start(self._parameters())
@@ -220,6 +230,13 @@ class CountedStep:
             self._stack = None
             if self._forced_eager:
                 self._peaks.reset(self._run.num_updates)
+
+    def _compile(self, patches: Patches, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        backend = kwargs.get("backend", INDUCTOR)
+        if backend == INDUCTOR and INDUCTOR not in self._backends:
+            self._graphs.install(patches)
+        self._backends.add(backend if isinstance(backend, str) else "")
+        return original(*args, **kwargs)
 
     def _contexts(self, context_fn: Callable[[], Any]) -> Any:
         """Return the contexts of a checkpointed call, and count the products that it keeps."""

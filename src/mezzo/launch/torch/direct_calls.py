@@ -2,8 +2,8 @@
 
 ``torch.autograd.backward``, ``Tensor.register_hook`` and others check whether a function mode is on
 (``torch.set_default_device`` is one), pass themselves to it by the name in their module, and run with the mode off.
-If a replacement of ours is under that name, it would be called twice. A twin has the same code, but its
-check always finds no mode.
+If that name leads to a replacement of ours, the replacement would be called twice. A twin has the same code, but its
+check never finds a mode.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from mezzo.launch.torch.thread_state import NO_ROOT
 _FP32 = FP32.dtype
 
 
-class Regions:
+class ForwardRegions:
     """Hooks that begin and end regions around a script's modules and compiled functions."""
 
     def __init__(self, run: Run, *, watched: bool) -> None:
@@ -58,10 +58,10 @@ class Regions:
         patches.wrap(torch, "compile", self._compile)
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         if self._run.applied is not None and self._run.applied.lowers:
-            patches.wrap(F, "binary_cross_entropy", _in_fp32)
+            patches.around(F, "binary_cross_entropy", _in_fp32)
 
     def counted(self) -> None:
-        """Let module calls go straight to torch if nothing is cast, once nothing else needs the hook."""
+        """Note that nothing more is counted: module calls go straight to torch once nothing else needs the hook."""
         self._counted = True
 
     def _remove(self) -> None:
@@ -76,15 +76,11 @@ class Regions:
 
     def covered(self) -> bool:
         """Return whether the running code is under the policy: in a module, a compiled function or the script's own autocast."""
-        if self.depth() > 0:
+        if self._run.local.depth:
             return True
         device_type = self._run.device_type
         # A kernel of Mezzo has turned autocast off around itself; its table is still open.
         return open_table() is not None or (device_type is not None and torch.is_autocast_enabled(device_type))
-
-    def depth(self) -> int:
-        """Return 1 if the code running in this thread is in a module or a compiled function, else 0."""
-        return self._run.local.depth
 
     def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Begin a region before a module that is called from outside any module, and end it after.
@@ -154,7 +150,7 @@ class Regions:
         def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original(function, *args, **kwargs)
-            depth = self.depth()
+            depth = self._run.local.depth
 
             def at_same_depth(*inner: Any, **named: Any) -> Any:
                 with self._at(depth), self._recomputing():
@@ -191,7 +187,7 @@ class Regions:
     def _compiled_function(self, function: Any, compiled: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compiled)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.depth() > 0 or torch.compiler.is_compiling():
+            if self._run.local.depth or torch.compiler.is_compiling():
                 return compiled(*args, **kwargs)
             self._run.lint.compiled_called()
             casting = self._casting_of(function, [args, kwargs])
@@ -210,7 +206,8 @@ class Regions:
     def _casting_of(self, function: Any, args: list[Any]) -> Casting | None:
         """Record the modules that a compiled function uses, since hooks do not fire in compiled code; return its casting.
 
-        A compiled update, which uses an optimizer and no module, is left alone.
+        A compiled update uses no module, and an optimizer or runs in the step of one: it is left alone. In a closure of that step,
+        which enables gradients, a compiled function is a forward pass.
         """
         leaves = tree_leaves(args)
         used = [*_used_by(function), *leaves]
@@ -220,7 +217,8 @@ class Regions:
             self._run.record_root(module, tensors)
         if self._run.changed is not None:
             self._run.changed.compiled_called(modules)
-        if not modules and any(isinstance(value, torch.optim.Optimizer) for value in used):
+        in_update = self._run.local.stepping and not torch.is_grad_enabled()
+        if not modules and (in_update or any(isinstance(value, torch.optim.Optimizer) for value in used)):
             return None
         if tensors:
             self._run.begin_on(tensors[0].device)
@@ -257,13 +255,8 @@ def _half_to_fp32(output: Any) -> Any:
     return to_format(output, _FP32)  # a file whose casts audits ascribe to the policy
 
 
-def _in_fp32(original: Callable[..., Any]) -> Callable[..., Any]:
+def _in_fp32(original: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run a function that CUDA's autocast rejects with FP32 operands and autocast off."""
-
-    @functools.wraps(original)
-    def call(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(input.device.type, enabled=False):
-            values, names = to_format((input, *args), _FP32), to_format(kwargs, _FP32)
-            return original(*values, **names)
-
-    return call
+    with torch.autocast(input.device.type, enabled=False):
+        values, names = to_format((input, *args), _FP32), to_format(kwargs, _FP32)
+        return original(*values, **names)

@@ -1,6 +1,6 @@
-"""Unscale gradients inside the graph for the script, too: in its tensor hooks, its module hooks, and where it retains them.
+"""Unscale gradients inside the graph wherever the script sees them: in tensor hooks, in module hooks, and where it retains them.
 
-A gradient inside the graph is scaled while the backward pass runs. The argument of a script's hook is divided by the scale and
+A gradient inside the graph is scaled while the backward pass runs. The argument of a script's hook is divided by the scale, and
 its result multiplied again; gradients that the script retains are divided once the pass is over.
 """
 
@@ -28,7 +28,7 @@ class UnscaledViews:
 
         Args:
             inverse: returns the current factor that unscales, None if nothing is scaled.
-            on_hook: told that the script sees gradients inside a graph.
+            on_hook: called when the script sets a hook on a gradient inside a graph, or retains one.
         """
         self._inverse, self._on_hook = inverse, on_hook
         self._retained = WeakTensorKeyDictionary()
@@ -43,7 +43,7 @@ class UnscaledViews:
     @property
     def any_retained(self) -> bool:
         """Whether a tensor inside a graph retains its gradient."""
-        return bool(self._retained.data)  # no call of a method, in every step
+        return bool(self._retained.data)  # without a method's call, in every step
 
     @contextmanager
     def of_inner_gradients(self, inputs: Any) -> Iterator[None]:

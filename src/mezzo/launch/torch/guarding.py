@@ -1,9 +1,9 @@
-"""Watch a script's recorded numbers for alarms, and stop it, or ask for a return to a snapshot, if that was asked for.
+"""Watch a script's recorded numbers for alarms, and stop it or return it to a snapshot, if that was asked for.
 
-Reads what the recorder keeps anyway, and nothing of the device: on a CPU the numbers' memory itself, after every step; in the steady
-state, where a step records next to nothing, after every 32nd. On a GPU the numbers are sent to the host every 32 steps without
-waiting, and are read once they have arrived, so that an alarm comes up to some 64 steps late there. In several processes all act
-on an alarm of any of them, after the same step: about once a second they tell each other (``engine.agreement``).
+Only what the recorder keeps anyway is read, and nothing from the device: on a CPU the numbers' memory itself, after every step; in the
+steady state, in which a step records little, after every 32nd. On a GPU the numbers are sent to the host every 32 steps without
+waiting, and are read once they have arrived, so that an alarm comes up to about 64 steps late. In several processes all act on an
+alarm of any of them, after the same step: about once a second they exchange their alarms (``engine.agreement``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from mezzo.engine.agreement import Agreement, are_several
 from mezzo.engine.guardrails.alarms import Alarms, Seen
 from mezzo.errors import GuardError
-from mezzo.launch.guard_request import GuardRequest
+from mezzo.launch.request_parts import GuardRequest
 from mezzo.launch.torch.state import Run
 from mezzo.measure.steps import NORMS_APART
 from mezzo.observe.stopping import StopScript
@@ -23,39 +23,39 @@ from mezzo.records import Alarm, Guardrails, Rewind, Steps
 _STEADY_EVERY = _SEND_EVERY = NORMS_APART
 """Steps between inspections: a norm has then just sorted the steps before it into the recorder's columns."""
 _NO_PLACE = 50
-"""Steps after which a script that has asked for no batch of a DataLoader since the alarm is ended: it cannot return."""
+"""Steps after an alarm in which a script must ask a DataLoader for a batch; else it cannot return to a snapshot, and is ended."""
 
 
 class ScriptGuard:
     """The guardrails of one run."""
 
     def __init__(self, run: Run, asked: GuardRequest, *, on_stop: Callable[[], object]) -> None:
-        """Watch ``run``; ``on_stop`` is called before the script is ended, while its model is there."""
+        """Watch ``run``; ``on_stop`` is called before the script is ended, while its model still exists."""
         self._run, self._asked, self._on_stop = run, asked, on_stop
         policy = run.applied
         dynamic = policy is not None and policy.loss_scale == "dynamic"
         self._alarms = Alarms(policy.min_scale if policy is not None and dynamic else None)
         self._next = 0
-        """Steps that were seen."""
+        """Number of steps inspected so far."""
         self.due = 0
         """Closed steps at which a steady run, which compares this number instead of calling, is inspected next."""
         self.noticed = Guardrails(action=asked.action)
         self.pending: Alarm | None = None
-        """The alarm that the run is to return to a snapshot for, between the next two batches."""
+        """The alarm for which the run returns to a snapshot between the next two batches."""
         self._pending_at = 0
         self.stopped: GuardError | None = None
         """Why the script was ended; None if it was not."""
         acts = asked.action != "note"
         self._together = Agreement() if asked.together and acts else None
         self._wish: Alarm | None = None
-        """An alarm of this process that the others do not know yet."""
+        """An alarm of this process that the others do not know of yet."""
         self._run_is_over = False
 
     def check(self) -> None:
         """Inspect the steps closed since the last call.
 
         Raises:
-            StopScript: the run is to end because of an alarm.
+            StopScript: an alarm ends the run.
         """
         run, closed = self._run, self._run.recorder.num_closed
         if run.steady.optimizer() is None or closed >= self.due:
@@ -72,18 +72,18 @@ class ScriptGuard:
             raise StopScript
 
     def finish(self, steps: Steps) -> None:
-        """Inspect the steps that ``check`` has not seen; ``steps`` are all of the run."""
+        """Inspect the steps that ``check`` has not inspected; ``steps`` are all steps of the run."""
         self._run_is_over = True
         if self.stopped is None:
             self._inspect(seen_in(steps, self._next))
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run goes on at its loss scale's floor, to return to a snapshot."""
+        """Whether the run continues at its loss scale's floor, to return to a snapshot."""
         return self.pending is not None or (self._wish is not None and self._asked.action == "rewind")
 
     def restart(self) -> None:
-        """Watch anew from the first step: those before were not the run's own."""
+        """Watch anew from the first step: the steps so far did not belong to the run."""
         self._next = self.due = 0
         self._wish = None
         self._alarms.forget()
@@ -91,7 +91,7 @@ class ScriptGuard:
             self._together.again()
 
     def end(self, why: str) -> None:
-        """Have the script stopped after the next step, because ``why``."""
+        """Stop the script after the next step, for the reason ``why``."""
         self.due = 0
         self.stopped = GuardError(
             f"the run was stopped by its guard: {why}",

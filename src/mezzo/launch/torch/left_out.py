@@ -1,9 +1,9 @@
 """Updates that a script leaves out by itself because a gradient is not finite.
 
-A loop may look at its gradients and go on without a step: ``if not torch.isfinite(norm): continue``. If the loss scale caused the
-overflow, no optimizer would ever tell the scale, and every later pass would overflow as well. So gradients are checked after a pass
-until one update has been finite at the present scale, and from then on if the script has been seen to drop gradients. A pass that
-overflowed, whose gradients were dropped, and that the script makes again before an optimizer has stepped on these leaves, was an
+A loop may check its gradients and continue without a step: ``if not torch.isfinite(norm): continue``. If the loss scale caused the
+overflow, no optimizer would ever tell the scale, and every later pass would overflow as well. So gradients are checked after each pass
+until one update has been finite at the present scale, and after that only if the script has dropped gradients before. A pass that
+overflowed, whose gradients were dropped, and that the script repeats before an optimizer has stepped on these leaves, was an
 update: it is recorded as a skipped one, and the scale backs off.
 
 The same check tells of a script that replaces what is not finite (``torch.nan_to_num_``): its update is skipped, as under GradScaler.
@@ -12,8 +12,8 @@ The same check tells of a script that replaces what is not finite (``torch.nan_t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
+import traceback
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 from weakref import ref
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engine.gradients import all_finite, not_finite, total_norm
+from mezzo.engine.parameters import trained_leaves
 from mezzo.observe.skips import Update
 
 if TYPE_CHECKING:
@@ -74,10 +75,10 @@ class LeftOutUpdates:
         self._lost.setdefault(self._place, {}).update({id(leaf): ref(leaf) for leaf in lost})
 
     def lost(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a gradient of an optimizer, which is about to step, overflowed since its last step, whatever it is by now."""
+        """Return whether a gradient of an optimizer that is about to step has overflowed since its last step, whatever its value is now."""
         if not self._lost and not self._dropped:
             return False
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = set(map(id, trained_leaves(optimizer)))
         others = {place: leaves for place, leaves in self._lost.items() if held.isdisjoint(leaves)}
         found = len(others) < len(self._lost)
         self._lost = others
@@ -94,7 +95,7 @@ class LeftOutUpdates:
         self._scale = scale
 
     def pass_begins(self) -> None:
-        """Record the update of an earlier pass as skipped if the script left it out because of an overflow and makes it again now."""
+        """Record the update of an earlier pass as skipped if the script left it out because of an overflow and now repeats the pass."""
         run = self._run
         if not run.scale.checks or run.in_closure:
             return
@@ -108,7 +109,8 @@ class LeftOutUpdates:
         run.stepped = run.found = run.open_skipped = True
         run.made_by |= run.owners.reached(_living(leaves))
         if run.observer is not None:
-            run.updates += [Update(scaler=0, optimizer=id(o), skipped=True) for o in _holders(run, leaves)]
+            holders = [o for o in run.optimizers if any(id(p) in leaves for p in trained_leaves(o))]
+            run.updates += [Update(scaler=0, optimizer=id(o), skipped=True) for o in holders]
         run.close_update()
 
     def _note_dropped(self) -> None:
@@ -118,7 +120,7 @@ class LeftOutUpdates:
             gradient = None if leaf is None else leaf.grad
             self._drops |= gradient is None or (gradient.data_ptr(), gradient._version) != (address, version)
         elif (optimizer := self._run.steady.optimizer()) is not None:  # after a pass that was not noted
-            self._drops |= any(p.grad is None for group in optimizer.param_groups for p in group["params"])
+            self._drops |= any(p.grad is None for p in trained_leaves(optimizer))
         for place, leaves in tuple(self._lost.items()):
             there = _living(leaves)
             if there and all(leaf.grad is None or all_finite([_gradient(leaf)]) for leaf in there):
@@ -136,16 +138,8 @@ def _living(leaves: Leaves) -> list[Tensor]:
     return [leaf for find in leaves.values() if (leaf := find()) is not None]
 
 
-def _holders(run: Run, leaves: Leaves) -> Sequence[torch.optim.Optimizer]:
-    return [o for o in run.optimizers if any(id(p) in leaves for group in o.param_groups for p in group["params"])]
-
-
 def _place() -> Place:
     """Return where the script is, without the frames of this package."""
-    found = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith("mezzo."):
-            found.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back
-    return tuple(found)
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    own = (frame for frame in frames if not frame.f_globals.get("__name__", "").startswith("mezzo."))
+    return tuple((id(frame.f_code), frame.f_lasti) for frame in own)

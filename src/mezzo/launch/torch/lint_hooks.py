@@ -1,7 +1,7 @@
 """Report a script's calls to the lint: those of its GradScaler and autocast, of torch's clipping, and those that clear gradients.
 
-The hooks on optimizers, schedulers, backward passes and modules, elsewhere in this folder, report to the lint themselves. Nothing is
-changed here: every call proceeds as the script made it. Once the first updates have been checked, most calls go straight to torch again.
+The hooks on optimizers, schedulers, backward passes and modules, elsewhere in this folder, report to the lint themselves. These hooks
+change nothing: every call proceeds as the script made it. Once the first updates have been checked, most calls go straight to torch again.
 """
 
 from __future__ import annotations
@@ -34,16 +34,11 @@ Listener = Callable[..., Any]
 
 def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     """Report a script's calls to ``lint`` until ``patches`` are undone."""
-    listeners: dict[str, Callable[[Lint, Listener], Listener]] = {
-        "scale": _scale,
-        "unscale_": _unscale,
-        "step": _step,
-        "update": _update,
-        "get_scale": _get_scale,
-    }
-    for name, listener in listeners.items():
-        make = functools.partial(listener, lint)
-        patches.wrap(GradScaler, name, make if as_is else functools.partial(_until_over, lint, name, make))
+    for name, listener in _LISTENERS.items():
+        if as_is:
+            patches.around(GradScaler, name, functools.partial(listener, lint))
+        else:
+            patches.wrap(GradScaler, name, functools.partial(_until_over, lint, name, listener))
     patches.around(GradScaler, "__init__", functools.partial(_made, lint))
     patches.wrap(autocast, "__init__", functools.partial(_asking, lint, as_is))
     patches.wrap(autocast, "__enter__", functools.partial(_entering, lint, as_is))
@@ -59,17 +54,16 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     patches.on_undo(lint.close)
 
 
-def _until_over(lint: Lint, name: str, make: Callable[[Listener], Listener], original: Listener) -> Listener:
+def _until_over(lint: Lint, name: str, listener: Listener, original: Listener) -> Listener:
     """Report calls of a GradScaler that the policy has turned off until the first updates have been checked.
 
     Those of one that is on are checked to the end: where a run is steady, by ``steady_scaler``.
     """
-    reporting = make(original)
 
     @functools.wraps(original)
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not lint.over:
-            return reporting(self, *args, **kwargs)
+            return listener(lint, original, self, *args, **kwargs)
         _restore(GradScaler, name, called, original)
         return original(self, *args, **kwargs)
 
@@ -90,59 +84,48 @@ def _made(lint: Lint, original: Callable[..., Any], self: Any, *args: Any, **kwa
     lint.scalers.asked(self, enabled=bool(kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)))
 
 
-def _scale(lint: Lint, original: Listener) -> Listener:
-    @functools.wraps(original)
-    def scale(self: Any, outputs: Any) -> Any:
-        scaled = original(self, outputs)
-        if not torch.compiler.is_compiling():
-            lint.scalers.scale(self, scaled)
-        return scaled
-
-    return scale
+def _scale(lint: Lint, original: Listener, self: Any, outputs: Any) -> Any:
+    scaled = original(self, outputs)
+    if not torch.compiler.is_compiling():
+        lint.scalers.scale(self, scaled)
+    return scaled
 
 
-def _unscale(lint: Lint, original: Listener) -> Listener:
-    @functools.wraps(original)
-    def unscale_(self: Any, optimizer: Any) -> Any:
-        with lint.scaler_unscales(self, optimizer):
-            return original(self, optimizer)
-
-    return unscale_
+def _unscale(lint: Lint, original: Listener, self: Any, optimizer: Any) -> Any:
+    with lint.scaler_unscales(self, optimizer):
+        return original(self, optimizer)
 
 
-def _step(lint: Lint, original: Listener) -> Listener:
-    @functools.wraps(original)
-    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        with lint.scaler_steps(self, optimizer):
-            return original(self, optimizer, *args, **kwargs)
-
-    return step
+def _step(lint: Lint, original: Listener, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    with lint.scaler_steps(self, optimizer):
+        return original(self, optimizer, *args, **kwargs)
 
 
-def _update(lint: Lint, original: Listener) -> Listener:
-    @functools.wraps(original)
-    def update(self: Any, new_scale: Any = None) -> Any:
-        lint.scalers.update(self, new_scale)
-        return original(self, new_scale)
-
-    return update
+def _update(lint: Lint, original: Listener, self: Any, new_scale: Any = None) -> Any:
+    lint.scalers.update(self, new_scale)
+    return original(self, new_scale)
 
 
-def _get_scale(lint: Lint, original: Listener) -> Listener:
-    @functools.wraps(original)
-    def get_scale(self: Any) -> Any:
-        value = original(self)
-        lint.scalers.get_scale(self, value)
-        return value
+def _get_scale(lint: Lint, original: Listener, self: Any) -> Any:
+    value = original(self)
+    lint.scalers.get_scale(self, value)
+    return value
 
-    return get_scale
+
+_LISTENERS: dict[str, Listener] = {
+    "scale": _scale,
+    "unscale_": _unscale,
+    "step": _step,
+    "update": _update,
+    "get_scale": _get_scale,
+}
 
 
 # --- autocast ----------------------------------------------------------------------------------------------------------------
 
 
 def _asking(lint: Lint, as_is: bool, original: Listener) -> Listener:
-    """Record the region that the script asks for: a policy may open another in its place."""
+    """Record the region that the script asks for: a policy may open another one instead."""
 
     @functools.wraps(original)
     def init(

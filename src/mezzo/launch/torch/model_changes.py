@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mezzo.engine.casting import Casting
-from mezzo.launch.model_changes import ModelChanges
+from mezzo.launch.request_parts import ModelChanges
 from mezzo.launch.torch.checkpointed import CheckpointedModels
 from mezzo.launch.torch.state import Run
 from mezzo.records import CHANNELS_LAST, COMPILED, Reason

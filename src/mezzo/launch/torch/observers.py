@@ -16,7 +16,7 @@ def observer_for(settings: AnySettings, run: ObservedRun, formats: JudgedFormats
     Args:
         settings: of the observer.
         run: what it observes.
-        formats: tells which values a judged policy lowers; None for its op lists.
+        formats: determines which values a judged policy lowers; None for its op lists.
     """
     if isinstance(settings, RangesSettings):
         from mezzo.observe.ranges.observer import Ranges
@@ -36,7 +36,7 @@ def observer_for(settings: AnySettings, run: ObservedRun, formats: JudgedFormats
 
 
 def begin_observing(settings: AnySettings, run: Run, patches: Patches) -> None:
-    """Observe ``run`` until ``patches`` are undone; where its first steps turn out to be none, another observer takes over."""
+    """Observe ``run`` until ``patches`` are undone; if its first steps turn out to be none, with a new observer from then on."""
 
     def begin() -> Observer:
         run.observer = observer_for(settings, run)

@@ -1,12 +1,13 @@
-"""Say what held the memory of a script that an error ended because there was no more.
+"""Say what held the memory of a script that ran out of it.
 
 The error's frames keep alive what the script held when it was raised: its models, optimizers and the graphs that its variables lead
-to. They are counted once the script has ended. A script that catches the error and goes on is never seen here.
+to. They are counted once the script has ended. A script that catches the error and continues is not covered.
 """
 
 from __future__ import annotations
 
 import re
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mezzo.engine.parameters import trained_leaves
 from mezzo.launch.torch.state import Run
 from mezzo.measure.memory import optimizer_bytes, total_bytes
 from mezzo.measure.memory_settings import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, memory_settings
@@ -33,11 +35,12 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory:
-    """Return what held the memory when ``error`` was raised; ``memory`` is what a step of the run took."""
+    """Return what held the memory when ``error`` was raised; ``memory`` is what a step of the run used."""
     frames = [*_frames(error)]
     modules, optimizers = list(run.roots), list(run.optimizers)
     modules += [v for values in frames for v in values if isinstance(v, nn.Module) and v not in run.roots]
-    parameters = list({id(p): p for p in _parameters(modules, optimizers)}.values())
+    every = [p for m in modules for p in m.parameters()] + [p for o in optimizers for p in trained_leaves(o)]
+    parameters = list({id(p): p for p in every}.values())
     held = {
         PARAMETERS: total_bytes(parameters),
         GRADIENTS: total_bytes(p.grad for p in parameters if p.grad is not None),
@@ -46,13 +49,8 @@ def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory
     own = {_place(p) for p in parameters}
     saved = {_place(t): t for t in saved_by_graphs([v for values in frames for v in values]) if _place(t) not in own}
     held[ACTIVATIONS] = total_bytes(saved.values())
-    not_known = [
-        Reason(
-            what="activations by module",
-            value="not known",
-            reason="what autograd saves does not say which module computed it",
-        )
-    ]
+    why = "what autograd saves does not say which module computed it"
+    not_known = [Reason(what="activations by module", value="not known", reason=why)]
     peak = None
     if run.device_type == "cuda":
         allocated = torch.cuda.memory_allocated()
@@ -77,35 +75,25 @@ def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory
 
 
 def asked_bytes(message: str) -> int | None:
-    """Return how much was asked for, as torch's allocators say it."""
+    """Return how many bytes were asked for, from the message of torch's allocators."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+) (KiB|MiB|GiB|bytes)", message)
     return None if found is None else int(float(found[1]) * _UNITS.get(found[2], 1))
 
 
 def _frames(error: BaseException) -> Iterator[list[Any]]:
-    """Yield the values of the variables of each frame that the error passed, and what lists, tuples and dicts among them hold."""
-    entry = error.__traceback__
-    while entry is not None:
-        values = list(entry.tb_frame.f_locals.values())
+    """Yield the values of each frame's variables, with the items of the lists, tuples and dicts among them."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        values = list(frame.f_locals.values())
         for value in list(values):
             if isinstance(value, (list, tuple)):
                 values += value
             elif type(value) is dict:
                 values += value.values()
         yield values
-        entry = entry.tb_next
-
-
-def _parameters(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> Iterator[nn.Parameter]:
-    for module in modules:
-        yield from module.parameters()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            yield from group["params"]
 
 
 def _largest(
-    modules: list[nn.Module], parameters: list[nn.Parameter], optimizers: list[torch.optim.Optimizer]
+    modules: list[nn.Module], parameters: list[Tensor], optimizers: list[torch.optim.Optimizer]
 ) -> list[HeldModule]:
     names, sizes = Names(modules), Counter[str]()
     for parameter in parameters:
@@ -117,7 +105,7 @@ def _largest(
 
 
 def saved_by_graphs(values: list[Any]) -> Iterator[Tensor]:
-    """Yield what autograd's graphs keep that the tensors in ``values`` lead to."""
+    """Yield the tensors saved in the autograd graphs of the tensors in ``values``."""
     waiting = [v.grad_fn for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
     seen: set[Any] = set()
     while waiting:

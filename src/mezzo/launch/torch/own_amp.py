@@ -29,13 +29,13 @@ from mezzo.launch.torch.steady_scaler import found_on_device
 def replace_amp(run: Run, patches: Patches) -> None:
     """Replace or record the script's autocast and GradScaler until ``patches`` are undone."""
     if run.applied is None:
-        for name, wrapper in (("scale", _record_scale), ("step", _record_step), ("update", _record_update)):
-            patches.wrap(GradScaler, name, functools.partial(wrapper, run))
+        for name, recording in (("scale", _record_scale), ("step", _record_step), ("update", _record_update)):
+            patches.around(GradScaler, name, functools.partial(recording, run))
         patches.wrap(GradScaler, "_maybe_opt_step", _record_decision)
         return
-    patches.wrap(autocast, "__init__", lambda original: _in_policy(run, original))
-    patches.wrap(autocast, "__enter__", lambda original: _with_table(run, original))
-    patches.wrap(autocast, "__exit__", lambda original: _without_table(run, original))
+    patches.wrap(autocast, "__init__", functools.partial(_in_policy, run))
+    patches.wrap(autocast, "__enter__", functools.partial(_with_table, run))
+    patches.wrap(autocast, "__exit__", functools.partial(_without_table, run))
     patches.around(GradScaler, "__init__", _turned_off)
 
 
@@ -119,35 +119,27 @@ def _turned_off(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
     original(self, *args[:5], **{**kwargs, "enabled": False})
 
 
-def _record_scale(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def scale(self: Any, outputs: Any) -> Any:
-        if self.is_enabled():
-            run.record_scaler(self)
-        return original(self, outputs)
-
-    return scale
+def _record_scale(run: Run, original: Callable[..., Any], self: Any, outputs: Any) -> Any:
+    if self.is_enabled():
+        run.record_scaler(self)
+    return original(self, outputs)
 
 
-def _record_step(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        if run.apart:  # in a capture, where nothing may be read
-            return original(self, optimizer, *args, **kwargs)
-        recorded = _RecordedStep(optimizer)
-        self._mezzo_recorded = recorded
-        try:
-            result = original(self, optimizer, *args, **kwargs)
-        finally:
-            del self._mezzo_recorded
-        if self.is_enabled():
-            skipped = _skipped(self, optimizer, recorded)
-            if skipped is True:
-                run.lint.skipped()
-            run.script_stepped(self, optimizer, skipped=skipped)
-        return result
-
-    return step
+def _record_step(run: Run, original: Callable[..., Any], self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if run.apart:  # in a capture, where nothing may be read
+        return original(self, optimizer, *args, **kwargs)
+    recorded = _RecordedStep(optimizer)
+    self._mezzo_recorded = recorded
+    try:
+        result = original(self, optimizer, *args, **kwargs)
+    finally:
+        del self._mezzo_recorded
+    if self.is_enabled():
+        skipped = _skipped(self, optimizer, recorded)
+        if skipped is True:
+            run.lint.skipped()
+        run.script_stepped(self, optimizer, skipped=skipped)
+    return result
 
 
 class _RecordedStep:
@@ -183,10 +175,6 @@ def _skipped(scaler: Any, optimizer: Any, recorded: _RecordedStep) -> bool | Ten
     return flag if getattr(optimizer, "_step_supports_amp_scaling", False) else bool(flag)
 
 
-def _record_update(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        run.scaled_by_script = False
-        return original(self, *args, **kwargs)
-
-    return update
+def _record_update(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    run.scaled_by_script = False
+    return original(*args, **kwargs)

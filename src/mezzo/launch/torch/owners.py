@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mezzo.engine.parameters import trained_leaves
 from mezzo.launch.model_names import name_at_hand
 from mezzo.measure.apart import Owners
 
@@ -33,7 +34,7 @@ class OptimizerOwners:
         """Return an optimizer's number; None for one without parameters."""
         if (known := self._known.get(optimizer)) is not None:
             return known
-        parameters = _parameters(optimizer)
+        parameters = trained_leaves(optimizer)
         if not parameters:
             return None
         self._add(optimizer, parameters)
@@ -45,7 +46,7 @@ class OptimizerOwners:
         """Record an optimizer under construction, and its model's name in the calling frames."""
         number = self.number(optimizer)
         if number is not None and number not in self.names:
-            held = set(map(id, _parameters(optimizer)))
+            held = set(map(id, trained_leaves(optimizer)))
             name = name_at_hand(held, nn.Module, libraries=("torch", "mezzo"))
             if name is not None:
                 self.names[number] = name
@@ -59,13 +60,9 @@ class OptimizerOwners:
         self._numbers.update(dict.fromkeys(parameters, same))
 
     def may_need_reach(self, num_steps: int) -> bool:
-        """Return whether the optimizers that a backward pass reaches may matter: several exist, and too few updates are known yet."""
+        """Return whether to find the optimizers that a backward pass reaches: several exist, and only few updates were recorded."""
         return self._num > 1 and num_steps < _WALKED_UPDATES
 
     def reached(self, leaves: Iterable[Tensor]) -> Owners:
-        """Return the optimizers that hold one of ``leaves``."""
+        """Return the optimizers that train one of ``leaves``, by number."""
         return frozenset(number for leaf in leaves if (number := self._numbers.get(leaf)) is not None)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]

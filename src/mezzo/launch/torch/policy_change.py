@@ -1,7 +1,7 @@
-"""Put another policy in the place of a run's while the run goes on, between two steps.
+"""Change a run's policy between two steps.
 
-The next call of a model begins its region under the new policy, and the next backward pass has its loss scale. What the old one did once
-stays: modules that it kept in FP32 are, and GradScalers of the script are off.
+The next call of a model begins its region under the new policy, and the next backward pass has its loss scale. What the old policy did
+once stays done: the modules that it kept in FP32 remain so, and the script's GradScalers remain off.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mezzo.records import AlarmKind, Reason
 
 
 def fall_back(run: Run, kind: AlarmKind) -> Reason:
-    """Change a run's policy to the next safer one because of an alarm, or not; return which, and why."""
+    """Change a run's policy to the next safer one after an alarm, if there is one; return the result, with the reason."""
     now = run.current
     found = "the precision is the script's own" if now is None else _not_now(run)
     if not found and now is not None:
@@ -32,7 +32,7 @@ def fall_back(run: Run, kind: AlarmKind) -> Reason:
 
 
 def change_policy(run: Run, policy: Policy, why: str) -> None:
-    """Have the rest of a run train under ``policy``."""
+    """Run the rest of a training under ``policy``."""
     run.steady.end()
     run.began = run.began or (run.applied, run.emulates)
     run.current, run.applied = policy, for_scripts(policy)
@@ -44,7 +44,7 @@ def change_policy(run: Run, policy: Policy, why: str) -> None:
 
 
 def _not_now(run: Run) -> str:
-    """Return what of a run would keep the old policy; empty for nothing."""
+    """Return why a run cannot leave its policy at present; empty if it can."""
     if torch.is_autocast_enabled(run.device_type or "cpu"):
         return "the loop runs in an autocast region that the script opened around it"
     if find_premade(torch.cuda.CUDAGraph)[0]:

@@ -1,6 +1,6 @@
 """Find objects on the heap that a function's training made before the launcher's hooks were set.
 
-A notebook's heap has a million objects: a walk takes 0.1 s, because each type is checked once and not for each of its objects.
+A notebook's heap has a million objects: a walk takes 0.1 s, because each type is checked only once.
 ``isinstance`` would query the objects themselves, which triggers the proxies of other libraries. Objects hidden from the
 collector by ``gc.freeze`` are not found.
 """
@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
+from mezzo.engine.parameters import trained_leaves
+
 _SEARCHED_UPDATES = 3
 
 
 class PremadeOptimizers:
-    """Optimizers made before the training began, which a notebook also keeps of earlier trainings: those that are trained are counted."""
+    """Optimizers made before the training began, some of them for earlier trainings of a notebook: those that are used are counted."""
 
     def __init__(self, counted: WeakKeyDictionary[torch.optim.Optimizer, None]) -> None:
         """Move optimizers to ``counted`` as backward passes reach their parameters."""
@@ -43,7 +45,7 @@ class PremadeOptimizers:
         After some updates the search, a walk through the graph, ends: an optimizer reached later counts from its update on.
         """
         held = set(map(id, leaves))
-        found = [o for o in self._waiting if any(id(p) in held for g in o.param_groups for p in g["params"])]
+        found = [o for o in self._waiting if any(id(p) in held for p in trained_leaves(o))]
         self._counted.update(dict.fromkeys(found))
         self._waiting.difference_update(found)
         if num_updates > _SEARCHED_UPDATES:
@@ -60,7 +62,7 @@ def find_premade(*kinds: type) -> tuple[list[Any], ...]:
 
 @contextmanager
 def amp_off() -> Iterator[None]:
-    """Turn off mixed precision that began earlier: open regions, and existing autocast and GradScaler objects."""
+    """Turn off mixed precision from before: open regions, and existing autocast and GradScaler objects."""
     with ExitStack() as stack:
         for held in itertools.chain(*find_premade(autocast, GradScaler)):
             stack.callback(setattr, held, "_enabled", held._enabled)

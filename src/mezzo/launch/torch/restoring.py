@@ -1,4 +1,4 @@
-"""Restore what a function's training changes, so that it can be called again from the same state.
+"""Restore what a function changes by training, so that it can be called again from the same state.
 
 Parameters, gradients, buffers, learning rates, schedules and random number generators are restored. Anything else, such as an
 iterator that it reads from, stays changed.

@@ -8,7 +8,6 @@ of a graph that has captured a backward pass or an update. Graphs of torch.compi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ScriptGraphs:
-    """The graphs of a run that train."""
+    """The CUDA graphs of a run that train."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -42,9 +41,9 @@ class ScriptGraphs:
         """Count replays, and leave torch's own passes alone, until ``patches`` are undone."""
         kinds = [torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", None)]  # the second one since torch 2.13
         for kind in filter(None, kinds):
-            patches.wrap(kind, "capture_begin", self._begins)
-            patches.wrap(kind, "capture_end", self._ends)
-            patches.wrap(kind, "replay", self._replays)
+            patches.around(kind, "capture_begin", self._begins)
+            patches.around(kind, "capture_end", self._ends)
+            patches.around(kind, "replay", self._replays)
         for owner, name in (
             (torch.cuda, "make_graphed_callables"),
             (torch.cuda.graphs, "make_graphed_callables"),
@@ -89,42 +88,27 @@ class ScriptGraphs:
         """Return what is not in the record."""
         if not self.replays:
             return []
-        why = (
-            "steps that a graph of the script replays are not recorded: losses, times and verdicts are those of the other "
-            "steps"
-        )
+        why = "steps that a graph of the script replays are not recorded: losses, times and verdicts are those of the other steps"
         return [Reason(what=CUDA_GRAPH, value=f"{self.replays} replay{'s' * (self.replays > 1)}", reason=why)]
 
-    def _begins(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(graph, *args, **kwargs)
-            self._run.steady.end()
-            self._run.apart += 1
-            self._capturing = graph
-            return result
+    def _begins(self, original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(graph, *args, **kwargs)
+        self._run.steady.end()
+        self._run.apart += 1
+        self._capturing = graph
+        return result
 
-        return capture_begin
+    def _ends(self, original: Callable[..., Any], graph: Any) -> Any:
+        if self._capturing is graph:
+            self._capturing = None
+            self._run.apart -= 1
+        return original(graph)
 
-    def _ends(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def capture_end(graph: Any) -> Any:
-            if self._capturing is graph:
-                self._capturing = None
-                self._run.apart -= 1
-            return original(graph)
-
-        return capture_end
-
-    def _replays(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replay(graph: Any) -> Any:
-            if graph in self._training:
-                self.replays += 1
-                self.replayed = True
-            return original(graph)
-
-        return replay
+    def _replays(self, original: Callable[..., Any], graph: Any) -> Any:
+        if graph in self._training:
+            self.replays += 1
+            self.replayed = True
+        return original(graph)
 
     def _aside(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of torch whose backward passes train nothing."""

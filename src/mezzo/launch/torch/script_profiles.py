@@ -12,7 +12,7 @@ from mezzo.observe.observer import Observer
 
 
 def note_script_profiles(observer: Callable[[], Observer], patches: Patches) -> None:
-    """Let the observer of the moment know of every profile: ``torch.profiler.profile`` makes one of these, too, at its warm-up."""
+    """Tell the current observer of every profile: ``torch.profiler.profile`` makes one of these as well, at its warm-up."""
 
     def prepare(original: Callable[..., Any], self: Any) -> Any:
         observer().profile_begins(self)

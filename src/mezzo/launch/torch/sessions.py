@@ -25,13 +25,13 @@ def record_sessions(run: Run, patches: Patches) -> None:
         patches.around(Session, "__init__", functools.partial(_named, run))
     else:
         patches.wrap(Session, "__init__", in_fp32)
-    patches.wrap(Session, "_differentiate", functools.partial(_record_backward, run))
-    patches.wrap(Session, "_close", functools.partial(_record_update, run))
+    patches.around(Session, "_differentiate", functools.partial(_record_backward, run, WeakKeyDictionary()))
+    patches.around(Session, "_close", functools.partial(_record_update, run))
     patches.around(Session, "capture", functools.partial(_rehearse_apart, run))
 
 
 class _ScaleOfLoss:
-    """What a GradScaler of the script's would be, where a session scales a loss: observers read and set its scale."""
+    """The scale of a session's loss, with a GradScaler's methods: observers read and set it."""
 
     def __init__(self, session: Session, loss_id: int) -> None:
         self._of_session = session.scales[loss_id]
@@ -47,7 +47,7 @@ class _ScaleOfLoss:
         return getattr(self._of_session, "hysteresis", 1)
 
     def get_growth_interval(self) -> int:
-        """Return the number of good updates after which the scale grows; of one that never does, 1."""
+        """Return the number of good updates after which the scale grows; 1 if it never does."""
         return getattr(self._of_session, "growth_interval", 1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,44 +70,43 @@ class _ScaleOfLoss:
 
 def _named(run: Run, original: Callable[..., Any], self: Session, *args: Any, **settings: Any) -> None:
     original(self, *args, **settings)
-    run.session_policy = run.session_policy or str(self.policy)  # here: a fault may end the first forward pass
+    run.session_policy = run.session_policy or str(self.policy)  # now, since the first forward pass may fail
 
 
-def _record_backward(run: Run, original: Callable[..., None]) -> Callable[..., None]:
-    scales: WeakKeyDictionary[Session, dict[int, _ScaleOfLoss]] = WeakKeyDictionary()
+def _record_backward(
+    run: Run,
+    scales: WeakKeyDictionary[Session, dict[int, _ScaleOfLoss]],
+    original: Callable[..., None],
+    self: Session,
+    loss: Any,
+    share: float,
+    *,
+    loss_id: int = 0,
+    **how: Any,
+) -> None:
+    if run.apart:
+        return original(self, loss, share, loss_id=loss_id, **how)
+    run.steady.end()
+    if self.scales[loss_id].checks:
+        known = scales.setdefault(self, {})
+        run.record_scaler(known.setdefault(loss_id, _ScaleOfLoss(self, loss_id)))
+    try:
+        original(self, loss, share, loss_id=loss_id, **how)
+    finally:
+        run.scaled_by_script = False
 
-    @functools.wraps(original)
-    def differentiate(self: Session, loss: Any, share: float, *, loss_id: int = 0, **how: Any) -> None:
-        if run.apart:
-            original(self, loss, share, loss_id=loss_id, **how)
-            return
-        run.steady.end()
-        if self.scales[loss_id].checks:
-            known = scales.setdefault(self, {})
-            run.record_scaler(known.setdefault(loss_id, _ScaleOfLoss(self, loss_id)))
-        try:
-            original(self, loss, share, loss_id=loss_id, **how)
-        finally:
-            run.scaled_by_script = False
 
-    return differentiate
-
-
-def _record_update(run: Run, original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def close(self: Session, chosen: Any, skipped: Any, **how: Any) -> None:
-        replayed, run.graphs.replayed = run.graphs.replayed, False
-        if replayed or run.apart:
-            original(self, chosen, skipped, **how)
-            return
+def _record_update(
+    run: Run, original: Callable[..., None], self: Session, chosen: Any, skipped: Any, **how: Any
+) -> None:
+    replayed, run.graphs.replayed = run.graphs.replayed, False
+    if not replayed and not run.apart:
         total = self._window.total()
         if total is not None:
             run.recorder.weigh(1.0 / float(total))
         for optimizer in chosen:
             run.script_stepped(self, optimizer, skipped=skipped)
-        original(self, chosen, skipped, **how)
-
-    return close
+    original(self, chosen, skipped, **how)
 
 
 def _rehearse_apart(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

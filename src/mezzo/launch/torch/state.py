@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mezzo.engine import conversion, fp8_torchao
 from mezzo.engine.casting import Casting
 from mezzo.engine.gradients import not_finite
+from mezzo.engine.parameters import trained_leaves
 from mezzo.engine.scaling import NoScale, Scale, scale_for
 from mezzo.errors import ScaleFloorError, UnsupportedFormatError
 from mezzo.launch.step_limit import StepLimit
@@ -40,12 +41,12 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run's policy, loss scale and steps, and what it left alone."""
+    """A run's policy, loss scale and steps, and what the policy left alone."""
 
     measured: Callable[[], list[Reason]] = list
     """Returns what was measured of the policy's effects."""
     called: Callable[[nn.Module, Any], None] | None = None
-    """Told of every module that is called from outside any module, with its arguments; None if nobody listens."""
+    """Called with every module that is called from outside any module, and its arguments; None to call nothing."""
     session_policy: str = ""
     """The policy of the script's own ``mezzo.Session``, if the run leaves it alone."""
 
@@ -56,7 +57,7 @@ class Run:
     in_compiled = False
     """Whether an outermost compiled function is running."""
     apart = 0
-    """Above 0 while no pass is a training step: in a capture, or in code of torch that makes passes."""
+    """Above 0 while no pass is a training step: in a capture, or in torch's own code that runs passes."""
 
     changed_policy: Reason | None = None  # the policy since the last fallback, and why
     began: tuple[Policy | None, bool] | None = None  # policy and emulation before the first fallback
@@ -111,9 +112,9 @@ class Run:
         self.stepped = False
         """Whether the optimizer of the open update has stepped, so that the next backward pass closes it."""
         self.transformed: list[Tensor] = []
-        """Losses whose gradients ``torch.func`` has returned since the optimizer stepped: no backward pass tells of these."""
+        """Losses whose gradients ``torch.func`` has returned since the optimizer stepped: no backward pass records these."""
         self.made_by: set[int] = set()
-        """The optimizers that made the open update, by number."""
+        """The numbers of the optimizers that made the open update."""
         self._cast_by_us = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
         self.found: bool | None = None
@@ -133,7 +134,7 @@ class Run:
         return found
 
     def forget_castings(self) -> None:
-        """Make new castings from now on: ``applied`` has changed."""
+        """Drop the castings, because ``applied`` has changed; new ones are made when needed."""
         self._castings.clear()
         for module in self.roots:
             self._leave_sparse_embeddings(module)
@@ -219,7 +220,8 @@ class Run:
         if lowers and torch.double in dtypes:
             self.note_left_alone("float64", name, "its weights are float64, and float64 is never cast")
         if any(dtype.itemsize == 2 for dtype in dtypes):
-            self.note_left_alone(OWN_16_BITS, name, "the script itself keeps its weights in 16 bits")
+            where = conversion.where_16_bits(module, leave_out=self._cast_by_us)
+            self.note_left_alone(OWN_16_BITS, where, "the script itself keeps its weights in 16 bits")
 
     def _leave_sparse_embeddings(self, module: nn.Module) -> None:
         sparse = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse for m in module.modules())
@@ -241,7 +243,7 @@ class Run:
         self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
 
     def begin_transformed(self) -> None:
-        """Begin the update of the gradients that ``torch.func`` has returned, where a backward pass would have."""
+        """Begin the update of the gradients that ``torch.func`` has returned, as a backward pass would."""
         self.close_update()
         for loss in self.transformed:
             self.recorder.loss(loss)
@@ -251,7 +253,7 @@ class Run:
 
     def owns(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether an optimizer of the script holds one of ``parameters``."""
-        held = {id(p) for o in self.optimizers for g in o.param_groups for p in g["params"]}
+        held = {id(p) for o in self.optimizers for p in trained_leaves(o)}
         return any(id(p) in held for p in parameters)
 
     def updated(self, norm: Tensor | None, *, finite: bool | None = None) -> bool:
@@ -275,7 +277,7 @@ class Run:
 
     @property
     def takes_norm(self) -> bool:
-        """Whether to compute the norm of the open update's gradients though no check needs it: it is 2 to 4% of a small model's step."""
+        """Whether to compute the norm of the open update's gradients even if no check needs it, at 2 to 4% of a small model's step."""
         step = self.recorder.num_closed + 1
         return step <= EVERY_NORM or step % NORMS_APART == 0 or self.observer is not None
 
@@ -379,10 +381,6 @@ class Run:
     def one_module(self, policy: Policy) -> OneModule:
         """Return how a single module runs under ``policy``, for observers."""
         return TorchModule(policy, self.device_type or "cpu")
-
-    def scaled(self, gradient: Tensor, scale: Scale) -> Tensor:
-        """Return ``gradient`` times ``scale``."""
-        return scale.scale(gradient)
 
     def floor_error(self) -> ScaleFloorError:
         """Return the error of gradients that overflow at the scale's floor."""

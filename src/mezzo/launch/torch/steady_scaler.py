@@ -1,11 +1,11 @@
 """Record the calls of a script's own GradScaler in a steady run without the checks that the first updates have passed.
 
 A step calls a GradScaler three times: ``scale``, ``step`` and ``update``. In full, each call is checked, wrapped twice and recorded, which
-takes a seventh of a small model's step. In a steady run, the calls go straight to torch. A step then adds its loss, which ``scale`` is
-given unscaled, whether its update was skipped, and the scale after it. A call out of the usual order, a skipped update, another optimizer
-or another scaler end the steady state; the lint then takes the calls so far from torch's own record of them.
+takes a seventh of a small model's step. In a steady run, the calls go straight to torch. A step then records only its unscaled loss (the
+argument of ``scale``), whether its update was skipped, and the scale after it. A call out of the usual order, a skipped update, another
+optimizer or another scaler ends the steady state; the lint then reads the calls so far from torch's own record of them.
 
-A fused optimizer skips its update on the device: no one reads the flag, it is kept beside the loss.
+A fused optimizer skips its update on the device: its flag is not read, but kept beside the loss.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SteadyScaler:
             patches.wrap(GradScaler, name, functools.partial(shorten, self._torchs[name]))
 
     def begin(self, scaler: Any, optimizer: Any) -> int | None:
-        """Begin to shorten the calls of ``scaler``; return the numbers to keep of a step beside its loss, None if it cannot be done."""
+        """Begin to shorten the calls of ``scaler``; return how many numbers a step keeps beside its loss, None if it is not possible."""
         run = self._run
         if run.applied is not None or not isinstance(scaler, GradScaler) or not isinstance(scaler._scale, Tensor):
             return None
@@ -68,7 +68,7 @@ class SteadyScaler:
             self._run.lint.scalers.catch_up(scaler)
 
     def taken(self) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """Return the loss that was scaled last, and the other numbers of the step before it: the device's flag, if any, and the scale."""
+        """Return the loss that was scaled last, and the other numbers of the step before: the device's flag, if any, and the scale."""
         loss, self.loss, self.scaled = self.loss, None, None
         scale: Any = None if self.scaler is None else self.scaler._scale
         skipped = self._run.open_skipped

@@ -27,26 +27,26 @@ EVERY_NORM = 100
 
 
 class Steady:
-    """The steady state of a run, and the record of its steps meanwhile."""
+    """The steady state of a run, and the recording of its steps during it."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.made_by: frozenset[int] = frozenset()
-        """The number of ``optimizer``: the updates it makes are not noted one by one."""
+        """The number of ``optimizer``: its updates are not recorded one by one."""
         self.batched = BatchedUnscaling(run)
         self.own = SteadyScaler(run)
         """The script's own GradScaler."""
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = nothing
         """Returns the script's only optimizer while the run is steady; None otherwise."""
         self._last: Callable[[], torch.optim.Optimizer | None] = nothing
-        """Returns the optimizer that stepped last: one that has never stepped is not known yet."""
+        """Returns the optimizer that stepped last; None until one has."""
 
     def update_made(self, optimizer: torch.optim.Optimizer) -> None:
         """Count an update that was recorded in full."""
         self._last = ref(optimizer)
 
     def begin(self) -> None:
-        """Become steady if the checks of the first hundred updates can find nothing more."""
+        """Begin the steady state if the checks of the first hundred updates can find nothing more."""
         run = self._run
         if run.observer is not None or run.compiles or not run.lint.over or len(run.optimizers) != 1:
             return

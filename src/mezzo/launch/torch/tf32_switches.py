@@ -1,7 +1,7 @@
 """Keep FP32 products in the policy's precision: under ``fp32`` and ``tf32`` a script's own TF32 switches have no effect and are recorded.
 
 Most GPU scripts turn TF32 on at the top. Under ``fp32`` that would make the baseline of a comparison TF32. All of torch's
-switches end in a few functions of ``torch._C``, which are replaced. A switch that is read gives the real state: the policy's precision.
+switches end in a few functions of ``torch._C``, which are replaced. Reading a switch returns the real state: the policy's precision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from mezzo.launch.patches import Patches
 from mezzo.policy import Policy
 
 NoteLeftAlone = Callable[[str, str, str], None]
-_OWN = "fp32 products"
 
 
 def keep_fp32_products(policy: Policy, patches: Patches, note_left_alone: NoteLeftAlone) -> None:
@@ -32,30 +31,23 @@ def keep_fp32_products(policy: Policy, patches: Patches, note_left_alone: NoteLe
     switches.__enter__()
     patches.on_undo(lambda: switches.__exit__(None, None, None))
     set_fp32_products("tf32" if policy.compute == "tf32" else "ieee")
-    overridden = _Overridden(policy, note_left_alone)
+    override = functools.partial(_override, policy, note_left_alone)
     for name, called in _SETTERS.items():
-        stand_in = functools.partial(overridden, called)
         original = getattr(torch._C, name)
-        patches.replace(torch._C, name, functools.update_wrapper(stand_in, original))
+        patches.replace(torch._C, name, functools.update_wrapper(functools.partial(override, called), original))
     # The only switch that stores its setter as a value.
     cudnn_switch = vars(type(torch.backends.cudnn))["allow_tf32"]
-    patches.replace(cudnn_switch, "setter", functools.partial(overridden, _SETTERS["_set_cudnn_allow_tf32"]))
+    patches.replace(cudnn_switch, "setter", functools.partial(override, _SETTERS["_set_cudnn_allow_tf32"]))
 
 
-class _Overridden:
-    """Replacements for torch's setters."""
-
-    def __init__(self, policy: Policy, note_left_alone: NoteLeftAlone) -> None:
-        self._policy, self._note_left_alone = policy, note_left_alone
-        self._tf32 = policy.compute == "tf32"
-
-    def __call__(self, called: Callable[..., tuple[str, bool | None]], *values: Any) -> None:
-        switch, asks_for_tf32 = called(*values)
-        if asks_for_tf32 not in (None, self._tf32):
-            asked = "reduced precision" if asks_for_tf32 else "FP32"
-            self._note_left_alone(
-                _OWN, switch, f"the script asks for {asked}, and policy {self._policy!s} overrides it"
-            )
+def _override(
+    policy: Policy, note_left_alone: NoteLeftAlone, called: Callable[..., tuple[str, bool | None]], *values: Any
+) -> None:
+    """Record a call of one of torch's setters instead of making it, if it asks for another precision than the policy."""
+    switch, asks_for_tf32 = called(*values)
+    if asks_for_tf32 not in (None, policy.compute == "tf32"):
+        asked = "reduced precision" if asks_for_tf32 else "FP32"
+        note_left_alone("fp32 products", switch, f"the script asks for {asked}, and policy {policy!s} overrides it")
 
 
 def _by_precision(precision: str) -> tuple[str, bool]:

@@ -1,4 +1,4 @@
-"""What each thread of a script is doing: in which module it is, and which it called last."""
+"""The state of each thread of a script: the module that it is in, and the one it called last."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NO_ROOT = Root(nothing, nothing, torch.device("cpu"), None, None, None)
 
 
 class ThreadState(threading.local):
-    """State of each thread."""
+    """The state of one thread."""
 
     depth = 0
     """1 inside a module or a compiled function, else 0."""

@@ -1,14 +1,14 @@
 """Hook a script's optimizers and schedulers: skip an update that overflowed, hold the schedule, repeat closures.
 
 A hook before every optimizer step computes the norm of its gradients and, if the loss is scaled, reads one flag: on
-overflow the gradients are set to None while the optimizer steps, so that any torch optimizer does nothing, not even
-increase its step count. Other optimizers may read a gradient without asking whether there is one: their step is not called then,
-as a GradScaler does not call it.
+overflow the gradients are set to None while the optimizer steps, so that a torch optimizer does nothing, not even
+increase its step count. Other optimizers may read a gradient without checking that it exists: their step is not called then,
+as under a GradScaler.
 
-An optimizer of torch calls its closure once, before it reads the gradients: so the closure runs before the step, and the gradients are
+torch's optimizers call their closure once, before they read the gradients: so the closure runs before the step, and the gradients are
 checked between the two. A closure that draws random numbers, accumulates or logs (Lightning's does all three) behaves
 as without a loss scale. LBFGS and optimizers that are not torch's call their closure at any time; an evaluation
-of theirs that overflows is repeated.
+that overflows is repeated.
 """
 
 from __future__ import annotations
@@ -100,17 +100,17 @@ class Updates:
         self._run.steady.end()
         self._run.by_hand.optimizer_made()
         self._run.optimizers[optimizer] = None
-        self._pass_over(patches, type(optimizer))
+        self._pass_over(patches, _stepping_class(optimizer))
         original(optimizer, *args, **kwargs)
         self._run.owners.made(optimizer)
-        stepping = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
-        if stepping not in self._first and _calls_its_closure_once(optimizer):
+        stepping = _stepping_class(optimizer)
+        once = stepping.__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
+        if once and stepping not in self._first:
             self._first.add(stepping)
             patches.wrap(stepping, "step", _closure_first)
 
-    def _pass_over(self, patches: Patches, kind: type) -> None:
-        """Leave the steps of an optimizer that is not torch's out where its gradients are set aside; before torch hooks its step."""
-        stepping = next(one for one in kind.__mro__ if "step" in vars(one))
+    def _pass_over(self, patches: Patches, stepping: type) -> None:
+        """Do not call the step of an optimizer that is not torch's while its gradients are set aside; call before torch hooks its step."""
         hooked = hasattr(vars(stepping)["step"], "hooked")
         if hooked or stepping in self._passed_over or stepping.__module__.startswith("torch."):
             return
@@ -150,21 +150,21 @@ class Updates:
                 self._made_last[0] += 1
                 return None
         if optimizer not in self._made:
-            self._run.steady.end()
-            self._run.optimizers[optimizer] = None  # a copy or an unpickled optimizer was never constructed
+            run.steady.end()
+            run.optimizers[optimizer] = None  # a copy or an unpickled optimizer was never constructed
             self._made[optimizer] = [0, 0]
         self._made_last = self._made[optimizer]
         closure = _closure_of(args, kwargs)
         if closure is None or isinstance(closure, Evaluated):
-            self._run.lint.step_begins(optimizer)
+            run.lint.step_begins(optimizer)
             self._decide(optimizer, finite if run.scale.checks else None)
-            self._run.stepping()
+            run.stepping()
             return None
-        self._run.close_update()
-        self._run.in_closure = True
+        run.close_update()
+        run.in_closure = True
         again = self._until_finite(optimizer, closure)
         rest = tuple(again if a is closure else a for a in args)
-        self._run.stepping()
+        run.stepping()
         return rest, {k: again if v is closure else v for k, v in kwargs.items()}
 
     def _stop_casting(self) -> None:
@@ -188,8 +188,8 @@ class Updates:
         skip = run.updated(norm, finite=finite)
         if skip:
             self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
-        if self._run.observer is not None:
-            self._run.updates.append(Update(scaler=0, optimizer=id(optimizer), skipped=skip))
+        if run.observer is not None:
+            run.updates.append(Update(scaler=0, optimizer=id(optimizer), skipped=skip))
         made = self._made[optimizer]
         made[0] += 1
         made[1] += skip
@@ -209,15 +209,15 @@ class Updates:
             else:  # the same without the CPU time and two calls
                 clock.ended = (perf_counter(), None, None)
             return
-        if self._run.in_closure:
-            self._run.lint.closure_ended(optimizer)
-        self._run.in_closure = False
-        self._run.recorder.measures = True
+        if run.in_closure:
+            run.lint.closure_ended(optimizer)
+        run.in_closure = False
+        run.recorder.measures = True
         for parameter, gradient in self._aside:
             parameter.grad = gradient
         self._aside = []
-        self._run.lint.step_ended(optimizer)
-        self._run.update_made(optimizer)
+        run.lint.step_ended(optimizer)
+        run.update_made(optimizer)
 
     def _until_finite(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that lowers the loss scale and evaluates again until the gradients are finite.
@@ -258,10 +258,9 @@ class Updates:
         return made, skipped
 
 
-def _calls_its_closure_once(optimizer: Optimizer) -> bool:
-    """Return whether ``step`` is one of torch's that evaluates its closure first and once."""
-    stepping = next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
-    return stepping.__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
+def _stepping_class(optimizer: Optimizer) -> type:
+    """Return the class that defines an optimizer's ``step``."""
+    return next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
 
 
 def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -270,7 +269,7 @@ def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         if closure is None and not args and not kwargs:
-            return original(optimizer)  # the usual call: the hooks then see nothing to look through
+            return original(optimizer)  # the usual call: the hooks then have no arguments to search
         if closure is None or isinstance(closure, Evaluated) or torch.compiler.is_compiling():
             return original(optimizer, closure, *args, **kwargs)
         with torch.enable_grad():

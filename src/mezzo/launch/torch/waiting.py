@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +49,8 @@ class ScriptWaits:
     def install(self, patches: Patches) -> None:
         """Time waits until ``patches`` are undone."""
         patches.wrap(loaders._BaseDataLoaderIter, "__next__", self.input.timed)
-        patches.wrap(loaders.DataLoader, "__iter__", self._remembering)  # starts the workers
+        patches.wrap(loaders.DataLoader, "__iter__", self.input.timed)  # starts the workers
+        patches.around(loaders.DataLoader, "__iter__", self._beginning)
         distributed: Any = torch.distributed
         if not distributed.is_available():
             return
@@ -69,26 +69,17 @@ class ScriptWaits:
             replica = reference()
             if replica is not None and replica.logger is not None:
                 times = replica._get_ddp_logging_data()
-                waited_ns += max(
-                    int(times.get("avg_backward_comm_time", 0))
-                    - int(times.get("avg_backward_compute_comm_overlap_time", 0)),
-                    0,
-                )
+                overlapped_ns = int(times.get("avg_backward_compute_comm_overlap_time", 0))
+                waited_ns += max(int(times.get("avg_backward_comm_time", 0)) - overlapped_ns, 0)
         return waited_ns * 1e-9
 
-    def _remembering(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        timed = self.input.timed(original)
-
-        @functools.wraps(original)
-        def begin(loader: Any) -> Any:
-            self.loader = Loader(
-                num_workers=loader.num_workers,
-                pin_memory=bool(loader.pin_memory),
-                persistent_workers=bool(loader.persistent_workers),
-            )
-            return timed(loader)
-
-        return begin
+    def _beginning(self, original: Callable[..., Any], loader: Any) -> Any:
+        self.loader = Loader(
+            num_workers=loader.num_workers,
+            pin_memory=bool(loader.pin_memory),
+            persistent_workers=bool(loader.persistent_workers),
+        )
+        return original(loader)
 
     def _replicating(self, original: Callable[..., Any], replica: Any, *args: Any, **kwargs: Any) -> None:
         with self.communication.paused():

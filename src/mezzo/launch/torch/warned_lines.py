@@ -6,6 +6,7 @@ Limit: a script that replaces ``warnings.showwarning``, or records warnings, see
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from types import FrameType
@@ -44,10 +45,8 @@ def at_script_line(own: Callable[..., Any]) -> Callable[..., Any]:
 
 def _cause() -> FrameType | None:
     """Return the frame that caused the warning that is shown."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename == warnings.__file__:
-        frame = frame.f_back
-    return frame
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(2)))
+    return next((frame for frame in frames if frame.f_code.co_filename != warnings.__file__), None)
 
 
 def _forget(filename: str) -> None:

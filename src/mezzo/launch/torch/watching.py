@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,10 +14,11 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.counted_step import CountedStep
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.waiting import ScriptWaits
+from mezzo.measure.environment import usable_cores
 from mezzo.measure.watch.host import HostSamples
 from mezzo.measure.watch.nvml import GpuCounters, open_counters
-from mezzo.measure.watch.rates import Rates, cpu_rates
-from mezzo.measure.watch.verdict import Evidence, bottleneck
+from mezzo.measure.watch.rates import DeviceRates, cpu_rates
+from mezzo.measure.watch.verdict import RunMeasurements, bottleneck
 from mezzo.records import Bottleneck, Effective, Reason, Steps
 
 POWER = "GPU power, W"
@@ -56,8 +56,8 @@ class Watch:
 
     def now(self) -> str:
         """Return what was measured so far, in a few words."""
-        texts = {name: f"{share:.0f} W" if name == POWER else f"{share:.0%}" for name, share in self.shares().items()}
-        return ", ".join(text if name == POWER else f"{name} {text}" for name, text in texts.items())
+        shares = self.shares().items()
+        return ", ".join(f"{share:.0f} W" if name == POWER else f"{name} {share:.0%}" for name, share in shares)
 
     def shares(self) -> dict[str, float]:
         """Return waits as shares of the time so far, and the last counters of the GPU."""
@@ -76,7 +76,7 @@ class Watch:
         return found
 
     def bottleneck(self, steps: Steps, effective: Effective) -> Bottleneck:
-        """Return what held the script back, by the steps after the first tenth and the counted one."""
+        """Return what held the script back, measured over the steps after the first tenth and the counted one."""
         on_gpu = self._run.device_type == "cuda"
         clock = self._run.recorder.clock
         first = min(max(2, int(len(steps) * _WARM_UP)), len(steps))
@@ -96,7 +96,7 @@ class Watch:
         missing += self._missing(effective, has_host=host is not None)
         emulated = effective.emulated
         return bottleneck(
-            Evidence(
+            RunMeasurements(
                 num_steps=num_steps,
                 wall_s=wall_s,
                 input_s=waits.input.between(begin_s, end_s) if len(waits.input) else None,
@@ -109,7 +109,8 @@ class Watch:
                 compiled=self._counted.was_compiled,
                 emulated=emulated,
                 loader=waits.loader,
-                sleeping_line=_commonest(self.host.sleeping),
+                num_cores=usable_cores(),
+                sleeping_line=max(self.host.sleeping, key=self.host.sleeping.__getitem__, default=""),
                 gpu=gpu.use() if isinstance(gpu, GpuCounters) else None,
                 not_measured=missing,
             )
@@ -122,23 +123,22 @@ class Watch:
         if not has_host:
             found.append(("sleep of the thread", "the run was too short to sample it"))
         if effective.emulated:
-            found.append(
-                ("operations", "lower formats were emulated, so their times say nothing; watch the script as it is")
-            )
+            why = "lower formats were emulated, so their times say nothing; watch the script as it is"
+            found.append(("operations", why))
         elif self._counted.was_compiled:
             found.append(("operations", "compiled code's operations are not seen"))
         if not len(self.waits.input):
             found.append(("input", "the script has no DataLoader in its training thread"))
         return [Reason(what=what, value="not measured", reason=why) for what, why in found]
 
-    def _rates(self, effective: Effective) -> Rates | None:
+    def _rates(self, effective: Effective) -> DeviceRates | None:
         if self._run.device_type != "cuda":
             return cpu_rates(torch.get_num_threads()) if self._run.device_type in (None, "cpu") else None
         gpu = find_gpu(torch.cuda.get_device_name())
         if gpu is None:
             return None
         form = max(effective.flops_by_format, key=lambda f: effective.flops_by_format[f], default="fp32")
-        return Rates(gpu.flops_per_s(form) or gpu.fp32_flops_per_s, gpu.bandwidth_bytes_per_s)
+        return DeviceRates(gpu.flops_per_s(form) or gpu.fp32_flops_per_s, gpu.bandwidth_bytes_per_s)
 
     def _sample_gpu(self) -> None:
         if self._gpu is None:
@@ -150,13 +150,9 @@ class Watch:
             self._gpu.take()
 
 
-def _commonest(lines: Counter[str]) -> str:
-    return lines.most_common(1)[0][0] if lines else ""
-
-
 @contextmanager
 def watched(run: Run, counted: CountedStep) -> Iterator[Watch]:
-    """Watch the code inside."""
+    """Watch the code inside from a thread of its own."""
     watch, patches = Watch(run, counted), Patches()
     thread = threading.Thread(target=watch.sample, name="mezzo-watch", daemon=True)
     try:

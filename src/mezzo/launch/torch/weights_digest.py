@@ -1,7 +1,7 @@
 """A digest of a script's weights, the same in all processes that hold the same weights to the bit.
 
-It is taken when the script leaves its process group, because its model is often gone when the script has ended, and at the end. Sharded
-weights are left out: every process has its own. Cost: one pass over the weights and one number a parameter read from the device.
+It is taken when the script leaves its process group, because the model is often gone once the script has ended, and at the end. Sharded
+weights are left out: every process has its own. Cost: one pass over the weights, and one number per parameter read from the device.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mezzo.engine.parameters import trained_leaves
 from mezzo.engine.shards import is_shared
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run
@@ -39,8 +40,8 @@ class WeightsDigest:
         return original(*args, **kwargs)
 
     def text(self) -> str:
-        """Return the digest of the weights as they are, or as they were when they were last there; empty if they never were."""
-        held = [p for optimizer in self._run.optimizers for group in optimizer.param_groups for p in group["params"]]
+        """Return the digest of the weights, or the last one taken if they are gone; empty if none was taken."""
+        held = [p for optimizer in self._run.optimizers for p in trained_leaves(optimizer)]
         held = held or [p for root in self._run.roots for p in root.parameters()]
         whole = [p for p in held if not is_shared(p) and p.layout is torch.strided and not p.is_meta]
         if whole:

@@ -1,4 +1,4 @@
-"""The answer to "which precision should this script train in?", from everything that a check has found."""
+"""The answer to "which precision should this script train in?", from everything a check found."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from mezzo.formats import FP64
 from mezzo.gpus import Gpu
 from mezzo.measure.check.gains import bounded_gain, measured_gain, predicted_gain
-from mezzo.measure.check.preference import Candidate, order_of_trust, preferred
+from mezzo.measure.check.preference import EligiblePolicy, order_of_trust, preferred
 from mezzo.measure.check.worth import FASTER, Worth, missing_text, saved_memory, worth_of
 from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.pairing import grouped
 from mezzo.measure.compare.words import listed
 from mezzo.records import AS_IS, Answer, CompareRecord, Decision, DiagnoseRecord, Gain, Reason, Row, RunRecord
+from mezzo.records.run import WIDE
 
 Command = Callable[..., str]
 """Returns the command line of a command of Mezzo on the same script: its name, then its options."""
@@ -22,6 +23,8 @@ Command = Callable[..., str]
 WENT_WRONG = ("diverged", "stopped_learning", "failed")
 FEWEST_STEPS = 30
 """Steps below which runs that were stopped early show nothing: a dynamic loss scale alone takes up to 16 to settle."""
+_MOSTLY = 0.5
+"""Share of FLOPs below 32 bits from which a baseline is no FP32 run."""
 
 MOST_SEEDS = 30
 """Seeds above which a decision is only asked for where no other policy needs fewer."""
@@ -32,30 +35,30 @@ class Repair:
     """A policy that was changed because it did not train like the baseline."""
 
     of: str
-    """The policy before."""
+    """The policy before the change."""
     policy: str
     how: str
-    """What was changed and what found it, in a sentence."""
+    """What was changed, and how the need for it was found, in a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Everything that an answer follows from."""
+    """Everything an answer is based on."""
 
     comparison: CompareRecord
     device: str
     """Name of the device of the runs."""
     command: Command
     gpu: Gpu | None = None
-    """The GPU that bounds are given for."""
+    """The GPU for which gains are predicted or bounded."""
     for_gpu: bool = False
-    """Whether the answer is for that GPU, not for the device of the runs."""
+    """Whether the answer is for that GPU instead of the device of the runs."""
     diagnosed: Mapping[str, DiagnoseRecord] = field(default_factory=dict)
     repairs: Sequence[Repair] = ()
     undone: str = ""
-    """What there was no time for; empty if everything was done."""
+    """The work that did not fit the budget; empty if everything was done."""
     more_time: str = "1h"
-    """A budget that is several times this one."""
+    """A budget several times as long as this one."""
     too_slow: bool = False
     """Whether the first run made no step in half of the budget."""
 
@@ -66,7 +69,7 @@ class Case:
 
     @property
     def rows(self) -> list[Row]:
-        """The rows of all other policies, in the order in which a person would want them to work."""
+        """The rows of all other policies, the simplest to use first."""
         found = {row.policy: row for row in self.comparison.rows if row.policy != self.baseline}
         return [found[policy] for policy in order_of_trust(list(found))]
 
@@ -76,8 +79,14 @@ class Case:
         counted = [run.effective.flops_by_format for run in self.comparison.runs]
         return any(counted) and all(set(formats) <= {FP64.name} for formats in counted)
 
+    @property
+    def own_formats(self) -> dict[str, float]:
+        """The formats, with their shares of the FLOPs, that the script's own casts leave the baseline's passes in."""
+        runs = [run for run in self.comparison.runs if run.policy == self.baseline]
+        return next((run.own_formats for run in runs if run.own_formats), {})
+
     def gains(self, row: Row) -> list[Gain]:
-        """Return what a policy gains: as measured, and on the GPU as predicted, or at most where it cannot be predicted."""
+        """Return a policy's gains: as measured, and on the GPU as predicted, or as an upper bound if it cannot be predicted."""
         measured = measured_gain(row, device=self.device)
         bound = None
         if self.gpu is not None:
@@ -87,7 +96,7 @@ class Case:
         return [gain for gain in order if gain is not None]
 
     def worth(self, row: Row) -> Worth:
-        """Return what a policy is worth where the answer is for."""
+        """Return what a policy is worth on the device that the answer is for."""
         return worth_of(row, self.gains(row), for_gpu=self.for_gpu)
 
 
@@ -102,6 +111,8 @@ def answered(case: Case) -> Answer:
     first_steps = max((run.first_steps or 0 for run in case.comparison.runs), default=0)
     if 0 < first_steps < FEWEST_STEPS and case.rows:
         return _too_few_steps(case, first_steps)
+    if sum(share for name, share in case.own_formats.items() if name not in WIDE) >= _MOSTLY:
+        return _own_precision(case)
     alike = [row for row in case.rows if row.verdict == "equivalent" and not _is_void(case, row)]
     best = preferred([_candidate(case, row) for row in alike], by_bound=case.for_gpu)
     if best is not None:
@@ -161,11 +172,12 @@ def _preference(case: Case, row: Row, alike: Sequence[Row]) -> str:
     gain = next(iter(case.gains(row)), None)
     rivals = [one for other in alike if other is not row for one in case.gains(other)[:1]]
     if gain is not None and all(gain.kind == one.kind and gain.times > one.times * FASTER for one in rivals):
-        return (
-            f"{name} is the fastest"
-            if gain.kind == "measured"
-            else f"{name} has the highest {'prediction' if gain.kind == 'predicted' else 'ceiling'}"
-        )
+        best = {
+            "measured": "is the fastest",
+            "predicted": "has the highest prediction",
+            "bound": "has the highest ceiling",
+        }
+        return f"{name} {best[gain.kind]}"
     if gain is not None and gain.kind == "measured" and any(one.kind != "measured" for one in rivals):
         return f"only {name} has units here, so that its speed was measured"
     return f"{name} has FP32's range and needs no loss scale" if name == "bf16" else f"{name} is the simplest to use"
@@ -187,8 +199,20 @@ def _in_double(case: Case) -> Answer:
     )
 
 
+def _own_precision(case: Case) -> Answer:
+    """Answer for a script whose baseline is no FP32 run, since no policy takes the script's own casts back."""
+    shares = listed([f"{share:.0%} of its FLOPs in {name.upper()}" for name, share in case.own_formats.items()])
+    why = (
+        f"the script converts its model or data itself and computes {shares} under {case.baseline} as well: "
+        f"{case.baseline} is no FP32 run here, and the other verdicts compare with it; to compare with FP32, take the "
+        "conversions out of the script"
+    )
+    then = (case.command("python"), "trains as before")
+    return _answer(case, "stay", why, then, policy=AS_IS)
+
+
 def _after_staying(case: Case, row: Row | None) -> tuple[str, str]:
-    """Return the next command after the answer to stay, and what it does."""
+    """Return the next command after the answer "stay", and what it does."""
     wrong = next((one.policy for one in case.rows if one.verdict in WENT_WRONG), None)
     if row is None and wrong is not None and wrong not in case.diagnosed:
         return case.command("diagnose", "--policy", wrong), f"shows why {wrong} fails"
@@ -201,7 +225,7 @@ def _after_staying(case: Case, row: Row | None) -> tuple[str, str]:
 
 def _undecided(case: Case, rows: Sequence[Row]) -> Answer:
     row = rows[0]
-    if (row.seeds_needed or 0) > MOST_SEEDS:  # hours of runs: another one may be decided in minutes
+    if (row.seeds_needed or 0) > MOST_SEEDS:  # that takes hours, and another policy may be decided in minutes
         row = min(rows, key=lambda one: one.seeds_needed or math.inf)
     why = f"{row.policy} is not decided: {_own_words(row)}"
     return _answer(case, "undecided", why, _deciding(case, row), row=row, changed=_changed(case, row))
@@ -241,7 +265,7 @@ def _deciding(case: Case, row: Row) -> tuple[str, str]:
 
 
 def _minutes(case: Case, seeds: int) -> float:
-    """Return the minutes that the baseline and another policy take for so many seeds, with a third to spare."""
+    """Return the minutes that this many seeds of the baseline and one other policy take, plus a third."""
     longest = max((run.duration_s for run in case.comparison.runs), default=0.0)
     return 2 * seeds * longest / 60.0 * 4 / 3
 
@@ -255,7 +279,8 @@ def _failed(case: Case, wrong: str) -> Answer:
         then = "gives it more time; arguments that make the script begin to train sooner help more"
     elif trained:
         cause = _cause(case, case.baseline)
-        why = f"it goes wrong in {case.baseline} itself, so nothing can be compared with it: {cause or wrong}"
+        itself = f"{listed([name.upper() for name in case.own_formats])} by its own casts" if case.own_formats else ""
+        why = f"it goes wrong in {itself or f'{case.baseline} itself'}, so nothing can be compared with it: {cause or wrong}"
         command = case.command("check") if cause else case.command("diagnose", "--policy", case.baseline)
         then = "answers once that is mended" if cause else "shows the first value that is not finite, if there is one"
     return _answer(case, "failed", why, (command, then))
@@ -279,11 +304,12 @@ def _answer(
     evidence: str = "",
     changed: Sequence[Reason] = (),
 ) -> Answer:
-    """Return an answer with what is known of the row that it is about: to train like the baseline, unless it names a policy."""
+    """Return an answer with the facts of ``row``; its policy is the baseline's unless ``policy`` names another."""
     command, why_command = then
     return Answer(
         decision=decision,
         policy=policy or case.baseline,
+        own_formats=list(case.own_formats),
         why=why,
         evidence=evidence,
         gains=[] if row is None else case.gains(row),
@@ -315,7 +341,7 @@ def _why_not(case: Case, row: Row) -> str:
 
 
 def _cause(case: Case, policy: str) -> str:
-    """Return where and why a policy went wrong, as its diagnosis says; empty if that is not known."""
+    """Return where and why a policy went wrong according to its diagnosis; empty if unknown."""
     found = case.diagnosed.get(policy)
     if found is None or not found.located:
         return ""
@@ -330,13 +356,13 @@ def _none_trains_alike(case: Case) -> str:
     if all(_is_void(case, row) for row in case.rows):
         return f"mixed precision changes nothing here: {_why_not(case, case.rows[0])}"
     words = {"diverged": "diverged", "stopped_learning": "stopped learning", "failed": "failed"}
-    told = [row for row in case.rows if not _is_void(case, row)]
-    outcomes = [f"{row.policy} {words.get(row.verdict, 'trains to another result')}" for row in told]
+    tried = [row for row in case.rows if not _is_void(case, row)]
+    outcomes = [f"{row.policy} {words.get(row.verdict, 'trains to another result')}" for row in tried]
     return f"no other policy trains like {case.baseline}: {listed(outcomes)}"
 
 
 def _no_gain(case: Case, row: Row) -> str:
-    """Return why a policy that trains alike is still not worth using; empty if it is."""
+    """Return why a policy that trains like the baseline is still not worth using; empty if it is worth it."""
     if row.policy == AS_IS:
         return ""
     worth = case.worth(row)
@@ -355,9 +381,9 @@ def _is_void(case: Case, row: Row) -> bool:
     return bool(runs) and all(run.changed_nothing for run in runs)
 
 
-def _candidate(case: Case, row: Row) -> Candidate:
+def _candidate(case: Case, row: Row) -> EligiblePolicy:
     gains = {gain.kind: gain for gain in case.gains(row)}
-    return Candidate(
+    return EligiblePolicy(
         policy=row.policy,
         measured=gains.get("measured"),
         bound=gains.get("predicted") or gains.get("bound"),
@@ -366,6 +392,6 @@ def _candidate(case: Case, row: Row) -> Candidate:
 
 
 def _own_words(row: Row) -> str:
-    """Return a row's reason without what the answer says in another place."""
+    """Return a row's reason without the parts that the answer states elsewhere."""
     left_out = ("its formats are emulated here", "slower: ", "larger: ")
     return "; ".join(part for part in row.reason.split("; ") if not part.startswith(left_out))

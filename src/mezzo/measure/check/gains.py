@@ -1,4 +1,4 @@
-"""What a policy gains over the baseline: as measured on the device of the runs, and as predicted, or at most, on a named GPU."""
+"""A policy's gains over the baseline: measured on the device of the runs, and predicted or bounded on a named GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mezzo.formats import TF32
 from mezzo.gpus import Gpu
-from mezzo.measure.gain import LAUNCH_BOUND_MS, Bound, Work, bound
+from mezzo.measure.gain import LAUNCH_BOUND_MS, Bound, StepWork, bound
 from mezzo.records import AS_IS, CompareRecord, Gain, RealGpus, Row, RunRecord
 
 _A_LARGER_BATCH = "kernel launches bound the step: a larger batch gains more"
@@ -23,7 +23,7 @@ def measured_gain(row: Row, *, device: str) -> Gain | None:
 
 
 def bounded_gain(comparison: CompareRecord, policy: str, gpu: Gpu) -> Gain | None:
-    """Return the most that ``policy`` can gain on ``gpu``; None where the counts or the facts do not say."""
+    """Return the most that ``policy`` can gain on ``gpu``; None if the counts or the GPU's rates are unknown."""
     baseline, run = _counted(comparison.runs, comparison.baseline), _counted(comparison.runs, policy)
     if baseline is None or run is None:
         return None
@@ -36,9 +36,9 @@ def bounded_gain(comparison: CompareRecord, policy: str, gpu: Gpu) -> Gain | Non
 
 
 def predicted_gain(found: RealGpus | None, policy: str, gpu: Gpu) -> Gain | None:
-    """Return the gain over strict FP32 that is predicted on ``gpu``; None where nothing is."""
-    own = [one for one in (found.predictions if found else []) if (one.gpu, one.policy) == (gpu.name, policy)]
-    one = next(iter(own), None)
+    """Return the predicted gain over strict FP32 on ``gpu``; None without a prediction."""
+    predictions = found.predictions if found else []
+    one = next((one for one in predictions if (one.gpu, one.policy) == (gpu.name, policy)), None)
     if one is None or not one.possible or one.over_fp32 is None:
         return None
     bound = max(one.bounds, key=lambda kind: one.bounds[kind], default="")
@@ -58,8 +58,8 @@ def _counted(runs: Sequence[RunRecord], policy: str) -> RunRecord | None:
     return next((run for run in runs if run.policy == policy and run.effective.flops_by_format), None)
 
 
-def _work(run: RunRecord) -> Work:
-    return Work(flops_by_format=run.effective.flops_by_format, bytes=run.memory.total_bytes)
+def _work(run: RunRecord) -> StepWork:
+    return StepWork(flops_by_format=run.effective.flops_by_format, bytes=run.memory.total_bytes)
 
 
 def _over_tf32(baseline: RunRecord, run: RunRecord, gpu: Gpu) -> float | None:
@@ -68,12 +68,12 @@ def _over_tf32(baseline: RunRecord, run: RunRecord, gpu: Gpu) -> float | None:
     if gpu.tf32_flops_per_s is None or TF32.name in flops:
         return None
     in_tf32 = {TF32.name if name == "fp32" else name: n for name, n in flops.items()}
-    found = bound(Work(flops_by_format=in_tf32, bytes=baseline.memory.total_bytes), _work(run), gpu)
+    found = bound(StepWork(flops_by_format=in_tf32, bytes=baseline.memory.total_bytes), _work(run), gpu)
     return None if found is None else found.times
 
 
 def _note(found: Bound, *, run: RunRecord, gpu: Gpu) -> str:
-    """Return what the bound follows from, what it assumes, and how far from it a small step stays."""
+    """Return the basis of the bound, its limit, and a warning if the step is too small to come near it."""
     fast = f"{found.share:.0%} of the FLOPs are in products that it runs {_rates(found, run, gpu)}"
     if not found.share:
         fast = "no product runs in a format that it has faster units for"

@@ -1,11 +1,11 @@
-"""The policies worth trying for a device, each with the reason why it is tried or left out."""
+"""The policies worth trying on a device, and why each is tried or left out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from mezzo.devices import Device
-from mezzo.formats import BF16, E4M3, FP16, FP32, TF32, Format
+from mezzo.formats import BF16, E4M3, FP16, FP32, TF32
 from mezzo.records import AS_IS, Reason
 
 BASELINE = FP32.name
@@ -17,8 +17,8 @@ def offered(here: Device, *, target: Device | None = None, own_amp: str = "") ->
 
     Args:
         here: the device that the script runs on.
-        target: the device that the answer is for, if that is another one.
-        own_amp: what in the script asks for mixed precision; empty if nothing does.
+        target: the device that the answer is for, if different.
+        own_amp: the call or argument by which the script asks for mixed precision; empty if it does not.
     """
     there = target or here
     found = [_reason(BASELINE, TRIED, "the baseline: all others are compared with it"), _tf32(here, there)]
@@ -46,18 +46,17 @@ def _tf32(here: Device, there: Device) -> Reason:
 
 
 def _sixteen_bits(here: Device, there: Device) -> list[Reason]:
-    """Offer both 16-bit formats, unless the device has units for only one of them; a CPU emulates what it has no units for."""
+    """Offer both 16-bit formats, unless an accelerator has units for only one; a CPU emulates a format it has no units for."""
     formats = (BF16, FP16)
     native = [fmt for fmt in formats if there.support(fmt).level == "native"]
-    only = len(native) == 1 and there.kind != "cpu"
-    return [_sixteen_bit(fmt, here, there, left_out=only and fmt not in native) for fmt in formats]
-
-
-def _sixteen_bit(fmt: Format, here: Device, there: Device, *, left_out: bool) -> Reason:
-    reason = f"{there.name}: {there.support(fmt).reason}"
-    if here.support(fmt).level != "native":
-        reason += "; emulated here, which shows what it does to training, not how fast it is"
-    return _reason(fmt.name, LEFT_OUT if left_out else TRIED, reason)
+    found = []
+    for fmt in formats:
+        left_out = len(native) == 1 and there.kind != "cpu" and fmt not in native
+        reason = f"{there.name}: {there.support(fmt).reason}"
+        if here.support(fmt).level != "native":
+            reason += "; emulated here, which shows what it does to training, not how fast it is"
+        found.append(_reason(fmt.name, LEFT_OUT if left_out else TRIED, reason))
+    return found
 
 
 def _reason(what: str, value: str, reason: str) -> Reason:

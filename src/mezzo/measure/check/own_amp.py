@@ -12,14 +12,13 @@ _FLAGS = ("fp16", "bf16")
 
 
 def own_amp(sources: Iterable[str]) -> str:
-    """Return what in a script's files asks for mixed precision, as ``GradScaler`` or ``precision='16-mixed'``; empty if nothing does."""
+    """Return the call or argument by which files ask for mixed precision: ``GradScaler``, ``precision='16-mixed'``; empty if none does."""
     for source in sources:
         try:
             tree = ast.parse(source)
         except (SyntaxError, ValueError):
             continue
-        found = next(_asks(tree), "")
-        if found:
+        if found := next(_asks(tree), ""):
             return found
     return ""
 

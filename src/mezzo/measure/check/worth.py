@@ -1,4 +1,4 @@
-"""Whether a policy that trains like the baseline is worth switching to: what it gains for certain, what it may gain, what it costs."""
+"""Whether a policy that trains like the baseline is worth a switch: its certain gains, its possible gains, and its costs."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from mezzo.measure.compare.words import listed
 from mezzo.records import Gain, Row
 
 FASTER = 1.05
-"""The measured speed-up, and the ceiling, below which nothing is gained."""
+"""A measured speed-up, or a ceiling, below this is no gain."""
 _PREDICTED_SLOWER, _PREDICTED_FASTER = 0.85, 1.15
-"""Predicted speed-ups between these may be none: they are 12% off in the mean."""
+"""A predicted speed-up between these may be none: predictions are 12% off in the mean."""
 _LITTLE, _LITTLE_BYTES = 0.05, 20 << 20
-"""Less memory is no gain: a share that no batch grows by, or less than one segment of torch's CUDA allocator."""
+"""Savings of memory below these are no gain: too little to enlarge a batch, or less than one segment of torch's CUDA allocator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worth:
-    """What speaks for a policy, and what against it."""
+    """The arguments for and against a policy."""
 
     gained: list[str]
-    """Each gain that was shown or is predicted, as ``is 2x as fast on a CPU``."""
+    """Each measured or predicted gain: ``is 2x as fast on a CPU``."""
     possible: str
-    """A gain that nothing shows and nothing rules out; empty if there is none."""
+    """A gain that is neither shown nor ruled out; empty if there is none."""
     missing: list[str]
-    """The figures where nothing was gained, as ``0.95x to 1.08x the speed on a CPU``."""
+    """Each figure that shows no gain: ``0.95x to 1.08x the speed on a CPU``."""
     slower: str
-    """How much longer a step takes where the answer is for; empty if it does not, beyond the spread."""
+    """How much longer a step takes on the device that the answer is for; empty unless it is longer beyond the spread."""
 
     @property
     def none(self) -> bool:
-        """Whether nothing is gained, and nothing can be as far as is known."""
+        """Whether there is no gain, and none is possible as far as is known."""
         return not self.gained and not self.possible
 
 
@@ -42,13 +42,13 @@ def worth_of(row: Row, gains: Sequence[Gain], *, for_gpu: bool) -> Worth:
     Args:
         row: the policy's row of the comparison.
         gains: its gains in speed, as measured, predicted or bounded.
-        for_gpu: whether the answer is for a GPU that is not here, so that times measured here say nothing.
+        for_gpu: whether the answer is for a GPU that is not here, so that times measured here do not apply.
     """
     kinds = {gain.kind: gain for gain in gains}
     measured = None if for_gpu else kinds.get("measured")
-    there = kinds.get("predicted") or kinds.get("bound")
+    on_gpu = kinds.get("predicted") or kinds.get("bound")
     gained, missing, possible, slower = list[str](), list[str](), "", ""
-    if measured is not None and _is_slower(measured):
+    if measured is not None and measured.times < SLOWER and (measured.high or measured.times) < 1.0:
         slower = f"a step takes {1 / measured.times:.3g} times as long on {measured.device}"
     elif measured is not None and measured.times >= FASTER and row.num_runs < 2:
         possible = f"{measured.times:.3g}x in speed on {measured.device}, by one seed"
@@ -58,19 +58,18 @@ def worth_of(row: Row, gains: Sequence[Gain], *, for_gpu: bool) -> Worth:
         missing.append(f"{_spread(measured, row.num_runs)} the speed on {measured.device}")
     elif not for_gpu:
         missing.append("no measured speed" + " (it is emulated here)" * row.emulated)
-    if there is not None and there.kind == "predicted":
-        times, over = there.over_what_is_free
-        if times >= _PREDICTED_FASTER:
-            gained.append(f"is predicted to be {times:.3g}x as fast as {over} on {there.device}")
-        elif for_gpu and there.times < _PREDICTED_SLOWER:
-            slower = f"a step is predicted to take {1 / there.times:.3g} times as long on {there.device}"
+    if on_gpu is not None:
+        times, over = on_gpu.over_what_is_free
+        if on_gpu.kind == "bound":
+            most = f"at most {times:.3g}x {over}'s speed on {on_gpu.device}"
+            possible = most if for_gpu and times >= FASTER else possible
+            missing += [most] if for_gpu and times < FASTER else []
+        elif times >= _PREDICTED_FASTER:
+            gained.append(f"is predicted to be {times:.3g}x as fast as {over} on {on_gpu.device}")
+        elif for_gpu and on_gpu.times < _PREDICTED_SLOWER:
+            slower = f"a step is predicted to take {1 / on_gpu.times:.3g} times as long on {on_gpu.device}"
         else:
-            missing.append(f"a predicted {times:.3g}x {over}'s speed on {there.device}")
-    elif there is not None:
-        times, over = there.over_what_is_free
-        most = f"at most {times:.3g}x {over}'s speed on {there.device}"
-        possible = most if for_gpu and times >= FASTER else possible
-        missing += [most] if for_gpu and times < FASTER else []
+            missing.append(f"a predicted {times:.3g}x {over}'s speed on {on_gpu.device}")
     elif for_gpu:
         possible = "a speed that is not known"
     saved = saved_memory(row)
@@ -82,22 +81,16 @@ def worth_of(row: Row, gains: Sequence[Gain], *, for_gpu: bool) -> Worth:
 
 
 def saved_memory(row: Row) -> float:
-    """Return the share of the memory that a policy saves; 0 where it is too little to use, or not known."""
+    """Return the share of the memory that a policy saves; 0 if it is too little to use, or unknown."""
     if row.memory_ratio is None or 1.0 - row.memory_ratio < _LITTLE:
         return 0.0
-    size = row.memory.cuda_allocated_bytes or row.memory.total_bytes
-    if size is not None and size / row.memory_ratio - size < _LITTLE_BYTES:
-        return 0.0
-    return 1.0 - row.memory_ratio
+    saved_bytes = _saved_bytes(row, row.memory_ratio)
+    return 0.0 if saved_bytes is not None and saved_bytes < _LITTLE_BYTES else 1.0 - row.memory_ratio
 
 
 def missing_text(worth: Worth) -> str:
-    """Return that nothing is gained, with each figure, to go on after ``bf16 trains like fp32, but``."""
+    """Return the figures that show no gain, to follow ``bf16 trains like fp32, but``."""
     return f"gains nothing that shows: {listed(worth.missing)}"
-
-
-def _is_slower(measured: Gain) -> bool:
-    return measured.times < SLOWER and (measured.high or measured.times) < 1.0
 
 
 def _spread(gain: Gain, num_runs: int) -> str:
@@ -107,11 +100,16 @@ def _spread(gain: Gain, num_runs: int) -> str:
 
 
 def _memory(row: Row) -> str:
-    """Return what a policy does to the memory where that is no gain."""
+    """Return the difference in memory in words, if it is no gain."""
     if row.memory_ratio is None:
         return "memory that was not counted"
-    saved, size = 1.0 - row.memory_ratio, row.memory.cuda_allocated_bytes or row.memory.total_bytes
+    saved, saved_bytes = 1.0 - row.memory_ratio, _saved_bytes(row, row.memory_ratio)
     share = f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'}"
-    if saved < _LITTLE or size is None:
+    if saved < _LITTLE or saved_bytes is None:
         return "the same memory" if share.startswith("0%") else f"{share} memory"
-    return f"{share} memory, {(size / row.memory_ratio - size) / 2**20:.2g} MiB a step"
+    return f"{share} memory, {saved_bytes / 2**20:.2g} MiB a step"
+
+
+def _saved_bytes(row: Row, ratio: float) -> float | None:
+    size = row.memory.cuda_allocated_bytes or row.memory.total_bytes
+    return None if size is None else size / ratio - size

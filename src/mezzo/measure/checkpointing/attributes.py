@@ -1,4 +1,4 @@
-"""State that modules keep in plain attributes, beside parameters and buffers: found, compared and put back.
+"""State that modules keep in plain attributes, beside parameters and buffers: find it, compare it and restore it.
 
 A forward pass that changes such state cannot run twice for one step: a counter would count twice.
 """
@@ -6,41 +6,42 @@ A forward pass that changes such state cannot run twice for one step: a counter 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 _TORCHS = frozenset([*vars(nn.Module()), "forward", "_compiled_call_impl"])
-"""Attributes that torch and checkpointing itself keep in every module."""
+"""Attributes that torch and checkpointing itself add to every module."""
 _SIMPLE = (int, float, complex, str, bytes, tuple, frozenset)
-_HOLDS = (list, dict, set)
+_CONTAINERS = (list, dict, set)
 
 
 class Attributes:
     """The plain attributes of all modules of a model at one moment."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Copy them: tensors, and the lists, dicts and sets themselves, not what is in these."""
+        """Copy them: tensors and generators whole; lists, dicts and sets without what they contain."""
         self._model = model
-        self._before = {name: dict(_kept(module)) for name, module in model.named_modules()}
+        self._before = {
+            name: {key: _Kept(value) for key, value in _own(module).items()} for name, module in model.named_modules()
+        }
 
-    def changed(self) -> dict[tuple[str, str], None]:
-        """Return the modules' names and attributes that are no longer as they were."""
-        found: dict[tuple[str, str], None] = {}
+    def changed(self) -> list[tuple[str, str]]:
+        """Return the attributes that differ from their copies, each with its module's name."""
+        found = []
         for name, module in self._model.named_modules():
-            before = self._before.get(name, {})
-            now = {key: value for key, value in vars(module).items() if key not in _TORCHS}
+            before, now = self._before.get(name, {}), _own(module)
             for key in dict.fromkeys([*before, *now]):
-                if key in before and key in now and before[key].holds(now[key]):
-                    continue
-                if not _is_reparametrised(module, key):
-                    found[name, key] = None
+                same = key in before and key in now and before[key].equals(now[key])
+                if not same and not _is_reparametrised(module, key):
+                    found.append((name, key))
         return found
 
-    def put_back(self, names: dict[tuple[str, str], None]) -> None:
-        """Give these attributes the values that they had; those that did not exist are deleted."""
+    def put_back(self, names: Iterable[tuple[str, str]]) -> None:
+        """Restore the values of these attributes; delete those that did not exist."""
         for name, key in names:
             module = self._model.get_submodule(name)
             before = self._before.get(name, {}).get(key)
@@ -51,7 +52,7 @@ class Attributes:
 
 
 class _Kept:
-    """The value of an attribute, and what is needed to bring it back."""
+    """The value of an attribute, and a copy to restore it from."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -60,11 +61,11 @@ class _Kept:
             self._copy = value.detach().clone()
         elif isinstance(value, torch.Generator):
             self._copy = value.get_state()
-        elif isinstance(value, _HOLDS):
+        elif isinstance(value, _CONTAINERS):
             self._copy = copy.copy(value)
 
-    def holds(self, now: Any) -> bool:
-        """Return whether the attribute ``now`` is what it was."""
+    def equals(self, now: Any) -> bool:
+        """Return whether the attribute's value ``now`` is what it was."""
         if isinstance(self.value, _SIMPLE):
             return now is self.value or (type(now) is type(self.value) and _equal(now, self.value))
         if now is not self.value:
@@ -75,10 +76,10 @@ class _Kept:
             return torch.equal(now.get_state(), self._copy)
         if isinstance(now, dict):
             return [*map(id, now)] == [*map(id, self._copy)] and _same_items(now.values(), self._copy.values())
-        return _same_items(now, self._copy) if isinstance(now, _HOLDS) else True
+        return not isinstance(now, _CONTAINERS) or _same_items(now, self._copy)
 
     def put_back(self) -> Any:
-        """Return the value as it was."""
+        """Return the value, restored in place."""
         if isinstance(self.value, Tensor):
             with torch.no_grad():
                 self.value.detach().copy_(self._copy)
@@ -92,10 +93,8 @@ class _Kept:
         return self.value
 
 
-def _kept(module: nn.Module) -> Iterator[tuple[str, _Kept]]:
-    for key, value in vars(module).items():
-        if key not in _TORCHS:
-            yield key, _Kept(value)
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in _TORCHS}
 
 
 def _same_items(now: Any, before: Any) -> bool:
@@ -104,7 +103,7 @@ def _same_items(now: Any, before: Any) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Return whether two simple values are equal; tuples may hold what compares to no bool."""
+    """Return whether two simple values are equal; tuples may contain values whose comparison is no bool."""
     try:
         return bool(one == other)
     except Exception:
@@ -114,11 +113,10 @@ def _equal(one: Any, other: Any) -> bool:
 def _same_numbers(now: Tensor, before: Tensor) -> bool:
     if now.shape != before.shape or now.dtype != before.dtype:
         return False
-    return torch._subclasses.FakeTensor in (type(now), type(before)) or torch.equal(
-        now.nan_to_num(), before.nan_to_num()
-    )
+    fake = isinstance(now, FakeTensor) or isinstance(before, FakeTensor)
+    return fake or torch.equal(now.nan_to_num(), before.nan_to_num())
 
 
 def _is_reparametrised(module: nn.Module, key: str) -> bool:
-    """Return whether a hook makes the attribute anew in every pass from parameters, as ``weight_norm`` does."""
+    """Return whether a hook computes the attribute from parameters in every pass, as ``weight_norm`` does."""
     return f"{key}_orig" in module._parameters or f"{key}_g" in module._parameters

@@ -1,8 +1,8 @@
 """The blocks of a model: the modules that ``full``, ``every-k`` and ``selective`` plans checkpoint.
 
-A model's blocks are its modules of one class, which run several times in a pass: the class with which checkpointing every one has
-the lowest peak. So a stage of blocks, which saves too much when it runs again, loses to its blocks, and they win over their own parts,
-which keep more inputs. Measured, not guessed from names.
+A model's blocks are its modules of one class that runs several times in a pass: the class whose checkpointing gives the lowest
+peak. So blocks win over a stage of several blocks, which saves too much when it runs again, and over their own parts, which keep
+more inputs. Costs decide, not names.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections import Counter, defaultdict
 
 from mezzo.measure.checkpointing.costs import costs_of
 from mezzo.measure.checkpointing.optimum import candidates_of
-from mezzo.measure.checkpointing.trace import Trace
+from mezzo.measure.checkpointing.trace import ForwardTrace
 
 
-def blocks_of(trace: Trace) -> list[str]:
+def blocks_of(trace: ForwardTrace) -> list[str]:
     """Return the names of the blocks, in the order in which they run; the outermost modules if no class runs several times."""
     able = list(dict.fromkeys(c.call.module for c in candidates_of(trace, smallest_share=0.0) if "inputs" in c.regions))
     by_class: dict[str, list[str]] = defaultdict(list)

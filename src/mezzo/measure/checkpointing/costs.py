@@ -1,4 +1,4 @@
-"""What a plan keeps and computes again, exactly, from the trace of a forward pass.
+"""The bytes that a plan keeps and the work that it repeats, exactly, from the trace of a forward pass.
 
 ::
 
@@ -8,8 +8,8 @@
                  when it runs again: backward passes run in the reverse order, so what came after is gone by then
     recomputed   operations of the call before the last tensor that it saves; torch stops there. Not products that are kept
 
-Bytes are of tensors that wait for the backward pass. The gradients that flow, and what single operations need while they run, come
-on top in every plan, checkpointed or not.
+Only tensors that wait for the backward pass count. Gradients, and the working memory of single operations, come on top in every plan,
+checkpointed or not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 from mezzo.engine.checkpointing import Keeps
-from mezzo.measure.checkpointing.trace import Call, Computed, Saved, Trace
+from mezzo.measure.checkpointing.trace import Computed, ForwardTrace, ModuleCall, SavedTensor
 
 Choice: TypeAlias = Mapping[str, Keeps]
 """What each checkpointed module keeps, by name."""
@@ -36,7 +36,7 @@ class Costs(NamedTuple):
     """What the operations that run again read and write."""
 
 
-class Region(NamedTuple):
+class CheckpointedRegion(NamedTuple):
     """One checkpointed call."""
 
     kept: frozenset[int]
@@ -50,19 +50,19 @@ class Region(NamedTuple):
     moved_bytes: int
 
 
-def saved_in(trace: Trace, begin: int, end: int) -> frozenset[int]:
+def saved_in(trace: ForwardTrace, begin: int, end: int) -> frozenset[int]:
     """Return the storages that the events from ``begin`` to ``end`` save."""
     events = trace.events[begin:end]
-    return frozenset(e.storage for e in events if isinstance(e, Saved) and e.alive and e.storage >= 0)
+    return frozenset(e.storage for e in events if isinstance(e, SavedTensor) and e.alive and e.storage >= 0)
 
 
-def region_of(trace: Trace, call: Call, keeps: Keeps) -> Region:
+def region_of(trace: ForwardTrace, call: ModuleCall, keeps: Keeps) -> CheckpointedRegion:
     """Return what ``call`` costs if it is checkpointed."""
     events = trace.events[call.begin : call.end]
-    last = max((i for i, event in enumerate(events) if isinstance(event, Saved)), default=0)
+    last = max((i for i, event in enumerate(events) if isinstance(event, SavedTensor)), default=0)
     wanted = [e for e in events[:last] if isinstance(e, Computed) and not (keeps == "products" and e.is_product)]
     saved = saved_in(trace, call.begin, call.end)
-    return Region(
+    return CheckpointedRegion(
         kept=call.arguments | (call.products if keeps == "products" else frozenset()),
         copied_bytes=call.copied_bytes,
         again=saved - trace.casts,
@@ -72,12 +72,12 @@ def region_of(trace: Trace, call: Call, keeps: Keeps) -> Region:
     )
 
 
-def bytes_of(trace: Trace, storages: frozenset[int]) -> int:
+def bytes_of(trace: ForwardTrace, storages: frozenset[int]) -> int:
     """Return the bytes of ``storages``."""
     return sum(trace.sizes[storage] for storage in storages)
 
 
-def costs_of(trace: Trace, choice: Choice) -> Costs:
+def costs_of(trace: ForwardTrace, choice: Choice) -> Costs:
     """Return what ``choice`` costs: a walk along the forward pass. Modules inside a checkpointed one are ignored."""
     kept: frozenset[int] = frozenset()
     copied = peak = flops = moved = place = 0

@@ -1,11 +1,11 @@
 """The plan with the least recomputation within a budget: shortest paths along the forward pass, with two lengths.
 
-A path runs from the first event to the last. At the beginning of a candidate's call it goes on plainly, or jumps to the call's end:
-checkpointed, one jump for each thing that it can keep. A *label* is a path so far: what it keeps, in bytes, and what it computes
-again. One label dominates another with the same future if it is no worse in both. The future of a label depends on which
-storages that are still to come it keeps already (a block's output is its successor's argument), and on what was chosen for modules that
-are called again, so only labels that agree in these are compared. What breaks the budget is dropped: bytes up to a call and what it
-saves when it runs again are known when the call is passed.
+A path runs from the first event to the last. At the beginning of a candidate's call it continues without a checkpoint, or jumps to
+the call's end: checkpointed, one jump for each thing that the call can keep. A *label* is a path so far: the bytes that it keeps, and
+the work that it repeats. One label dominates another with the same future if it is no worse in both. The future of a label depends on
+which later storages it keeps already (a block's output is its successor's argument), and on the choices for modules that are
+called again, so only labels that agree in these are compared. Labels beyond the budget are dropped: the bytes up to a call, and those
+that it saves when it runs again, are known when the call is passed.
 
 **Guarantee.** The result never exceeds the budget. It is the least costly of all plans over the candidates, unless ``slack`` is above 0:
 then labels whose costs differ by less than ``slack / steps`` may be merged, and the result costs at most ``slack`` more than the least.
@@ -20,8 +20,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from mezzo.engine.checkpointing import Keeps
-from mezzo.measure.checkpointing.costs import Region, bytes_of, region_of, saved_in
-from mezzo.measure.checkpointing.trace import Call, Computed, Trace
+from mezzo.measure.checkpointing.costs import CheckpointedRegion, bytes_of, region_of, saved_in
+from mezzo.measure.checkpointing.trace import Computed, ForwardTrace, ModuleCall
 
 FLOPS_PER_BYTE = 156
 """What a GPU computes in 16 bits while it moves a byte: an A100's 312 TFLOP/s over 2.0 TB/s."""
@@ -31,14 +31,14 @@ _SMALLEST_SHARE = 0.002
 
 Chosen: TypeAlias = tuple[tuple[str, Keeps | None], ...]
 State: TypeAlias = tuple[frozenset[int], Chosen]
-"""What a label's future depends on: storages kept that come again, choices for modules that are called again."""
+"""The basis of a label's future: storages kept that occur later, and choices for modules that are called again."""
 
 
-class Candidate(NamedTuple):
+class CheckpointCandidate(NamedTuple):
     """A call that may be checkpointed, and how."""
 
-    call: Call
-    regions: dict[Keeps, Region]
+    call: ModuleCall
+    regions: dict[Keeps, CheckpointedRegion]
 
 
 class Label(NamedTuple):
@@ -51,7 +51,7 @@ class Label(NamedTuple):
 
 
 class TooMany(Exception):
-    """More labels than can be followed exactly."""
+    """There are more labels than an exact search can follow."""
 
 
 class Optimum(NamedTuple):
@@ -59,11 +59,11 @@ class Optimum(NamedTuple):
 
     regions: dict[str, Keeps]
     slack: int
-    """By how much it may cost more than the least costly; 0 if it is the least costly."""
+    """The most by which it may exceed the least cost; 0 if it is the least costly."""
     num_candidates: int
 
 
-def candidates_of(trace: Trace, *, smallest_share: float = _SMALLEST_SHARE) -> list[Candidate]:
+def candidates_of(trace: ForwardTrace, *, smallest_share: float = _SMALLEST_SHARE) -> list[CheckpointCandidate]:
     """Return the calls that may be checkpointed, and would free at least ``smallest_share`` of what a plain pass saves."""
     smallest = smallest_share * bytes_of(trace, saved_in(trace, 0, len(trace.events)))
     refused = {call.module for call in trace.calls if call.refused}
@@ -79,7 +79,7 @@ def candidates_of(trace: Trace, *, smallest_share: float = _SMALLEST_SHARE) -> l
             if bytes_of(trace, region.again - region.kept) + region.cast_bytes - region.copied_bytes > smallest:
                 regions[keeps] = region
         if regions:
-            found.append(Candidate(call, regions))
+            found.append(CheckpointCandidate(call, regions))
     # A plan holds for every call of a module, so what it keeps has to be possible in each.
     calls = Counter(call.module for call in trace.calls)
     ways_of = Counter((one.call.module, keeps) for one in found for keeps in one.regions)
@@ -89,17 +89,17 @@ def candidates_of(trace: Trace, *, smallest_share: float = _SMALLEST_SHARE) -> l
     return [one for one in found if one.regions]
 
 
-def cost_of(region: Region) -> int:
+def cost_of(region: CheckpointedRegion) -> int:
     """Return the cost of running a call again."""
     return region.flops + FLOPS_PER_BYTE * region.moved_bytes
 
 
-def forward_cost(trace: Trace) -> int:
+def forward_cost(trace: ForwardTrace) -> int:
     """Return the cost of the forward pass."""
     return sum(e.flops + FLOPS_PER_BYTE * e.moved_bytes for e in trace.events if isinstance(e, Computed))
 
 
-def best_plan(trace: Trace, budget_bytes: int) -> Optimum | None:
+def best_plan(trace: ForwardTrace, budget_bytes: int) -> Optimum | None:
     """Return the least costly plan within ``budget_bytes``; None if no plan is."""
     share = _SMALLEST_SHARE
     while True:
@@ -110,11 +110,11 @@ def best_plan(trace: Trace, budget_bytes: int) -> Optimum | None:
             except TooMany:
                 continue
             return None if found is None else Optimum(found, slack, len({c.call.module for c in candidates}))
-        share *= 4  # many storages with several takers: only larger modules can be followed
+        share *= 4  # too many storages are shared between calls: consider larger modules only
 
 
-def least_peak(trace: Trace) -> int:
-    """Return the smallest budget that a plan can keep; found by halving."""
+def least_peak(trace: ForwardTrace) -> int:
+    """Return the smallest budget that a plan can keep, by bisection."""
     candidates = candidates_of(trace, smallest_share=4 * _SMALLEST_SHARE)
     low, high = 0, bytes_of(trace, saved_in(trace, 0, len(trace.events)))
 
@@ -131,13 +131,19 @@ class Paths:
     """The labels of one search."""
 
     def __init__(
-        self, trace: Trace, candidates: Sequence[Candidate], budget_bytes: int, *, slack: int, free: bool = False
+        self,
+        trace: ForwardTrace,
+        candidates: Sequence[CheckpointCandidate],
+        budget_bytes: int,
+        *,
+        slack: int,
+        free: bool = False,
     ) -> None:
         """Prepare a search; ``free`` makes recomputation cost nothing, to see whether the budget can be kept at all."""
         self._trace, self._budget, self._free = trace, budget_bytes, free
         self._places = sorted({0, len(trace.events), *(p for c in candidates for p in (c.call.begin, c.call.end))})
         self._bucket = slack // len(self._places)
-        self._beginning: dict[int, list[Candidate]] = defaultdict(list)
+        self._beginning: dict[int, list[CheckpointCandidate]] = defaultdict(list)
         for candidate in candidates:
             self._beginning[candidate.call.begin].append(candidate)
         calls = Counter(c.call.module for c in candidates)
@@ -154,7 +160,7 @@ class Paths:
             for region in c.regions.values():
                 self._touch(region.kept | region.again, c.call.begin)
 
-    def _several_inside(self, outer: Candidate, candidates: Sequence[Candidate]) -> tuple[str, ...]:
+    def _several_inside(self, outer: CheckpointCandidate, candidates: Sequence[CheckpointCandidate]) -> tuple[str, ...]:
         begin, end = outer.call.begin, outer.call.end
         within = [c.call for c in candidates if begin <= c.call.begin and c.call.end <= end and c is not outer]
         return tuple(sorted({call.module for call in within} & self._again - {outer.call.module}))
@@ -215,7 +221,12 @@ class Paths:
         )
 
     def _jump(
-        self, state: State, labels: list[Label], candidate: Candidate, keeps: Keeps, to: dict[State, list[Label]]
+        self,
+        state: State,
+        labels: list[Label],
+        candidate: CheckpointCandidate,
+        keeps: Keeps,
+        to: dict[State, list[Label]],
     ) -> None:
         chosen, name, region = dict(state[1]), candidate.call.module, candidate.regions[keeps]
         # No checkpoint within a checkpoint: neither what lies inside, nor what begins here and lies around.

@@ -17,7 +17,7 @@ from mezzo.errors import UsageError
 from mezzo.measure.checkpointing.blocks import blocks_of, outermost
 from mezzo.measure.checkpointing.costs import Costs, costs_of
 from mezzo.measure.checkpointing.optimum import best_plan, least_peak
-from mezzo.measure.checkpointing.trace import Computed, Trace, trace, unwrapped
+from mezzo.measure.checkpointing.trace import Computed, ForwardTrace, trace, unwrapped
 from mezzo.measure.checkpointing.wanted import EVERY, NAMED, bytes_of_text, bytes_text, is_plan
 from mezzo.policy import Policy
 
@@ -154,7 +154,7 @@ def runner(sample: Any, region: Callable[[], AbstractContextManager[Any]]) -> Ca
     return run
 
 
-def plan_for(traced: Trace, wanted: str | int | None) -> CheckpointPlan:
+def plan_for(traced: ForwardTrace, wanted: str | int | None) -> CheckpointPlan:
     """Return the plan that is called ``wanted``, or the best within that many bytes.
 
     Raises:
@@ -182,7 +182,7 @@ def plan_for(traced: Trace, wanted: str | int | None) -> CheckpointPlan:
     )
 
 
-def _within(traced: Trace, budget_bytes: int) -> tuple[dict[str, Keeps], str]:
+def _within(traced: ForwardTrace, budget_bytes: int) -> tuple[dict[str, Keeps], str]:
     found = best_plan(traced, budget_bytes)
     if found is None:
         least = least_peak(traced)
@@ -194,7 +194,7 @@ def _within(traced: Trace, budget_bytes: int) -> tuple[dict[str, Keeps], str]:
     return found.regions, f"{which.capitalize()}{', within 1% of a forward pass' if found.slack else ''}."
 
 
-def named_regions(traced: Trace, name: str, blocks: Sequence[str]) -> dict[str, Keeps] | None:
+def named_regions(traced: ForwardTrace, name: str, blocks: Sequence[str]) -> dict[str, Keeps] | None:
     """Return the regions of the plan called ``name``; None if no plan is called so."""
     every = EVERY.fullmatch(name)
     if name == "none":
@@ -209,11 +209,11 @@ def named_regions(traced: Trace, name: str, blocks: Sequence[str]) -> dict[str, 
     return None
 
 
-def _classes(traced: Trace, blocks: Sequence[str]) -> str:
+def _classes(traced: ForwardTrace, blocks: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(traced.classes[block] for block in blocks)) or "no module saves anything"
 
 
-def _agreed(traced: Trace, choose: Callable[[], CheckpointPlan]) -> CheckpointPlan:
+def _agreed(traced: ForwardTrace, choose: Callable[[], CheckpointPlan]) -> CheckpointPlan:
     """Return the first process's plan: normalisation across processes meets in both passes, so all need the same one."""
     if not (dist.is_available() and dist.is_initialized()):
         return choose()

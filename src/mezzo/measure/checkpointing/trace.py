@@ -1,16 +1,15 @@
-"""What a forward pass saves for the backward pass and computes, in order, and which calls of modules could be checkpointed.
+"""What a forward pass computes and saves for the backward pass, in order, and which calls of modules could be checkpointed.
 
-The forward pass runs once on a sample, with gradients on, and keeps nothing: autograd saves empty holders in the place of tensors, so a
-model whose training does not fit in memory can be traced where its evaluation fits. A holder that dies tells that its graph did.
+The forward pass runs once on a sample with gradients enabled, and keeps nothing: autograd saves empty objects in place of tensors, so a
+model whose training does not fit in memory can be traced wherever its evaluation fits. An empty object dies with its graph.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,7 +45,7 @@ class Computed(NamedTuple):
     is_product: bool
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """Autograd saved a tensor, or a part of one."""
 
     storage: int
@@ -55,7 +54,7 @@ class Saved(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Call:
+class ModuleCall:
     """One call of a module: the events from ``begin`` to ``end``, exclusive."""
 
     module: str
@@ -74,13 +73,13 @@ class Call:
 
 
 @dataclass(kw_only=True)
-class Trace:
+class ForwardTrace:
     """A forward pass as data."""
 
-    events: Sequence[Computed | Saved]
+    events: Sequence[Computed | SavedTensor]
     sizes: Mapping[int, int]
     """Bytes of each storage."""
-    calls: Sequence[Call]
+    calls: Sequence[ModuleCall]
     """In the order in which they began."""
     classes: Mapping[str, str]
     """The class of each module, by name."""
@@ -90,17 +89,17 @@ class Trace:
     """Storages of weights in another format. A call that runs again casts them again; a plain pass may share them by autocast's cache."""
 
 
-def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
+def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> ForwardTrace:
     """Return the trace of ``run(model)``; weights, buffers, attributes and random generators are left as they were.
 
-    A model that changes plain attributes of its modules runs twice, to tell state from what is made once.
+    A model that changes plain attributes of its modules runs twice, to tell state from what is created once.
 
     Raises:
         SessionError: the forward pass runs a backward pass of its own, or checkpoints parts of itself.
     """
     before = Attributes(model)
     traced = _traced(model, run)
-    if before.changed():  # what a second pass leaves alone was only made by the first, as a cache is
+    if before.changed():  # what a second pass leaves alone was only created by the first, such as a cache
         between = Attributes(model)
         traced = _traced(model, run)
         changed = between.changed()
@@ -110,7 +109,7 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
     return traced
 
 
-def _traced(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
+def _traced(model: nn.Module, run: Callable[[nn.Module], Any]) -> ForwardTrace:
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     tracer, host = _Tracer(model), HostStates.now()
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
@@ -126,7 +125,7 @@ def _traced(model: nn.Module, run: Callable[[nn.Module], Any]) -> Trace:
     return tracer.trace(changed, {name: buffer.nbytes for name, buffer in buffers.items()})
 
 
-def _refuse_calls(traced: Trace, module: str, attribute: str) -> None:
+def _refuse_calls(traced: ForwardTrace, module: str, attribute: str) -> None:
     """Refuse to checkpoint calls in which ``module`` changes an attribute: a second pass would change it again."""
     for call in traced.calls:
         if call.module in ("", module) or module.startswith(f"{call.module}."):
@@ -167,7 +166,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 class _OwnCheckpoint:
-    """Stands for torch's checkpointing while a model is traced: what is checkpointed already cannot be planned."""
+    """Replaces torch's checkpointing while a model is traced: a model that checkpoints itself cannot be planned."""
 
     def __init__(self, running: Callable[[], str]) -> None:
         self._running = running
@@ -182,26 +181,26 @@ class _OwnCheckpoint:
     apply = __call__
 
 
-class _Holder:
-    """Stands for a saved tensor; an empty object that can be referred to weakly."""
+class _Placeholder:
+    """What autograd saves in place of a tensor; supports weak references."""
 
 
-@dataclass
 class _Tracer:
-    """A trace in the making."""
+    """Records a trace."""
 
-    model: nn.Module
-    events: list[Any] = field(default_factory=list)
-    sizes: dict[int, int] = field(default_factory=dict)
-    calls: list[Call] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.events: list[Computed | SavedTensor] = []
+        self.sizes: dict[int, int] = {}
+        self.calls: list[ModuleCall] = []
+        self._saved: list[tuple[int, SavedTensor, weakref.ref[_Placeholder]]] = []
+        """The place of each saved tensor among the events, its event, and a reference to what dies with its graph."""
         self._numbers: dict[int, int] = {}
         self._references: dict[int, Any] = {}
-        self._open: list[Call] = []
-        self._made: dict[int, tuple[int, list[Call]]] = {}
+        self._open: list[ModuleCall] = []
+        self._made: dict[int, tuple[int, list[ModuleCall]]] = {}
         """Of each storage that a product wrote: the event, and the calls that were running."""
-        self._taken: dict[int, list[Call]] = {}
+        self._taken: dict[int, list[ModuleCall]] = {}
         """Of each storage: the calls that took it as an argument."""
         self._casts: set[int] = set()
         self._own = {t.untyped_storage()._cdata for t in (*self.model.parameters(), *self.model.buffers())}
@@ -224,7 +223,7 @@ class _Tracer:
                 for entry in _CHECKPOINT_ENTRIES:
                     stack.callback(setattr, torch.utils.checkpoint, entry, getattr(torch.utils.checkpoint, entry))
                     setattr(torch.utils.checkpoint, entry, _OwnCheckpoint(self._running))
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._saved, _refuse))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _refuse))
                 stack.enter_context(_Operations(self))
                 yield
         finally:
@@ -235,27 +234,26 @@ class _Tracer:
         return self._open[-1].module if self._open else ""
 
     def finish(self) -> None:
-        """Note which saved tensors belong to graphs that are alive."""
-        alive = [Saved(e[0], e[1]() is not None) if isinstance(e, tuple) and len(e) == 2 else e for e in self.events]
-        self.events = alive
+        """Mark the saved tensors whose graphs are alive."""
+        for place, saved, placeholder in self._saved:
+            self.events[place] = saved._replace(alive=placeholder() is not None)
 
-    def trace(self, changed: tuple[str, ...], buffer_bytes: Mapping[str, int]) -> Trace:
+    def trace(self, changed: tuple[str, ...], buffer_bytes: Mapping[str, int]) -> ForwardTrace:
         """Return the trace, with the buffers that turned out to be changed."""
         for call in self.calls:
             prefix = f"{call.module}." if call.module else ""
             call.copied_bytes = sum(buffer_bytes[name] for name in changed if name.startswith(prefix))
-        classes = {name: type(module).__name__ for name, module in self.model.named_modules()}
-        return Trace(
+        return ForwardTrace(
             events=self.events,
             sizes=self.sizes,
             calls=self.calls,
-            classes=classes,
+            classes={name: type(module).__name__ for name, module in self.model.named_modules()},
             changed=changed,
             casts=frozenset(self._casts),
         )
 
     def computed(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note an operation, and what it changed in place."""
+        """Record an operation, and what it changed in place."""
         found = operations_of(func, args, kwargs, result, "forward", "")
         is_product = func in PRODUCTS
         if func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._own:
@@ -282,7 +280,7 @@ class _Tracer:
         tensors, strange = _arguments((args, kwargs))
         storages = frozenset(self._number(t) for t in tensors if t.untyped_storage()._cdata not in self._own)
         refused = f"it is given a {strange}, which it may change" if strange else ""
-        call = Call(module=name, begin=len(self.events), end=0, arguments=storages, refused=refused)
+        call = ModuleCall(module=name, begin=len(self.events), end=0, arguments=storages, refused=refused)
         for storage in storages:
             self._taken.setdefault(storage, []).append(call)
         self.calls.append(call)
@@ -291,13 +289,14 @@ class _Tracer:
     def _left(self, *_: Any) -> None:
         self._open.pop().end = len(self.events)
 
-    def _saved(self, tensor: Tensor) -> _Holder:
-        holder = _Holder()
-        if tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._own:
-            self.events.append((self._number(tensor), weakref.ref(holder)))
-        else:
-            self.events.append((-1, weakref.ref(holder)))  # counts for the end of a second pass, and takes nothing
-        return holder
+    def _save(self, tensor: Tensor) -> _Placeholder:
+        placeholder = _Placeholder()
+        takes_memory = tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._own
+        # A tensor without a storage of its own still marks where a second pass may end.
+        saved = SavedTensor(self._number(tensor) if takes_memory else -1, alive=False)
+        self._saved.append((len(self.events), saved, weakref.ref(placeholder)))
+        self.events.append(saved)
+        return placeholder
 
     def _number(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage, one that no later storage gets."""
@@ -334,7 +333,7 @@ def _changed_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [t for t in tree_leaves(written) if isinstance(t, Tensor)]
 
 
-def _refuse(_: _Holder) -> Tensor:
+def _refuse(_: _Placeholder) -> Tensor:
     raise SessionError(
         "the forward pass runs a backward pass of its own, so its memory cannot be traced",
         hint="checkpoint the part of the model that does not, by handing that module and its inputs to mezzo.checkpoint",
@@ -342,9 +341,8 @@ def _refuse(_: _Holder) -> Tensor:
 
 
 def _arguments(given: Any) -> tuple[list[Tensor], str]:
-    """Return the tensors in arguments, and the class of one that a module could change; empty if there is none."""
-    tensors: list[Tensor] = []
-    strange: Counter[str] = Counter()
+    """Return the tensors in arguments, and the class of another object that a module could change; empty if there is none."""
+    tensors, strange = list[Tensor](), ""
     rest = [given]
     while rest:
         one = rest.pop()
@@ -355,5 +353,5 @@ def _arguments(given: Any) -> tuple[list[Tensor], str]:
         elif isinstance(one, (list, tuple)):
             rest += one
         elif not isinstance(one, _HARMLESS):
-            strange[type(one).__name__] += 1
-    return tensors, next(iter(strange), "")
+            strange = strange or type(one).__name__
+    return tensors, strange

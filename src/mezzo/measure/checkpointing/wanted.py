@@ -1,4 +1,4 @@
-"""What can be asked of activation checkpointing: a plan by name, or a number of bytes. Imports no torch."""
+"""Parse a request for activation checkpointing: a plan by name, or a number of bytes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from mezzo.errors import UsageError, nearest
 
 NAMED = ("none", "full", "every-2", "selective")
-"""The plans that a plan is compared with; any other number may follow ``every-``."""
+"""The plans that every other plan is compared with; any number may follow ``every-``."""
 EVERY = re.compile(r"every-([1-9]\d*)")
 _BYTES = re.compile(r"(?=[\d.]*[1-9])(\d+(?:\.\d+)?)\s*([KMGT]?i?B)", re.IGNORECASE)
 """A number above 0 with a unit."""
@@ -29,9 +29,8 @@ def check_wanted(text: str, *, option: str = "--checkpoint") -> str:
     if (is_plan(wanted) and wanted != "none") or _BYTES.fullmatch(wanted):
         return wanted
     plans = [name for name in NAMED if name != "none"]
-    near = (
-        nearest(wanted, plans) if wanted.isidentifier() else "allowed: full, every-K with a number, selective, or bytes"
-    )
+    allowed = "allowed: full, every-K with a number, selective, or bytes"
+    near = nearest(wanted, plans) if wanted.isidentifier() else allowed
     raise UsageError(
         f"{option} {text!r}; {near}",
         hint=f"type: {option} full, or {option} 12GiB for the least recomputation that keeps within 12 GiB",
@@ -43,7 +42,7 @@ def bytes_of_text(text: str | int, *, option: str = "budget") -> int:
 
     Args:
         text: the value.
-        option: what was given that value; it begins the error.
+        option: the option or argument with that value; it begins the error.
 
     Raises:
         UsageError: it names none.

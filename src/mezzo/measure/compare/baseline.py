@@ -43,7 +43,7 @@ class Baseline:
             name: Learning([Course(losses) for losses in known if losses and not_finite(losses, name=name) is None])
             for name, known in series.items()
         }
-        ways = {key: way for key, run in trained.items() if (way := _way(run, None, learning, baseline=group.name))}
+        ways = {key: way for key, run in trained.items() if (way := _way_of(run, None, learning, baseline=group.name))}
         return cls(
             group=group,
             margin=margin,
@@ -57,19 +57,18 @@ class Baseline:
 
     def ways_of(self, group: Group) -> dict[Key, Way]:
         """Return how the runs of another policy went wrong."""
-        found = {}
-        for key, run in group.trained.items():
-            way = _way(run, self.sound.get(key), self.learning, baseline=self.group.name)
-            if way is not None:
-                found[key] = way
-        return found
+        return {
+            key: way
+            for key, run in group.trained.items()
+            if (way := _way_of(run, self.sound.get(key), self.learning, baseline=self.group.name))
+        }
 
     def explains(self, num_wrong: int, num_runs: int) -> bool:
         """Return whether the baseline's own runs went wrong at least as often; never if all ``num_runs`` did."""
         return num_wrong < num_runs and num_wrong * len(self.group.trained) <= len(self.ways) * num_runs
 
 
-def _way(run: RunRecord, partner: RunRecord | None, learning: dict[str, Learning], *, baseline: str) -> Way | None:
+def _way_of(run: RunRecord, partner: RunRecord | None, learning: dict[str, Learning], *, baseline: str) -> Way | None:
     """Return how ``run`` went wrong; ``partner`` is the baseline's run with its seed, None for a typical one."""
     for name, losses in losses_of(run).items():
         if (bad := not_finite(losses, name=title_of(name))) is not None:

@@ -19,7 +19,7 @@ from mezzo.records import Metric, RunRecord
 
 _FP32_RESOLUTION = 2.0**-23
 LARGEST_SHARE_OF_FALL = 5.0
-"""Multiple of the requested margin: 10% of the fall in training against 2% of the final loss."""
+"""As a multiple of the requested margin: 10% of the fall in training against 2% of the final loss."""
 
 
 def loss_quantity(pairs: Sequence[Pair], name: str, *, learning: Learning, margin: float) -> Quantity | None:
@@ -47,7 +47,7 @@ def _share_of_loss(scale: Scale, place: float, *, learning: Learning, margin: fl
     if most * fall >= margin * value:
         return share, ""
     why = f"{100 * most:.2g}% of what training took off"
-    return (most * fall if isinstance(scale, Absolute) else math.log1p(most * fall / value)), why
+    return scale.nearest(most * fall / value, at=place), why
 
 
 @dataclass(frozen=True, kw_only=True)

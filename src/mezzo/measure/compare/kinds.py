@@ -23,40 +23,12 @@ from mezzo.records import Metric
 
 _PROPORTIONS = {
     *("acc", "accuracy", "precision", "prec", "recall", "sensitivity", "specificity", "correct", "match", "em", "rate"),
-    *(
-        "f1",
-        "f2",
-        "fscore",
-        "dice",
-        "iou",
-        "miou",
-        "jaccard",
-        "auc",
-        "auroc",
-        "auprc",
-        "roc",
-        "ap",
-        "map",
-        "mrr",
-        "ndcg",
-    ),
-    *("hit", "hits", "top", "top1", "top3", "top5", "top10", "purity", "percent"),
+    *("f1", "f2", "fscore", "dice", "iou", "miou", "jaccard", "auc", "auroc", "auprc", "roc", "ap", "map", "mrr"),
+    *("ndcg", "hit", "hits", "top", "top1", "top3", "top5", "top10", "purity", "percent"),
 }
 _ERRORS = {"err", "error", "errors", "misclassified", "wrong", "wer", "cer", "eer"}
 _OF_A_VALUE = {
-    "mse",
-    "mae",
-    "rmse",
-    "rms",
-    "squared",
-    "square",
-    "absolute",
-    "abs",
-    "relative",
-    "rel",
-    "l1",
-    "l2",
-    "huber",
+    *("mse", "mae", "rmse", "rms", "squared", "square", "absolute", "abs", "relative", "rel", "l1", "l2", "huber"),
 }
 """Words next to which "error" means that of a predicted value, not a share of wrong answers."""
 _LOSSES = {"loss", "losses", "nll", "ppl", "perplexity", "bpc", "bpb", "entropy"}

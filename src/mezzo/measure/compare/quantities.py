@@ -84,9 +84,8 @@ class Quantity:
         """The largest shift of the mean difference by rounding, on the scale."""
         if self.grid is None or len(self) < 2:
             return 0.0
-        return self.step * sum(
-            float(unaveraged(np.std(side, ddof=1) / self.grid.step)) for side in np.array(self.pairs).T
-        )
+        sides = np.std(np.array(self.pairs), axis=0, ddof=1)
+        return self.step * float(unaveraged(sides / self.grid.step).sum())
 
     @cached_property
     def seen(self) -> PairStatistics:
@@ -133,9 +132,8 @@ class Quantity:
 
     def natural(self, difference: float) -> float:
         """Return a difference on the scale, from the baseline's mean, in the units in which people state it."""
-        return (
-            difference if math.isnan(difference) else self.scale.change(difference, at=float(np.mean(self.places[1])))
-        )
+        at = float(np.mean(self.places[1]))
+        return difference if math.isnan(difference) else self.scale.change(difference, at=at)
 
     def natural_margin(self, margin: float) -> float:
         """Return a margin in the units in which people state it: the nearer of its two sides."""

@@ -1,10 +1,10 @@
 """How many seeds would decide a comparison, and with what probability.
 
-The pairs seen give only estimates of the true mean and spread: with three seeds, the spread may well be twice the estimate. So
-true values are drawn that fit the pairs seen (mean and variance from their posterior under Jeffreys' prior, the baseline's
-spread likewise), future pairs are drawn for each, and the tests are run on all pairs together. The result is the smallest number at which
-85% of the cases are decided. If the spread was underestimated by chance, that number is too small, so the true rate of decided cases
-is lower: four of five or more, by ``python -m benchmarks verdicts``. The draws are the same each time.
+The observed pairs only estimate the true mean and spread: with three seeds, the true spread may well be twice the estimate. So
+true values that fit the observed pairs are drawn (mean and variance from their posterior under Jeffreys' prior, the baseline's
+spread likewise), future pairs are drawn for each, and the tests run on all pairs together. The result is the smallest number of pairs
+that decides 85% of the cases. If the spread was underestimated by chance, that number is too small, so the true rate of decided
+cases is lower: four of five or more, as ``python -m benchmarks verdicts`` shows. The draws are the same each time.
 """
 
 from __future__ import annotations
@@ -52,12 +52,11 @@ class Future:
     """Samples of what further pairs of a quantity may show."""
 
     def __init__(self, quantity: Quantity, rng: np.random.Generator) -> None:
-        self.quantity, self._num, self._before = quantity, len(quantity), quantity.seen
+        self.quantity, self._num = quantity, len(quantity)
+        # The absolute mean, because the sign of a difference must not matter.
+        self._before = replace(quantity.seen, mean=np.abs(quantity.seen.mean))
         freedom = self._num - 1
         self._deviation = self._before.deviation * np.sqrt(freedom / stats.chi2.ppf(rng.random(_DRAWS), freedom))
-        self._before = replace(
-            self._before, mean=np.abs(self._before.mean)
-        )  # so that the sign of a difference does not matter
         self._mean = self._before.mean + self._deviation / math.sqrt(self._num) * rng.standard_normal(_DRAWS)
         self._spread = self._before.spread / spread_errors(rng.random(_DRAWS), self._num)
         self._to_come = rng.standard_normal(_DRAWS), rng.random(_DRAWS), rng.random(_DRAWS)

@@ -173,25 +173,19 @@ def way_of(course: Course, partner: Course, learning: Learning, *, name: str, ba
         return None
     theirs = f"where {baseline}'s fell from {short(partner.start)} to {short(partner.end)}"
     if learning.is_left_by(course):
-        text = f"the {name} ended at {short(course.end)}, far above all of {baseline}'s"
-        return Way(verdict="diverged", text=text)
+        return Way(verdict="diverged", text=f"the {name} ended at {short(course.end)}, far above all of {baseline}'s")
     if fall is None or partner.fall() < _TYPICAL * fall:
         return None
-    rise = course.end - course.start
+    rise, ends = course.end - course.start, f"from {short(course.start)} to {short(course.end)} {theirs}"
     if rise > _RISE * fall:
-        return Way(
-            verdict="diverged", text=f"the {name} rose from {short(course.start)} to {short(course.end)} {theirs}"
-        )
+        return Way(verdict="diverged", text=f"the {name} rose {ends}")
     given_back = course.end - course.lowest
     if min(given_back, course.start - course.lowest) > _GIVEN_BACK * fall:
         fell = f"fell from {short(course.start)} to {short(course.lowest)} and rose again to {short(course.end)}"
         return Way(verdict="diverged", text=f"the {name} {fell} {theirs}")
     # Measured from the partner's start, the second follows from the first. A baseline run may begin low, and end low without a fall.
     if -rise < _LEARNED * fall and course.end - partner.end > (_TYPICAL - _LEARNED) * fall:
-        return Way(
-            verdict="stopped_learning",
-            text=f"the {name} went from {short(course.start)} to {short(course.end)} {theirs}",
-        )
+        return Way(verdict="stopped_learning", text=f"the {name} went {ends}")
     return _stop_half_way(course, partner, learning, name=name, baseline=baseline)
 
 

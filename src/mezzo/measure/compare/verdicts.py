@@ -9,9 +9,8 @@ The first rule that applies decides:
 5. ``different`` if a quantity is shown to lie beyond its margin.
 6. What rules out ``equivalent``: runs that went wrong as some of the baseline's did (``undecided``); a number of steps other than the
    baseline's with that seed (``different`` if all the baseline's seeds make the same number, else ``undecided``); a policy under which
-   nothing ran in a lower format, so that it was not really tried (``undecided``); steps that a CUDA graph of the script replayed and
-   no record has (``undecided``); a requested metric that is missing in a run
-   (``undecided``).
+   nothing ran in a lower format, so that it was not really tried (``undecided``); steps missing from the record because a CUDA graph
+   of the script replayed them (``undecided``); a requested metric that is missing in a run (``undecided``).
 7. ``equivalent`` if every quantity is shown to lie within its margin, or nothing differs in any step; else ``undecided``, with the
    number of seeds that would decide.
 """
@@ -55,9 +54,8 @@ def judge(group: Group, *, base: Baseline) -> Judged:
         return Judged(verdict="failed", reasons=[next(iter(group.failed.values()))])
     pairs = group.pairs(base.sound)
     quantities = _quantities(pairs, base=base)
-    judged = (
-        _judge_baseline(base, quantities) if group is base.group else _judge_other(group, pairs, quantities, base=base)
-    )
+    is_base = group is base.group
+    judged = _judge_baseline(base, quantities) if is_base else _judge_other(group, pairs, quantities, base=base)
     keys = [pair.key for pair in pairs] or list(group.trained)
     note = skip_note([group.trained[key] for key in keys], policy=group.policy)
     first, *others = judged.reasons
@@ -104,50 +102,37 @@ def _judge_other(group: Group, pairs: Sequence[Pair], quantities: Sequence[Quant
         rest = _describe_failures(group, [key for key in group.failed if key in base.group.failed])
         sentences = _describe_failures(group, own, where=f" where {base.group.name} did not")
         return Judged(verdict="failed", reasons=[*sentences, *rest, *shown])
+    bars = _bars(group, pairs, ways, base=base)
+    reasons = [*(text for text, _ in bars), *shown, *failures]
     if own_16_bits := _describe_own_16_bits(pairs, base=base):
-        bars = [text for text, _ in _bars(group, pairs, ways, base=base)]
-        return Judged(verdict="undecided", reasons=[own_16_bits, *bars, *shown, *failures])
+        return Judged(verdict="undecided", reasons=[own_16_bits, *reasons])
     if any(q.is_beyond(num_quantities=len(quantities)) for q in quantities):
-        bars = [text for text, _ in _bars(group, pairs, ways, base=base)]
-        return Judged(verdict="different", reasons=[*bars, *shown, *failures])
-    return _equivalent_or_not(group, pairs, quantities, ways, shown=shown, base=base, failures=failures)
+        return Judged(verdict="different", reasons=reasons)
+    if bars:
+        return Judged(verdict=bars[0][1], reasons=reasons)
+    return _equivalent_or_not(pairs, quantities, shown=shown, baseline=base.group.name, failures=failures)
 
 
 def _equivalent_or_not(
-    group: Group,
-    pairs: Sequence[Pair],
-    quantities: Sequence[Quantity],
-    ways: Mapping[Key, Way],
-    *,
-    shown: list[str],
-    base: Baseline,
-    failures: list[str],
+    pairs: Sequence[Pair], quantities: Sequence[Quantity], *, shown: list[str], baseline: str, failures: list[str]
 ) -> Judged:
-    bars = _bars(group, pairs, ways, base=base)
-    if bars:
-        return Judged(verdict=bars[0][1], reasons=[*(text for text, _ in bars), *shown, *failures])
     if not quantities:
-        why = f"no run shares its seed with a run under {base.group.name} that trained well"
+        why = f"no run shares its seed with a run under {baseline} that trained well"
         return Judged(verdict="undecided", reasons=[why, *failures])
     if all(map(_is_identical, pairs)):
-        return Judged(
-            verdict="equivalent", reasons=[f"every step's loss is identical to {base.group.name}'s", *failures]
-        )
+        return Judged(verdict="equivalent", reasons=[f"every step's loss is identical to {baseline}'s", *failures])
     if all(quantity.is_inside() for quantity in quantities):
         return Judged(verdict="equivalent", reasons=[*shown, *failures])
     if len(pairs) == 1:
         why = "one seed has no spread to judge a difference by"
         return Judged(verdict="undecided", reasons=[*shown, why, *failures])
     needed = seeds_needed(quantities)
-    return Judged(
-        verdict="undecided",
-        reasons=[*shown, _describe_seeds(quantities, len(pairs), needed), *failures],
-        seeds_needed=needed,
-    )
+    reasons = [*shown, _describe_seeds(quantities, len(pairs), needed), *failures]
+    return Judged(verdict="undecided", reasons=reasons, seeds_needed=needed)
 
 
 def _bars(group: Group, pairs: Sequence[Pair], ways: Mapping[Key, Way], *, base: Baseline) -> list[tuple[str, Verdict]]:
-    """Return the reasons why a policy cannot be called equivalent, each with the remaining verdict."""
+    """Return the reasons why a policy cannot be called equivalent, each with the verdict that it leaves."""
     bars: list[tuple[str, Verdict]] = [(text, "undecided") for text in _describe_ways(ways, group, base=base)]
     unequal = [pair for pair in pairs if len(pair.run.steps) != len(pair.baseline.steps)]
     if unequal:
@@ -165,7 +150,7 @@ def _bars(group: Group, pairs: Sequence[Pair], ways: Mapping[Key, Way], *, base:
 
 
 def replayed(pairs: Sequence[Pair]) -> list[str]:
-    """Return that the steps of some runs are not in their records, because a CUDA graph replays them; empty if none does."""
+    """Return a sentence if steps of some runs are missing from their records because a CUDA graph replayed them; else nothing."""
     found = [(pair, run) for pair in pairs for run in (pair.run, pair.baseline) if run.replays]
     if not found:
         return []
@@ -205,8 +190,7 @@ def _describe_ways(ways: Mapping[Key, Way], group: Group, *, base: Baseline | No
             key, way = found[0]
             sentences.append(f"{len(found)} of {_runs(group.num_runs)} {verb}: with {key}, {way.text}")
     if sentences and base is not None and base.ways:
-        own = f"{len(base.ways)} of {_runs(base.group.num_runs)} under {base.group.name} went wrong too"
-        sentences.append(own)
+        sentences.append(f"{len(base.ways)} of {_runs(base.group.num_runs)} under {base.group.name} went wrong too")
     return sentences
 
 
@@ -221,14 +205,12 @@ def _runs(number: int) -> str:
 
 
 def _describe_seeds(quantities: Sequence[Quantity], num_seeds: int, needed: int | None) -> str:
-    coarse = [q for q in quantities if q.rounding >= q.margin.surely(num_seeds)]
-    if coarse:
-        step = coarse[0].grid.step if coarse[0].grid else 0.0
+    coarse = next((q for q in quantities if q.grid and q.rounding >= q.margin.surely(num_seeds)), None)
+    if coarse is not None and coarse.grid is not None:
         return (
-            f"{coarse[0].name} comes in steps of {short(step)}, too coarse for its margin: print more digits, evaluate on more "
+            f"{coarse.name} comes in steps of {short(coarse.grid.step)}, too coarse for its margin: print more digits, evaluate on more "
             "examples, or choose a wider --margin"
         )
-    would = (
-        f"{needed} would, in {percent(KEPT)} of cases or more" if needed else f"more than {MAX_SEEDS} would be needed"
-    )
-    return f"{num_seeds} seeds do not decide; {would}"
+    if needed is None:
+        return f"{num_seeds} seeds do not decide; more than {MAX_SEEDS} would be needed"
+    return f"{num_seeds} seeds do not decide; {needed} would, in {percent(KEPT)} of cases or more"

@@ -9,7 +9,7 @@ measured trainings. So the trace is replayed by the allocator's rules (``c10/cud
 - The smallest free block that fits is taken, the lowest address first. It is split if the rest is at least 512 bytes in the
   small pool, more than 1 MiB in the large one.
 - Freed blocks merge with free neighbours of their segment. Segments stay reserved.
-- If the device cannot give a new segment, all wholly free segments go back to it, once; then the allocation fails.
+- If the device has no room for a new segment, all wholly free segments are returned to it, once; then the allocation fails.
 
 Limits: one stream, no expandable segments, no ``max_split_size_mb``, no garbage-collection threshold; the device itself never
 fragments.
@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 _UNIT_BYTES = 512
 _SMALL_BYTES = MIB
 _SMALL_SEGMENT_BYTES = 2 * MIB
@@ -29,7 +29,7 @@ _OWN_SEGMENT_BYTES = 10 * MIB
 _OWN_SEGMENT_UNIT_BYTES = 2 * MIB
 
 
-class OutOfMemory(Exception):
+class SimulatedOutOfMemory(Exception):
     """The simulated device has no room for an allocation."""
 
 
@@ -57,8 +57,6 @@ class CachingAllocator:
         self._next_address = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self.num_retries = 0
-        """How often all wholly free segments were given back for room."""
 
     def allocate(self, size_bytes: int) -> Block:
         """Return a block of at least ``size_bytes``.
@@ -68,7 +66,9 @@ class CachingAllocator:
         """
         size = rounded_bytes(size_bytes)
         small = size <= _SMALL_BYTES
-        block = self._take_free(size, small) or self._new_segment(size, small)
+        pool = self._free[small]
+        place = bisect_left(pool, (size, 0))
+        block = self._blocks[pool.pop(place)[1]] if place < len(pool) else self._new_segment(size, small)
         self._split(block, size)
         block.free = False
         self.allocated_bytes += block.size_bytes
@@ -87,20 +87,12 @@ class CachingAllocator:
         block.free = True
         insort(self._free[block.small], (block.size_bytes, block.address))
 
-    def _take_free(self, size: int, small: bool) -> Block | None:
-        pool = self._free[small]
-        place = bisect_left(pool, (size, 0))
-        if place == len(pool):
-            return None
-        return self._blocks[pool.pop(place)[1]]
-
     def _new_segment(self, size: int, small: bool) -> Block:
         segment = segment_bytes(size)
         if not self._has_room(segment):
-            self.num_retries += 1
             self._give_back()
             if not self._has_room(segment):
-                raise OutOfMemory
+                raise SimulatedOutOfMemory
         block = Block(self._next_address, segment, small)
         self._blocks[block.address] = block
         self._next_address += segment
@@ -113,14 +105,12 @@ class CachingAllocator:
 
     def _give_back(self) -> None:
         for pool in self._free.values():
-            whole = [(size, at) for size, at in pool if self._is_whole_segment(self._blocks[at])]
-            for entry in whole:
-                pool.remove(entry)
-                self.reserved_bytes -= self._blocks.pop(entry[1]).size_bytes
-
-    @staticmethod
-    def _is_whole_segment(block: Block) -> bool:
-        return block.before is None and block.after is None
+            for entry in list(pool):
+                block = self._blocks[entry[1]]
+                if block.before is None and block.after is None:  # a whole segment
+                    pool.remove(entry)
+                    del self._blocks[block.address]
+                    self.reserved_bytes -= block.size_bytes
 
     def _split(self, block: Block, size: int) -> None:
         rest = block.size_bytes - size

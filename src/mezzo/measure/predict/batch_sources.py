@@ -1,7 +1,7 @@
-"""Where a script gets the size of its batches from, other than a loader: an argument, a number in its text, or in a file it reads.
+"""Find where a script without a loader gets its batch size: an argument, a number in its text, or one in a file that it reads.
 
-A place is a guess until the script is traced with another number there: only a trace in which the batch follows, and nothing of
-the model does, makes it the size of the batch. Reads the text and imports no torch.
+A place is a guess until the script is traced with another number there: it sets the batch size only if the batch changes and the
+model does not. Reads text and imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NAMED = re.compile(r"batch|(^|_)bs($|_)|^B$|(^|_)bsz($|_)", re.IGNORECASE)
 _SETTING = re.compile(r"""([A-Za-z_][\w.-]*)["']?\s*[:=]\s*["']?(\d+)(?![\w.])""")
 """A setting of a whole number in JSON, YAML, TOML or an INI file, with its name."""
 _LEAST = 2
-"""Numbers below are counts and flags in most places."""
+"""Smaller numbers are counts and flags in most places."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def batch_sources(
 
 
 def _numbers(file: str, size: int) -> tuple[list[ast.expr], list[ast.expr]]:
-    """Return the numbers ``size`` in a Python file: those that a name says are a batch's, and all."""
+    """Return the numbers ``size`` in a Python file: those whose names speak of a batch, and all."""
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -80,7 +80,7 @@ def _numbers(file: str, size: int) -> tuple[list[ast.expr], list[ast.expr]]:
 
 
 def _in_configuration(file: str, size: int) -> Iterator[BatchSource]:
-    """Yield the settings of a configuration that a name says are a batch's: all at once, then each."""
+    """Yield the settings of a configuration whose names speak of a batch: all at once, then each."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -111,10 +111,8 @@ def _named(tree: ast.AST) -> Iterator[ast.expr]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Assign, ast.AnnAssign, ast.keyword)) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
-            names = [
-                getattr(one, "id", None) or getattr(one, "attr", None) or getattr(one, "arg", None) for one in targets
-            ]
-            if any(name and _NAMED.search(name) for name in names):
+            names = [getattr(one, key, None) or "" for one in targets for key in ("id", "attr", "arg")]
+            if any(map(_NAMED.search, names)):
                 yield node.value
         if isinstance(node, ast.Call) and any(_says_batch(one) for one in node.args):
             yield from (keyword.value for keyword in node.keywords if keyword.arg == "default")

@@ -1,8 +1,8 @@
-"""Rates of the machine at hand, measured and kept: ``mezzo predict --calibrate``.
+"""Measure the rates of this machine and keep them: ``mezzo predict --calibrate``.
 
-Small trainings run on the device. Each of their operations is timed by itself, least of several repeats: by the thread's CPU time
-on a CPU, so that other programs count little, by events on a GPU. Lines through these times are the rates; whole steps, timed
-without watching, give what lies between operations. The rates are kept in the user's cache folder, one file a device.
+Small trainings run on the device. Each of their operations is timed by itself, and the least of several repeats counts: the thread's
+CPU time on a CPU, so that other programs matter little, and events on a GPU. Lines through these times are the rates; whole steps,
+timed without a recorder, show the time between operations. The rates are in the user's cache folder, one file for each device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -25,31 +25,31 @@ from mezzo.formats import BF16, FP16
 from mezzo.gpus import GPUS, Gpu, find_gpu
 from mezzo.measure.predict.operations import operations_of
 from mezzo.measure.predict.probes import Probe, loss_of, probes
-from mezzo.measure.predict.rates import Line, Rates, Timed
+from mezzo.measure.predict.rates import CostLine, MachineRates, TimedOperation
 from mezzo.measure.predict.recorder import Recorder
-from mezzo.measure.predict.tape import Operation
+from mezzo.measure.predict.tape import CostedOperation
 from mezzo.records import Prediction, Reason
+from mezzo.records.files import write_whole
 
 _REPEATS = 5
 _STEADY = 1.02
 """Repeats end when the two fastest differ by no more than this factor: another would change the least by less."""
 _PROBE_S = 2.5
-"""Most time of one probe's repeats, of which there are two kinds."""
+"""The most time for one probe's repeats; each probe is repeated in two ways."""
 _ALL_S = 100.0
-"""Most time of one policy's repeats; each probe has an equal share of what is left, so a busy machine repeats less."""
-
+"""The most time for one policy's repeats; each probe gets an equal share of what is left, so a busy machine repeats less."""
 _GPU_SCALE = 16
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured rates with where and how they came about."""
+    """Measured rates, and the device and versions they were measured with."""
 
     device: str
     threads: int
     date: str
     torch: str
-    rates: dict[str, Rates]
+    rates: dict[str, MachineRates]
     """By policy."""
     low: float
     """10th percentile of measured over predicted speed of the probes' steps."""
@@ -58,13 +58,12 @@ class Calibration:
 
     @property
     def path(self) -> Path:
-        """Where it is kept."""
+        """The file of the calibration."""
         return path_of(self.device)
 
     def save(self) -> None:
-        """Keep it, in place of an earlier one of the device."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        """Write it to its file, which replaces an earlier one of the device."""
+        write_whole(json.dumps(asdict(self), indent=1) + "\n", self.path)
 
 
 def path_of(device: str) -> Path:
@@ -80,14 +79,14 @@ def kept(device: str) -> Calibration | None:
         return None
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     rates = {
-        policy: Rates({kind: Line(*line) for kind, line in found.pop("lines").items()}, **found)
+        policy: MachineRates({kind: CostLine(*line) for kind, line in found.pop("lines").items()}, **found)
         for policy, found in data.pop("rates").items()
     }
     return Calibration(**data, rates=rates)
 
 
 def calibration_of(gpu: Gpu) -> Calibration | None:
-    """Return the kept calibration of this machine's GPU if it is a ``gpu``."""
+    """Return the kept calibration of this machine's GPU if that is a ``gpu``."""
     if not torch.cuda.is_available():
         return None
     name = device_name("cuda")
@@ -96,30 +95,23 @@ def calibration_of(gpu: Gpu) -> Calibration | None:
 
 
 def rates_used(made: Sequence[Prediction]) -> list[Reason]:
-    """Return where the measured rates behind predictions lie, by GPU."""
-    found = {
-        one.gpu: kept(device_name("cpu")) if one.gpu == "cpu" else calibration_of(GPUS[one.gpu])
-        for one in made
-        if one.calibrated
-    }
-    return [
-        Reason(
-            what=f"rates of {name}",
-            value=str(one.path),
-            reason=f"measured on {one.device}, {one.date}, torch {one.torch}",
-        )
-        for name, one in found.items()
-        if one is not None
-    ]
+    """Return the files of the measured rates behind predictions, by GPU."""
+    found = []
+    for name in dict.fromkeys(one.gpu for one in made if one.calibrated):
+        one = kept(device_name("cpu")) if name == "cpu" else calibration_of(GPUS[name])
+        if one is not None:
+            why = f"measured on {one.device}, {one.date}, torch {one.torch}"
+            found.append(Reason(what=f"rates of {name}", value=str(one.path), reason=why))
+    return found
 
 
 def this_kind() -> str:
-    """Return torch's device type that a calibration of this machine measures: a GPU if there is one."""
+    """Return the device type that a calibration of this machine measures: ``cuda`` if it has a GPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_name(kind: str) -> str:
-    """Return the name that a calibration of torch's device type ``kind`` is kept under: of a CPU, with torch's number of threads.
+    """Return the name of a calibration's device; a CPU's includes the number of torch's threads.
 
     Rates of two threads predicted trainings on one thread 39% too fast.
     """
@@ -134,13 +126,13 @@ def calibrate(kind: str, *, note: Callable[[str], None] = lambda _: None) -> Cal
 
     Args:
         kind: ``cpu`` or ``cuda``.
-        note: told which probe runs.
+        note: called with a line about each probe before it runs.
     """
-    rates: dict[str, Rates] = {}
+    rates: dict[str, MachineRates] = {}
     speeds: list[float] = []
     for policy in _policies(kind):
-        timed: list[Timed] = []
-        steps: list[tuple[list[Operation], float]] = []
+        timed: list[TimedOperation] = []
+        steps: list[tuple[list[CostedOperation], float]] = []
         chosen, end = list(probes(1 if kind == "cpu" else _GPU_SCALE)), time.monotonic() + _ALL_S
         for number, probe in enumerate(chosen):
             note(f"calibrating {device_name(kind)} in {policy}: {probe.name}, {number + 1} of {len(chosen)}")
@@ -149,7 +141,7 @@ def calibrate(kind: str, *, note: Callable[[str], None] = lambda _: None) -> Cal
             found = running.operations(most_s)
             timed += found
             steps.append(([one.operation for one in found], least_seconds(running.step, kind, most_s=most_s)))
-        rates[policy] = Rates.fitted(timed).with_steps(steps)
+        rates[policy] = MachineRates.fitted(timed).with_steps(steps)
         speeds += [float(rates[policy].seconds(operations).sum()) / seconds for operations, seconds in steps]
     low, high = np.quantile(speeds, [0.1, 0.9])
     return Calibration(
@@ -164,7 +156,7 @@ def calibrate(kind: str, *, note: Callable[[str], None] = lambda _: None) -> Cal
 
 
 def _policies(kind: str) -> list[str]:
-    """Return the policies that the device computes in its own units."""
+    """Return the policies that the device computes natively."""
     if kind == "cpu":
         return ["fp32"]
     return ["fp32", *(["tf32", "bf16"] if torch.cuda.get_device_capability() >= (8, 0) else []), "fp16"]
@@ -172,7 +164,7 @@ def _policies(kind: str) -> list[str]:
 
 @contextmanager
 def _precision(policy: str, kind: str) -> Iterator[None]:
-    """Run the block under ``policy``, TF32 only where it is asked for."""
+    """Run the block under ``policy``, with TF32 off under FP32."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn) if kind == "cuda" else ()
     own = [backend.allow_tf32 for backend in backends]
     dtype = {form.name: form.dtype for form in (FP16, BF16)}.get(policy)
@@ -206,26 +198,22 @@ class _Running:
             loss.backward()
         self.optimizer.step()
 
-    def operations(self, most_s: float) -> list[Timed]:
+    def operations(self, most_s: float) -> list[TimedOperation]:
         """Return the operations of a step, each with its least seconds over repeats of ``most_s`` in all."""
-        found: list[list[Timed]] = []
+        found: list[list[TimedOperation]] = []
         stop = time.monotonic() + most_s
-        while len(found) < 2 or (
-            len(found) < _REPEATS and time.monotonic() < stop and not _steady(map(_total_s, found))
-        ):
+        totals: list[float] = []
+        while len(found) < 2 or (len(found) < _REPEATS and time.monotonic() < stop and not _steady(totals)):
             with Stopwatch(self.kind) as watch:
                 self.step()
             found.append(watch.timed)
+            totals.append(sum(one.seconds for one in watch.timed))
         least = np.min([[one.seconds for one in repeat] for repeat in found], axis=0)
-        return [Timed(one.operation, float(s)) for one, s in zip(found[0], least, strict=True) if s > 0]
+        return [TimedOperation(one.operation, float(s)) for one, s in zip(found[0], least, strict=True) if s > 0]
 
 
-def _total_s(timed: Sequence[Timed]) -> float:
-    return sum(one.seconds for one in timed)
-
-
-def _steady(seconds: Iterable[float]) -> bool:
-    """Return whether three repeats or more have shown the least: the two fastest agree."""
+def _steady(seconds: Sequence[float]) -> bool:
+    """Return whether at least three repeats have shown the least time: the two fastest agree."""
     fastest = sorted(seconds)
     return len(fastest) > 2 and fastest[1] <= _STEADY * fastest[0]
 
@@ -250,7 +238,7 @@ class Stopwatch(Recorder):
     def __init__(self, kind: str) -> None:
         """Start for torch's device type ``kind``."""
         super().__init__(batch=1)
-        self.timed: list[Timed] = []
+        self.timed: list[TimedOperation] = []
         self._kind = kind
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -259,7 +247,9 @@ class Stopwatch(Recorder):
         parts = operations_of(func, args, kwargs, result, "forward", "")
         # A convolution's backward pass is one call and two products of equally many operations.
         flops = sum(part.flops for part in parts)
-        self.timed += [Timed(part, seconds * (part.flops / flops if flops else 1 / len(parts))) for part in parts]
+        self.timed += [
+            TimedOperation(part, seconds * (part.flops / flops if flops else 1 / len(parts))) for part in parts
+        ]
         return result
 
     def _timed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[float, Any]:

@@ -1,4 +1,4 @@
-"""Constants of the time formulas and the errors that they make, read from ``constants.json``.
+"""Constants of the time formulas and their errors, read from ``constants.json``.
 
 ``benchmarks/predict_fit.py`` writes that file from public measurements. The errors are those of GPUs of an architecture that
 was left out of the fit.
@@ -7,14 +7,14 @@ was left out of the fit.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What the formulas leave open; the defaults are where a fit begins."""
+    """The free parameters of the formulas; the defaults are where a fit begins."""
 
     half: float = 0.75
     """Share of the peak rate that 16-bit products reach."""
@@ -58,7 +58,7 @@ class Constants:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """Constants with the rows that they stand on."""
+    """Constants, and the rows that they were fitted to."""
 
     constants: Constants
     num_rows: int
@@ -75,15 +75,12 @@ class Fitted:
 
 
 def family(architecture: str) -> str:
-    """Return what an architecture is left out with: ``GA10x`` for ``Ampere GA102``."""
+    """Return the group with which a fit leaves an architecture out: ``GA10x`` for ``Ampere GA102``."""
     name = architecture.split()[0] if architecture.startswith(("Ada", "Blackwell")) else architecture.split()[-1]
     return "GA10x" if name in ("GA102", "GA104") else name
 
 
 def fitted() -> Fitted:
-    """Return what ships."""
+    """Return the constants that ship."""
     data: dict[str, Any] = json.loads((files("mezzo.measure.predict") / "constants.json").read_text(encoding="utf-8"))
     return Fitted(**{**data, "constants": Constants(**data["constants"])})
-
-
-NAMES = tuple(f.name for f in fields(Constants))

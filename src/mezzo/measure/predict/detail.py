@@ -1,4 +1,4 @@
-"""One prediction seen closely: throughput over batch sizes, memory over the step, and the time of each module."""
+"""One prediction in detail: throughput over batch sizes, memory over the step, and the time of each module."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from mezzo.measure.predict.memory import DRIVER_BYTES
 from mezzo.measure.predict.plan import Tapes, matrix_formats, recorded_as
-from mezzo.measure.predict.step import Conditions, Step
-from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.step import Conditions, PredictedStep, seconds_by_module
+from mezzo.measure.predict.tape import TrainingTape
 from mezzo.records import BatchCurve, MemoryTimeline, ModuleTime, Prediction, PredictionDetail
 
 _POINTS = 200
@@ -18,7 +18,7 @@ _SHOWN_KINDS = ("parameters", "gradients", "optimizer", "activations", "temporar
 def detail_of(
     tapes: Mapping[str, Tapes], best: Prediction, others: Sequence[Prediction], *, batch: int, where: Conditions
 ) -> PredictionDetail:
-    """Return the detail of ``best``, with the curves of ``others``, which are on the same GPU."""
+    """Return the details of ``best``, with the curves of ``others`` on the same GPU."""
     own = tapes[recorded_as(best.policy)].at(batch)
     return PredictionDetail(
         gpu=best.gpu,
@@ -41,17 +41,18 @@ def _curve(tapes: Tapes, one: Prediction, where: Conditions) -> BatchCurve:
     return BatchCurve(policy=one.policy, batches=sizes, throughput=rates)
 
 
-def timeline(tape: Tape, formats: Collection[str] = ()) -> MemoryTimeline:
+def timeline(tape: TrainingTape, formats: Collection[str] = ()) -> MemoryTimeline:
     """Return the allocated bytes by kind over the last step, at the largest moment of each stretch of allocations.
 
     Args:
         tape: the training.
-        formats: what the device's matrix units compute.
+        formats: the formats that the device's matrix units compute.
     """
     alive: dict[str, int] = {}
     begin = tape.step_starts[-1] if tape.step_starts else 0
     points: list[tuple[int, dict[str, int]]] = []
-    end = max((place + 1 for place, event in enumerate(tape.events) if event >= 0), default=0)  # then all only goes
+    # After the last allocation blocks are only freed.
+    end = max((place + 1 for place, event in enumerate(tape.events) if event >= 0), default=0)
     stretch = max(1, -(-(end - begin) // _POINTS))
     highest = -1
     for place, event in enumerate(tape.events[:end]):
@@ -80,13 +81,7 @@ def _after(starts: Sequence[int], begin: int) -> int | None:
     return next((start - begin for start in starts if start >= begin), None)
 
 
-def module_times(step: Step) -> list[ModuleTime]:
-    """Return the milliseconds of each module's own operations by what they wait for; the optimizer's last of all."""
-    kinds = step.kinds()
-    found: dict[str, dict[str, float]] = {}
-    for operation, seconds, kind in zip(step.tape.operations, step.each, kinds, strict=True):
-        name = "(optimizer)" if operation.phase == "optimizer" else operation.module or "(model)"
-        own = found.setdefault(name, {})
-        own[str(kind)] = own.get(str(kind), 0.0) + 1e3 * float(seconds)
-    order = sorted(found, key=lambda name: -sum(found[name].values()))[:_MOST_MODULES]
-    return [ModuleTime(module=name, ms=found[name]) for name in order]
+def module_times(step: PredictedStep) -> list[ModuleTime]:
+    """Return the milliseconds of each module's own operations by what limits them, the longest first."""
+    found = [*seconds_by_module(step.tape, step.each, step.kinds()).items()][:_MOST_MODULES]
+    return [ModuleTime(module=name, ms={kind: 1e3 * s for kind, s in own.items()}) for name, own in found]

@@ -1,4 +1,4 @@
-"""Linear layers in FP8: which products of a 16-bit tape run in 8 bits, and what the casts around them cost.
+"""Linear layers in FP8: which products of a 16-bit tape run in 8 bits, and the cost of the casts around them.
 
 Layers are chosen as Mezzo's FP8 policy chooses them (``engine.fp8_torchao``): sizes in multiples of 16, large enough, not the last.
 Weights, gradients and saved activations stay in 16 bits, so memory is that of BF16. For each of a layer's three products::
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from mezzo.engine.fp8_torchao import stays_in_16_bits
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.constants import Constants
-from mezzo.measure.predict.tape import Operation
+from mezzo.measure.predict.tape import CostedOperation
 from mezzo.measure.predict.time import HALF_FORMATS, Bounds, Card, Columns, operation_bounds
 
 CASTS = 4
@@ -46,7 +46,7 @@ class Fp8Layers:
 
     @property
     def sentence(self) -> str:
-        """How many layers run in FP8, and why the others do not."""
+        """How many layers run in FP8 and why the others do not, in a sentence."""
         if not self.num_layers:
             return "It has no linear layers, so FP8 is BF16"
         why = "; ".join(f"{count}: {reason}" for reason, count in self.others.most_common())
@@ -55,7 +55,7 @@ class Fp8Layers:
         return head + (f", the others in BF16 ({why})" if why else "")
 
 
-def fp8_layers(operations: Sequence[Operation]) -> Fp8Layers:
+def fp8_layers(operations: Sequence[CostedOperation]) -> Fp8Layers:
     """Return which products of ``operations``, those of a 16-bit step, run in FP8."""
     layers: dict[str, tuple[int, int]] = {}
     for op in operations:
@@ -73,11 +73,11 @@ def fp8_layers(operations: Sequence[Operation]) -> Fp8Layers:
     )
 
 
-def _is_linear(op: Operation) -> bool:
+def _is_linear(op: CostedOperation) -> bool:
     return op.name in _LINEAR and op.format in HALF_FORMATS and op.phase in ("forward", "backward")
 
 
-def fp8_bounds(operations: Sequence[Operation], gpu: Gpu, constants: Constants, *, channels_last: bool) -> Bounds:
+def fp8_bounds(operations: Sequence[CostedOperation], gpu: Gpu, constants: Constants, *, channels_last: bool) -> Bounds:
     """Return the seconds of ``operations``, linear products of 16-bit operands, in FP8 with the casts of their operands."""
     c = replace(constants, feed_bytes=2 * constants.feed_bytes)  # an element has half as many bytes
     card = Card.of(replace(gpu, fp16_flops_per_s=gpu.fp8_flops_per_s), tf32=True, channels_last=channels_last)

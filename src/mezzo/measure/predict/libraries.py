@@ -1,4 +1,4 @@
-"""Import of libraries of models, whose operators need not run: a step is traced without numbers."""
+"""Import libraries of models, whose operators need not run because steps are traced without numbers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mezzo.errors import UsageError
 def imported(library: str) -> Any:
     """Return a library of models.
 
-    torchvision's wheel lacks its operators beside a torch of another build, and timm and transformers import torchvision if
-    it is there; so the operators are declared.
+    torchvision's wheel lacks its operators if torch comes from another build, and timm and transformers import torchvision if
+    it is installed; so its operators are declared here.
 
     Raises:
         UsageError: the library is not installed, or cannot be imported.
@@ -38,7 +38,7 @@ def imported(library: str) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Let libraries log errors alone: that an optional kernel is missing says nothing of a model that is never computed."""
+    """Let libraries log errors only: warnings that an optional kernel is missing do not matter to a model that never runs."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -64,6 +64,5 @@ def _declare_operators() -> None:
             _OPERATORS.define(f"{name}() -> ()")
 
 
-_OPERATORS = torch.library.Library(
-    "torchvision", "FRAGMENT"
-)  # an operator lives as long as the library that declared it
+_OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
+"""Declares the operators, which live as long as this object."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mezzo.errors import UsageError, nearest
 from mezzo.measure.predict.libraries import imported, quiet
-from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
 
@@ -156,7 +156,7 @@ def tape_of(
     channels_last: bool,
     gpu: bool = True,
     checkpoint: str | None = None,
-) -> Tape:
+) -> TrainingTape:
     """Return the tape of ``model``'s training under ``policy``.
 
     Args:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo.formats import format_of
 from mezzo.measure.flops import COUNTS
-from mezzo.measure.predict.tape import Operation, Phase, Shape
+from mezzo.measure.predict.tape import CostedOperation, Phase, Shape
 
 aten: Any = torch.ops.aten
 _FREE = frozenset(
@@ -44,7 +44,7 @@ _NORMS = {
 """Normalisations over the batch, with the place of their input."""
 
 
-def operations_of(func: Any, args: Any, kwargs: Any, result: Any, phase: Phase, module: str) -> list[Operation]:
+def operations_of(func: Any, args: Any, kwargs: Any, result: Any, phase: Phase, module: str) -> list[CostedOperation]:
     """Return what ``func`` computes; empty for an operation that computes nothing."""
     packet = func.overloadpacket
     if packet in _FREE or func.is_view or func.namespace == "prim":
@@ -62,7 +62,7 @@ def operations_of(func: Any, args: Any, kwargs: Any, result: Any, phase: Phase, 
         read = [*inputs[1:], *outputs]
     count = COUNTS.get(packet)
     return [
-        Operation(
+        CostedOperation(
             name=packet.__name__,
             phase=phase,
             module=module,
@@ -77,7 +77,7 @@ def operations_of(func: Any, args: Any, kwargs: Any, result: Any, phase: Phase, 
 
 def _convolution_backward(
     args: Sequence[Any], result: Sequence[Tensor | None], form: str, phase: Phase, module: str
-) -> list[Operation]:
+) -> list[CostedOperation]:
     grad, x, weight, transposed, groups = args[0], args[1], args[2], args[7], args[9]
     forward = _convolved(x.shape, weight.shape, grad.shape, transposed, groups)
     flops = 2 * forward.products * forward.rows * forward.columns * forward.depth
@@ -104,7 +104,7 @@ def _convolution_backward(
     for name, (gradient, operand, shape) in kinds.items():
         if gradient is not None:
             found.append(
-                Operation(
+                CostedOperation(
                     name=name,
                     phase=phase,
                     module=module,
@@ -116,7 +116,7 @@ def _convolution_backward(
                 )
             )
     if len(result) > 2 and (bias := result[2]) is not None:
-        found.append(Operation("sum", phase, module, form, 0, _bytes(grad), _bytes(bias)))
+        found.append(CostedOperation("sum", phase, module, form, 0, _bytes(grad), _bytes(bias)))
     return found
 
 

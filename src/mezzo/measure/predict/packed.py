@@ -1,7 +1,7 @@
-"""Packed sequences, while a script is traced without numbers: every sequence is taken to be as long as the padded batch.
+"""Pack sequences without numbers: every sequence is assumed to be as long as the padded batch.
 
-The lengths are numbers, so a packed batch has as many rows as its padded one, and a recurrent layer is given the padded batch.
-So memory is what the script needs at most, and throughput what it reaches at least; the record says so, and names the lines.
+The lengths are numbers, so a packed batch has as many rows as its padded one, and a recurrent layer gets the padded batch.
+So memory is an upper bound and throughput a lower bound; the record says so, and names the lines.
 """
 
 from __future__ import annotations

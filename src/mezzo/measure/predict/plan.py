@@ -19,9 +19,9 @@ from mezzo.measure.predict.memory import (
     PredictedMemory,
     predict_memory,
 )
-from mezzo.measure.predict.sharding import Job
-from mezzo.measure.predict.step import ALONE, Conditions, module_shares
-from mezzo.measure.predict.tape import Tape, check_same_steps
+from mezzo.measure.predict.sharding import GpuGroup
+from mezzo.measure.predict.step import ALONE, Conditions, module_shares, shares_by_kind
+from mezzo.measure.predict.tape import TrainingTape, check_same_steps
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.records import Prediction
 
@@ -31,24 +31,22 @@ PREDICTED = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16
 """Policies that can be predicted."""
 _WORTH, _EVEN = 1.15, 1.03
 _MOST = 1 << 24
-"""Largest batch that is looked for."""
+"""The largest batch that is tried."""
 
 
 @dataclass(frozen=True)
 class Tapes:
     """A training under one policy at two batch sizes; ``other`` is None if other sizes do not follow."""
 
-    one: Tape
-    other: Tape | None
+    one: TrainingTape
+    other: TrainingTape | None
     num_batches: int = 1
     """Batches that one update accumulates."""
-    _made: dict[int, Tape] = field(default_factory=dict, repr=False, compare=False)
-    largest: dict[tuple[int, int, tuple[str, ...], float, Job], int] = field(
-        default_factory=dict, repr=False, compare=False
-    )
+    _made: dict[int, TrainingTape] = field(default_factory=dict, repr=False, compare=False)
+    largest: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
     """The largest batch by memory, workspace, formats of matrix units, headroom and job: GPUs and policies that share these share it."""
 
-    def at(self, batch: int) -> Tape:
+    def at(self, batch: int) -> TrainingTape:
         """Return the tape at ``batch``."""
         if batch == self.one.batch:
             return self.one
@@ -62,7 +60,7 @@ class Tapes:
         return self._made[batch]
 
     @classmethod
-    def record(cls, record: Callable[[int], Tape], batch: int) -> Tapes:
+    def record(cls, record: Callable[[int], TrainingTape], batch: int) -> Tapes:
         """Record at ``batch`` and at another size, and check that the steps are the same."""
         one = record(batch)
         try:
@@ -93,7 +91,7 @@ def predict(
     batch: int,
     channels_last: bool,
     headroom: float = HEADROOM,
-    job: Job = ALONE,
+    job: GpuGroup = ALONE,
     calibration: Calibration | None = None,
     refused: Mapping[str, str] | None = None,
 ) -> Prediction:
@@ -122,10 +120,17 @@ def predict(
     over_tf32 = where.step(wide, "tf32").seconds / step.seconds if has_tf32 else None
     is_fp32 = policy == "tf32" and not has_tf32
     rank = job.tape_of_rank(tape)
-    memory, rate = _memory(rank, gpu, policy), where.throughput(tape, policy, num_batches=own.num_batches)
+    memory, rate = memory_on(rank, gpu, policy), where.throughput(tape, policy, num_batches=own.num_batches)
     largest = _largest_batch(own, where, policy, headroom)
     low, high = where.band
-    made = Prediction(
+    most, words = None, ""
+    if largest:
+        most = where.throughput(own.at(largest), policy, num_batches=own.num_batches)
+    if not is_fp32:
+        share = memory.reserved_bytes / memory_on(job.tape_of_rank(wide), gpu, "fp32").reserved_bytes
+        over_bf16 = where.step(tape, "bf16").seconds / step.seconds if policy == "fp8" else None
+        words = verdict(policy, over_fp32, over_tf32, share, over_bf16=over_bf16)
+    return Prediction(
         gpu=gpu.name,
         gpu_bytes=gpu.memory_bytes,
         policy=policy,
@@ -139,27 +144,21 @@ def predict(
         throughput_low=rate * low,
         throughput_high=rate * high,
         bounds=step.bounds(),
-        modules=step.modules(),
+        modules=module_shares(step.tape, step.each, step.kinds()),
         allocated_bytes=memory.allocated_bytes,
         reserved_bytes=memory.reserved_bytes,
         device_bytes=memory.reserved_bytes + DRIVER_BYTES,
         memory_bytes=memory.by_kind_bytes,
-        fits=memory_under_limit(rank, gpu, policy, 0.0).fits,
+        fits=memory_on(rank, gpu, policy, headroom=0.0).fits,
         largest_batch=largest,
+        largest_throughput=most,
         over_fp32=over_fp32,
         over_tf32=over_tf32,
+        verdict=words,
     )
-    if largest:
-        most = where.throughput(own.at(largest), policy, num_batches=own.num_batches)
-        made = made.model_copy(update={"largest_throughput": most})
-    if is_fp32:
-        return made
-    share = memory.reserved_bytes / _memory(job.tape_of_rank(wide), gpu, "fp32").reserved_bytes
-    over_bf16 = where.step(tape, "bf16").seconds / step.seconds if policy == "fp8" else None
-    return made.model_copy(update={"verdict": verdict(policy, over_fp32, over_tf32, share, over_bf16=over_bf16)})
 
 
-def predict_cpu(tape: Tape, calibration: Calibration, *, batch: int) -> Prediction:
+def predict_cpu(tape: TrainingTape, calibration: Calibration, *, batch: int) -> Prediction:
     """Return the prediction for this machine's CPU in FP32, from a tape of CPU operations and its calibration."""
     each = calibration.rates["fp32"].seconds(tape.operations)
     seconds, memory = float(each.sum()), predict_memory(tape, workspace_bytes=0)
@@ -173,7 +172,7 @@ def predict_cpu(tape: Tape, calibration: Calibration, *, batch: int) -> Predicti
         throughput=batch / seconds,
         throughput_low=batch / seconds * calibration.low,
         throughput_high=batch / seconds * calibration.high,
-        bounds={kind: float(each[kinds == kind].sum() / seconds) for kind in ("arithmetic", "bandwidth", "launch")},
+        bounds=shares_by_kind(each, kinds),
         modules=module_shares(tape, each, kinds),
         allocated_bytes=memory.allocated_bytes,
         reserved_bytes=memory.allocated_bytes,  # the C library's allocator keeps little
@@ -194,7 +193,7 @@ def impossible(gpu: Gpu, policy: str) -> str:
 
 
 def failure(policy: str, refused: Mapping[str, str]) -> str:
-    """Return that a script fails under ``policy``, by its errors under recorded policies; empty if it does not."""
+    """Return how a script fails under ``policy``, from its errors under recorded policies; empty if it does not."""
     error = refused.get(recorded_as(policy), "")
     return f"fails under {policy}: {error}" if error else ""
 
@@ -202,18 +201,15 @@ def failure(policy: str, refused: Mapping[str, str]) -> str:
 def verdict(
     policy: str, over_fp32: float, over_tf32: float | None, memory_share: float, *, over_bf16: float | None = None
 ) -> str:
-    """Return in one sentence whether ``policy`` is worth it; FP8 must be worth it over BF16."""
-    if over_bf16 is not None and over_bf16 < _EVEN:
-        return f"Not worth it: {over_bf16:.2f} times BF16's speed, with BF16's memory."
+    """Return in one sentence whether ``policy`` is worth using; FP8 must be worth using instead of BF16."""
     if over_bf16 is not None:
-        word = "Worth it" if over_bf16 >= _WORTH else "Perhaps"
+        word = "Worth it" if over_bf16 >= _WORTH else "Perhaps" if over_bf16 >= _EVEN else "Not worth it"
         return f"{word}: {over_bf16:.2f} times BF16's speed, with BF16's memory."
     if policy == "fp32":
         if over_tf32 is None or over_tf32 * _EVEN > 1:
             return "The baseline." if over_tf32 is None else "The baseline: TF32 is no faster here."
         return f"Strict FP32: TF32 is {1 / over_tf32:.3g} times as fast."
-    against = "TF32" if over_tf32 is not None and policy != "tf32" else "FP32"
-    gain = over_tf32 if against == "TF32" and over_tf32 is not None else over_fp32
+    against, gain = ("FP32", over_fp32) if over_tf32 is None or policy == "tf32" else ("TF32", over_tf32)
     memory = "" if policy == "tf32" else f", with {memory_share:.0%} of FP32's memory"
     if gain >= _WORTH:
         return f"Worth it: {gain:.3g} times as fast as {against}{memory}."
@@ -224,16 +220,11 @@ def verdict(
     return f"Not worth it: {gain:.2f} times {against}'s speed{memory}."
 
 
-def memory_under_limit(tape: Tape, gpu: Gpu, policy: str, headroom: float) -> PredictedMemory:
-    """Return the memory of ``tape`` under ``policy``, replayed in what ``gpu`` has for the allocator, ``headroom`` left free."""
-    limit = int((gpu.memory_bytes - DRIVER_BYTES) * (1 - headroom))
+def memory_on(tape: TrainingTape, gpu: Gpu, policy: str, *, headroom: float | None = None) -> PredictedMemory:
+    """Return the memory of ``tape`` under ``policy`` on ``gpu``, of which ``headroom`` stays free; None for unlimited memory."""
+    limit = None if headroom is None else int((gpu.memory_bytes - DRIVER_BYTES) * (1 - headroom))
     formats = matrix_formats(gpu, policy)
     return predict_memory(tape, limit_bytes=limit, workspace_bytes=_workspace_bytes(gpu), matrix_formats=formats)
-
-
-def _memory(tape: Tape, gpu: Gpu, policy: str) -> PredictedMemory:
-    formats = matrix_formats(gpu, policy)
-    return predict_memory(tape, workspace_bytes=_workspace_bytes(gpu), matrix_formats=formats)
 
 
 def matrix_formats(gpu: Gpu, policy: str) -> tuple[str, ...]:
@@ -249,11 +240,11 @@ def _workspace_bytes(gpu: Gpu) -> int:
 
 
 def _largest_batch(tapes: Tapes, where: Conditions, policy: str, headroom: float) -> int | None:
-    """Return the largest batch size that fits, 0 if none does; found by doubling and halving, replayed each time."""
+    """Return the largest batch size that fits, 0 if none does; by doubling and bisection, with a replay each time."""
     gpu, job = where.gpu, where.job
 
     def fits(batch: int) -> bool:
-        return memory_under_limit(job.tape_of_rank(tapes.at(batch)), gpu, policy, headroom).fits
+        return memory_on(job.tape_of_rank(tapes.at(batch)), gpu, policy, headroom=headroom).fits
 
     if tapes.other is None:
         return None

@@ -1,7 +1,7 @@
-"""Rates of one machine: for each kind of operation the seconds it takes, as a line through what was timed there.
+"""Rates of one machine: for each kind of operation, a line through the seconds measured there.
 
-``seconds = each + bytes x per_byte + work x per_flop``, by the operation's name and format, none of the three negative. An operation
-that was never timed takes the rates of the nearest kind, at last of all products or of everything else.
+``seconds = each + bytes x per_byte + work x per_flop``, by the operation's name and format, none of the three negative. A kind
+that was never timed gets the rates of the nearest one, and failing that, those of all products or of everything else.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from mezzo.measure.predict.tape import Operation, Shape
+from mezzo.measure.predict.tape import CostedOperation, Shape
 
 
-class Line(NamedTuple):
-    """What one kind of operation costs."""
+class CostLine(NamedTuple):
+    """The cost of one kind of operation."""
 
     each_s: float
     per_byte_s: float
     per_flop_s: float
 
-    def seconds(self, operation: Operation) -> float:
+    def seconds(self, operation: CostedOperation) -> float:
         """Return the seconds of ``operation``."""
         moved = operation.read_bytes + operation.written_bytes
         return self.each_s + moved * self.per_byte_s + _work(operation) * self.per_flop_s
 
 
-def _work(operation: Operation) -> int:
-    """Return the operations of a product; the channels of a normalisation, each of which has a cost of its own."""
+def _work(operation: CostedOperation) -> int:
+    """Return the FLOPs of a product, or the channels of a normalisation, each of which has a cost of its own."""
     return operation.flops or operation.shape.rows
 
 
-class Timed(NamedTuple):
+class TimedOperation(NamedTuple):
     """An operation with the seconds that it took."""
 
-    operation: Operation
+    operation: CostedOperation
     seconds: float
 
 
@@ -46,20 +46,20 @@ PRODUCTS, OTHERS = "(products)", "(others)"
 
 
 @dataclass(frozen=True)
-class Rates:
+class MachineRates:
     """The lines of one machine by kind of operation."""
 
-    lines: dict[str, Line]
+    lines: dict[str, CostLine]
     scale: float = 1.0
     """Seconds of whole steps over the sum of their operations' seconds, apart from ``between_s``."""
     between_s: float = 0.0
     """Seconds between two operations: autograd and Python."""
 
-    def seconds(self, operations: Sequence[Operation]) -> NDArray[np.float64]:
+    def seconds(self, operations: Sequence[CostedOperation]) -> NDArray[np.float64]:
         """Return the seconds of each operation in a running step."""
         return np.array([self.line(op).seconds(op) * self.scale + self.between_s for op in operations])
 
-    def line(self, operation: Operation) -> Line:
+    def line(self, operation: CostedOperation) -> CostLine:
         """Return the line of the operation's kind; that of its class where its kind was not timed."""
         kind = kind_of(operation)
         near = (
@@ -72,22 +72,22 @@ class Rates:
         return next(self.lines[name] for name in near if name in self.lines)
 
     @classmethod
-    def fitted(cls, timed: Sequence[Timed]) -> Rates:
+    def fitted(cls, timed: Sequence[TimedOperation]) -> MachineRates:
         """Return the rates that the timed operations show."""
-        groups: dict[str, list[Timed]] = {PRODUCTS: [], OTHERS: []}
+        groups: dict[str, list[TimedOperation]] = {PRODUCTS: [], OTHERS: []}
         for one in timed:
             groups.setdefault(kind_of(one.operation), []).append(one)
             groups[PRODUCTS if one.operation.flops else OTHERS].append(one)
         return cls({kind: line_through(group) for kind, group in groups.items() if group})
 
-    def with_steps(self, steps: Iterable[tuple[Sequence[Operation], float]]) -> Rates:
+    def with_steps(self, steps: Iterable[tuple[Sequence[CostedOperation], float]]) -> MachineRates:
         """Return rates whose sums match whole steps: pairs of a step's operations and its seconds."""
         rows, wanted = [], []
         for operations, seconds in steps:
             rows.append([sum(self.line(op).seconds(op) for op in operations) / seconds, len(operations) / seconds])
             wanted.append(1.0)
         scale, between = _not_negative(np.array(rows), np.array(wanted))
-        return Rates(self.lines, scale=scale, between_s=between)
+        return MachineRates(self.lines, scale=scale, between_s=between)
 
 
 _MAPPED_BYTES = 32 << 20
@@ -96,7 +96,7 @@ _THIN, _THIN_WORD = 32, "thin"
 """Products with a side below this are bound by reading their operands."""
 
 
-def kind_of(operation: Operation) -> str:
+def kind_of(operation: CostedOperation) -> str:
     """Return the operation's kind: its name, its format, and what makes its rate another one."""
     shape, kind = operation.shape, f"{operation.name} {operation.format}"
     if operation.written_bytes > _MAPPED_BYTES:
@@ -113,7 +113,7 @@ def kind_of(operation: Operation) -> str:
     return kind
 
 
-def _is_strided(operation: Operation) -> bool:
+def _is_strided(operation: CostedOperation) -> bool:
     """Return whether a convolution's input is larger than twice its output, from the bytes that it moves."""
     if operation.name == "convolution_weight_gradient":
         shape = operation.shape
@@ -128,13 +128,13 @@ def is_depthwise(shape: Shape) -> bool:
     return min(shape.rows, shape.columns) <= 1 or shape.depth <= shape.window
 
 
-def line_through(timed: Sequence[Timed]) -> Line:
+def line_through(timed: Sequence[TimedOperation]) -> CostLine:
     """Return the line with the least squares of relative errors."""
     seconds = np.array([one.seconds for one in timed])
     moved = np.array([one.operation.read_bytes + one.operation.written_bytes for one in timed])
     flops = np.array([_work(one.operation) for one in timed])
     columns = np.stack([np.ones(len(timed)), moved, flops], axis=1) / seconds[:, None]
-    return Line(*_not_negative(columns, np.ones(len(timed))))
+    return CostLine(*_not_negative(columns, np.ones(len(timed))))
 
 
 def _not_negative(columns: NDArray[np.float64], wanted: NDArray[np.float64]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What compared policies would give on GPUs that are not here: one trace of the comparison's own script, priced on each."""
+"""Predict compared policies on GPUs that are not here: trace the comparison's script once, and price it on each GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mezzo.policy import Policy
 from mezzo.records import AS_IS, RealGpus, Reason
 
 USUAL = ("t4", "a100-80gb", "h100-sxm", "rtx-4090")
-"""GPUs that are predicted for where none is named."""
+"""The GPUs to predict if none is named."""
 _SCALE_FIELDS = (
     "loss_scale",
     "init_scale",
@@ -38,27 +38,30 @@ def real_gpus(
     scaled: bool = True,
     limit_s: float | None = None,
 ) -> RealGpus:
-    """Return the predictions, or why there are none; it raises nothing.
+    """Return the predictions, or why there are none; raise nothing.
 
     Args:
         script: the path of the script, or a module's name.
         arguments: the script's own arguments.
-        policies: the text of each policy by the name that it is shown under.
+        policies: the text of each policy by the name to show.
         gpus: the GPUs.
         as_module: whether ``script`` is a module's name.
-        scaled: whether the largest batch is to be found as well.
+        scaled: whether to find the largest batch as well.
         limit_s: time after which tracing ends; None for no limit.
     """
-    names = {shown: priced_as(text) for shown, text in policies.items()}
-    wanted = {shown: name for shown, name in names.items() if name}
+    wanted = {shown: name for shown, text in policies.items() if (name := priced_as(text))}
     left_out = [
-        Reason(what=shown, value="not predicted", reason=_why_not(policies[shown]))
-        for shown, name in names.items()
-        if not name
+        Reason(what=shown, value="not predicted", reason=_why_not(text))
+        for shown, text in policies.items()
+        if shown not in wanted
     ]
-    listed = [gpu.name for gpu in gpus]
+    nothing = RealGpus(
+        gpus=[gpu.name for gpu in gpus],
+        not_predicted=left_out,
+        reason="no policy of this comparison can be predicted",
+    )
     if not wanted:
-        return RealGpus(gpus=listed, not_predicted=left_out, reason="no policy of this comparison can be predicted")
+        return nothing
     try:
         plan = script_plan(
             script, arguments, to_record(list(wanted.values())), as_module=as_module, scaled=scaled, limit_s=limit_s
@@ -76,14 +79,11 @@ def real_gpus(
             for gpu in gpus
             for shown, name in wanted.items()
         ]
-    except MezzoError as error:
-        return RealGpus(gpus=listed, not_predicted=left_out, reason=error.message.partition("\n")[0])
-    except Exception as error:  # the comparison stands without predictions
-        return RealGpus(
-            gpus=listed, not_predicted=left_out, reason=f"{type(error).__name__}: {error}".partition("\n")[0]
-        )
+    except Exception as error:  # the comparison is complete without predictions
+        why = error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}"
+        return nothing.model_copy(update={"reason": why.partition("\n")[0]})
     return RealGpus(
-        gpus=listed,
+        gpus=nothing.gpus,
         batch=plan.batch,
         unit=plan.unit,
         predictions=found,
@@ -93,13 +93,13 @@ def real_gpus(
 
 
 def priced_as(text: str) -> str:
-    """Return the policy that predicts ``text``, the text of a policy in a record; empty if none does."""
+    """Return the preset whose prediction is also that of ``text``, the text of a policy in a record; empty if there is none."""
     name = text.split(":")[0]
     if name not in PREDICTED:
         return ""
-    policy = Policy.parse(text)
-    same = policy.replace(**{field: getattr(Policy.parse(name), field) for field in _SCALE_FIELDS})
-    return name if same == Policy.parse(name) else ""
+    preset = Policy.parse(name)
+    same = Policy.parse(text).replace(**{field: getattr(preset, field) for field in _SCALE_FIELDS})
+    return name if same == preset else ""
 
 
 def _why_not(text: str) -> str:

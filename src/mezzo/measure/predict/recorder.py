@@ -1,8 +1,8 @@
-"""Record a training on fake tensors as a tape: every storage that comes and goes, and every operation that computes.
+"""Record a training on fake tensors as a tape: every storage that is allocated or freed, and every operation that computes.
 
 Fake tensors have shapes and no numbers, so a step of a model with billions of weights takes seconds and no memory. They claim
-to lie on the CPU, because torch's CPU build cannot differentiate fake CUDA tensors (it aborts). What differs on a GPU is
-replaced: ``cuda_operators`` has dropout and attention, and two things happen here.
+to be on the CPU, because torch's CPU build cannot differentiate fake CUDA tensors (it aborts). Differences on a GPU are emulated:
+dropout and attention in ``cuda_operators``, and two more here.
 
 - With a dispatch mode on, autograd adds gradients out of place, where it would add them in place. The engine's own additions,
   those outside every node, therefore return their first operand.
@@ -26,14 +26,14 @@ from mezzo.engine.transforms import unwrapped
 from mezzo.formats import format_of
 from mezzo.measure.predict.cudnn_workspaces import copied_bytes, trial_bytes
 from mezzo.measure.predict.operations import operations_of
-from mezzo.measure.predict.tape import Kind, MemoryBlock, Phase, Tape
+from mezzo.measure.predict.tape import Kind, MemoryBlock, Phase, TrainingTape
 
 aten: Any = torch.ops.aten
 _BY_CUBLAS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 """Operations whose first call in a thread allocates cuBLAS' workspace; autograd has a thread of its own."""
 _CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
 _COPIED_BY_CUDA = {aten.native_layer_norm: 1, aten.native_layer_norm_backward: 2}
-"""How many of the first operands CUDA's kernel wants contiguous."""
+"""How many of the first operands CUDA's kernel needs contiguous."""
 _KIND_OF_PHASE: dict[Phase, Kind] = {
     "setup": "parameters",
     "inputs": "inputs",
@@ -49,7 +49,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, *, batch: int) -> None:
         """Start an empty tape."""
         super().__init__()
-        self.tape = Tape(batch=batch)
+        self.tape = TrainingTape(batch=batch)
         self.phase: Phase = "setup"
         self.recording = True
         """Whether operations count; storages that are known are freed in any case."""
@@ -61,7 +61,7 @@ class Recorder(TorchDispatchMode):
         """The module of each autograd node, by the node's sequence number."""
 
     def own(self, tensors: Iterable[Tensor], kind: Kind) -> None:
-        """Allocate storages that exist already, such as parameters."""
+        """Record the allocation of storages that exist already, such as parameters."""
         for tensor in tensors:
             number = self._allocated(tensor)
             if number is not None:
@@ -72,7 +72,7 @@ class Recorder(TorchDispatchMode):
         return storage_key(tensor) in self._numbers
 
     def label(self, tensors: Iterable[Tensor], kind: Kind) -> None:
-        """Say what the storages of ``tensors`` turned out to be: gradients, or the optimizer's state."""
+        """Set the kind of the storages of ``tensors``, once it is known: gradients, or the optimizer's state."""
         for tensor in tensors:
             number = self._numbers.get(storage_key(tensor))
             if number is not None:
@@ -83,8 +83,8 @@ class Recorder(TorchDispatchMode):
         self.tape.step_starts.append(len(self.tape.events))
         self.tape.operations = []
 
-    def ended(self, num_events: int) -> Tape:
-        """Return the tape up to its first ``num_events``; what is freed from now on is not written."""
+    def ended(self, num_events: int) -> TrainingTape:
+        """Return the tape with its first ``num_events`` events; later frees are not recorded."""
         self._numbers.clear()
         del self.tape.events[num_events:]
         return self.tape
@@ -128,18 +128,15 @@ class Recorder(TorchDispatchMode):
         self.tape.operations += operations_of(func, args, kwargs, result, self.phase, self._module_of_node())
 
     def _is_part_of_unknown(self, tensor: Tensor, args: Any) -> bool:
-        """Return whether ``tensor`` is a view of an operand that nobody allocated, as of data that wait for the next batch on the host."""
-        key = storage_key(tensor)
-        return key not in self._numbers and any(
-            isinstance(t, Tensor) and storage_key(t) == key for t in tree_leaves(args)
-        )
+        """Return whether ``tensor`` is a view of an operand without a block, such as data that wait on the host for the next batch."""
+        operands = (storage_key(t) for t in tree_leaves(args) if isinstance(t, Tensor))
+        return not self.knows(tensor) and storage_key(tensor) in operands
 
     def _cudnn_takes(self, func: Any, args: Any, result: Any) -> None:
         found = format_of(args[0].dtype)
-        taken = [
-            MemoryBlock(copied_bytes(func, args, result), "workspaces", found.name if found is not None else "other")
-        ]
-        # cuDNN tries when it meets a shape first. In FP32 it goes on with Winograd's, which multiplies least; in 16 bits it does not.
+        form = found.name if found is not None else "other"
+        taken = [MemoryBlock(copied_bytes(func, args, result), "workspaces", form)]
+        # cuDNN tries its algorithms on each new shape. In FP32 it continues with Winograd's, which multiplies least; in 16 bits not.
         self.tape.tries_algorithms |= torch.backends.cudnn.benchmark
         if torch.backends.cudnn.benchmark and (len(self.tape.step_starts) == 1 or args[0].dtype is torch.float32):
             taken.append(MemoryBlock(trial_bytes(func, args), "workspaces"))
@@ -165,8 +162,8 @@ class Recorder(TorchDispatchMode):
         if key in self._numbers:
             return self._numbers[key]
         size = storage.nbytes()
-        if size == 0 or (_is_scalar(tensor) and (self.phase == "optimizer" or not tensor.is_floating_point())):
-            # Step counters and single whole numbers lie on the host: a loop over samples makes one for each.
+        if size == 0 or (tensor.dim() == 0 and (self.phase == "optimizer" or not tensor.is_floating_point())):
+            # Step counters and single whole numbers stay on the host: a loop over samples creates one for each.
             return None
         number = len(self.tape.blocks)
         self.tape.blocks.append(MemoryBlock(size, _KIND_OF_PHASE[self.phase]))
@@ -183,9 +180,5 @@ class Recorder(TorchDispatchMode):
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what tells storages apart while they live."""
+    """Return a number that identifies the storage of ``tensor`` while it lives."""
     return int(unwrapped(tensor).untyped_storage()._cdata)
-
-
-def _is_scalar(tensor: Tensor) -> bool:
-    return tensor.dim() == 0

@@ -15,17 +15,17 @@ from mezzo.engine.transforms import unwrapped
 
 
 class ScriptBatches:
-    """Watches a script's loaders; those of size ``own`` yield batches of size ``wanted`` instead."""
+    """Watches a script's loaders; those with batches of size ``own`` yield batches of size ``wanted`` instead."""
 
     def __init__(self, *, own: int | None = None, wanted: int | None = None) -> None:
         self._own, self._wanted = own, wanted
         self.drawn: list[int] = []
-        """Samples of each batch that was drawn since ``restart``."""
+        """Samples of each batch drawn since ``restart``."""
         self.loading: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Opened while a loader makes a batch: what its transforms run is the host's work, modules among them."""
+        """A context for each batch that a loader makes: its transforms, modules among them, are the host's work."""
 
     def restart(self) -> list[int]:
-        """Return what was drawn, and begin again."""
+        """Return ``drawn``, and empty it."""
         drawn, self.drawn = self.drawn, []
         return drawn
 

@@ -1,11 +1,11 @@
-"""Give a script numbers while it prepares its data, where preparing them without numbers would take minutes.
+"""Let a script prepare its data with numbers, if that would take minutes without them.
 
 An operation on fake tensors takes about 0.2 ms, however small it is. A loop that makes a data set sample by sample runs hundreds
-of thousands of them, once for each tape. So a script that has run ``MOST_OPERATIONS`` before it builds its first module is
-started again, with real tensors up to that module. The limit counts operations and not seconds, so that the same script is always
-traced in the same way.
+of thousands of them, once for each tape. So a script that runs ``MOST_OPERATIONS`` before it builds its first module is
+restarted, with real tensors up to that module. The limit counts operations instead of seconds, so that a script is always traced
+in the same way.
 
-Limit: what is prepared after the first module was built has no numbers, and takes its time.
+Limit: data that a script prepares after its first module have no numbers, and may take long.
 """
 
 from __future__ import annotations

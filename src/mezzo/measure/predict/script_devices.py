@@ -1,10 +1,10 @@
-"""A script's own GPU, while it is traced: what it asks to be on an accelerator stays on the CPU, where the tape is recorded.
+"""Keep on the CPU, where the tape is recorded, what a traced script wants on an accelerator.
 
-Scripts that are written for a GPU say ``.cuda()``, ``.to("cuda")`` or ``device="cuda"``. Torch's CPU build refuses each, and no GPU is
-needed to trace without numbers; which one is meant, ``--gpus`` says. A script sees its own devices: from the first tensor that it
-moves to an accelerator or makes there, its tensors say that they lie there. Torch itself sees the CPU.
+Scripts written for a GPU say ``.cuda()``, ``.to("cuda")`` or ``device="cuda"``. Torch's CPU build refuses each, and tracing without
+numbers needs no GPU; ``--gpus`` says which one is meant. A script sees its own devices: from the first tensor that it moves to an
+accelerator or creates there, its tensors report that device. Torch itself sees the CPU.
 
-Limit: it is not followed which tensors were moved, so those that stayed on the CPU say the same.
+Limit: tensors that were not moved report that device too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from mezzo.measure.predict.script_gpu import asked_by_script, gpu_told
+from mezzo.measure.predict.script_gpu import asked_by_script, gpu_told, nothing
 
 _CPU = torch.device("cpu")
 _ACCELERATORS = {kind: torch.device(kind, 0) for kind in ("cuda", "xpu", "mps")}
@@ -41,9 +41,9 @@ def gpu_on_cpu(
     """Keep everything on the CPU that the block moves to an accelerator or makes on one.
 
     Args:
-        asked: gets the name of what tells the block of a GPU.
-        there: whether what tells of the machine says that it has a GPU; otherwise it says what is true.
-        moved: gets each tensor that the block moves to an accelerator or makes there, and returns what is there then.
+        asked: receives the name of each function that told the block of a GPU.
+        there: whether functions about the machine say that it has a GPU; otherwise they tell the truth.
+        moved: called with each tensor that the block moves to an accelerator or creates there; returns the tensor to use.
     """
     asked = [] if asked is None else asked
     place = _Place(asked, there=there)
@@ -52,7 +52,7 @@ def gpu_on_cpu(
         (context, "__init__", _context_on_cpu(context.__init__, place)),
         (torch, "set_default_tensor_type", _type_on_cpu(torch.set_default_tensor_type, place)),
         (torch, "Generator", _generator_on_cpu(torch.Generator)),
-        (Tensor, "record_stream", _nothing),
+        (Tensor, "record_stream", nothing),
         (torch.random, "fork_rng", _of_cpu_alone(torch.random.fork_rng)),
         *place.answers(),
     ]
@@ -164,10 +164,6 @@ def _generator_on_cpu(own: Any) -> type:
     return Generator
 
 
-def _nothing(*args: object) -> None:
-    pass
-
-
 def _of_cpu_alone(own: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``torch.random.fork_rng`` without the random states of accelerators."""
 
@@ -189,24 +185,23 @@ class _OnCpu(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call ``func`` with the CPU in place of an accelerator."""
-        on_cpu = self._place.on_cpu
+        on_cpu, kwargs = self._place.on_cpu, kwargs or {}
         if func in _STAYS:
             self._place.used(_STAYS[func])
             return self._moved(args[0]) if _STAYS[func] else args[0]
         if func is torch.device:
-            return self._device(args, kwargs or {}, for_script=asked_by_script())
+            return self._device(args, kwargs, for_script=asked_by_script())
         if func is Tensor.type:
-            return self._type(args, kwargs or {}, for_script=asked_by_script())
+            return self._type(args, kwargs, for_script=asked_by_script())
         number_at = _DEVICE_AT.get(func)
         here = [
             on_cpu(value) if number == number_at or isinstance(value, (torch.device, str)) else value
             for number, value in enumerate(args)
         ]
-        named = {name: on_cpu(value) if name == "device" else value for name, value in (kwargs or {}).items()}
+        named = {name: on_cpu(value) if name == "device" else value for name, value in kwargs.items()}
         made = func(*here, **named)
-        changed = any(a is not b for a, b in zip(here, args, strict=True)) or named.get("device") is not (
-            kwargs or {}
-        ).get("device")
+        replaced = any(a is not b for a, b in zip(here, args, strict=True))
+        changed = replaced or named.get("device") is not kwargs.get("device")
         return self._moved(made) if changed and isinstance(made, Tensor) else made
 
     def _device(self, args: tuple[Any, ...], kwargs: Any, *, for_script: bool) -> torch.device:

@@ -1,4 +1,4 @@
-"""A script's own compilation, left out while it is traced: compiled steps are not predicted."""
+"""Skip a script's own compilation while it is traced, because compiled steps are not predicted."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from mezzo.measure.predict.script_gpu import asked_by_script
+from mezzo.measure.predict.script_gpu import asked_by_script, first, nothing
 
 
 @contextmanager
 def compilation_left_out(told: Callable[[str], None]) -> Iterator[None]:
-    """Return for the block what it compiles or scripts as it is; ``told`` gets the name of each function that it calls for this."""
+    """Let the block compile and script nothing; ``told`` gets the name of each function that was to do so."""
 
     def noted(name: str, answer: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
@@ -31,9 +31,9 @@ def compilation_left_out(told: Callable[[str], None]) -> Iterator[None]:
     with ExitStack() as stack:
         for home, name, called, answer in (
             (torch, "compile", "torch.compile", _compiled),
-            (nn.Module, "compile", "Module.compile", _nothing),
-            (torch.jit, "script", "torch.jit.script", _first),
-            (torch.jit, "trace", "torch.jit.trace", _first),
+            (nn.Module, "compile", "Module.compile", nothing),
+            (torch.jit, "script", "torch.jit.script", first),
+            (torch.jit, "trace", "torch.jit.trace", first),
         ):
             stack.enter_context(patch.object(home, name, noted(called, answer, getattr(home, name))))
         yield
@@ -41,11 +41,3 @@ def compilation_left_out(told: Callable[[str], None]) -> Iterator[None]:
 
 def _compiled(model: Any = None, **settings: Any) -> Any:
     return (lambda function: function) if model is None else model
-
-
-def _nothing(*args: object, **kwargs: object) -> None:
-    pass
-
-
-def _first(what: Any, *args: object, **kwargs: object) -> Any:
-    return what

@@ -1,11 +1,12 @@
-"""What functions of ``torch.cuda`` and ``torch.accelerator`` answer a traced script: as on a machine with one idle GPU.
+"""Make ``torch.cuda`` and ``torch.accelerator`` answer a traced script as on a machine with one idle GPU.
 
-Its kind is the same for all GPUs that are predicted from the trace. Nothing runs there, and nothing is allocated.
+All GPUs that are predicted from the trace share this stand-in. Nothing runs on it, and nothing is allocated there.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,17 +22,30 @@ import torch.cuda.nvtx
 import torch.cuda.profiler
 import torch.distributed
 
-_NOT_THE_SCRIPT = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_NOT_THE_SCRIPT = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
 MEMORY_BYTES, CAPABILITY = 80 * 2**30, (8, 0)
-"""Of the GPU that scripts are told of."""
+"""Of the GPU that a traced script sees."""
 GPU_TOLD = f"one idle GPU with {MEMORY_BYTES >> 30} GiB and compute capability {CAPABILITY[0]}.{CAPABILITY[1]}"
 _NAME, _CUDA, _CUDNN = "GPU of mezzo predict", "12.8", 91002
 _GPU = torch.device("cuda")
 
 
 def asked_by_script(depth: int = 2) -> bool:
-    """Return whether the function ``depth`` frames up is the script's or a library's, and not torch's or Mezzo's."""
+    """Return whether the function ``depth`` frames up belongs to the script or a library, and not to torch or Mezzo."""
     return not sys._getframe(depth).f_code.co_filename.startswith(_NOT_THE_SCRIPT)
+
+
+def always(answer: Any) -> Callable[..., Any]:
+    """Return a function that returns ``answer`` for any arguments."""
+    return lambda *args, **kwargs: answer
+
+
+nothing = always(None)
+
+
+def first(what: Any, *args: object, **kwargs: object) -> Any:
+    """Return the first argument."""
+    return what
 
 
 class Idle:
@@ -61,47 +75,16 @@ class Idle:
         """Return the event, or a new one."""
         return event or Idle()
 
-    def _nothing(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    record = synchronize = wait_stream = wait_event = wait = _nothing
-    capture_begin = capture_end = replay = reset = pool = enable_debug_mode = debug_dump = _nothing
+    record = synchronize = wait_stream = wait_event = wait = nothing
+    capture_begin = capture_end = replay = reset = pool = enable_debug_mode = debug_dump = nothing
 
 
-def _nothing(*args: object, **kwargs: object) -> None:
-    pass
-
-
-def _zero(*args: object, **kwargs: object) -> int:
-    return 0
-
-
-def _one(*args: object, **kwargs: object) -> int:
-    return 1
-
-
-def _true(*args: object, **kwargs: object) -> bool:
-    return True
-
-
-def _false(*args: object, **kwargs: object) -> bool:
-    return False
-
-
-def _same(what: Any, *args: object, **kwargs: object) -> Any:
-    return what
+_zero, _one, _true, _false, _no_text = always(0), always(1), always(True), always(False), always("")
+_capability, _memory = always(CAPABILITY), always((MEMORY_BYTES, MEMORY_BYTES))
 
 
 def _none_of_each(*args: object, **kwargs: object) -> dict[str, int]:
     return defaultdict(int)
-
-
-def _capability(*args: object, **kwargs: object) -> tuple[int, int]:
-    return CAPABILITY
-
-
-def _memory(*args: object, **kwargs: object) -> tuple[int, int]:
-    return MEMORY_BYTES, MEMORY_BYTES
 
 
 def _properties(*args: object, **kwargs: object) -> SimpleNamespace:
@@ -116,11 +99,11 @@ def _all(names: str, answer: Any) -> dict[str, Any]:
 
 
 _ANSWERS: Mapping[str, Any] = {
-    **_all("init set_device synchronize empty_cache ipc_collect set_stream set_sync_debug_mode _sleep", _nothing),
-    **_all("reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached", _nothing),
-    **_all("reset_accumulated_memory_stats reset_accumulated_host_memory_stats", _nothing),
-    **_all("reset_peak_host_memory_stats set_per_process_memory_fraction _record_memory_history", _nothing),
-    **_all("_dump_snapshot set_rng_state set_rng_state_all seed seed_all caching_allocator_enable", _nothing),
+    **_all("init set_device synchronize empty_cache ipc_collect set_stream set_sync_debug_mode _sleep", nothing),
+    **_all("reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached", nothing),
+    **_all("reset_accumulated_memory_stats reset_accumulated_host_memory_stats", nothing),
+    **_all("reset_peak_host_memory_stats set_per_process_memory_fraction _record_memory_history", nothing),
+    **_all("_dump_snapshot set_rng_state set_rng_state_all seed seed_all caching_allocator_enable", nothing),
     **_all("memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached", _zero),
     **_all("max_memory_cached device_memory_used current_device current_blas_handle utilization", _zero),
     **_all("memory_usage temperature power_draw clock_rate initial_seed get_sync_debug_mode", _zero),
@@ -131,31 +114,31 @@ _ANSWERS: Mapping[str, Any] = {
     **_all("current_stream default_stream get_stream_from_external use_mem_pool", Idle),
     **_all("caching_allocator_disabled", Idle),
     **_all("memory_snapshot list_gpu_processes", lambda *args, **kwargs: []),
-    **_all("memory_summary", lambda *args, **kwargs: ""),
-    **_all("get_per_process_memory_fraction", lambda *args, **kwargs: 1.0),
-    **_all("get_allocator_backend", lambda: "native"),
+    **_all("memory_summary", _no_text),
+    **_all("get_per_process_memory_fraction", always(1.0)),
+    **_all("get_allocator_backend", always("native")),
     **_all("is_current_stream_capturing can_device_access_peer", _false),
-    **_all("graph_pool_handle", lambda: (0, 0)),
-    **_all("make_graphed_callables", _same),
+    **_all("graph_pool_handle", always((0, 0))),
+    **_all("make_graphed_callables", first),
     **_all("get_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
     **_all("get_rng_state_all", lambda: [torch.get_rng_state()]),
-    "cudart": lambda: SimpleNamespace(**_all("cudaProfilerStart cudaProfilerStop cudaDeviceSynchronize", _nothing)),
+    "cudart": lambda: SimpleNamespace(**_all("cudaProfilerStart cudaProfilerStop cudaDeviceSynchronize", nothing)),
 }
-"""What functions of ``torch.cuda`` return whether there is a GPU or not."""
+"""Answers of ``torch.cuda`` that do not depend on whether the script sees a GPU."""
 _OF_A_GPU: Mapping[str, Any] = {
     **_all("is_available is_bf16_supported is_tf32_supported", _true),
     "device_count": _one,
-    "get_device_name": lambda *args, **kwargs: _NAME,
+    "get_device_name": always(_NAME),
     "get_device_capability": _capability,
     "get_device_properties": _properties,
     "mem_get_info": _memory,
     "get_arch_list": lambda: ["sm_{}{}".format(*CAPABILITY)],
-    "get_gencode_flags": lambda: "",
+    "get_gencode_flags": _no_text,
 }
-"""What they return of the machine: it has one GPU."""
+"""Answers of ``torch.cuda`` about the machine: it has one GPU."""
 _ACCELERATOR: Mapping[str, Any] = {
     "is_available": _true,
-    "current_accelerator": lambda *args, **kwargs: _GPU,
+    "current_accelerator": always(_GPU),
     "device_count": _one,
     "get_device_capability": _capability,
     "get_memory_info": _memory,
@@ -163,27 +146,27 @@ _ACCELERATOR: Mapping[str, Any] = {
     "device_index": Idle,
     **_all("current_device_index current_device_idx memory_allocated max_memory_allocated", _zero),
     **_all("memory_reserved max_memory_reserved", _zero),
-    **_all("set_device_index set_device_idx synchronize set_stream empty_cache empty_host_cache", _nothing),
-    **_all("reset_peak_memory_stats reset_accumulated_memory_stats", _nothing),
+    **_all("set_device_index set_device_idx synchronize set_stream empty_cache empty_host_cache", nothing),
+    **_all("reset_peak_memory_stats reset_accumulated_memory_stats", nothing),
     "memory_stats": _none_of_each,
 }
-"""The same of ``torch.accelerator``. Torch itself gets its own answers: its loaders would start a thread that pins memory."""
+"""Answers of ``torch.accelerator``. Torch itself gets the true ones: its loaders would start a thread that pins memory."""
 _ELSEWHERE: Sequence[tuple[ModuleType, Mapping[str, Any]]] = (
     (torch.cuda.nvtx, _all("range_push range_pop range_start range_end mark", _zero)),
-    (torch.cuda.profiler, _all("start stop", _nothing)),
+    (torch.cuda.profiler, _all("start stop", nothing)),
 )
-"""Of the modules below ``torch.cuda``."""
+"""Answers of modules below ``torch.cuda``."""
 _FACTS: Sequence[tuple[ModuleType, Mapping[str, Any]]] = (
     (torch.version, {"cuda": _CUDA}),
     (torch.backends.cuda, {"is_built": _true}),
-    (torch.backends.cudnn, {"version": lambda: _CUDNN, "is_available": _true}),
+    (torch.backends.cudnn, {"version": always(_CUDNN), "is_available": _true}),
     (torch.cuda, {"is_initialized": _true}),
-    (torch.cuda.nccl, {"version": lambda: (2, 27, 3)}),
+    (torch.cuda.nccl, {"version": always((2, 27, 3))}),
     (torch.distributed, {"is_nccl_available": _true}),
 )
-"""What else a script is told of a machine with a GPU; torch itself gets its own answers."""
+"""Other facts about a machine with a GPU; torch itself gets the true ones."""
 _HOMES = (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs)
-"""Modules under which a function of ``torch.cuda`` is found."""
+"""Modules in which a function of ``torch.cuda`` may be defined."""
 
 
 @contextmanager
@@ -191,8 +174,8 @@ def gpu_told(asked: list[str], *, there: bool) -> Iterator[None]:
     """Answer for the block.
 
     Args:
-        asked: gets the name of each function that tells the script of a GPU.
-        there: whether functions that tell of the machine say that it has a GPU; otherwise they say what is true.
+        asked: receives the name of each function that told the script of a GPU.
+        there: whether functions about the machine say that it has a GPU; otherwise they tell the truth.
     """
     with ExitStack() as stack:
         for home in _HOMES:
@@ -213,7 +196,7 @@ def _tell(stack: ExitStack, asked: list[str]) -> None:
     for module, answers in ((torch.accelerator, _ACCELERATOR), *_FACTS):
         for name, answer in answers.items():
             if not hasattr(module, name):
-                continue  # a later torch's
+                continue  # this torch is older than the function
             told = _noted(module, name, answer, asked, own_for_torch=True) if callable(answer) else answer
             stack.enter_context(patch.object(module, name, told))
 

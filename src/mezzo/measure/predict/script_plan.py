@@ -1,11 +1,13 @@
-"""All tapes of one script that predictions need: by policy, at its own batch size and at half of it."""
+"""All tapes of a script that predictions need: one for each policy, at its own batch size and at half of it."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from mezzo.errors import UsageError
 from mezzo.formats import FP32
@@ -15,19 +17,17 @@ from mezzo.measure.predict.script_data import MOST_OPERATIONS
 from mezzo.measure.predict.script_gpu import GPU_TOLD
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
 from mezzo.measure.predict.stand_ins import numbers_read
-from mezzo.measure.predict.tape import Tape, check_same_steps, grow_unevenly
+from mezzo.measure.predict.tape import TrainingTape, check_same_steps, grow_unevenly
 from mezzo.measure.predict.time import HALF_FORMATS
 from mezzo.records import Reason
-from mezzo.records.run import BATCH
+from mezzo.records.run import BATCH, OWN_SHARE
 
-_SOME = 0.05
-"""Share of FLOPs that is worth a word."""
 _WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptPlan:
-    """What a script trains, by recorded policy."""
+    """The tapes of a script by recorded policy, and the facts about them."""
 
     tapes: dict[str, Tapes]
     refused: dict[str, str]
@@ -61,26 +61,21 @@ def script_plan(
         policies: the policies to record.
         batch: the size of a batch to predict; None for the script's own.
         as_module: whether ``script`` is run as ``python -m`` would.
-        scaled: whether other batch sizes are to follow, which takes a second tape for each policy.
+        scaled: whether to predict other batch sizes too, which takes a second tape for each policy.
         limit_s: time after which tracing ends.
-        on_gpu: whether a GPU is predicted, and not this machine.
+        on_gpu: whether the prediction is for a GPU instead of this machine.
 
     Raises:
-        UsageError: the script cannot be traced, or ``batch`` is no size that it can have.
+        UsageError: the script cannot be traced, or cannot have batches of size ``batch``.
     """
     if has_batch(arguments) and batch is None:
         raise UsageError(
             f"the script's arguments have {BATCH} and --batch is missing", hint="type: mezzo predict --batch 64 …"
         )
     named = batch if has_batch(arguments) else None
+    words = with_batch(arguments, named)
     one = [
-        TapeRequest(
-            script=script,
-            arguments=with_batch(arguments, named),
-            policy=policy,
-            as_module=as_module,
-            gpu_there=on_gpu,
-        )
+        TapeRequest(script=script, arguments=words, policy=policy, as_module=as_module, gpu_there=on_gpu)
         for policy in policies
     ]
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
@@ -95,14 +90,12 @@ def script_plan(
         if not made.error
     ]
     size = named or known.batch
-    others, why = (
-        _others(one, known, named, arguments, deadline_s=deadline_s)
-        if scaled or batch not in (None, size)
-        else ([], "it was not asked for")
-    )
+    others, why = list[ScriptTape](), "it was not asked for"
+    if scaled or batch not in (None, size):
+        others, why = _others(one, known, named, arguments, deadline_s=deadline_s)
     tapes: dict[str, Tapes] = {}
-    for place, (request, found) in enumerate(zip(one, first, strict=True)):
-        other = others[place] if others else None
+    partners: Sequence[ScriptTape | None] = others or [None] * len(one)
+    for request, found, other in zip(one, first, partners, strict=True):
         found_why, tapes[request.policy] = _paired(found, other, size=named)
         why = why or found_why
     if batch is not None and batch != size and any(pair.other is None for pair in tapes.values()):
@@ -140,18 +133,16 @@ def _others(
     other = _other_size(size)
     if named is None and not known.from_loader:
         return _by_its_source(requests, known, size, other, deadline_s=deadline_s)
-    made = [
-        replace(request, own_batch=size, batch=other, steps=known.num_steps)
-        if named is None
-        else replace(request, arguments=with_batch(arguments, other), steps=known.num_steps)
-        for request in requests
-    ]
+    changes: dict[str, Any] = {"own_batch": size, "batch": other}
+    if named is not None:
+        changes = {"arguments": with_batch(arguments, other)}
+    made = [replace(request, steps=known.num_steps, **changes) for request in requests]
     try:
         found = _all_recorded(made, deadline_s)
     except UsageError as error:
         return [], f"at batch {other} {error.message}"
     if named is not None:
-        _check_sizes(requests[0].script, known, found[0], sizes=sorted((size, other)))
+        _check_sizes(requests[0].script, known.tape, found[0].tape, sizes=sorted((size, other)))
         for one in found:
             if one.tape is not None:
                 one.tape.batch = other
@@ -166,10 +157,10 @@ def _other_size(size: int) -> int:
 
 
 def _all_recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> list[ScriptTape]:
-    """Return the tapes of ``requests``; they are all there, and the script was told what it was told at its own batch size.
+    """Return the tapes of ``requests``, none of which failed or was traced without the GPU that the script saw at its own batch size.
 
     Raises:
-        UsageError: a tape is missing, or was told otherwise.
+        UsageError: one did.
     """
     found = recorded_tapes(requests, deadline_s=deadline_s)
     for one in found:
@@ -183,24 +174,13 @@ def _by_its_source(
 ) -> tuple[list[ScriptTape], str]:
     """Return the tapes with another number where the size of the script's batch is set, or that no such place was found."""
     first = requests[0]
-    places = batch_sources(
-        "" if first.as_module else first.script,
-        first.arguments,
-        size,
-        modules=known.modules,
-        configurations=known.configurations,
-    )
-    failed = ""
-    for place in places:
+    script, failed = "" if first.as_module else first.script, ""
+    files = {"modules": known.modules, "configurations": known.configurations}
+    for place in batch_sources(script, first.arguments, size, **files):
         words = place.arguments(first.arguments, size=size, other=other)
-        made = [
-            replace(
-                request, arguments=words, file=place.file, numbers=place.numbers, batch=other, steps=known.num_steps
-            )
-            for request in requests
-        ]
+        changes: dict[str, Any] = {"arguments": words, "file": place.file, "numbers": place.numbers, "batch": other}
         try:
-            found = _all_recorded(made, deadline_s)
+            found = _all_recorded([replace(one, steps=known.num_steps, **changes) for one in requests], deadline_s)
         except UsageError as error:  # the number is not the batch's alone
             if place.argument is not None and not failed:
                 failed = f"{place.where} seems to set it, and with {other} in place of {size} {error.message}"
@@ -225,16 +205,13 @@ def _only_the_batch_differs(one: ScriptTape, other: ScriptTape) -> bool:
     return all(a == b or a * other.batch == b * one.batch for a, b in pairs)
 
 
-def _sizes(tape: Tape, *kinds: str) -> list[int]:
+def _sizes(tape: TrainingTape, *kinds: str) -> list[int]:
     return [block.size_bytes for block in tape.blocks if block.kind in kinds]
 
 
-def _check_sizes(script: str, one: ScriptTape, other: ScriptTape, *, sizes: Sequence[int]) -> None:
-    """Raise UsageError where the argument that is to set the size of a batch changes nothing."""
-    first, second = one.tape, other.tape
-    if first is None or second is None:
-        return
-    if first.blocks == second.blocks and first.operations == second.operations:
+def _check_sizes(script: str, one: TrainingTape | None, other: TrainingTape | None, *, sizes: Sequence[int]) -> None:
+    """Raise UsageError if the argument that should set the size of a batch changes nothing."""
+    if one is not None and other is not None and (one.blocks, one.operations) == (other.blocks, other.operations):
         raise UsageError(
             f"{script} has the same batch with {BATCH} = {sizes[0]} and {sizes[1]}: its arguments do not set the size",
             hint=f"write {BATCH} in place of the argument that sets the size of a batch, as in --batch-size {BATCH}; if there is "
@@ -246,25 +223,24 @@ def _paired(one: ScriptTape, other: ScriptTape | None, *, size: int | None) -> t
     assert one.tape is not None  # recorded_tapes raises otherwise
     if size is not None:
         one.tape.batch = size
-    if other is None or other.tape is None:
-        return "", Tapes(one.tape, None, num_batches=one.num_batches)
-    try:
-        check_same_steps(one.tape, other.tape)
-    except UsageError:
-        why = f"it runs other operations at batch {other.tape.batch} than at batch {one.tape.batch}"
-        return why, Tapes(one.tape, None, num_batches=one.num_batches)
-    return "", Tapes(one.tape, other.tape, num_batches=one.num_batches)
+    why, second = "", None if other is None else other.tape
+    if second is not None:
+        try:
+            check_same_steps(one.tape, second)
+        except UsageError:
+            why, second = f"it runs other operations at batch {second.batch} than at batch {one.tape.batch}", None
+    return why, Tapes(one.tape, second, num_batches=one.num_batches)
 
 
-def _own_precision(tape: Tape | None) -> list[Reason]:
-    """Return what is said of a script that computes in 16 bits under FP32, by casts of its own."""
-    flops: dict[str, int] = {}
+def _own_precision(tape: TrainingTape | None) -> list[Reason]:
+    """Return a note on a script that computes in 16 bits under FP32, because it casts by itself."""
+    flops = Counter[str]()
     for operation in tape.operations if tape is not None else ():
-        flops[operation.format] = flops.get(operation.format, 0) + operation.flops
+        flops[operation.format] += operation.flops
     found = [
         f"{share:.0%} of the FLOPs in {name}"
         for name in sorted(HALF_FORMATS)
-        if (share := flops.get(name, 0) / max(1, sum(flops.values()))) > _SOME
+        if (share := flops[name] / max(1, flops.total())) > OWN_SHARE
     ]
     why = "it casts its model or its data itself, and no policy takes that back: the rows of fp32 and tf32 have it as well"
     return [Reason(what="the script's own precision", value=", ".join(found), reason=why)] if found else []
@@ -280,44 +256,43 @@ def _assumptions(
 ) -> list[Reason]:
     size, num = named or known.batch, known.num_batches
     found = [numbers_read("script", known.read_at)]
+
+    def add(what: str, value: str, reason: str) -> None:
+        found.append(Reason(what=what, value=value, reason=reason))
+
     if known.numbers_first:
-        why_first = f"it runs over {MOST_OPERATIONS:,} operations before its first module: too slow without numbers"
-        found.append(Reason(what="data that the script prepares", value="with numbers", reason=why_first))
+        slow = f"it runs over {MOST_OPERATIONS:,} operations before its first module: too slow without numbers"
+        add("data that the script prepares", "with numbers", slow)
     if known.fails_with_gpu:
-        why_not = f"where it is True, the script fails on this machine: {known.fails_with_gpu}"
-        found.append(Reason(what="torch.cuda.is_available()", value="this machine's", reason=why_not))
+        failure = f"where it is True, the script fails on this machine: {known.fails_with_gpu}"
+        add("torch.cuda.is_available()", "this machine's", failure)
     elif known.told_of_gpu:
-        told = ", ".join(known.told_of_gpu)
-        found.append(Reason(what="what the script is told of its GPU", value=GPU_TOLD, reason=f"it asks {told}"))
+        add("what the script is told of its GPU", GPU_TOLD, f"it asks {', '.join(known.told_of_gpu)}")
     if known.launched:
-        why = "it reads a launcher's variables; each further GPU has a batch of its own"
-        found.append(Reason(what="processes", value="the only one of its job", reason=why))
+        each = "it reads a launcher's variables; each further GPU has a batch of its own"
+        add("processes", "the only one of its job", each)
     if known.compiles:
-        found.append(
-            Reason(what=", ".join(known.compiles), value="left out", reason="compiled steps are not predicted")
-        )
+        add(", ".join(known.compiles), "left out", "compiled steps are not predicted")
     found += _own_precision(known.tape) if known.policy == FP32.name else []
     if known.sized_at:
         lines = ", ".join(filter(None, known.sized_at)) or "in a library"
-        why = (
-            f"a condition selects everything, and values are all different: less memory and time where not, at {lines}"
-        )
-        found.append(Reason(what="sizes that numbers decide", value="the largest possible", reason=why))
+        all_of_them = "a condition selects everything, and values are all different: less memory and time where not"
+        add("sizes that numbers decide", "the largest possible", f"{all_of_them}, at {lines}")
     if size is None:
-        found.append(Reason(what="batch", value="not known", reason=f"speed is in steps a second; {_WRITE_BATCH}"))
+        add("batch", "not known", f"speed is in steps a second; {_WRITE_BATCH}")
         return found
     source = "as --batch names it" if named else "what the DataLoader yields"
     if not named and not known.from_loader:
         source = "the first dimension of what the model is called with"
     many = f", {num} of them an update" if num > 1 else ""
-    found.append(Reason(what="batch", value=f"{size} samples{many}", reason=source))
+    add("batch", f"{size} samples{many}", source)
     if followed:
         where = f"set by {at}; " if at else ""
         sizes = " to ".join(map(str, sorted((size, _other_size(size)))))
         how = f"{where}each operation's cost and each tensor's bytes grow evenly with the batch, as from {sizes}"
         if uneven:
             how += "; those of tensors that compare samples with each other, with its square"
-        found.append(Reason(what="other batch sizes", value="follow", reason=how))
+        add("other batch sizes", "follow", how)
     else:
-        found.append(Reason(what="other batch sizes", value="do not follow", reason=f"{why}; {_WRITE_BATCH}"))
+        add("other batch sizes", "do not follow", f"{why}; {_WRITE_BATCH}")
     return found

@@ -1,10 +1,10 @@
-"""Record a few steps of an unmodified script on fake tensors: ``python -m mezzo.measure.predict.script_process JOBS``.
+"""Record a few steps of an unmodified script on fake tensors: ``python -m mezzo.measure.predict.script_process REQUESTS``.
 
 The script runs from its first line under a fake-tensor mode, so its model and its data take no memory and have no numbers. Where
-it asks for a number (``loss.item()``, a condition, ``tolist``), it gets 1.0, 0 or False: the stand-in is said in the record. A
-script that prepares its data for long has numbers until its first module (``script_data``). Recording begins when a model in
-training mode is called and ends after the second optimizer step, where the script stops. What happens between a step and the next
-call of the model is data preparation, which belongs to the host and is not recorded.
+it asks for a number (``loss.item()``, a condition, ``tolist``), it gets 1.0, 0 or False, which the record mentions. A script
+that takes long to prepare its data has numbers until its first module (``script_data``). Recording begins when a model in
+training mode is called, and ends after the second optimizer step, where the script stops. Between a step and the next call of the
+model the script prepares data, which is the host's work and not recorded.
 
 The process imports torch once and forks for each tape.
 """
@@ -23,38 +23,27 @@ from pathlib import Path
 import torch._dynamo.config  # noqa: F401  # a fake mode imports the compiler; here once, and not in every fork
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from mezzo.measure.predict.script_batches import ScriptBatches
 from mezzo.measure.predict.script_data import SlowData
 from mezzo.measure.predict.script_files import ScriptFiles, with_numbers
 from mezzo.measure.predict.script_recorder import Enough, ScriptRecorder
 from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
 from mezzo.measure.predict.training import STEPS
 from mezzo.measure.standard_input import own_input
-from mezzo.policy import Policy
 
 _AT_ONCE = 2
 """Scripts that run at the same time."""
 _SLOW_DATA = 3
-"""Exit code of a fork whose script is to be started again with numbers."""
+"""Exit code of a fork whose script has to start again with numbers."""
 
 
-def recorded(request: TapeRequest, policy: Policy, told_of_gpu: list[str] | None = None) -> ScriptTape:
-    """Run the request's script in this process as ``python script`` would, and return what it trained.
+def recorded(request: TapeRequest, told_of_gpu: list[str] | None = None) -> ScriptTape:
+    """Run the request's script in this process as ``python script`` would, and return its tape.
 
     Args:
-        request: what to record.
-        policy: its policy.
-        told_of_gpu: gets the name of what told the script of a GPU.
+        request: the script, its policy and its batches.
+        told_of_gpu: receives the name of each function that told the script of a GPU.
     """
-    watch = ScriptRecorder(
-        policy,
-        batches=ScriptBatches(own=request.own_batch, wanted=request.batch),
-        steps=request.steps,
-        numbers_first=request.numbers_first,
-        gpu_there=request.gpu_there,
-        launched=request.launched,
-        told_of_gpu=told_of_gpu,
-    )
+    watch = ScriptRecorder(request, told_of_gpu=told_of_gpu)
     argv, path = sys.argv, list(sys.path)
     sys.argv = [request.script, *request.arguments]
     root = str(Path.cwd() if request.as_module else Path(request.script).resolve().parent)
@@ -62,7 +51,7 @@ def recorded(request: TapeRequest, policy: Policy, told_of_gpu: list[str] | None
     changed = request.batch if request.numbers else None
     files = ScriptFiles(root, file=request.file, numbers=request.numbers, value=changed)
     try:
-        with watch.watching(request.script), files.watching():
+        with watch.watching(), files.watching():
             if request.as_module:
                 runpy.run_module(request.script, run_name="__main__", alter_sys=True)
             elif changed is not None and request.file == request.script:
@@ -98,7 +87,7 @@ def recorded(request: TapeRequest, policy: Policy, told_of_gpu: list[str] | None
 
 
 def _run_changed(script: str, code: types.CodeType) -> None:
-    """Run code in place of the script's own, as ``runpy.run_path`` does."""
+    """Run ``code`` instead of the script's text, as ``runpy.run_path`` would."""
     module, own = types.ModuleType("__main__"), sys.modules["__main__"]
     vars(module).update(__file__=script, __cached__=None, __package__="")
     sys.modules["__main__"] = module
@@ -155,7 +144,7 @@ def _write(request: TapeRequest, place: Path) -> ScriptTape:
     """Record a request, write its tape and return it."""
     told: list[str] = []
     try:
-        made = recorded(request, Policy.parse(request.policy), told)
+        made = recorded(request, told)
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code)

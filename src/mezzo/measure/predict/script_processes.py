@@ -1,4 +1,4 @@
-"""A script that shares its training among GPUs, traced as one process of it: the one of rank 0.
+"""Trace a script that shares its training among GPUs as one of its processes, the one of rank 0.
 
 Collective operations return at once. A model that ``DistributedDataParallel`` wraps keeps its buckets of gradients.
 """
@@ -17,23 +17,15 @@ import torch.multiprocessing as processes
 from torch import nn
 from torch.nn import parallel
 
-ALONE: Mapping[str, str] = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
-"""What a launcher tells the only process of a job."""
+from mezzo.measure.predict.scripted import ONLY_PROCESS
 
 
 @contextmanager
 def first_process_alone(*, launched: bool) -> Iterator[None]:
-    """Let the block be the first process of its job, whatever it needs of the others.
+    """Let the block run as the first process of its job, without the others.
 
     Args:
-        launched: whether it is told what a launcher tells the only process of a job.
+        launched: whether to set the variables that a launcher sets for the only process of a job.
     """
     with ExitStack() as stack:
         for home, name, made in (
@@ -46,7 +38,7 @@ def first_process_alone(*, launched: bool) -> Iterator[None]:
         ):
             stack.enter_context(patch.object(home, name, made))
         if launched:
-            stack.enter_context(patch.dict(os.environ, ALONE))
+            stack.enter_context(patch.dict(os.environ, ONLY_PROCESS))
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""What watches a script from inside its process, and writes its tape."""
+"""Watch a script from inside its process and write its tape."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,8 +33,9 @@ from mezzo.measure.predict.script_eager import compilation_left_out
 from mezzo.measure.predict.script_processes import first_process_alone
 from mezzo.measure.predict.script_saves import saved_in_memory
 from mezzo.measure.predict.script_sizes import largest_sizes
+from mezzo.measure.predict.scripted import TapeRequest
 from mezzo.measure.predict.stand_ins import asking_frame, stand_ins
-from mezzo.measure.predict.tape import Kind, Tape
+from mezzo.measure.predict.tape import Kind, TrainingTape
 from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of, units_of
 from mezzo.policy import Policy
 
@@ -43,7 +43,7 @@ _MOST_STEPS = 8
 """Steps after which a whole batch is no longer waited for."""
 _MOST_BACKWARD = 512
 """Backward passes of one update; a script that makes more would make them for ever."""
-_MOST_READ_AT = 5
+_MOST_LINES = 5
 
 
 class Enough(BaseException):
@@ -51,35 +51,15 @@ class Enough(BaseException):
 
 
 class ScriptRecorder:
-    """Records the last of a few steps; a step that trains on a smaller batch than the first, as an epoch's last, is not the last."""
+    """Records the last of a few steps. A step with a smaller batch than the first, such as an epoch's last, is never the last."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        batches: ScriptBatches | None = None,
-        steps: int | None = None,
-        numbers_first: bool = False,
-        gpu_there: bool = True,
-        launched: bool = False,
-        told_of_gpu: list[str] | None = None,
-    ) -> None:
-        """Start before the script's first line.
-
-        Args:
-            policy: what the script trains under.
-            batches: its loaders' batches; None to leave their size alone.
-            steps: how many to record; None for two with whole batches.
-            numbers_first: whether tensors have numbers until the script builds its first module (``script_data``).
-            gpu_there: whether the script is told that there is a GPU (``script_devices``).
-            launched: whether it is told what a launcher tells the only process of a job (``script_processes``).
-            told_of_gpu: gets the name of what told it of a GPU.
-        """
+    def __init__(self, request: TapeRequest, *, told_of_gpu: list[str] | None = None) -> None:
+        """Start before the script's first line; ``told_of_gpu`` receives the name of each function that told it of a GPU."""
         self.recorder = Recorder(batch=1)
         self.num_events = 0
         """Of the tape, at the end of the last step. The script's end frees the rest, in no order that repeats."""
         self.recorder.recording = False
-        self.batches = batches or ScriptBatches()
+        self.batches = ScriptBatches(own=request.own_batch, wanted=request.batch)
         self.read_at: list[str] = []
         """Lines of the script that asked for a number."""
         self.sized_at: list[str] = []
@@ -91,12 +71,10 @@ class ScriptRecorder:
         """Whether ``sizes`` are those of a loader's batches; otherwise the first dimension of what the model is called with."""
         self.channels_last = False
         """Whether a model or its inputs are stored channels-last."""
-        self._steps, self._policy, self._numbers_first = steps, policy, numbers_first
+        self._request, self._policy, self._told_of_gpu = request, Policy.parse(request.policy), told_of_gpu
         self.compiles: list[str] = []
-        """Functions by which the script compiles, which were left out."""
-        self._launched = launched
-        self._gpu_there, self._told_of_gpu = gpu_there, told_of_gpu
-        self._region = region_of(policy)
+        """Functions with which the script compiles, which were left out."""
+        self._region = region_of(self._policy)
         self._num_backward = 0
         """Since the last update."""
         self._hosts = False
@@ -110,7 +88,7 @@ class ScriptRecorder:
         self._masters: list[MasterWeights] = []
 
     @property
-    def tape(self) -> Tape:
+    def tape(self) -> TrainingTape:
         """The tape so far."""
         return self.recorder.tape
 
@@ -120,9 +98,10 @@ class ScriptRecorder:
         return max(0, len(self.tape.step_starts) - self.recorder.recording)
 
     @contextmanager
-    def watching(self, script: str = "") -> Iterator[None]:
-        """Record what the block trains."""
+    def watching(self) -> Iterator[None]:
+        """Record the training in the block."""
         own_backward, own_call = torch.autograd.backward, nn.Module.__call__
+        request, fake = self._request, CountedFakeMode()
 
         def backward(*args: Any, **kwargs: Any) -> None:
             self._backward_begins()
@@ -138,26 +117,23 @@ class ScriptRecorder:
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ended),
         ]
-        fake = CountedFakeMode()
         try:
             with ExitStack() as stack:
-                stack.enter_context(patch.object(torch.autograd, "backward", backward))
-                stack.enter_context(patch.object(nn.Module, "__call__", call))
-                stack.enter_context(patch.object(nn.Module, "_apply", _converted))
-                validated = patch.object(Distribution, "_validate_args", False)  # by conditions on numbers
-                noted = partial(self._note_size, script)
                 watched: list[AbstractContextManager[Any]] = [
-                    validated,
-                    stand_ins(partial(self._note_line, script), some_are_real=self._numbers_first),
+                    patch.object(torch.autograd, "backward", backward),
+                    patch.object(nn.Module, "__call__", call),
+                    patch.object(nn.Module, "_apply", _converted),
+                    patch.object(Distribution, "_validate_args", False),  # by conditions on numbers
+                    stand_ins(self._note_line, some_are_real=request.numbers_first),
                     self.batches.watching(),
                     own_amp_left_out(),
-                    gpu_on_cpu(self._told_of_gpu, there=self._gpu_there, moved=self._moved),
-                    first_process_alone(launched=self._launched),
+                    gpu_on_cpu(self._told_of_gpu, there=request.gpu_there, moved=self._moved),
+                    first_process_alone(launched=request.launched),
                     compilation_left_out(self._note_compilation),
                     saved_in_memory(),
                     cuda_operators(),
-                    largest_sizes(noted),
-                    longest_sequences(noted),
+                    largest_sizes(self._note_size),
+                    longest_sequences(self._note_size),
                     copies_without_numbers(),
                 ]
                 for one in watched:
@@ -167,9 +143,10 @@ class ScriptRecorder:
                     stack.enter_context(self.recorder)
                     stack.enter_context(fake)
 
-                if not self._numbers_first:
+                if not request.numbers_first:
                     without_numbers()
-                stack.enter_context(before_first_module(without_numbers if self._numbers_first else fake.stop_counting))
+                first = without_numbers if request.numbers_first else fake.stop_counting
+                stack.enter_context(before_first_module(first))
                 yield
         finally:
             self._open.close()
@@ -250,9 +227,7 @@ class ScriptRecorder:
             recording, self.recorder.recording = self.recorder.recording, False
             tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             self.recorder.recording = recording
-        self._on_gpu.pop(
-            storage_key(tensor), None
-        )  # of a storage that is gone: its place in the order is not this one's
+        self._on_gpu.pop(storage_key(tensor), None)  # of a storage that is gone: the order is that of this one
         self._on_gpu[storage_key(tensor)] = weakref.ref(tensor)
         return tensor
 
@@ -323,8 +298,8 @@ class ScriptRecorder:
             raise Enough
 
     def _is_last(self) -> bool:
-        if self._steps is not None:
-            return self.num_steps == self._steps
+        if self._request.steps is not None:
+            return self.num_steps == self._request.steps
         whole = self.sizes[-1] == self.sizes[0]
         return self.num_steps >= STEPS and (whole or self.num_steps == _MOST_STEPS)
 
@@ -334,20 +309,25 @@ class ScriptRecorder:
         if name not in self.compiles:
             self.compiles.append(name)
 
-    def _note_size(self, script: str) -> None:
+    def _note_size(self) -> None:
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename != script:
+        while frame is not None and frame.f_code.co_filename != self._request.script:
             frame = frame.f_back
-        line = "" if frame is None else f"{Path(script).name}:{frame.f_lineno}"
-        if line not in self.sized_at and len(self.sized_at) < _MOST_READ_AT:
-            self.sized_at.append(line)
+        self._note("" if frame is None else _line_of(frame), self.sized_at)
 
-    def _note_line(self, script: str) -> None:
+    def _note_line(self) -> None:
         frame = asking_frame()
-        if frame is not None and frame.f_code.co_filename == script and len(self.read_at) < _MOST_READ_AT:
-            line = f"{Path(script).name}:{frame.f_lineno}"
-            if line not in self.read_at:
-                self.read_at.append(line)
+        if frame is not None and frame.f_code.co_filename == self._request.script:
+            self._note(_line_of(frame), self.read_at)
+
+    @staticmethod
+    def _note(line: str, lines: list[str]) -> None:
+        if line not in lines and len(lines) < _MOST_LINES:
+            lines.append(line)
+
+
+def _line_of(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _told_apart(module: nn.Module) -> str:

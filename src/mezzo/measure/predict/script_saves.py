@@ -1,6 +1,6 @@
-"""What a script saves while it is traced stays in memory: its tensors have no numbers, and a file of its own must not be lost.
+"""Keep in memory what a traced script saves, because its tensors have no numbers and must not overwrite a real file.
 
-What it loads again is what it saved. Other files are read as torch reads them without numbers.
+It loads what it saved. Other files are read as torch reads them without numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 @contextmanager
 def saved_in_memory() -> Iterator[None]:
-    """Keep what ``torch.save`` is given in the block, for ``torch.load``."""
+    """Keep the arguments of ``torch.save`` in the block for ``torch.load``."""
     files: dict[str, Any] = {}
     buffers: Any = WeakIdKeyDictionary()
 

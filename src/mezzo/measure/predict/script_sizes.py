@@ -1,8 +1,7 @@
-"""Results whose size depends on numbers, while a script is traced without numbers: each is as large as it can be.
+"""Give results whose size depends on numbers their largest size, while a script is traced without numbers.
 
-A condition that selects rows is taken to select all of them, and values are taken to be all different. So memory is what the
-script needs at most, and throughput what it reaches at least; the record says so, and names the lines. Counts of whole numbers have
-the ``minlength`` that they were given.
+A condition is assumed to select all rows, and values are assumed to be all different. So memory is an upper bound and throughput
+a lower bound; the record says so, and names the lines. Counts of whole numbers have their ``minlength``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tapes of unmodified scripts, recorded in a process of their own (``script_process``).
 
-The size of a batch is what a ``DataLoader`` yields; other sizes follow from a tape at half the size, which the loader is made to
-yield. Where a script makes its batches without one, the size is looked for in its arguments, its text and the files that it reads.
+The size of a batch is that of what a ``DataLoader`` yields; other sizes follow from a tape at half the size, which the loader is
+made to yield. For a script without loaders, its arguments, its text and the files that it reads are searched for the size.
 """
 
 from __future__ import annotations
@@ -14,19 +14,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mezzo.errors import UsageError
 from mezzo.formats import FP32, FP64
 from mezzo.measure.advice import advice_for
-from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import STEPS
 from mezzo.records.run import BATCH, refuses_format
 
-OF_A_JOB = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables by which a launcher tells a script that it is one of several processes."""
+ONLY_PROCESS: Mapping[str, str] = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+"""The environment variables that a launcher sets for the only process of a job."""
 _TAIL = 4
 _MOST_DOUBLE = 0.01
 
@@ -59,7 +66,7 @@ class TapeRequest:
 class ScriptTape:
     """What one request recorded."""
 
-    tape: Tape | None
+    tape: TrainingTape | None
     """None where the script never finished two steps."""
     batch: int | None = None
     """Samples of one batch."""
@@ -102,21 +109,21 @@ class ScriptTape:
 def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None = None) -> list[ScriptTape]:
     """Return the tapes of ``requests``, recorded in a process of their own.
 
-    A script that needs to be told which process of a job it is, is told that it is the only one. One that fails because it was told
-    of a GPU is told what is true on this machine. A policy under which it fails has no tape where FP32, the baseline of all, has one.
+    A script that needs a launcher's variables gets those of the only process of a job. One that fails because it was told of a GPU
+    runs again and is told the truth. If FP32, the baseline of all, has a tape, a policy under which the script fails has none.
 
     Args:
         requests: what to record.
         deadline_s: the time of ``time.monotonic`` at which recording ends.
 
     Raises:
-        UsageError: there is no such script, it cannot be traced, or not in time, or it ended before its second step.
+        UsageError: the script does not exist, cannot be traced, not in time, or ended before its second step.
     """
     for request in requests:
         if not request.as_module and not Path(request.script).is_file():
             raise UsageError(f"there is no script {request.script!r}", hint="check the path")
     found, output = _recorded(requests, deadline_s)
-    if all(one.error.endswith(tuple(f"KeyError: {name!r}" for name in OF_A_JOB)) for one in found):
+    if all(one.error.endswith(tuple(f"KeyError: {name!r}" for name in ONLY_PROCESS)) for one in found):
         requests = [replace(request, launched=True) for request in requests]
         found, output = _recorded(requests, deadline_s)
     if not any(one.tape for one in found) and all(one.told_of_gpu for one in found):
@@ -145,7 +152,7 @@ def _recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> tupl
         place.write_bytes(pickle.dumps(list(requests)))
         words = [sys.executable, "-m", "mezzo.measure.predict.script_process", str(place)]
         # One process is traced: with a launcher's variables a script would wait for the others.
-        alone = {name: value for name, value in os.environ.items() if name not in OF_A_JOB}
+        alone = {name: value for name, value in os.environ.items() if name not in ONLY_PROCESS}
         output, code = _run(words, alone, requests[0].script, deadline_s)
         found: list[ScriptTape] = []
         for number, request in enumerate(requests):
@@ -159,12 +166,7 @@ def _recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> tupl
 def _run(words: list[str], environment: dict[str, str], script: str, deadline_s: float | None) -> tuple[str, int]:
     """Return what the process printed and its exit code; its forks end with it, however this function ends."""
     process = subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
     try:
         output, _ = process.communicate(timeout=None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
@@ -193,21 +195,18 @@ def _died(request: TapeRequest, output: str, code: int) -> UsageError:
         9: "it was killed, as by a machine that is out of memory",
         11: "native code of its own, as an optimizer's kernels, reads the memory of tensors, which have none here",
     }
-    cause = next(
-        (why for number, why in causes.items() if f"ended by signal {number}" in output or code == -number), ""
-    )
+    ended = (why for number, why in causes.items() if f"ended by signal {number}" in output or code == -number)
+    cause = next(ended, "")
     return UsageError(
         f"{request.script} cannot be traced without numbers: {cause or 'it ended with:' + chr(10) + last}",
         hint="predict its model by name with --model, or keep what reads numbers out of the first two steps",
     )
 
 
-def _check_formats(script: str, tape: Tape) -> None:
-    """Raise UsageError for a training whose products run in a format that has no rate here."""
-    counted, double = 0, 0
-    for operation in tape.operations:
-        counted += operation.flops
-        double += operation.flops if operation.format == FP64.name else 0
+def _check_formats(script: str, tape: TrainingTape) -> None:
+    """Raise UsageError for a training with products in float64, whose rates the table of GPUs lacks."""
+    counted = sum(operation.flops for operation in tape.operations)
+    double = sum(operation.flops for operation in tape.operations if operation.format == FP64.name)
     if double > _MOST_DOUBLE * counted:
         raise UsageError(
             f"{script} cannot be predicted: {double / counted:.0%} of its FLOPs are in float64, and GPUs are listed without its rates",
@@ -229,13 +228,10 @@ def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
             hint=f"install it for {sys.executable}, or run the script by itself first",
         )
     if one.needs_numbers:
-        hint = (
-            "pass the size where it takes one, as output_size= of repeat_interleave or num_classes= of one_hot, "
-            "or predict the model by name with --model"
-        )
         return UsageError(
             f"{request.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",
-            hint=hint,
+            hint="pass the size where it takes one, as output_size= of repeat_interleave or num_classes= of one_hot, "
+            "or predict the model by name with --model",
         )
     if "SparseTensorImpl" in one.error:
         return UsageError(
@@ -247,14 +243,11 @@ def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
             f"{request.script} cannot be traced without numbers: {one.error}",
             hint=advice or "run it by itself first; if it works, predict its model by name with --model",
         )
-    return UsageError(
-        f"{request.script} fails under {request.policy}: {one.error}",
-        hint=hint_under(request.policy),
-    )
+    return UsageError(f"{request.script} fails under {request.policy}: {one.error}", hint=hint_under(request.policy))
 
 
 def hint_under(policy: str) -> str:
-    """Return what to do about a script that fails under a policy alone."""
+    """Return what to do about a script that fails only under ``policy``."""
     return f"find the modules that need FP32: mezzo fallback --policy {policy} …; or predict the rest: --policies fp32,tf32"
 
 

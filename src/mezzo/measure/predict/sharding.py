@@ -1,14 +1,14 @@
-"""A training on several GPUs of one machine: what each of them holds, and how long they talk. Not validated by measurements.
+"""A training on several GPUs of one machine: the memory of each, and the time of communication. Not validated by measurements.
 
-With data parallelism each GPU holds everything, and buckets as large as the gradients. Sharding by FSDP2 leaves a rank its share of
-parameters, gradients and optimizer state; each layer is gathered before it runs, forward and backward, while the next is on its way,
-and its gradients are scattered after its backward pass::
+With data parallelism, each GPU keeps everything, and buckets as large as the gradients. With FSDP2, a rank keeps its share of
+parameters, gradients and optimizer state; each layer is gathered before it runs, forward and backward, while the next one is already
+being gathered, and its gradients are scattered after its backward pass::
 
     data parallel   2 (n - 1) / n x gradients       a step, all-reduced
     FSDP2           3 (n - 1) / n x parameters      a step: gathered twice, gradients scattered once
 
-in the bytes of the formats that are sent, over one direction of the link in ``links.csv``. What is sent while layers compute costs
-nothing until it takes longer than they do; the first gather and the last scatter have nothing beside them.
+in the bytes of the formats that are sent, over one direction of the link in ``links.csv``. Communication during computation is free
+until it takes longer; the first gather and the last scatter overlap with nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 from mezzo.errors import UsageError
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.constants import family
-from mezzo.measure.predict.tape import Kind, MemoryBlock, Operation, Tape
+from mezzo.measure.predict.tape import CostedOperation, Kind, MemoryBlock, TrainingTape
 from mezzo.measure.predict.time import longer_of
 
 Shard = Literal["ddp", "fsdp"]
@@ -35,7 +35,7 @@ _GATHERED = 2
 
 
 class Link(NamedTuple):
-    """What connects the GPUs of a machine."""
+    """The connection between the GPUs of a machine."""
 
     name: str
     bytes_per_s: float
@@ -53,25 +53,25 @@ def _links() -> dict[str, Link]:
 
 
 def link_of(gpu: Gpu) -> Link:
-    """Return the link of ``gpu``: its own, or the slot that its architecture is sold for."""
+    """Return the link of ``gpu``: its own, or the usual one of its architecture."""
     found = _links()
     return found.get(gpu.name) or found[family(gpu.architecture)]
 
 
 @dataclass(frozen=True)
-class Job:
+class GpuGroup:
     """How many GPUs train together, each on a batch of its own."""
 
     num_gpus: int = 1
     shard: Shard = "ddp"
 
-    def tape_of_rank(self, tape: Tape) -> Tape:
+    def tape_of_rank(self, tape: TrainingTape) -> TrainingTape:
         """Return what one GPU of the job runs, from the tape of one GPU alone."""
         if self.num_gpus == 1:
             return tape
         return self._sharded(tape) if self.shard == "fsdp" else _with_buckets(tape)
 
-    def communication_s(self, tape: Tape, gpu: Gpu) -> float:
+    def communication_s(self, tape: TrainingTape, gpu: Gpu) -> float:
         """Return the seconds that a step of ``tape``, of one GPU alone, sends and receives."""
         if self.num_gpus == 1:
             return 0.0
@@ -79,7 +79,7 @@ class Job:
         moved = times * (self.num_gpus - 1) / self.num_gpus * _gradient_bytes(tape)
         return moved / (link_of(gpu).bytes_per_s * LINK_SHARE)
 
-    def step_s(self, compute_s: float, communication_s: float, tape: Tape) -> float:
+    def step_s(self, compute_s: float, communication_s: float, tape: TrainingTape) -> float:
         """Return the seconds of a step whose communication runs beside its computation, but for one layer's."""
         if not communication_s:
             return compute_s
@@ -90,7 +90,7 @@ class Job:
     def _share(self, size: int) -> int:
         return -(-size // self.num_gpus)
 
-    def _sharded(self, tape: Tape) -> Tape:
+    def _sharded(self, tape: TrainingTape) -> TrainingTape:
         in_optimizer = _allocated_in_optimizer(tape)
         blocks = [
             replace(block, size_bytes=self._share(block.size_bytes))
@@ -107,13 +107,13 @@ class Job:
             scattered=[rest, max(layers)],
         )
 
-    def _updated(self, op: Operation) -> Operation:
+    def _updated(self, op: CostedOperation) -> CostedOperation:
         if op.phase != "optimizer":
             return op
         return replace(op, read_bytes=self._share(op.read_bytes), written_bytes=self._share(op.written_bytes))
 
 
-def check_job(num_gpus: int, shard: str) -> Job:
+def check_job(num_gpus: int, shard: str) -> GpuGroup:
     """Return the job that options name.
 
     Raises:
@@ -123,16 +123,16 @@ def check_job(num_gpus: int, shard: str) -> Job:
         raise UsageError(f"--shard {shard!r} is no way to share a training", hint=f"choose from {', '.join(SHARDS)}")
     if num_gpus == 1 and shard == "fsdp":
         raise UsageError("--shard fsdp needs several GPUs", hint="add --gpus-per-job 8")
-    return Job(num_gpus, "fsdp" if shard == "fsdp" else "ddp")
+    return GpuGroup(num_gpus, "fsdp" if shard == "fsdp" else "ddp")
 
 
-def _gradient_bytes(tape: Tape) -> int:
+def _gradient_bytes(tape: TrainingTape) -> int:
     """Return the bytes of one step's gradients."""
     begin = tape.step_starts[-1]
     return sum(tape.blocks[e].size_bytes for e in tape.events[begin:] if e >= 0 and tape.blocks[e].kind == "gradients")
 
 
-def _allocated_in_optimizer(tape: Tape) -> set[int]:
+def _allocated_in_optimizer(tape: TrainingTape) -> set[int]:
     """Return the numbers of temporary blocks that the optimizer's steps allocate: of the size of what they update."""
     found: set[int] = set()
     for begin in tape.optimizer_starts:
@@ -141,7 +141,7 @@ def _allocated_in_optimizer(tape: Tape) -> set[int]:
     return {number for number in found if tape.blocks[number].kind == "temporaries"}
 
 
-def _with_buckets(tape: Tape) -> Tape:
+def _with_buckets(tape: TrainingTape) -> TrainingTape:
     size = _gradient_bytes(tape)
     begin = tape.step_starts[0]
     events = [*tape.events[:begin], len(tape.blocks), *tape.events[begin:]]
@@ -155,7 +155,7 @@ def _with_buckets(tape: Tape) -> Tape:
     )
 
 
-def _held_over_passes(tape: Tape, *, gathered: list[int], scattered: list[int]) -> Tape:
+def _held_over_passes(tape: TrainingTape, *, gathered: list[int], scattered: list[int]) -> TrainingTape:
     """Return the tape with whole parameters from each step's start, and whole gradients from its backward pass, to its optimizer."""
     blocks, events = list(tape.blocks), list[int]()
     marks = sorted(

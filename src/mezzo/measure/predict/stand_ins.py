@@ -1,6 +1,6 @@
-"""What a training that is traced without numbers gets where it asks for one: 1.0, 0 or False. Everything is finite.
+"""Answer a training that asks for a number while it is traced without numbers: 1.0, 0 or False. Everything is finite.
 
-An optimizer that divides by its step counter must not get 0. Torch itself asks too, as for ``data[i]`` with a tensor for ``i``.
+An optimizer that divides by its step counter must not get 0. Torch itself asks too, as for ``data[i]`` with a tensor ``i``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TRACING = (
         for name in ("_ops.py", "_subclasses", "_compile.py", "_dynamo", "utils/_python_dispatch.py", "utils/_stats.py")
     ),
 )
-"""Files whose functions lie between a line and what it asks of a tensor."""
+"""Files whose functions are on the stack between a line and the question that it asks a tensor."""
 
 
 def asking_frame() -> FrameType | None:
@@ -44,7 +44,7 @@ def asking_frame() -> FrameType | None:
 
 
 def numbers_read(who: str, lines: Sequence[str]) -> Reason:
-    """Return what a record says of the numbers that ``who``, the script or the model, reads at ``lines``."""
+    """Return a record's note on the numbers that ``who``, the script or the model, reads at ``lines``."""
     where = f", read at {', '.join(lines)}" if lines else ""
     return Reason(
         what=f"numbers that the {who} reads",
@@ -55,10 +55,10 @@ def numbers_read(who: str, lines: Sequence[str]) -> Reason:
 
 @contextmanager
 def stand_ins(told: Callable[[], None], *, some_are_real: bool = False) -> Iterator[None]:
-    """Answer each question for a number in the block; ``told`` is called for each.
+    """Answer each question for a number in the block.
 
     Args:
-        told: called for each.
+        told: called for each question.
         some_are_real: whether tensors that are not fake have numbers.
     """
     answers = _Answers()
@@ -109,7 +109,7 @@ class _Answers:
         self._offsets = WeakTensorKeyDictionary()
         """What was added to a stand-in: ``x[i : i + 8]`` has 8 rows wherever it begins."""
         self._finite = WeakTensorKeyDictionary()
-        """What says that values are finite: a script that unscales gradients itself would skip every update."""
+        """Flags that values are finite: they are true, or a script that unscales gradients itself would skip every update."""
 
     def by_method(self) -> dict[str, Callable[..., Any]]:
         """Return the answer to each method of a tensor that returns numbers."""

@@ -1,9 +1,11 @@
-"""One step of a training on one kind of GPU: how long each operation takes, and what it waits for."""
+"""One step of a training on one kind of GPU: how long each operation takes, and what limits it."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,27 +14,27 @@ from mezzo.gpus import Gpu
 from mezzo.measure.predict.calibrate import Calibration
 from mezzo.measure.predict.constants import Constants, fitted
 from mezzo.measure.predict.fp8 import CASTS, fp8_bounds, fp8_layers
-from mezzo.measure.predict.rates import Rates
-from mezzo.measure.predict.sharding import Job
-from mezzo.measure.predict.tape import Tape
-from mezzo.measure.predict.time import Card, Columns, longer_of, operation_bounds
+from mezzo.measure.predict.rates import MachineRates
+from mezzo.measure.predict.sharding import GpuGroup
+from mezzo.measure.predict.tape import TrainingTape
+from mezzo.measure.predict.time import Array, Card, Columns, longer_of, operation_bounds
 from mezzo.records import ModuleShare
 
-ALONE = Job()
+ALONE = GpuGroup()
 _SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What steps run under: the GPU, how many of it train together, the layout of images, and rates if they were measured."""
+    """The conditions of a step: the GPU, how many of them train together, the layout of images, and rates if measured."""
 
     gpu: Gpu
     channels_last: bool = False
-    job: Job = ALONE
+    job: GpuGroup = ALONE
     calibration: Calibration | None = None
     """Rates measured on a GPU of this kind; None for the constants that ship."""
 
-    def rates(self, policy: str) -> Rates | None:
+    def rates(self, policy: str) -> MachineRates | None:
         """Return the measured rates of ``policy``; None unless FP32, which it is compared with, was measured as well."""
         if self.calibration is None:
             return None
@@ -43,7 +45,7 @@ class Conditions:
         return measured[own] if {"fp32", own} <= set(measured) else None
 
     def covering(self, policy: str) -> Conditions:
-        """Return these conditions, without rates if they do not cover ``policy``: what is compared must be priced in one way."""
+        """Return these conditions, without rates if they do not cover ``policy``: steps that are compared must be priced alike."""
         return self if self.rates(policy) is not None else replace(self, calibration=None)
 
     @property
@@ -52,19 +54,19 @@ class Conditions:
         known = self.calibration or fitted()
         return known.low, known.high
 
-    def step(self, tape: Tape, policy: str) -> Step:
+    def step(self, tape: TrainingTape, policy: str) -> PredictedStep:
         """Return a step of ``tape``, which was recorded on one GPU, under ``policy``."""
-        return Step(tape, self, policy=policy)
+        return PredictedStep(tape, self, policy=policy)
 
-    def throughput(self, tape: Tape, policy: str, *, num_batches: int) -> float:
-        """Return the samples a second of all GPUs; an update accumulates ``num_batches`` batches of the tape's size."""
+    def throughput(self, tape: TrainingTape, policy: str, *, num_batches: int) -> float:
+        """Return the samples per second of all GPUs; an update accumulates ``num_batches`` batches of the tape's size."""
         return self.job.num_gpus * tape.batch * num_batches / self.step(tape, policy).seconds
 
 
-class Step:
+class PredictedStep:
     """One step on one GPU of a job."""
 
-    def __init__(self, tape: Tape, conditions: Conditions, *, policy: str) -> None:
+    def __init__(self, tape: TrainingTape, conditions: Conditions, *, policy: str) -> None:
         """Price each operation of ``tape``."""
         job, gpu, channels_last = conditions.job, conditions.gpu, conditions.channels_last
         self.communication_s = job.communication_s(tape, gpu)
@@ -79,7 +81,7 @@ class Step:
         rates = conditions.rates(policy)
         self.each = found.total if rates is None else rates.seconds(self.tape.operations)
         self.note = ""
-        """What the policy becomes for this model, if that is not plain."""
+        """What the policy means for this model, if it needs saying."""
         self.num_launches = len(self.tape.operations)
         if policy == "fp8":
             self._in_fp8(gpu, constants, channels_last)
@@ -102,49 +104,46 @@ class Step:
         self.num_launches += CASTS * len(places)
 
     def bounds(self) -> dict[str, float]:
-        """Return the share of the step by what its operations wait for."""
+        """Return the share of the step by what limits its operations."""
         if self.host_s > self.device_s:
             return {"arithmetic": 0.0, "bandwidth": 0.0, "launch": 1.0}
-        kinds = self.kinds()
-        return {
-            kind: float(self.each[kinds == kind].sum() / self.device_s)
-            for kind in ("arithmetic", "bandwidth", "launch")
-        }
+        return shares_by_kind(self.each, self.kinds())
 
     def kinds(self) -> NDArray[np.str_]:
-        """Return what each operation waits for."""
+        """Return what limits each operation."""
         arithmetic, traffic = self.parts["arithmetic"], self.parts["bandwidth"]
         longer = np.where(arithmetic > traffic, "arithmetic", "bandwidth")
         result: NDArray[np.str_] = np.where(self.each < 2 * self.latency, "launch", longer)
         return result
 
-    def modules(self) -> list[ModuleShare]:
-        """Return the modules with the largest shares."""
-        return module_shares(self.tape, self.each, self.kinds())
+
+def shares_by_kind(each: Array, kinds: NDArray[np.str_]) -> dict[str, float]:
+    """Return the share of each kind in ``each``, the seconds by operation."""
+    return {kind: float(each[kinds == kind].sum() / each.sum()) for kind in ("arithmetic", "bandwidth", "launch")}
 
 
-def module_shares(tape: Tape, each: NDArray[np.float64], kinds: NDArray[np.str_]) -> list[ModuleShare]:
-    """Return the modules with the largest shares of ``each``, the seconds by operation; names are cut where the tree is deep."""
+def seconds_by_module(
+    tape: TrainingTape, each: Array, kinds: NDArray[np.str_], *, name_of: Callable[[str], str] = str
+) -> dict[str, dict[str, float]]:
+    """Return the seconds of each module by kind, the longest first, from ``each``, the seconds by operation; the optimizer is one."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for operation, seconds, kind in zip(tape.operations, each, kinds, strict=True):
-        name = "(optimizer)" if operation.phase == "optimizer" else _cut(operation.module)
+        name = "(optimizer)" if operation.phase == "optimizer" else name_of(operation.module) or "(model)"
         found[name][str(kind)] += float(seconds)
-    order = sorted(found, key=lambda name: -sum(found[name].values()))
+    return dict(sorted(found.items(), key=lambda item: -sum(item[1].values())))
+
+
+def module_shares(tape: TrainingTape, each: Array, kinds: NDArray[np.str_]) -> list[ModuleShare]:
+    """Return the modules with the largest shares of ``each``, the seconds by operation; names are cut where the tree is deep."""
+    found = [*seconds_by_module(tape, each, kinds, name_of=_cut).items()][:_SHOWN]
     return [
         ModuleShare(
-            module=name,
-            share=sum(found[name].values()) / float(each.sum()),
-            bound=max(found[name], key=lambda kind: found[name][kind]),
+            module=name, share=sum(own.values()) / float(each.sum()), bound=max(own, key=lambda kind: own[kind])
         )
-        for name in order[:_SHOWN]
+        for name, own in found
     ]
 
 
 def _cut(module: str) -> str:
     """Return the name up to its first number: ``encoder.layer.3.output`` is part of ``encoder.layer``."""
-    parts: list[str] = []
-    for part in module.split("."):
-        if part.isdecimal():
-            break
-        parts.append(part)
-    return ".".join(parts[:3]) or "(model)"
+    return ".".join([*takewhile(lambda part: not part.isdecimal(), module.split("."))][:3])

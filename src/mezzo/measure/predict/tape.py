@@ -1,14 +1,14 @@
-"""What one training does to a GPU, as data: blocks of memory in the order they come and go, and operations with their cost.
+"""A training as data: blocks of memory in the order they are allocated and freed, and operations with their cost.
 
-A *tape* has no tensors. It is recorded once (``recorder``) and then read by pure functions: replayed through an allocator, and
-priced on a GPU. Two tapes of the same steps at different batch sizes give every other batch size, because the size of each block
-and the cost of each operation is a constant plus a multiple of the batch, or of its square where samples are compared with each other.
+A *tape* has no tensors. It is recorded once (``recorder``); then pure functions replay it through an allocator and price it on a GPU.
+Two tapes of the same steps at different batch sizes determine every other batch size, because the size of each block and the cost of
+each operation is a constant plus a multiple of the batch, or of its square where samples are compared with each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from mezzo.errors import UsageError
@@ -28,7 +28,7 @@ class MemoryBlock:
     """The format of a convolution that needs the block where matrix units compute that format; empty if any device does."""
 
     def is_taken(self, matrix_formats: Collection[str]) -> bool:
-        """Return whether a device needs the block whose matrix units compute ``matrix_formats``."""
+        """Return whether a device whose matrix units compute ``matrix_formats`` needs the block."""
         return not self.matrix_format or self.matrix_format in matrix_formats
 
 
@@ -51,8 +51,8 @@ _LEFT_OUT = 2
 
 
 @dataclass(slots=True)
-class Operation:
-    """One operation that computes, with what it costs on any device."""
+class CostedOperation:
+    """One operation that computes, with its cost on any device."""
 
     name: str
     phase: Phase
@@ -67,14 +67,14 @@ class Operation:
 
 
 @dataclass
-class Tape:
+class TrainingTape:
     """The setup of a training and a few of its steps."""
 
     batch: int
     blocks: list[MemoryBlock] = field(default_factory=list)
     events: list[int] = field(default_factory=list)
     """In order: ``n`` allocates block n, ``~n`` frees it."""
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[CostedOperation] = field(default_factory=list)
     """Operations of the last step."""
     step_starts: list[int] = field(default_factory=list)
     """Index into ``events`` at which each step begins."""
@@ -89,7 +89,7 @@ class Tape:
     units: dict[str, int] = field(default_factory=dict)
     """Bytes of parameters by the part of the model that sharding gathers at once: a layer of a list, or ``""`` for the rest."""
 
-    def at_batch(self, other: Tape, batch: int) -> Tape:
+    def at_batch(self, other: TrainingTape, batch: int) -> TrainingTape:
         """Return the tape of the same training at ``batch``, from this tape and ``other`` at another batch size.
 
         Raises:
@@ -100,15 +100,15 @@ class Tape:
         def scaled(low: int, high: int) -> int:
             return _at(batch, (self.batch, low), (other.batch, high))
 
-        return Tape(
+        return replace(
+            self,
             batch=batch,
             blocks=[
                 MemoryBlock(scaled(a.size_bytes, b.size_bytes), a.kind, a.matrix_format)
                 for a, b in zip(self.blocks, other.blocks, strict=True)
             ],
-            events=self.events,
             operations=[
-                Operation(
+                CostedOperation(
                     a.name,
                     a.phase,
                     a.module,
@@ -120,22 +120,17 @@ class Tape:
                 )
                 for a, b in zip(self.operations, other.operations, strict=True)
             ],
-            step_starts=self.step_starts,
-            backward_starts=self.backward_starts,
-            optimizer_starts=self.optimizer_starts,
-            tries_algorithms=self.tries_algorithms,
-            units=self.units,
         )
 
 
-def grow_unevenly(one: Tape, other: Tape) -> bool:
+def grow_unevenly(one: TrainingTape, other: TrainingTape) -> bool:
     """Return whether the bytes of a block grow faster than the batch."""
     pairs = zip(one.blocks, other.blocks, strict=True)
     return any(_is_curved((one.batch, a.size_bytes), (other.batch, b.size_bytes)) for a, b in pairs)
 
 
 def _at(batch: int, one: tuple[int, int], other: tuple[int, int]) -> int:
-    """Return the size at ``batch`` of what has these sizes at two others: a constant plus a multiple of the batch, or of its square too."""
+    """Return the size at ``batch`` from pairs of batch and size: a constant plus a multiple of the batch, or of its square too."""
     (b1, y1), (b2, y2) = one, other
     if _is_curved(one, other):
         square = (y2 / b2 - y1 / b1) / (b2 - b1)
@@ -146,18 +141,18 @@ def _at(batch: int, one: tuple[int, int], other: tuple[int, int]) -> int:
 
 
 def _is_curved(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Return whether a line through two sizes has nothing left at more samples than neighbours or halves leave out of a batch."""
+    """Return whether the line through two sizes reaches 0 at more samples than computing with neighbours or halves leaves out."""
     (b1, y1), (b2, y2) = one, other
     slope = (y2 - y1) / (b2 - b1)
     return min(y1, y2) > 0 and slope * b1 - y1 > slope * _LEFT_OUT
 
 
-def check_same_steps(one: Tape, other: Tape) -> None:
+def check_same_steps(one: TrainingTape, other: TrainingTape) -> None:
     """Raise UsageError unless the tapes have the same blocks and operations in the same order."""
     same = (
         one.events == other.events
         and [block.kind for block in one.blocks] == [block.kind for block in other.blocks]
-        and names(one.operations) == names(other.operations)
+        and [operation.name for operation in one.operations] == [operation.name for operation in other.operations]
     )
     if not same or one.batch == other.batch:
         raise UsageError(
@@ -165,8 +160,3 @@ def check_same_steps(one: Tape, other: Tape) -> None:
             "sizes do not follow from them",
             hint="name the batch size to predict",
         )
-
-
-def names(operations: Sequence[Operation]) -> list[str]:
-    """Return the names of ``operations``."""
-    return [operation.name for operation in operations]

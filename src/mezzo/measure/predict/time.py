@@ -1,6 +1,6 @@
 """Seconds of a tape on one GPU: for each operation the longer of its arithmetic and its traffic, then all of them in a row.
 
-Written from first principles with a few constants (``constants``), which are fitted on public measurements::
+The formulas follow from first principles, with a few constants (``constants``) fitted to public measurements::
 
     arithmetic = flops / (peak of its unit x share reached x how full its tiles and waves are)
     traffic    = bytes / (bandwidth x share reached)
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.constants import Constants
-from mezzo.measure.predict.tape import Operation
+from mezzo.measure.predict.tape import CostedOperation
 
 Array: TypeAlias = NDArray[np.float64]
 HALF_FORMATS = ("fp16", "bf16")
@@ -52,7 +52,7 @@ _NORMS = ("native_batch_norm", "_native_batch_norm_legit", "native_batch_norm_ba
 
 @dataclass(frozen=True)
 class Columns:
-    """Operations as columns: what a formula needs of them."""
+    """Operations as columns, for the formulas."""
 
     flops: Array
     moved_bytes: Array
@@ -69,10 +69,9 @@ class Columns:
     """Bytes that a normalisation over the batch reads; 0 for others."""
     norm_channel_bytes: Array
     """The same of one channel."""
-    count: Array
 
     @classmethod
-    def of(cls, operations: Sequence[Operation]) -> Columns:
+    def of(cls, operations: Sequence[CostedOperation]) -> Columns:
         """Return the columns of ``operations``, one entry each."""
         shapes = np.array([op.shape for op in operations], dtype=np.float64).reshape(-1, 5)
         products, rows, columns, depth, window = shapes.T
@@ -95,23 +94,12 @@ class Columns:
             winograd=convolution & (window == 9),
             norm_bytes=read,
             norm_channel_bytes=np.divide(read, rows, out=np.zeros_like(read), where=rows > 0),
-            count=np.ones(len(operations)),
         )
-
-    def merged(self) -> Columns:
-        """Return the columns with equal operations counted together."""
-        names = [name for name in self.__dataclass_fields__ if name != "count"]
-        table = np.stack([np.asarray(getattr(self, name), dtype=np.float64) for name in names], axis=1)
-        rows, index = np.unique(table, axis=0, return_inverse=True)
-        fields: dict[str, Any] = dict(zip(names, rows.T, strict=True))
-        for name in names:
-            fields[name] = fields[name].astype(getattr(self, name).dtype)
-        return Columns(**fields, count=np.bincount(index.ravel(), weights=self.count).astype(np.float64))
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU as the formulas need it, under one policy and layout; each field a number, or one for each operation."""
+    """A GPU for the formulas, under one policy and layout; each field is a number, or an array with one for each operation."""
 
     half_flops_per_s: Any
     single_flops_per_s: Any
@@ -164,10 +152,9 @@ class Bounds:
 def operation_bounds(ops: Columns, card: Card, constants: Constants) -> Bounds:
     """Return the seconds of each operation."""
     c = constants
-    arithmetic = _arithmetic(ops, card, c)
-    traffic = _traffic(ops, card, c)
+    arithmetic, traffic = _arithmetic(ops, card, c), _traffic(ops, card, c)
     total = (arithmetic**c.overlap + traffic**c.overlap) ** (1 / c.overlap) + c.latency_s
-    return Bounds(arithmetic * ops.count, traffic * ops.count, total * ops.count)
+    return Bounds(arithmetic, traffic, total)
 
 
 def _kept_clock(card: Card, c: Constants) -> Any:
@@ -183,10 +170,8 @@ def _traffic(ops: Columns, card: Card, c: Constants) -> Array:
     moved = moved + ops.norm_bytes * c.norm_passes * (1 - kept)
     from_l2 = np.minimum(1.0, c.l2_share * card.l2_bytes / np.maximum(1.0, ops.moved_bytes))
     moved = moved * (1 - from_l2 * (1 - 1 / _L2_SPEED))
-    memory, issue = (
-        card.bandwidth_bytes_per_s * c.bandwidth,
-        card.multiprocessors * card.clock_hz * clock * c.issue_bytes,
-    )
+    memory = card.bandwidth_bytes_per_s * c.bandwidth
+    issue = card.multiprocessors * card.clock_hz * clock * c.issue_bytes
     bandwidth = (memory**-2 + issue**-2) ** -0.5
     block_bytes = c.block_elements * np.where(ops.half, 2, 4)
     by_channel = np.where((ops.norm_bytes > 0) & first, ops.rows * block_bytes * card.clock_hz * clock, np.inf)
@@ -211,7 +196,7 @@ def _arithmetic(ops: Columns, card: Card, c: Constants) -> Array:
 
 
 def _fullness(ops: Columns, card: Card, c: Constants) -> Array:
-    """Return how much of the units' work is wanted: edges of tiles, idle multiprocessors, short sums."""
+    """Return the useful share of the units' work: edges of tiles, idle multiprocessors and short sums waste some."""
 
     def padded(size: Array, unit: int) -> Array:
         found: Array = np.maximum(1.0, np.ceil(size / unit) * unit)

@@ -1,4 +1,4 @@
-"""Record a model's training as a tape: setup, then steps in the order of the usual loop."""
+"""Record a model's training as a tape: the setup, then steps in the order of the usual loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mezzo.measure.checkpointing.trace import trace
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
 from mezzo.measure.predict.stand_ins import asking_frame, stand_ins
-from mezzo.measure.predict.tape import Tape
+from mezzo.measure.predict.tape import TrainingTape
 from mezzo.policy import Policy
 
 ZeroGrad = Literal["before_forward", "before_backward", "after_step"]
@@ -41,13 +41,13 @@ def record_training(
     steps: int = STEPS,
     gpu: bool = True,
     checkpoint: str | None = None,
-) -> Tape:
+) -> TrainingTape:
     """Return the tape of a training on fake tensors.
 
     Args:
         build: makes the model.
         batch_of: makes the inputs for a batch size; called inside a fake-tensor mode.
-        loss_of: returns the loss and what the loop's names keep until they are bound again, such as the model's outputs.
+        loss_of: returns the loss, and objects that the loop's variables keep alive until the next step, such as the model's outputs.
         batch: the batch size.
         optimizer: makes the optimizer from parameters.
         policy: the precision; None for FP32.
@@ -67,7 +67,7 @@ def record_training(
         _checkpoint(model, fake, region, lambda: loss_of(model, batch_of(batch)), checkpoint)
     with recorder:
         _setup(model, recorder)
-        recorder.phase = "optimizer"  # some optimizers make their state at once
+        recorder.phase = "optimizer"  # some optimizers create their state at once
         made = optimizer(model.parameters())
         masters = _masters(model, made, policy, recorder)
         for group in made.param_groups:
@@ -117,7 +117,7 @@ def _note_line(lines: list[str]) -> None:
 
 
 def units_of(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of parameters by layer of a list, named up to its first number; ``""`` for what lies in none."""
+    """Return the bytes of parameters by layer of a list, named up to its number; ``""`` for parameters outside of lists."""
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         parts = name.split(".")
@@ -164,14 +164,14 @@ def _masters(
 
 
 def free_gradients(masters: MasterWeights | NoMasters, model: nn.Module) -> None:
-    """Free the masters' FP32 gradients, which live while an update runs."""
+    """Free the masters' FP32 gradients, which exist only during an update."""
     for parameter in model.parameters():
         if masters.held(parameter) is not parameter:
             masters.held(parameter).grad = None
 
 
 def _built(build: Callable[[], nn.Module], policy: Policy | None) -> nn.Module:
-    """Build the model without memory for its weights, cast if the policy casts models; with it where its constructor reads numbers."""
+    """Build the model, cast if the policy casts models; its weights take memory only if its constructor reads numbers."""
     try:
         with torch.device("meta"):
             model = build()
@@ -195,12 +195,9 @@ def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:
         return found
 
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = faked(parameter)  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = faked(buffer)
+        tensors: Any
+        for tensors in (module._parameters, module._buffers):
+            tensors.update({name: faked(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
 def _setup(model: nn.Module, recorder: Recorder) -> None:
@@ -215,8 +212,7 @@ def region_of(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]
     """Return what opens the region of ``policy``, its casts applied natively."""
     if policy is None or not policy.lowers:
         return nullcontext
-    casting = Casting.of(policy.replace(arithmetic="native"), "cpu")
-    return casting.region
+    return Casting.of(policy.replace(arithmetic="native"), "cpu").region
 
 
 def backward_region_of(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]]:

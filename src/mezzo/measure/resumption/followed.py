@@ -1,4 +1,4 @@
-"""What shows only as a training continues: batches, random numbers, and a script's own counts."""
+"""State whose loss shows only as a training continues: the place in the data, random numbers, and a script's own counters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mezzo.measure.resumption.restored import other_rates
-from mezzo.measure.resumption.trace import Point, Trace
+from mezzo.measure.resumption.trace import Point, RunTrace
 from mezzo.records import MissingState
 
 _RANDOM_FIX = (
@@ -21,10 +21,10 @@ _POSITION_FIX = "save how many batches of the epoch were trained on, and leave t
 class Resumed:
     """A resumed run beside the undisturbed one."""
 
-    whole: Trace
-    trace: Trace
+    whole: RunTrace
+    trace: RunTrace
     begun: int
-    """Updates of the undisturbed run that the resumed run began after."""
+    """The update of the undisturbed run after which the resumed run began."""
 
     @property
     def pairs(self) -> list[tuple[Point, Point]]:
@@ -34,7 +34,7 @@ class Resumed:
 
     @property
     def total(self) -> int:
-        """Updates that the training has after both of its parts."""
+        """Updates of the stopped and the resumed part together."""
         return self.begun + self.trace.num_updates
 
     @property
@@ -44,7 +44,7 @@ class Resumed:
 
 
 def lost_position(runs: Resumed) -> Iterator[MissingState]:
-    """Yield the place in the data, if the resumed run begins at another place of its pass over the data."""
+    """Yield the place in the data, if the resumed run begins at another one."""
     then, now = runs.pairs[0]
     if _same_batch(then, now) or (then.batch == now.batch > 0 and runs.has_all_steps):
         return
@@ -81,47 +81,46 @@ def lost_randomness(runs: Resumed, *, has_position: bool) -> Iterator[MissingSta
     drawn = [name for name in other if runs.whole.drawn_from(name, after=runs.begun)]
     moved = [name for name in other if runs.whole.moves(name, after=runs.begun)]
     batch = first_other_batch(runs) if has_position else None
-    if batch is not None and moved:
-        why = "its order or its changes are drawn at random"
-        names, evidence = moved, f"the batch of step {batch} is another one: {why}"
-    elif drawn:
-        names, evidence = drawn, "the forward pass draws from it, as dropout does"
+    if (batch is not None and moved) or drawn:
+        by_batch = batch is not None and moved
+        why = f"the batch of step {batch} is another one: its order or its changes are drawn at random"
+        yield MissingState(
+            state="random generators",
+            name=", ".join(moved if by_batch else drawn),
+            undisturbed=f"as after step {runs.begun}",
+            resumed="another state",
+            evidence=why if by_batch else "the forward pass draws from it, as dropout does",
+            fix=_RANDOM_FIX,
+        )
     elif batch is not None:
-        yield _other_order(batch)
-        return
-    else:
-        return
-    yield MissingState(
-        state="random generators",
-        name=", ".join(names),
-        undisturbed=f"as after step {runs.begun}",
-        resumed="another state",
-        evidence=evidence,
-        fix=_RANDOM_FIX,
-    )
+        yield MissingState(
+            state="data order",
+            name="inputs of the model",
+            undisturbed=f"the batch of step {batch}",
+            resumed="another batch",
+            evidence="all random generators that were found are as they were",
+            fix="let the order follow from the epoch, or save what it follows from",
+        )
 
 
 def lost_counters(runs: Resumed) -> Iterator[MissingState]:
     """Yield integers of the script that count all its steps or epochs, and were not restored."""
     then, now = runs.pairs[0]
-    counting = _counting(runs.whole)
-    for name in counting:
+    steps = f"; {runs.total} steps in all, and {runs.whole.num_updates} undisturbed"
+    for name in _counting(runs.whole):
         if name in then.counters and name in now.counters and then.counters[name] != now.counters[name]:
-            total = (
-                "" if runs.has_all_steps else f"; {runs.total} steps in all, and {runs.whole.num_updates} undisturbed"
-            )
             yield MissingState(
                 state="step counter",
                 name=name,
                 undisturbed=str(then.counters[name]),
                 resumed=str(now.counters[name]),
-                evidence=f"the variable before the first resumed update{total}",
+                evidence=f"the variable before the first resumed update{'' if runs.has_all_steps else steps}",
                 fix=f"save {name}, and set it after loading",
             )
 
 
 def other_generators(then: Point, now: Point) -> list[str]:
-    """Return the random generators that are in another state."""
+    """Return the random generators whose states differ."""
     return [name for name, digest in then.generators.items() if now.generators.get(name) != digest]
 
 
@@ -143,12 +142,12 @@ def first_other_batch(runs: Resumed) -> int | None:
 
 
 def _same_batch(one: Point, other: Point) -> bool:
-    """Compare the samples that a loader drew, where it draws any: what is made of them may be random."""
+    """Compare the samples that a loader drew, if it drew any, because transforms may change them at random; else the inputs."""
     return one.samples == other.samples if one.samples or other.samples else one.inputs == other.inputs
 
 
-def _counting(trace: Trace) -> list[str]:
-    """Return the variables that never fall and do rise."""
+def _counting(trace: RunTrace) -> list[str]:
+    """Return the variables that rise and never fall."""
     columns: dict[str, list[int]] = {}
     for _, point in sorted(trace.points.items()):
         for name, value in point.counters.items():
@@ -156,14 +155,3 @@ def _counting(trace: Trace) -> list[str]:
     return [
         name for name, values in columns.items() if values[-1] > values[0] and all(a <= b for a, b in pairwise(values))
     ]
-
-
-def _other_order(step: int) -> MissingState:
-    return MissingState(
-        state="data order",
-        name="inputs of the model",
-        undisturbed=f"the batch of step {step}",
-        resumed="another batch",
-        evidence="all random generators that were found are as they were",
-        fix="let the order follow from the epoch, or save what it follows from",
-    )

@@ -21,17 +21,19 @@ from mezzo.measure.resumption.restored import (
     lost_weights,
 )
 from mezzo.measure.resumption.start import start_of
-from mezzo.measure.resumption.trace import Point, Trace, same_number
+from mezzo.measure.resumption.trace import Point, RunTrace, same_number
 from mezzo.records import MissingState, Reason, ResumeVerdict
+
+_NO_EFFECT = "no loss and no weight depended on it"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """What is known of the three runs."""
+    """The traces and losses of the three runs."""
 
-    whole: Trace
-    stopped: Trace
-    resumed: Trace
+    whole: RunTrace
+    stopped: RunTrace
+    resumed: RunTrace
     whole_losses: Sequence[float]
     resumed_losses: Sequence[float]
     stopped_after: int
@@ -43,7 +45,7 @@ class Runs:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """The verdict, and what it rests on."""
+    """The verdict and its basis."""
 
     verdict: ResumeVerdict
     why: str
@@ -73,7 +75,7 @@ def judged(runs: Runs) -> Judgement:
     return _compared(runs, pair, start.other_weights)
 
 
-def first_unlike(whole: Trace, again: Trace, *, until: int) -> int | None:
+def first_unlike(whole: RunTrace, again: RunTrace, *, until: int) -> int | None:
     """Return the first step before which two runs differ in weights, buffers or batch; None if none does."""
     for updates, point in sorted(again.points.items()):
         then = whole.points.get(updates)
@@ -113,7 +115,11 @@ def _compared(runs: Runs, pair: Resumed, other_weights: Sequence[str]) -> Judgem
     failed = "" if runs.error is None else f"; it then failed: {runs.error}"
     if not missing and _same_course(difference, pair) and not failed and _same_end(runs):
         why = f"resumed after step {pair.begun}, it made the same {runs.resumed.num_updates} steps to the bit"
-        return Judgement(verdict="exact", why=why, resumed_at=pair.begun, without_effect=_reasons(harmless))
+        without_effect = [
+            Reason(what=one.state, value=f"{one.name}: {one.resumed}, {one.undisturbed} undisturbed", reason=_NO_EFFECT)
+            for one in harmless
+        ]
+        return Judgement(verdict="exact", why=why, resumed_at=pair.begun, without_effect=without_effect)
     if not missing:
         missing = [_unknown(difference, pair)]
     named = ", ".join(dict.fromkeys(one.state for one in missing))
@@ -127,7 +133,7 @@ def _compared(runs: Runs, pair: Resumed, other_weights: Sequence[str]) -> Judgem
 
 
 def _followed(pair: Resumed, restored: Sequence[MissingState]) -> Iterator[MissingState]:
-    """Yield what was not restored and shows as the training continues, as far as ``restored`` does not explain it.
+    """Yield lost state that shows as the training continues, unless ``restored`` explains it.
 
     A learning rate or a batch that a script computes from a counter is a consequence of the counter.
     """
@@ -156,16 +162,12 @@ def _all_followed(pair: Resumed) -> list[MissingState]:
 
 def _first_difference(runs: Runs, pair: Resumed) -> int | None:
     """Return the first step whose loss differs, or whose weights do after it."""
-    steps = []
-    for n, loss in enumerate(runs.resumed_losses):
-        place = pair.begun + n
-        if place < len(runs.whole_losses) and not same_number(loss, runs.whole_losses[place]):
-            steps.append(place + 1)
-            break
+    losses = zip(runs.resumed_losses, runs.whole_losses[pair.begun :], strict=False)
+    steps = [pair.begun + n for n, (now, then) in enumerate(losses, start=1) if not same_number(now, then)]
     weights = [
         then.updates for then, now in pair.pairs[1:] if then.weights != now.weights or then.buffers != now.buffers
     ]
-    return min([*steps, *weights[:1]], default=None)
+    return min([*steps, *weights], default=None)
 
 
 def _same_course(difference: int | None, pair: Resumed) -> bool:
@@ -178,16 +180,6 @@ def _same_end(runs: Runs) -> bool:
     if whole is None or resumed is None:
         return False
     return (whole.weights, whole.buffers, whole.copies) == (resumed.weights, resumed.buffers, resumed.copies)
-
-
-def _reasons(found: Sequence[MissingState]) -> list[Reason]:
-    return [
-        Reason(what=one.state, value=f"{one.name}: {one.resumed}, {one.undisturbed} undisturbed", reason=_NO_EFFECT)
-        for one in found
-    ]
-
-
-_NO_EFFECT = "no loss and no weight depended on it"
 
 
 def _unknown(difference: int | None, pair: Resumed) -> MissingState:

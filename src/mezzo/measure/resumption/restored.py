@@ -1,4 +1,4 @@
-"""The parts of a training's state, one by one: what a resumed run began with beside what the undisturbed run had there."""
+"""The parts of a training's state, one by one: the resumed run's first state compared with the undisturbed run's there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from mezzo.measure.resumption.trace import ObjectState, OptimizerState, Point
 from mezzo.records import MissingState
 from mezzo.records.resume_check import State
 
-_NOTHING = "nothing"
 _MOST_NAMES = 3
 _FIXES: dict[State, str] = {
     "weights": "save model.state_dict() whole, and load it with strict=True",
@@ -66,7 +65,7 @@ def lost_objects(then: Point, now: Point) -> Iterator[MissingState]:
             if keys:
                 had, has = (", ".join(f"{k} {v[k]}" for k in keys if k in v) for v in (one.values, other))
                 evidence = "its state before the first resumed update"
-                yield _missing(state, one.name, had, has or _NOTHING, evidence)
+                yield _missing(state, one.name, had, has or "nothing", evidence)
 
 
 def lost_copies(then: Point, now: Point) -> Iterator[MissingState]:

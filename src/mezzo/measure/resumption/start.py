@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from mezzo.measure.resumption.trace import Point, Trace
+from mezzo.measure.resumption.trace import Point, RunTrace
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class ResumedStart:
     """Where a resumed run began."""
 
     updates: int
@@ -18,7 +18,7 @@ class Start:
     """Parameters that are not what they were then."""
 
 
-def start_of(whole: Trace, first: Point, *, latest: int) -> Start | None:
+def start_of(whole: RunTrace, first: Point, *, latest: int) -> ResumedStart | None:
     """Return where a run began whose first state is ``first``; None if its weights are those of no step.
 
     Args:
@@ -39,7 +39,7 @@ def start_of(whole: Trace, first: Point, *, latest: int) -> Start | None:
     other = tuple(name for name, then, now in pairs if then is not None and then != now)
     if other and not _weights_alike(best, first, beginning):
         return None
-    return Start(updates=best.updates, other_weights=other)
+    return ResumedStart(updates=best.updates, other_weights=other)
 
 
 def _weights_alike(point: Point, first: Point, beginning: Point) -> int:

@@ -1,4 +1,4 @@
-"""The trace of a run: digests of all that its next step depends on, before every update, in a file that survives a kill."""
+"""The trace of a run: digests of everything its next step depends on, before every update, in a file that survives a kill."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Point(Value):
     batch: int = 0
     """Number of the batch in its pass over the loader, from 1; 0 without a loader."""
     inputs: str = ""
-    """Digest of what the model is given."""
+    """Digest of the model's inputs."""
     copies: dict[str, str] = {}
-    """Digests of other weights among the variables, as an EMA copy."""
+    """Digests of other weights among the variables, such as an EMA copy."""
     counters: dict[str, int] = {}
     """Integers among the variables."""
 
@@ -74,7 +74,7 @@ class Written(Value):
 
 
 @dataclass(kw_only=True)
-class Trace:
+class RunTrace:
     """The trace of one run."""
 
     points: dict[int, Point] = field(default_factory=dict)
@@ -87,22 +87,22 @@ class Trace:
 
     @property
     def num_updates(self) -> int:
-        """Updates that were made, as far as they were traced."""
+        """The number of updates, as far as they were traced."""
         return self.end.updates if self.end is not None else max(self.points, default=0)
 
     def drawn_from(self, generator: str, *, after: int) -> bool:
-        """Return whether passes after so many updates drew from a generator."""
+        """Return whether forward or backward passes after this many updates drew from a generator."""
         return any(generator in names for updates, names in self.drew.items() if updates >= after)
 
     def moves(self, generator: str, *, after: int) -> bool:
-        """Return whether a generator's state changes after so many updates, whoever draws from it."""
+        """Return whether a generator's state changes after this many updates, whatever draws from it."""
         states = {point.generators.get(generator) for updates, point in self.points.items() if updates >= after}
         return len(states) > 1
 
 
-def read_trace(path: Path) -> Trace:
-    """Return the trace at ``path``; a last line that a kill has cut is left out, and a missing file is an empty trace."""
-    trace = Trace()
+def read_trace(path: Path) -> RunTrace:
+    """Return the trace at ``path``, without a last line that a kill has cut; an empty trace if there is no file."""
+    trace = RunTrace()
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -116,7 +116,7 @@ def read_trace(path: Path) -> Trace:
     return trace
 
 
-def _add(trace: Trace, kind: str, entry: Mapping[str, Any]) -> None:
+def _add(trace: RunTrace, kind: str, entry: Mapping[str, Any]) -> None:
     if kind == "point":
         point = Point.model_validate(entry)
         trace.points[point.updates] = point

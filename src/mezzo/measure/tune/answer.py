@@ -11,20 +11,18 @@ from mezzo.formats import FP32
 from mezzo.measure.check.answer import FEWEST_STEPS
 from mezzo.measure.compare import compare
 from mezzo.measure.tune.configurations import Configuration
-from mezzo.measure.tune.plan import FINAL, Known, Trial, fault, finalists, memory_of, pruned, steps_of
+from mezzo.measure.tune.plan import FINAL, Trial, TuneState, fault, finalists, memory_of, pruned, steps_of
 from mezzo.measure.tune.speed import speed_of, speed_up
 from mezzo.records import AS_IS, Row, RunRecord, TuneDecision, TuneRow
 
 _BARRING = ("different", "diverged", "stopped_learning", "failed")
-
 _NO_TIME = "the budget was over"
-
 _SEEMS = 1.05
 """A speed-up from which an open answer is worth more repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class BestTrial:
     """The answer."""
 
     decision: TuneDecision
@@ -33,51 +31,43 @@ class Found:
     rows: list[TuneRow]
 
 
-def answered(known: Known) -> Found:
+def answered(known: TuneState) -> BestTrial:
     """Return the answer that follows from all runs so far."""
     first = Trial(known.now, 0)
     if wrong := fault(known, first) if first in known.runs else "it was not run":
-        row = _plain(known, known.now).model_copy(update={"state": "failed", "reason": wrong})
-        return Found(
-            decision="failed", chosen=known.now, why=f"the script as it is cannot be timed: {wrong}", rows=[row]
-        )
+        why = f"the script as it is cannot be timed: {wrong}"
+        row = _plain(known, known.now, state="failed", reason=wrong)
+        return BestTrial(decision="failed", chosen=known.now, why=why, rows=[row])
     chosen = finalists(known)
-    repeated = [one for one in chosen if len(_repeats(known, one)) > 1]
     finals = {one: _final(known, one, num_compared=len(chosen)) for one in chosen}
     others = [one for one in known.configurations[1:] if one not in finals]
     rows = [_plain(known, known.now), *finals.values(), *(_other(known, one) for one in others)]
-    faster = sorted(
-        (one for one in finals if finals[one].state == "faster"), key=lambda one: -(finals[one].speedup or 0)
-    )
+    faster = [one for one in finals if finals[one].state == "faster"]
     if faster:
-        return Found(decision="use", chosen=faster[0], why=_why(finals[faster[0]]) + _unrun(rows), rows=rows)
-    if chosen and not repeated:
+        best = max(faster, key=lambda one: finals[one].speedup or 0)
+        return BestTrial(decision="use", chosen=best, why=_why(finals[best]) + _unrun(rows), rows=rows)
+    if chosen and not any(len(_repeats(known, one)) > 1 for one in chosen):
         why = "the budget was over before the fastest configurations were repeated"
-        return Found(decision="undecided", chosen=known.now, why=why, rows=rows)
-    if any(row.state == "not run" and "budget" in row.reason for row in rows) and not chosen:
-        return Found(
-            decision="undecided", chosen=known.now, why="the budget was over before anything was found", rows=rows
-        )
-    return Found(decision="keep", chosen=known.now, why=_why_keep(list(finals.values())) + _unrun(rows), rows=rows)
+        return BestTrial(decision="undecided", chosen=known.now, why=why, rows=rows)
+    if not chosen and _unrun(rows):
+        why = "the budget was over before anything was found"
+        return BestTrial(decision="undecided", chosen=known.now, why=why, rows=rows)
+    return BestTrial(decision="keep", chosen=known.now, why=_why_keep(list(finals.values())) + _unrun(rows), rows=rows)
 
 
 def _unrun(rows: Sequence[TuneRow]) -> str:
-    """Return how many configurations the answer leaves out because there was no time for them."""
+    """Return how many configurations were not run because the budget was over; empty if all were."""
     count = sum(row.state == "not run" and row.reason == _NO_TIME for row in rows)
-    return (
-        f"; {count} of {len(rows)} configurations were not run: {_NO_TIME}, and a longer --budget runs them"
-        if count
-        else ""
-    )
+    left_out = f"; {count} of {len(rows)} configurations were not run: {_NO_TIME}, and a longer --budget runs them"
+    return left_out if count else ""
 
 
 def _why(row: TuneRow) -> str:
-    larger = row.settings and any("batch" in name for name in row.settings)
     by = "inputs a second" if row.settings else "steps a second"
-    bound = f"{row.reason}"
-    return f"{row.speedup:.3g} times the {by} of the script now, beyond the noise of its repeats; {bound}" + (
-        "; another batch is another training: its learning rate may have to change" if larger else ""
-    )
+    why = f"{row.speedup:.3g} times the {by} of the script now, beyond the noise of its repeats; {row.reason}"
+    if any("batch" in name for name in row.settings):
+        why += "; another batch is another training: its learning rate may have to change"
+    return why
 
 
 def _why_keep(finals: Sequence[TuneRow]) -> str:
@@ -98,13 +88,13 @@ def _why_keep(finals: Sequence[TuneRow]) -> str:
 # --- rows ----------------------------------------------------------------------------------------------------------------------
 
 
-def _plain(known: Known, configuration: Configuration, **more: Any) -> TuneRow:
+def _plain(known: TuneState, configuration: Configuration, **more: Any) -> TuneRow:
     """Return a row with what the latest round of a configuration measured."""
-    trials = [trial for trial in known.runs if trial.configuration == configuration]
-    last = max((trial.round for trial in trials), default=0)
-    runs = [known.runs[trial] for trial in trials if trial.round == last]
+    last = max((trial.round for trial in known.runs if trial.configuration == configuration), default=0)
+    trials = [trial for trial in known.runs if trial.configuration == configuration and trial.round == last]
+    runs = [known.runs[trial] for trial in trials]
     speeds = [speed for run in runs if (speed := speed_of(run)) is not None]
-    ratios = [ratio for trial in trials if trial.round == last and (ratio := known.over_now(trial)) is not None]
+    ratios = [ratio for trial in trials if (ratio := known.over_now(trial)) is not None]
     facts: dict[str, Any] = {
         "name": configuration.name,
         "policy": configuration.policy,
@@ -123,13 +113,13 @@ def _plain(known: Known, configuration: Configuration, **more: Any) -> TuneRow:
     return TuneRow.model_validate(facts | more)
 
 
-def _inputs(known: Known, runs: Sequence[RunRecord]) -> float | None:
+def _inputs(known: TuneState, runs: Sequence[RunRecord]) -> float | None:
     now = known.runs[Trial(known.now, 0)].input_elements
     mine = next((run.input_elements for run in runs if run.input_elements), None)
     return mine / now if mine and now else None
 
 
-def _other(known: Known, configuration: Configuration) -> TuneRow:
+def _other(known: TuneState, configuration: Configuration) -> TuneRow:
     """Return the row of a configuration that is no finalist."""
     trials = [trial for trial in known.runs if trial.configuration == configuration]
     if not trials:
@@ -146,21 +136,20 @@ def _other(known: Known, configuration: Configuration) -> TuneRow:
     return _plain(known, configuration, state="dropped", reason=f"others were faster in round {last.round + 1}")
 
 
-def _repeats(known: Known, configuration: Configuration) -> list[float]:
+def _repeats(known: TuneState, configuration: Configuration) -> list[float]:
     trials = [Trial(configuration, FINAL, repeat) for repeat in range(known.repeats)]
     return [ratio for trial in trials if trial in known.runs and (ratio := known.over_now(trial)) is not None]
 
 
-def _final(known: Known, configuration: Configuration, *, num_compared: int) -> TuneRow:
+def _final(known: TuneState, configuration: Configuration, *, num_compared: int) -> TuneRow:
     """Return the row of a finalist: its speed over repeats, and how it trains."""
     ratios = _repeats(known, configuration)
+    wrong = next((w for t in _finals(known, configuration) if (w := fault(known, t))), "")
     if len(ratios) < 2:
-        wrong = next((w for t in _finals(known, configuration) if (w := fault(known, t))), "")
         why = wrong or "the budget was over before it was repeated"
         return _plain(known, configuration, state="failed" if wrong else "not faster", reason=why)
     gain = speed_up(ratios, num_compared=num_compared)
     interval = {"speedup": gain.times, "speedup_low": gain.low, "speedup_high": gain.high}
-    wrong = next((w for t in _finals(known, configuration) if (w := fault(known, t))), "")
     verdict, how = _judged(known, configuration)
     if wrong or verdict in _BARRING:
         return _plain(known, configuration, state="barred", reason=wrong or how, verdict=verdict, **interval)
@@ -168,14 +157,14 @@ def _final(known: Known, configuration: Configuration, *, num_compared: int) -> 
     return _plain(known, configuration, state=state, reason=how, verdict=verdict, **interval)
 
 
-def _finals(known: Known, configuration: Configuration) -> list[Trial]:
+def _finals(known: TuneState, configuration: Configuration) -> list[Trial]:
     return [trial for trial in known.runs if trial.configuration == configuration and trial.round == FINAL]
 
 
 # --- quality -------------------------------------------------------------------------------------------------------------------
 
 
-def _judged(known: Known, configuration: Configuration) -> tuple[str | None, str]:
+def _judged(known: TuneState, configuration: Configuration) -> tuple[str | None, str]:
     """Return how a finalist trains beside FP32 on the same batches: a verdict, and its reason."""
     baseline = Configuration(policy=FP32.name, settings=configuration.settings)
     theirs = [known.runs[trial] for trial in _finals(known, baseline)]
@@ -187,10 +176,8 @@ def _judged(known: Known, configuration: Configuration) -> tuple[str | None, str
         return "undecided", f"{steps} steps are too few to judge how it trains: {FEWEST_STEPS} are needed"
     record = compare([*theirs, *mine], baseline=FP32.name, margin=known.margin, command=[])
     if record.shared_files:
-        return (
-            "undecided",
-            f"its runs read what an earlier one wrote ({record.shared_files[0].path}): how it trains is not judged",
-        )
+        read = record.shared_files[0].path
+        return "undecided", f"its runs read what an earlier one wrote ({read}): how it trains is not judged"
     row: Row = next(row for row in record.rows if row.policy != FP32.name)
     words = row.verdict.replace("_", " ")
     return row.verdict, f"{words} beside fp32 in the first {steps} steps: {row.reason}"

@@ -1,9 +1,9 @@
-"""What a search runs next, from what it knows so far: a pure function, so that every course of a search is a row of a test.
+"""Choose the next run of a search by a pure function of what is known so far, so that a table can test every course of a search.
 
-1. Every configuration with a few steps, what the script does now first. What fails, exceeds the memory, is emulated or changes nothing
-   is out, and so is every larger batch than one that did not fit and every variant of a policy that changed nothing. What predictions
-   rule out is not run (``forecast``).
-2. The faster half of them with twice the steps, until few are left. What is clearly slower than the script now is out.
+1. Every configuration runs for a few steps, beginning with what the script does now. Configurations that fail, exceed the memory, are
+   emulated or change nothing are out, and so are batches larger than one that did not fit, and variants of a policy that changed
+   nothing. What predictions rule out is not run (``forecast``).
+2. The faster half runs for twice the steps, until few are left. What is clearly slower than the script now is out.
 3. The finalists, the script as it is now, and FP32 on the same batches, interleaved, seed by seed.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from mezzo.formats import FP32
+from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.compare.costs import why_unlike
 from mezzo.measure.tune.configurations import Configuration
 from mezzo.measure.tune.short_of_memory import short_of_memory
@@ -41,7 +42,7 @@ class Trial:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class TuneState:
     """What a search knows so far."""
 
     configurations: tuple[Configuration, ...]
@@ -70,7 +71,7 @@ class Known:
         return None if run is None else speed_of(run)
 
     def unlike_now(self, trial: Trial) -> str:
-        """Return why a trial's time is not compared with the script now in the same round and repeat; empty if it is, or it was not run."""
+        """Return why a trial's time cannot be compared with the script's now in the same round and repeat; empty if it can."""
         run, now = self.runs[trial], self.runs.get(replace(trial, configuration=self.now))
         return "" if now is None else why_unlike(run, now, trial.configuration.name)
 
@@ -82,12 +83,12 @@ class Known:
         return mine.over(now, alike=trial.configuration.settings == self.now.settings)
 
 
-def steps_of(known: Known, round: int) -> int:
+def steps_of(known: TuneState, round: int) -> int:
     """Return the number of steps of a round's runs."""
     return known.steps * (TIMES_LONGER if round == FINAL else min(2**round, TIMES_LONGER))
 
 
-def next_trial(known: Known) -> Trial | None:
+def next_trial(known: TuneState) -> Trial | None:
     """Return the next run; None if nothing is left to run, or no time."""
     if known.left_share <= 0:
         return None
@@ -106,7 +107,7 @@ def next_trial(known: Known) -> Trial | None:
     return next(_missing_finals(known), None)
 
 
-def expected_trials(known: Known) -> Iterator[Trial]:
+def expected_trials(known: TuneState) -> Iterator[Trial]:
     """Yield the runs of the same round that follow the next one if none fails; none before the first run has ended."""
     like, first = known.runs.get(Trial(known.now, 0)), next_trial(known)
     while like is not None and (trial := next_trial(known)) is not None and first is not None:
@@ -117,8 +118,8 @@ def expected_trials(known: Known) -> Iterator[Trial]:
         known = replace(known, runs={**known.runs, trial: like})
 
 
-def rounds(known: Known) -> Iterator[list[Configuration]]:
-    """Yield who plays in each round before the finals, the script as it is now first."""
+def rounds(known: TuneState) -> Iterator[list[Configuration]]:
+    """Yield the configurations of each round before the finals, the script as it is now first."""
     playing, number = [one for one in known.configurations if one not in known.ruled_out], 0
     while number == 0 or len(playing) > FINALISTS + 1:
         yield playing
@@ -126,15 +127,15 @@ def rounds(known: Known) -> Iterator[list[Configuration]]:
         number += 1
 
 
-def finalists(known: Known) -> list[Configuration]:
+def finalists(known: TuneState) -> list[Configuration]:
     """Return the configurations that are repeated, the fastest first."""
     *_, last = enumerate(rounds(known))
     number, playing = last
     return _survivors(known, playing, number)[:FINALISTS]
 
 
-def _survivors(known: Known, playing: Sequence[Configuration], number: int) -> list[Configuration]:
-    """Return the faster half of those who played in a round, at least as many as there are finalists."""
+def _survivors(known: TuneState, playing: Sequence[Configuration], number: int) -> list[Configuration]:
+    """Return the faster half of the configurations in a round, at least as many as there are finalists."""
     speeds: dict[Configuration, float] = {}
     for configuration in playing:
         trial = next(
@@ -149,7 +150,7 @@ def _survivors(known: Known, playing: Sequence[Configuration], number: int) -> l
     return ranked[: max(math.ceil(len(playing) / 2) - 1, FINALISTS)]
 
 
-def quality_baselines(known: Known) -> list[Configuration]:
+def quality_baselines(known: TuneState) -> list[Configuration]:
     """Return the FP32 runs that the finalists are compared with: one for each of their settings."""
     return [
         Configuration(policy=FP32.name, settings=settings)
@@ -157,7 +158,7 @@ def quality_baselines(known: Known) -> list[Configuration]:
     ]
 
 
-def _missing_finals(known: Known) -> Iterator[Trial]:
+def _missing_finals(known: TuneState) -> Iterator[Trial]:
     chosen = finalists(known)
     if not chosen:
         return
@@ -173,15 +174,15 @@ def _missing_finals(known: Known) -> Iterator[Trial]:
 # --- what bars a configuration -------------------------------------------------------------------------------------------------
 
 
-def fault(known: Known, trial: Trial) -> str:
+def fault(known: TuneState, trial: Trial) -> str:
     """Return why a trial's configuration cannot be the answer; empty if it can."""
     run, configuration = known.runs[trial], trial.configuration
     if why := short_of_memory(run):
         return why
     if run.error is not None or (run.exit_code and run.first_steps is None):
         return run.error or f"it ended with exit code {run.exit_code}; what it printed is in output.log of its folder"
-    if (needed := memory_of(run)) is not None and known.memory_bytes is not None and needed > known.memory_bytes:
-        return f"it needs {_gib(needed)}, above the limit of {_gib(known.memory_bytes)}"
+    if why := _above_limit(known, run):
+        return why
     if run.effective.emulated:
         return "its formats are emulated here: its speed says nothing"
     if run.changed_nothing and run.policy != AS_IS:
@@ -194,7 +195,8 @@ def fault(known: Known, trial: Trial) -> str:
     }
     for what, asked in asked_for.items():
         if asked and what not in done:
-            why = next((one.reason for one in run.effective.left_alone if one.what in (what, "channels-last")), "")
+            noted = "channels-last" if what == CHANNELS_LAST else what
+            why = next((one.reason for one in run.effective.left_alone if one.what == noted), "")
             return f"{what} changed nothing" + (f": {why}" if why else "")
     if why := known.unlike_now(trial):
         return why
@@ -209,7 +211,7 @@ def memory_of(run: RunRecord) -> int | None:
     return memory.cuda_reserved_bytes or memory.cuda_allocated_bytes or memory.total_bytes
 
 
-def pruned(known: Known, configuration: Configuration) -> str:
+def pruned(known: TuneState, configuration: Configuration) -> str:
     """Return why a configuration need not be run; empty if it is to be.
 
     Reasons are a prediction, a smaller batch that did not fit, a layout of images that the same script has none for, and a policy that
@@ -227,7 +229,8 @@ def pruned(known: Known, configuration: Configuration) -> str:
         same_layout = configuration.channels_last and other.channels_last and configuration.settings == other.settings
         if same_layout and other != configuration and _has_no_layout(run):
             return f"{CHANNELS_LAST} changed nothing of {other.name}, and no policy decides that"
-        if trial.round == 0 and _is_larger(configuration, other) and _did_not_fit(known, run):
+        did_not_fit = _above_limit(known, run) or short_of_memory(run)
+        if trial.round == 0 and did_not_fit and _is_larger(configuration, other):
             return f"{other.name} did not fit, and its batch is smaller"
     return ""
 
@@ -238,10 +241,12 @@ def _has_no_layout(run: RunRecord) -> bool:
     return not applied and run.error is None
 
 
-def _did_not_fit(known: Known, run: RunRecord) -> bool:
-    needed = memory_of(run)
-    over = needed is not None and known.memory_bytes is not None and needed > known.memory_bytes
-    return over or bool(short_of_memory(run))
+def _above_limit(known: TuneState, run: RunRecord) -> str:
+    """Return that a run needs more memory than a configuration may take; empty if it does not, or was not measured."""
+    needed, limit = memory_of(run), known.memory_bytes
+    if needed is None or limit is None or needed <= limit:
+        return ""
+    return f"it needs {bytes_text(needed)}, above the limit of {bytes_text(limit)}"
 
 
 def _is_larger(configuration: Configuration, other: Configuration) -> bool:
@@ -254,7 +259,3 @@ def _is_larger(configuration: Configuration, other: Configuration) -> bool:
         return False
     values = mine[differing[0]], its[differing[0]]
     return all(value.isdecimal() for value in values) and int(values[0]) > int(values[1])
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"

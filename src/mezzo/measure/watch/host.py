@@ -1,13 +1,14 @@
 """Sample the training thread from outside, ten times a second: its CPU time, the time it was refused a core, and its line.
 
 Linux counts for each thread how long it ran and how long it was ready to run while others had the cores
-(``/proc/self/task/*/schedstat``). The rest of the time it slept: on a lock, in ``time.sleep``, on a disk or a socket. A machine
-that other processes keep busy therefore is not taken for a script that waits. Elsewhere only the CPU time of the whole process
-is known, which other threads may fill: the sleeping time is then a lower bound.
+(``/proc/self/task/*/schedstat``). The rest of the time it slept: on a lock, in ``time.sleep``, on a disk or a socket. So a machine
+that other processes keep busy is not mistaken for a script that waits. On other systems only the CPU time of the whole process
+is known, to which other threads may contribute: the sleeping time is then a lower bound.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 import threading
@@ -18,20 +19,14 @@ from types import FrameType
 from typing import NamedTuple
 
 _LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-_NOT_THE_SCRIPTS = (
-    "<",
-    str(Path(__file__).parents[2]),
-    *_LIBRARIES,
-    *(str(Path(path).resolve()) for path in _LIBRARIES),
-)
+_FOLDERS = (str(Path(__file__).parents[2]), *_LIBRARIES, *(str(Path(path).resolve()) for path in _LIBRARIES))
+_NOT_THE_SCRIPTS = ("<", *(folder + os.sep for folder in _FOLDERS))
 _PACKAGES = "-packages"
 """In the paths of installed packages: ``site-packages``, ``dist-packages``."""
-
-
 _ASLEEP = 0.5
-"""Share of the time since the last sample below which a thread's line says where it sleeps."""
+"""The share of the time since the last sample below which a thread counts as asleep at its line."""
 _FEWEST = 3
-"""Samples below which nothing is said."""
+"""The fewest samples for shares."""
 
 
 class HostSample(NamedTuple):

@@ -1,6 +1,6 @@
 """Read a GPU's counters by NVML, the library behind ``nvidia-smi`` (package ``nvidia-ml-py``, imported only if a GPU is used).
 
-A counter that a GPU does not support is None; a library that is missing is said, never passed over.
+A counter that a GPU does not support is None; a missing library is reported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ THROTTLE_REASONS = {
     0x40: "heat",
     0x80: "power brake",
 }
-"""Bits of NVML's clock event reasons that slow a busy GPU; the others say that it is idle or set so."""
+"""Bits of NVML's clock event reasons that slow a busy GPU; the others mean that it is idle or its clock was set."""
 
 
 class GpuSample(NamedTuple):
@@ -50,9 +50,8 @@ class GpuCounters:
         library, handle, read = self._library, self._handle, self._read
         used = read(lambda: library.nvmlDeviceGetUtilizationRates(handle).gpu)
         memory = read(lambda: library.nvmlDeviceGetMemoryInfo(handle))
-        reasons = getattr(
-            library, "nvmlDeviceGetCurrentClocksEventReasons", None
-        )  # its older name ends in ThrottleReasons
+        # Older versions of the library have the older name only.
+        reasons = getattr(library, "nvmlDeviceGetCurrentClocksEventReasons", None)
         reasons = reasons or library.nvmlDeviceGetCurrentClocksThrottleReasons
         self.samples.append(
             GpuSample(
@@ -66,7 +65,7 @@ class GpuCounters:
         )
 
     def use(self) -> GpuUse | None:
-        """Return the samples as a record holds them; None without any."""
+        """Return the samples as part of a record; None without any."""
         return gpu_use(self.samples, self._name, limit_w=self._limit_w, clock_limit_mhz=self._clock_limit_mhz)
 
     def _read(self, read: Callable[[], Any]) -> Any:
@@ -99,7 +98,7 @@ def open_counters(uuid: str | None, index: int) -> GpuCounters | str:
 def gpu_use(
     samples: Sequence[GpuSample], name: str, *, limit_w: float | None, clock_limit_mhz: float | None
 ) -> GpuUse | None:
-    """Return a GPU's samples as a record holds them; None without any."""
+    """Return a GPU's samples as part of a record; None without any."""
     if not samples:
         return None
     held = Counter(

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mezzo.measure.flops import COUNTS, reals
-from mezzo.measure.watch.verdict import Work
+from mezzo.measure.watch.verdict import OperationWork
 
 
 class OperationTimes(TorchDispatchMode):
@@ -23,7 +23,7 @@ class OperationTimes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: list[Work] = []
+        self.operations: list[OperationWork] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and time it."""
@@ -33,8 +33,13 @@ class OperationTimes(TorchDispatchMode):
         count = COUNTS.get(func.overloadpacket)
         flops = 0 if count is None else count(result, *args) * reals(args)
         moved = 0 if func.is_view else _bytes((args, kwargs, result))
-        self.operations.append(Work(flops=flops, bytes=moved, cpu_s=cpu_s))
+        self.operations.append(OperationWork(flops=flops, bytes=moved, cpu_s=cpu_s))
         return result
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Allow torch.compile under this mode."""
+        return True
 
 
 def _bytes(values: Any) -> int:

@@ -1,4 +1,4 @@
-"""What this machine's CPU reaches: products and memory traffic, by two small measurements of about 50 ms together."""
+"""Measure the rates of this machine's CPU for products and for memory traffic, in about 50 ms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COPIED = 8 << 20
 _REPEATS = 4
 
 
-class Rates(NamedTuple):
+class DeviceRates(NamedTuple):
     """Rates of a device."""
 
     flops_per_s: float
@@ -23,15 +23,15 @@ class Rates(NamedTuple):
 
 
 @functools.cache
-def cpu_rates(threads: int) -> Rates:
-    """Return the rates of FP32 products and of copies with so many threads; measured once per process."""
+def cpu_rates(threads: int) -> DeviceRates:
+    """Return the rates of FP32 products and of copies with this many threads; measured once per process."""
     cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
     with torch.no_grad():
         square, product = torch.ones(_SIDE, _SIDE, **cpu), torch.empty(_SIDE, _SIDE, **cpu)
         source, copied = torch.ones(_COPIED, **cpu), torch.empty(_COPIED, **cpu)
         multiply_s = _fastest_s(lambda: torch.mm(square, square, out=product))
         copy_s = _fastest_s(lambda: copied.copy_(source))
-    return Rates(2 * _SIDE**3 / multiply_s, 2 * copied.nbytes / copy_s)
+    return DeviceRates(2 * _SIDE**3 / multiply_s, 2 * copied.nbytes / copy_s)
 
 
 def _fastest_s(action: Callable[[], Any]) -> float:

@@ -1,12 +1,12 @@
-"""From what was measured of a run to what holds it back: a pure function, decided by shares of the run's own time.
+"""Decide what holds a run back, by a pure function of the shares of the run's time.
 
     input          the thread waited for its DataLoader
     communication  it waited in a collective of torch.distributed
     waiting        it slept elsewhere: a lock, ``time.sleep``, a disk, a socket
-    preempted      it was ready to run, and other processes had the cores: no fault of the script, never the verdict
+    preempted      it was ready to run while other processes had the cores: not the script's fault, never the verdict
     host           it ran Python, or operations so small that starting them takes longer than the work
     bandwidth      it ran operations that move more bytes than the machine can while it computes their products
-    arithmetic     it ran products: nothing holds it back but the device's rate
+    arithmetic     it ran products: only the device's rate holds it back
 
 The usual marks of a busy GPU: utilisation above 90%, memory above 80%, power above 60% of the limit.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mezzo.measure.watch.rates import Rates
+from mezzo.measure.watch.rates import DeviceRates
 from mezzo.records import Bottleneck, GpuUse, Limit, Reason
 
 BUSY, FULL, POWERED = 0.9, 0.8, 0.6
@@ -28,12 +28,14 @@ _TINY_S = 10e-6
 """An operation with less work than this on the machine is as long as its start."""
 _HOST = 0.6
 """Share of the busy time from which the host is named."""
+_USUAL_WORKERS = 4
+"""Of a data loader; fewer where there are fewer cores, since torch warns of more."""
 _AT_LIMIT, _OFTEN = 0.95, 0.3
 """Power against its limit, and share of the samples that were held down by it, from which power is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class OperationWork:
     """One operation's work."""
 
     flops: int
@@ -53,8 +55,8 @@ class Loader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What was measured of a run, over the same steps."""
+class RunMeasurements:
+    """Measurements of a run, all over the same steps."""
 
     num_steps: int
     wall_s: float
@@ -64,42 +66,44 @@ class Evidence:
     """Share of the time in which the training thread slept, waits for input and communication included."""
     refused_share: float = 0.0
     """Share in which it was ready to run and other processes or threads had the cores."""
-    operations: Sequence[Work] = ()
+    operations: Sequence[OperationWork] = ()
     """Of one step; empty if they were not counted."""
-    rates: Rates | None = None
+    rates: DeviceRates | None = None
     """Of the device, to weigh operations against bytes."""
     on_gpu: bool = False
     compiled: bool = False
     emulated: bool = False
     loader: Loader | None = None
+    num_cores: int = 1
+    """How many the process may use."""
     sleeping_line: str = ""
     gpu: GpuUse | None = None
     not_measured: list[Reason] = field(default_factory=list)
 
 
-def bottleneck(seen: Evidence) -> Bottleneck:
+def bottleneck(seen: RunMeasurements) -> Bottleneck:
     """Return what holds a run back, and what to change."""
     if seen.num_steps < _MIN_STEPS or seen.wall_s < _MIN_S:
         short = f"not known: too short to tell, {seen.num_steps} steps in {seen.wall_s:.2g} s after the first tenth"
         return Bottleneck(limit="unknown", sentence=short, gpu=seen.gpu, not_measured=seen.not_measured)
     shares = shares_of(seen)
     limit = _limit(seen, shares)
-    total_s = sum(one.cpu_s for one in seen.operations)
+    operation_us = 1e6 * sum(one.cpu_s for one in seen.operations) / max(len(seen.operations), 1)
     line = seen.sleeping_line if limit == "waiting" else ""
     return Bottleneck(
         limit=limit,
-        sentence=_sentence(limit, seen, shares, line),
+        sentence=_sentence(limit, seen, shares, line=line, operation_us=operation_us),
         change=_changes(limit, seen),
         shares=shares,
         line=line,
         operations=len(seen.operations) or None,
-        operation_us=1e6 * total_s / len(seen.operations) if seen.operations else None,
+        operation_us=operation_us if seen.operations else None,
         gpu=seen.gpu,
         not_measured=seen.not_measured,
     )
 
 
-def shares_of(seen: Evidence) -> dict[str, float]:
+def shares_of(seen: RunMeasurements) -> dict[str, float]:
     """Return the share of the time by kind, as far as it was measured.
 
     Shares are of the time without ``preempted``, which is a share of the whole time: what other processes took is no time
@@ -112,8 +116,7 @@ def shares_of(seen: Evidence) -> dict[str, float]:
         return _rounded(known | _gpu_kinds(seen, waited))
     idle, refused = seen.idle_share or 0.0, seen.refused_share
     asleep = min(waited, idle)
-    ran = 1.0 - refused / max(1.0 - idle, refused, 1e-9)
-    """Of the time in which the thread was ready to run, the share in which it had a core."""
+    ran = 1.0 - refused / max(1.0 - idle, refused, 1e-9)  # had a core, of the time in which it was ready to run
     waited_alone = asleep + (waited - asleep) * ran
     parts = {name: share * waited_alone / waited for name, share in known.items()} if waited else dict(known)
     if seen.idle_share is not None:
@@ -129,7 +132,7 @@ def _rounded(shares: dict[str, float]) -> dict[str, float]:
     return {name: round(share, 4) for name, share in shares.items()}
 
 
-def _kinds(seen: Evidence, busy: float) -> dict[str, float]:
+def _kinds(seen: RunMeasurements, busy: float) -> dict[str, float]:
     """Return host, bandwidth and arithmetic as shares of the CPU's busy time; empty where operations or rates are not known."""
     if seen.rates is None or not seen.operations:
         return {}
@@ -144,13 +147,13 @@ def _kinds(seen: Evidence, busy: float) -> dict[str, float]:
     return {"host": host_s / total_s, **{k: v / total_s for k, v in seconds.items()}} if total_s else {}
 
 
-def _kind(one: Work, rates: Rates) -> tuple[str, float]:
+def _kind(one: OperationWork, rates: DeviceRates) -> tuple[str, float]:
     """Return what an operation waits for, and the least time that its work takes at the device's rates."""
     multiply_s, move_s = one.flops / rates.flops_per_s, one.bytes / rates.bytes_per_s
     return ("arithmetic" if multiply_s >= move_s else "bandwidth"), max(multiply_s, move_s)
 
 
-def _gpu_kinds(seen: Evidence, waited: float) -> dict[str, float]:
+def _gpu_kinds(seen: RunMeasurements, waited: float) -> dict[str, float]:
     """Return the kinds by the GPU's own utilisation: what it idles beyond known waits is the host's."""
     used = None if seen.gpu is None else seen.gpu.utilization
     shares = {} if used is None else {"host": max(1.0 - used - waited, 0.0)}
@@ -165,7 +168,7 @@ def _gpu_kinds(seen: Evidence, waited: float) -> dict[str, float]:
     return shares | ({kind: busy * s / total_s for kind, s in seconds.items()} if total_s else {})
 
 
-def _limit(seen: Evidence, shares: dict[str, float]) -> Limit:
+def _limit(seen: RunMeasurements, shares: dict[str, float]) -> Limit:
     lost: dict[Limit, float] = {
         name: shares[name] for name in ("input", "communication", "waiting") if shares.get(name, 0.0) >= _LOST
     }
@@ -189,7 +192,7 @@ def _held_by_power(gpu: GpuUse | None) -> bool:
     return often and gpu.power_w >= _AT_LIMIT * gpu.power_limit_w
 
 
-def _sentence(limit: Limit, seen: Evidence, shares: dict[str, float], line: str) -> str:
+def _sentence(limit: Limit, seen: RunMeasurements, shares: dict[str, float], *, line: str, operation_us: float) -> str:
     def share(name: str) -> str:
         return f"{shares.get(name, 0.0):.0%}"
 
@@ -204,8 +207,7 @@ def _sentence(limit: Limit, seen: Evidence, shares: dict[str, float], line: str)
         case "power":
             return "power: the GPU runs at its power limit, which holds its clock down"
         case "host":
-            mean_us = 1e6 * sum(one.cpu_s for one in seen.operations) / max(len(seen.operations), 1)
-            counted = f"{len(seen.operations)} operations a step of {mean_us:.0f} us on average"
+            counted = f"{len(seen.operations)} operations a step of {operation_us:.0f} us on average"
             return f"host: {share('host')} of the time is Python and the start of operations ({counted})"
         case "bandwidth":
             return f"memory bandwidth: {share('bandwidth')} of the time is spent in operations that mostly move memory"
@@ -218,7 +220,7 @@ def _sentence(limit: Limit, seen: Evidence, shares: dict[str, float], line: str)
     return f"not known: no wait reaches {_LOST:.0%}, and {why}"
 
 
-def _changes(limit: Limit, seen: Evidence) -> list[str]:
+def _changes(limit: Limit, seen: RunMeasurements) -> list[str]:
     """Return what to change, the most promising first."""
     match limit:
         case "input":
@@ -250,15 +252,17 @@ def _changes(limit: Limit, seen: Evidence) -> list[str]:
     return []
 
 
-def _loader_changes(seen: Evidence) -> list[str]:
+def _loader_changes(seen: RunMeasurements) -> list[str]:
     loader = seen.loader
     if loader is None:
         return ["read batches ahead, in a DataLoader with workers"]
     changes = []
     if loader.num_workers == 0:
-        changes.append("DataLoader(num_workers=4): it has none, so it reads while nothing trains")
+        num_workers = min(_USUAL_WORKERS, seen.num_cores)
+        changes.append(f"DataLoader(num_workers={num_workers}): it has none, so it reads while nothing trains")
     else:
-        changes.append(f"more workers than {loader.num_workers}, or cheaper transforms and decoding")
+        more = f"more workers than {loader.num_workers}, or " if loader.num_workers < seen.num_cores else ""
+        changes.append(f"{more}cheaper transforms and decoding")
         if not loader.persistent_workers:
             changes.append("persistent_workers=True: its workers start anew each epoch")
     if seen.on_gpu and not loader.pin_memory:

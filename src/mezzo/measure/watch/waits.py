@@ -1,4 +1,4 @@
-"""Times that the training thread spent in calls that only wait: for the data loader, for other processes."""
+"""Time the calls in which the training thread only waits, for the data loader or for other processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Waits:
         return len(self._ended_s)
 
     def timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``original`` with its time added, also if it raises, as the last call of an iterator does."""
+        """Return ``original``, timed, even if it raises as the last call of an iterator does."""
         clock, thread_of = time.perf_counter, threading.get_ident
 
         @functools.wraps(original)

@@ -4,14 +4,14 @@
 ``switched off``  an autocast of the script is around it, and off: ``enabled=False``, or for another device
 ``excluded``   autocast was on when a module began, and off at the operation inside it
 ``list``       a rule of an op list puts it in FP32, or the operation that it is a part of: torch's attention widens 16-bit
-               operands by itself where no fused kernel takes them, as with dropout on a CPU
+               operands itself if no fused kernel supports them, for example with dropout on a CPU
 ``promotion``  it read FP32 operands: a rule takes the widest, or a value became FP32 next to FP32 values
-``no rule``    autocast was on and has no rule for it: it has none for operations that write into given memory
+``no rule``    autocast was on and has no rule for it: it has none for operations with an ``out`` argument
 ``float64``    its operands are FP64, which autocast never casts
 
-Below autocast its state is always off. What is known is whether it was on when the module began, and how many autocast
-contexts were around the operation: one more than around the module is the script's own ``autocast(enabled=False)``, equally many
-is a rule. The lists of a Mezzo policy are read from the policy.
+Inside a dispatch mode autocast is always off. So the cause follows from whether it was on when the module began, and how many autocast
+contexts were around the operation: one more than around the module means the script's own ``autocast(enabled=False)``, equally many
+a rule. The lists of a Mezzo policy are read from the policy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from mezzo import oplists
 from mezzo.formats import FP64
 from mezzo.observe.audit.layers import compute_dtype, why_wide_in_layer
-from mezzo.observe.audit.operations import TracedOperation, calls_of
+from mezzo.observe.audit.operations import TracedOperation
 from mezzo.observe.limits import WIDE
 from mezzo.observe.module_names import Names
 from mezzo.observe.trace import TracedProduct
@@ -53,13 +53,13 @@ def why_wide(seen: TracedOperation, *, policy: Policy | None, lowers_elsewhere: 
         seen: the product.
         policy: the policy of the run, if any.
         lowers_elsewhere: whether other products of the step ran in 16 bits.
-        name: gives a module's path.
+        name: the paths of modules.
     """
     product = seen.product
     assert product is not None
     if product.format == FP64.name:
         return Why("float64", seen.module, "its operands are FP64, and FP64 is never cast")
-    calls = calls_of(seen)
+    calls = seen.noted.entry.calls
     dtype = compute_dtype(calls[0].module) if calls else ""
     if dtype:
         promoted = bool(seen.promoted_in)

@@ -2,13 +2,13 @@
 
 The rule is NVIDIA's (Deep Learning Performance guide, "Matrix Multiplication"): every row that a kernel loads or
 stores begins at a multiple of 16 bytes. For 16-bit operands, the innermost dimensions must therefore be multiples of 8. Since
-cuBLAS 11, other sizes run on Tensor Cores too, with narrower loads. A matrix of one row or column is read in one piece.
+cuBLAS 11, other sizes also run on Tensor Cores, but with narrower loads. A matrix of one row or column is read in one piece.
 
-For convolutions, the rule applies to the channels, and cuDNN pads them by itself, with work that is thrown away. Up to 4 channels are those
-of an image, which no script can choose, and cuDNN has kernels for them. The kernels need the channels-last layout. Torch asks for it where
-the input or the weight has it, and then copies the other; where neither has it, cuDNN transposes before and after.
+For convolutions, the rule applies to the channels. cuDNN pads them itself and computes on the padding. Up to 4 channels are those of an
+image, which no script can choose, and cuDNN has kernels for them. The kernels need the channels-last layout. If the input or the weight has
+it, torch copies the other into it; if neither has it, cuDNN transposes before and after.
 
-An FP32 product is judged as if it had 16-bit operands: the question is what lowering it would give.
+An FP32 product is judged as if it had 16-bit operands: the question is what lowering it would gain.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ import math
 from typing import TypeAlias
 
 from mezzo.observe.audit.causes import is_wide
-from mezzo.observe.audit.merged import Shape
+from mezzo.observe.audit.merged import ProductShape
 from mezzo.observe.audit.operations import TracedOperation
 from mezzo.observe.limits import IMAGE_CHANNELS
+from mezzo.observe.limits import TENSOR_CORE_MULTIPLE as MULTIPLE
 
-_BYTES = 16
-_HALF = 2
-MULTIPLE = _BYTES // _HALF
+_BYTES, _HALF = 16, 2
 
 Operand: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, strides and alignment of a tensor."""
 
 
-def shape_of(seen: TracedOperation) -> Shape | None:
+def shape_of(seen: TracedOperation) -> ProductShape | None:
     """Return the shape of a product and its problems; None for one that is more than one product (recurrent layers)."""
     if seen.op in ("mm", "bmm", "addmm", "baddbmm"):
         return _matmul(seen)
@@ -40,11 +39,11 @@ def shape_of(seen: TracedOperation) -> Shape | None:
     return None
 
 
-def _matmul(seen: TracedOperation) -> Shape:
+def _matmul(seen: TracedOperation) -> ProductShape:
     assert seen.product is not None
     skip = 1 if seen.op in ("addmm", "baddbmm") and len(seen.product.operands) == 4 else 0
     a, b, result = seen.product.operands[skip : skip + 2] + seen.product.operands[-1:]
-    shape = Shape(result[0][-2], result[0][-1], a[0][-1], math.prod(result[0][:-2]))
+    shape = ProductShape(result[0][-2], result[0][-1], a[0][-1], math.prod(result[0][:-2]))
     rows = {row for operand in (a, b, result) if (row := _row(operand[0], operand[1])) is not None}
     names = {"n": shape.n, "k": shape.k, "m": shape.m}
     odd = [f"{name} = {size}" for name, size in names.items() if size % MULTIPLE and size in rows]
@@ -54,7 +53,9 @@ def _matmul(seen: TracedOperation) -> Shape:
         shape.problems["alignment"] = (
             f"rows lie {', '.join(str(r) for r in sorted(rows) if r % MULTIPLE)} elements apart"
         )
-    _check_addresses(shape, seen)
+    addresses = [operand[2] for operand in seen.product.operands]
+    if min(addresses, default=_BYTES) < _BYTES and not odd:
+        shape.problems["alignment"] = f"an operand begins at a multiple of {min(addresses)} bytes, not of {_BYTES}"
     return shape
 
 
@@ -63,22 +64,15 @@ def _row(size: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     return None if len(size) < 2 or 1 in size[-2:] else max(strides[-2:])
 
 
-def _check_addresses(shape: Shape, seen: TracedOperation) -> None:
-    assert seen.product is not None
-    addresses = [operand[2] for operand in seen.product.operands]
-    if min(addresses, default=_BYTES) < _BYTES and "dimension" not in shape.problems:
-        shape.problems["alignment"] = f"an operand begins at a multiple of {min(addresses)} bytes, not of {_BYTES}"
-
-
-def _convolution(seen: TracedOperation) -> Shape:
+def _convolution(seen: TracedOperation) -> ProductShape:
     product = seen.product
     assert product is not None
-    backward = seen.op == "convolution_backward"
     x, weight, y = _tensors(seen)
-    transposed, groups = (product.arguments[4], product.arguments[6]) if backward else _settings(product.arguments)
+    # The arguments end with: transposed, output_padding, groups; in a backward pass, output_mask follows.
+    transposed, _, groups = product.arguments[-4:-1] if seen.op == "convolution_backward" else product.arguments[-3:]
     ins, outs = x[0][1] // groups, y[0][1] // groups
     positions = y[0][0] * math.prod((x if transposed else y)[0][2:])
-    shape = Shape(positions, outs, ins * math.prod(weight[0][2:]), groups)
+    shape = ProductShape(positions, outs, ins * math.prod(weight[0][2:]), groups)
     least = 0 if groups > 1 else IMAGE_CHANNELS
     odd = [f"{n} {what} channels" for n, what in ((ins, "input"), (outs, "output")) if n % MULTIPLE and n > least]
     if groups > 1 and odd:
@@ -102,7 +96,7 @@ def _tensors(seen: TracedOperation) -> tuple[Operand, Operand, Operand]:
 
 
 def copied_bytes(seen: TracedOperation) -> int:
-    """Return the bytes that torch moves to bring a 16-bit convolution's input into its weight's layout; 0 where it need not."""
+    """Return the bytes that torch moves to bring a 16-bit convolution's input into its weight's layout; 0 if they agree."""
     if seen.op not in ("convolution", "convolution_backward") or seen.phase == "dgrad" or is_wide(seen):
         return 0  # the gradient of the input is computed without the input
     x, weight, _ = _tensors(seen)
@@ -128,18 +122,11 @@ def is_channels_last(size: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _settings(arguments: tuple[object, ...]) -> tuple[bool, int]:
-    # The arguments that are not tensors, in order: (bias,) stride, padding, dilation, transposed, output_padding, groups.
-    transposed, _, groups = arguments[-3:]
-    assert isinstance(groups, int)
-    return bool(transposed), groups
-
-
-def _attention(seen: TracedOperation) -> Shape:
+def _attention(seen: TracedOperation) -> ProductShape:
     assert seen.product is not None
     skip = 1 if "backward" in seen.op else 0
     q, k = seen.product.operands[skip : skip + 2]
-    shape = Shape(q[0][-2], k[0][-2], q[0][-1], math.prod(q[0][:-2]))
+    shape = ProductShape(q[0][-2], k[0][-2], q[0][-1], math.prod(q[0][:-2]))
     if shape.k % MULTIPLE:
         shape.problems["dimension"] = f"heads are {shape.k} wide: not a multiple of {MULTIPLE}"
     return shape

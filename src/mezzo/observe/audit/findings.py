@@ -1,10 +1,9 @@
-"""What is worth changing in audited steps: one rule per code, each with its page in ``docs/findings``.
+"""Findings about audited steps: one rule per code, each with its page in ``docs/findings``.
 
-A rule returns the part of the step that it concerns, or nothing. The gain of a change is given as an upper bound in plain
-numbers (FLOPs that would run in another format, bytes that would not move); the time it saves depends on the device
-and is measured with ``mezzo compare``.
+A rule returns the part of the step that it concerns, or None. The gain of a change is an upper bound in plain numbers (FLOPs that would
+run in another format, bytes that would not move); the time saved depends on the device and is measured with ``mezzo compare``.
 
-Less than a hundredth of the step's FLOPs or bytes is not worth a finding.
+A part with less than a hundredth of the step's FLOPs or bytes makes no finding.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class AuditedSteps:
     capability: tuple[int, int] | None = None
     """Compute capability of a CUDA device."""
     fixes: Mapping[str, str] = field(default_factory=dict)
-    """What to do in the script's framework, by code, where that is not what PyTorch asks for."""
+    """Fixes by code, for a framework in which they differ from PyTorch's."""
 
     @property
     def flops(self) -> int:
@@ -68,7 +67,7 @@ class Part:
     lines: Iterable[str] = ()
     gain: str = ""
     always: bool = field(default=False, kw_only=True)
-    """Whether it is reported however small it is."""
+    """Whether to report it however small it is."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +196,8 @@ def _cast_again(audited: AuditedSteps) -> Part | None:
     groups: dict[Hashable, list[TracedOperation]] = defaultdict(list)
     for one in audited.seen:
         if one.cast is not None and one.cast.of == "weight" and one.reads_parameter and one.phase == "forward":
-            calls = one.noted.entry.calls
-            groups[one.cast.place, one.cast.target, id(calls[-1])].append(one)
+            model = one.noted.entry.calls[-1:]
+            groups[one.cast.place, one.cast.target, id(model[0]) if model else 0].append(one)
     again = [one for group in groups.values() for one in group[1:]]
     if not again:
         return None
@@ -351,7 +350,7 @@ RULES: tuple[FindingRule, ...] = (
     FindingRule(
         "A205",
         "convolutions that copy their input",
-        "give a channels-last model channels-last images; look for what returns channels-first between its convolutions: "
+        "pass channels-last images to a channels-last model; look for operations between its convolutions that return channels-first: "
         "InstanceNorm, on CUDA also GroupNorm, reshape, flatten, einops",
         _copied_inputs,
     ),

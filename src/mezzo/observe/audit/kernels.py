@@ -1,4 +1,4 @@
-"""Read from torch's profiler which kernels the products of a step really ran, as proof that Tensor Cores did the work.
+"""Read from torch's profiler which kernels ran the products of a step: proof of whether Tensor Cores did the work.
 
 The profiler numbers every operation that the host calls and links every kernel to its operation. The trace and the profile
 contain the same products in the same order, so the n-th ``mm`` of one is the n-th of the other. Whether a kernel uses Tensor Cores
@@ -116,7 +116,7 @@ class KernelWatch:
 
 
 def _kept(events: Sequence[Any]) -> list[Any]:
-    """Return the events after the last one that says to discard what precedes it."""
+    """Return the events after the last mark of ``restart``."""
     begin = max((event.time_range.end for event in events if event.name == _DISCARD), default=-math.inf)
     return [event for event in events if event.time_range.start >= begin]
 
@@ -150,7 +150,7 @@ def calls(events: Iterable[Any]) -> Iterator[tuple[Any, int]]:
 
 
 def _innermost(event: Any) -> Any:
-    """Return the last call of the same operation inside ``event``: the one that autocast and dispatch modes have passed on."""
+    """Return the last call of the same operation inside ``event``: the one after autocast and dispatch modes."""
     below = [event]
     for one in below:
         below += one.cpu_children
@@ -159,9 +159,8 @@ def _innermost(event: Any) -> Any:
 
 def _kernels_below(event: Any) -> list[Any]:
     # The profiler matches kernels by number, and its own overhead ("Lazy Function Loading") can have the number of an operation.
-    own = (
-        event.kernels if getattr(event, "activity_type", None) not in _NO_OPERATION else []
-    )  # older torch has no types
+    typed = getattr(event, "activity_type", None)  # older versions of torch have no types
+    own = [] if typed in _NO_OPERATION else event.kernels
     return [*own, *(kernel for child in event.cpu_children for kernel in _kernels_below(child))]
 
 

@@ -1,4 +1,4 @@
-"""Why a product in a Keras layer ran in FP32, and what to write in Keras against a finding. Imports no Keras.
+"""Why a product in a Keras layer ran in FP32, and the fixes of findings in Keras. Imports no Keras.
 
 A Keras layer computes in the format of its dtype policy and casts by itself; PyTorch's autocast plays no part.
 """
@@ -28,7 +28,7 @@ FIXES = {
     "A401": 'train under mixed_float16 or mixed_bfloat16, which keep variables in FP32, instead of "float16" or "bfloat16"',
     "A402": 'give the layer dtype="float32", or cast before the operation: keras.ops.cast(x, "float32")',
 }
-"""What to do in Keras, by the code of a finding; rules without an entry say the same in every framework."""
+"""Fixes in Keras, by the code of a finding; rules without an entry have the same fix in every framework."""
 
 
 def compute_dtype(module: Any) -> str:
@@ -53,4 +53,4 @@ def why_wide_in_layer(dtype: str, where: str, op: str, *, lowers_elsewhere: bool
         return "off", "no layer of the step has a dtype policy that lowers precision"
     if promoted:
         return "promotion", "it reads a value that became FP32 by meeting FP32 operands"
-    return "list", f"the layer casts to {dtype}, but its own code, or Keras' backend, gives {op} FP32 operands"
+    return "list", f"the layer casts to {dtype}, but its own code, or Keras' backend, passes FP32 operands to {op}"

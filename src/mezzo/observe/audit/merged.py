@@ -1,4 +1,4 @@
-"""Merge what an audit recorded: equal operations, casts and products become one row, with their sums. Imports no torch."""
+"""Merge the rows of an audit: equal operations, casts and products become one row with their sums. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
-class Row:
-    """What an audit of any framework knows of an operation."""
+class AuditRow:
+    """One operation, as the audits of all frameworks record it."""
 
     op: str
     module: str
@@ -28,7 +28,7 @@ class Row:
 
 
 @dataclass
-class Shape:
+class ProductShape:
     """The shape of a product, ``batch`` times (m, k) x (k, n), and what keeps it off Tensor Cores."""
 
     m: int
@@ -36,15 +36,15 @@ class Shape:
     k: int
     batch: int = 1
     problems: dict[str, str] = field(default_factory=dict)
-    """A sentence by kind of problem: ``dimension``, ``alignment``, ``layout``, ``groups``."""
+    """A sentence by kind of problem: ``dimension``, ``alignment``, ``layout``, ``copy``, ``groups``."""
 
     def listed(self) -> list[str]:
-        """Return the problems as a record has them."""
+        """Return the problems as a record lists them."""
         return [f"{kind}: {sentence}" for kind, sentence in self.problems.items()]
 
 
 def grouped(rows: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    """Return the rows by key, in the order in which keys first appear."""
+    """Return the rows grouped by key, in the order in which the keys first appear."""
     groups: dict[Hashable, list[T]] = defaultdict(list)
     for row in rows:
         groups[key(row)].append(row)
@@ -52,11 +52,11 @@ def grouped(rows: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
 
 
 def largest(found: Iterable[T], size: Callable[[T], Any]) -> list[T]:
-    """Return the largest first."""
+    """Return ``found`` sorted by size, the largest first."""
     return sorted(found, key=size, reverse=True)
 
 
-def operations(rows: Iterable[Row]) -> list[Operation]:
+def operations(rows: Iterable[AuditRow]) -> list[Operation]:
     """Return all operations, equal ones merged, in the order in which they first ran."""
     groups = grouped(rows, lambda r: (r.op, r.module, r.phase, r.inputs, r.outputs, r.format))
     return [
@@ -75,7 +75,7 @@ def operations(rows: Iterable[Row]) -> list[Operation]:
     ]
 
 
-def flops_by_phase(rows: Iterable[Row]) -> dict[str, dict[str, int]]:
+def flops_by_phase(rows: Iterable[AuditRow]) -> dict[str, dict[str, int]]:
     """Return the FLOPs of products by phase, then by format."""
     totals: dict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
@@ -93,10 +93,10 @@ def casts(rows: Iterable[CastTotal]) -> list[CastTotal]:
     return largest(found, lambda total: total.bytes)
 
 
-def products(rows: Iterable[tuple[Row, Shape]]) -> list[Product]:
+def products(rows: Iterable[tuple[AuditRow, ProductShape]]) -> list[Product]:
     """Return all products by the shape that a Tensor Core works on, the largest first."""
 
-    def key(pair: tuple[Row, Shape]) -> Hashable:
+    def key(pair: tuple[AuditRow, ProductShape]) -> Hashable:
         row, shape = pair
         return row.op, row.module, row.phase, row.format, shape.m, shape.n, shape.k, shape.batch, *shape.listed()
 

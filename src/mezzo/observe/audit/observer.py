@@ -30,7 +30,7 @@ class Audit(Observer):
         self._tracer: Tracer | None = None
         self._marked = 0
         self._before: tuple[int, int] | None = None
-        """How many operations ran before the first optimizer was made, and the first number of a graph node after that."""
+        """The tracer's position when the script made its first optimizer."""
         self._traces: list[Trace] = []
         self._roots: dict[nn.Module, None] = {}
         self._weights: set[int] = set()
@@ -42,7 +42,7 @@ class Audit(Observer):
         formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
         self._tracer, self._marked = Tracer(formats, device_type=device_type, flags=self.run), 0
-        self._before = None  # the operations of another thread, where this one takes over
+        self._before = None  # it belongs to the thread that this one replaces
         self._tracer.start(stepping_is_called=True)
         self._watch_kernels()
 
@@ -70,9 +70,9 @@ class Audit(Observer):
         self._kernels.restart()
 
     def optimizer_made(self) -> None:
-        """Note what ran until now: a script may try its model before it trains it."""
+        """Record what ran until now: a script may try its model before it trains it."""
         if self._tracer is not None:
-            self._before = len(self._tracer.trace.operations), self._tracer.next_number
+            self._before = self._tracer.position()
 
     def mark(self) -> None:
         """Mark everything recorded so far as belonging to the step."""
@@ -89,11 +89,11 @@ class Audit(Observer):
         self._marked = 0
 
     def profile_begins(self, profile: object) -> None:
-        """Let the script profile in place of the audit."""
+        """Stop the audit's profile in favour of the script's."""
         self._kernels.profile_begins(profile)
 
     def profile_ended(self, profile: object) -> None:
-        """Let the audit profile again."""
+        """Allow the audit to profile again."""
         self._kernels.profile_ended(profile)
 
     def end(self) -> None:
@@ -128,9 +128,8 @@ class Audit(Observer):
     def _keep(self, trace: Trace) -> None:
         self._traces.append(trace)
         self._roots.update(trace.roots)
-        self._weights |= weights_of(
-            self._roots, self.run.optimizers
-        )  # now, because the script may drop them before it ends
+        # Now, because the script may drop its optimizers before it ends.
+        self._weights |= weights_of(self._roots, self.run.optimizers)
 
     def _watch_kernels(self) -> None:
         if self.run.device_type == "cuda":
@@ -155,7 +154,7 @@ def audit_record(
         run: the run that the steps are part of.
         numbers: the steps' numbers.
         steps: the operations of each.
-        names: gives modules their paths.
+        names: the paths of modules.
         policy: the run's policy; None for the script's own precision.
         device_type: torch's device type that the model ran on.
         launches: the kernels that ran, in order; empty if no profiler ran.

@@ -4,10 +4,10 @@ Phases are ``forward``, ``recompute`` (a forward pass repeated by activation che
 (gradients with respect to activations and to weights) and ``optimizer`` (everything after the last backward pass outside
 modules: unscaling, clipping, the update).
 
-The operands show which of a product's two gradients an operation computes: the gradient of the input reads the
-weight, the gradient of the weight does not. Weights, their casts and what FP8 scales of them are identified by their storage. Other
-operations of a backward pass count as ``wgrad`` if their first result, cast or not, is added to a parameter's gradient; the
-rest counts as ``dgrad``, including a norm's backward kernel, which computes both.
+The operands show which of a product's two gradients an operation computes: the gradient of the input reads the weight, the gradient
+of the weight does not. Weights, their casts and their scaled copies for FP8 are identified by their storage. Other operations of a
+backward pass count as ``wgrad`` if their first result, cast or not, is added to a parameter's gradient; the rest counts as ``dgrad``,
+including a norm's backward kernel, which computes both.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import torch
 from torch import nn
 
 from mezzo import oplists
-from mezzo.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, format_of
-from mezzo.observe.audit.merged import Row
+from mezzo.engine.parameters import all_parameters
+from mezzo.formats import FP8_PAIRS
+from mezzo.observe.audit.merged import AuditRow
 from mezzo.observe.module_names import Names
-from mezzo.observe.tensors import storage_of
-from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Entry, Meta, Noted, Region, Trace, TracedProduct
+from mezzo.observe.tensors import format_name, storage_of
+from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, Meta, Noted, Region, RunningCall, Trace, TracedProduct
 from mezzo.records import Phase
 
 _PRECISION = {oplists.python_name(op).strip("_"): f.precision for f in oplists.FAMILIES for op in f.ops}
@@ -33,7 +34,7 @@ _AFTER = ("_backward_data", "_backward", "_forward", "_with_flatten")
 
 
 def listed_precision(op: str) -> str:
-    """Return the precision that the op lists give the dispatcher operation ``op``; ``follow`` for unlisted ones."""
+    """Return the precision of the dispatcher operation ``op`` in the op lists; ``follow`` for an unlisted one."""
     name = op.strip("_")
     for before in _BEFORE:
         name = name.removeprefix(before)
@@ -43,7 +44,7 @@ def listed_precision(op: str) -> str:
 
 
 @dataclass(kw_only=True)
-class TracedOperation(Row):
+class TracedOperation(AuditRow):
     """A recorded operation, interpreted."""
 
     noted: Noted
@@ -53,7 +54,7 @@ class TracedOperation(Row):
     promoted_in: str = ""
     """The module that mixed 16-bit and FP32 operands to make a value that this product reads."""
     promotes: bool = False
-    """Whether 16-bit and FP32 operands give an FP32 result here."""
+    """Whether 16-bit and FP32 operands produce an FP32 result."""
 
 
 @dataclass
@@ -62,25 +63,17 @@ class Cast:
 
     source: str
     target: str
-    bytes: int
     of: Literal["weight", "activation", "gradient"]
-    """``weight``, ``activation`` or ``gradient``."""
     place: tuple[int, Region]
-    """The address of the storage that the cast value lies in, and the part of it."""
+    """The address of the storage that the operand lies in, and the part of it."""
     back_to: TracedOperation | None = None
     """The cast that this one undoes, if the value came from this format."""
     needless: bool = False
     """Whether nothing between the two casts needs the other format."""
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the format's name, or the dtype's if it is not a floating-point one."""
-    known = format_of(dtype)
-    return known.name if known is not None else str(dtype).removeprefix("torch.")
-
-
 def understand(trace: Trace, names: Names, parameters: set[int]) -> list[TracedOperation]:
-    """Return the interpreted operations of one step; ``parameters`` are the storages that hold weights."""
+    """Return the interpreted operations of one step; ``parameters`` are the storages of weights."""
     return list(_Reader(trace, names, parameters).read())
 
 
@@ -94,7 +87,7 @@ class _Reader:
         """Storages of weights, and of weights cast to another format."""
         self._weight_nodes: set[int] = set()
         self._flow = _Flow(self._parameters)
-        self._makers: dict[int, Entry] = {}
+        self._makers: dict[int, RunningCall] = {}
         self._operations = [Noted._make(values) for values in trace.operations]
         self._to_parameters = _to_parameters(self._operations)
         backward = [i for i, noted in enumerate(self._operations) if noted.node is not None]
@@ -116,8 +109,7 @@ class _Reader:
         entry = self._owner(noted)
         op, product = noted.func.overloadpacket.__name__, noted.product
         size = sum(meta[2] for meta in (*noted.ins, *noted.outs))
-        shares = self._shares(index, noted, op)
-        for number, (phase, parts) in enumerate(shares):
+        for number, (phase, parts) in enumerate(self._shares(index, noted, op)):
             yield TracedOperation(
                 op=op,
                 module=self._module(noted, entry),
@@ -135,7 +127,7 @@ class _Reader:
 
     # --- module ----------------------------------------------------------------------------------------------------------------
 
-    def _owner(self, noted: Noted) -> Entry:
+    def _owner(self, noted: Noted) -> RunningCall:
         """Return the innermost call of a module that an operation belongs to."""
         if noted.node is None or ((noted.again or noted.entry.again) and noted.entry is not NOWHERE):
             return noted.entry
@@ -144,7 +136,7 @@ class _Reader:
             self._makers[number] = self._trace.maker(noted.node)
         return self._makers[number]
 
-    def _module(self, noted: Noted, entry: Entry) -> str:
+    def _module(self, noted: Noted, entry: RunningCall) -> str:
         node = noted.node
         if node is not None and node.number == LAST_NUMBER:
             return self._names.of_parameter(node.parameter)
@@ -174,7 +166,7 @@ class _Reader:
         return [("wgrad" if node.number in self._weight_nodes or noted.product.format in _FP8 else "dgrad", 1)]
 
     def _follow_weights(self, noted: Noted) -> None:
-        """Update the set of storages that hold weights."""
+        """Update the set of storages of weights."""
         product = noted.product
         reads = any(meta[0] in self._weights for meta in noted.ins)
         if product is not None and reads and (noted.node is None or noted.again):
@@ -194,13 +186,14 @@ class _Reader:
         if source[1] == target[1] or not (source[1].is_floating_point and target[1].is_floating_point):
             return None
         weight = source[0] in self._weights or target[0] in self._parameters
-        of: Literal["weight", "activation", "gradient"]
-        of = "weight" if weight else "gradient" if phase in _BOTH else "activation"
-        return Cast(dtype_name(source[1]), dtype_name(target[1]), source[2] + target[2], of, (source[0], noted.region))
+        of: Literal["weight", "activation", "gradient"] = (
+            "weight" if weight else "gradient" if phase in _BOTH else "activation"
+        )
+        return Cast(format_name(source[1]), format_name(target[1]), of, (source[0], noted.region))
 
 
 @dataclass
-class _Came:
+class _Origin:
     """The origin of a value: the cast that gave it its format."""
 
     source: str
@@ -215,68 +208,70 @@ class _Flow:
 
     def __init__(self, parameters: set[int]) -> None:
         self._parameters = parameters
-        self._came: dict[int, _Came] = {}
+        self._origins: dict[int, _Origin] = {}
         self._promoted: dict[int, str] = {}
 
     def follow(self, seen: TracedOperation) -> None:
         """Record the origin of an operation's results."""
         noted, backward = seen.noted, seen.phase in _BOTH
         promoted = [self._promoted[m[0]] for m in noted.ins if m[0] in self._promoted]
-        came = [self._came[m[0]] for m in noted.ins if m[0] in self._came]
-        kept: dict[int, _Came] = {}
+        origins = [self._origins[m[0]] for m in noted.ins if m[0] in self._origins]
+        kept: dict[int, _Origin] = {}
         if seen.cast is not None:
-            kept = self._follow_cast(seen, seen.cast, came, backward=backward)
+            kept = self._follow_cast(seen, seen.cast, origins, backward=backward)
         elif seen.product is None and noted.outs:
-            kept = self._passed_on(seen, came, backward=backward)
+            kept = self._passed_on(seen, origins, backward=backward)
         promoted_in = next(iter(promoted), "")
         seen.promotes = seen.product is None and seen.cast is None and not backward and _mixes(noted)
         self.forget(noted)
-        self._came.update(kept)
+        self._origins.update(kept)
         if seen.product is not None:
             seen.promoted_in = promoted_in
         elif (seen.promotes or promoted_in) and noted.outs and noted.outs[0][1].itemsize == 4:
             self._promoted[noted.outs[0][0]] = promoted_in or seen.module
 
     def forget(self, noted: Noted) -> None:
-        """Discard what is known of the memory that an operation writes: it may hold another value by now."""
+        """Discard what is known about the memory that an operation writes: it has a new value."""
         for meta in noted.outs:
-            self._came.pop(meta[0], None)
+            self._origins.pop(meta[0], None)
             self._promoted.pop(meta[0], None)
 
-    def _follow_cast(self, seen: TracedOperation, cast: Cast, came: list[_Came], *, backward: bool) -> dict[int, _Came]:
-        earlier = next((c for c in came if c.source == cast.target and c.backward == backward), None)
+    def _follow_cast(
+        self, seen: TracedOperation, cast: Cast, origins: list[_Origin], *, backward: bool
+    ) -> dict[int, _Origin]:
+        earlier = next((c for c in origins if c.source == cast.target and c.backward == backward), None)
         if earlier is not None:
             cast.back_to, cast.needless = earlier.cast, not earlier.needed
         elif cast.of != "weight":
             # Only the script's own casts can be dropped; a backward pass casts because its forward pass did.
             needed = backward or seen.noted.by_policy
-            return {seen.noted.outs[0][0]: _Came(cast.source, cast.target, seen, backward, needed)}
+            return {seen.noted.outs[0][0]: _Origin(cast.source, cast.target, seen, backward, needed)}
         return {}
 
-    def _passed_on(self, seen: TracedOperation, came: list[_Came], *, backward: bool) -> dict[int, _Came]:
+    def _passed_on(self, seen: TracedOperation, origins: list[_Origin], *, backward: bool) -> dict[int, _Origin]:
         first = seen.noted.outs[0]
-        made = dtype_name(first[1])
-        earlier = next((c for c in came if c.format == made and c.backward == backward), None)
+        made = format_name(first[1])
+        earlier = next((c for c in origins if c.format == made and c.backward == backward), None)
         if earlier is None or not self._alone(seen.noted, earlier.cast):
             return {}
         needed = earlier.needed or listed_precision(seen.op) in ("fp32", "widest")
-        return {first[0]: _Came(earlier.source, made, earlier.cast, backward, needed)}
+        return {first[0]: _Origin(earlier.source, made, earlier.cast, backward, needed)}
 
     def _alone(self, noted: Noted, cast: TracedOperation) -> bool:
         """Return whether all values that an operation reads, other than parameters, come from one cast."""
         others = (m for m in _floats(noted) if m[0] not in self._parameters)
-        return all(m[0] in self._came and self._came[m[0]].cast is cast for m in others)
+        return all(m[0] in self._origins and self._origins[m[0]].cast is cast for m in others)
 
 
 _BOTH: tuple[Phase, Phase] = ("dgrad", "wgrad")
 _SCALING, _ONE_NUMBER_BYTES = ("mul", "div", "clamp"), 8
-_FP8 = tuple(f.name for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ))
+_FP8 = tuple(f.name for pair in FP8_PAIRS.values() for f in pair)
 
 
 def _to_parameters(operations: list[Noted]) -> set[int]:
     """Return the indices of the operations of backward passes whose first result becomes a parameter's gradient.
 
-    The trace is read backwards, from what is added to gradients to where it was made, through casts and copies.
+    The trace is read backwards, from the values added to gradients to the operations that made them, through casts and copies.
     """
     gradients: set[int] = set()
     found: set[int] = set()
@@ -306,7 +301,7 @@ def _scales(noted: Noted, weights: set[int]) -> bool:
 
 def _dtypes(metas: list[Meta]) -> tuple[str, ...]:
     """Return the formats, each once: lists of tensors repeat the same ones."""
-    return tuple(dict.fromkeys(dtype_name(meta[1]) for meta in metas))
+    return tuple(dict.fromkeys(format_name(meta[1]) for meta in metas))
 
 
 def _floats(noted: Noted) -> list[Meta]:
@@ -314,18 +309,12 @@ def _floats(noted: Noted) -> list[Meta]:
 
 
 def _mixes(noted: Noted) -> bool:
-    """Return whether 16-bit and FP32 tensors give an FP32 one; numbers and tensors of one number promote nothing."""
+    """Return whether 16-bit and FP32 tensors produce an FP32 one; numbers and tensors of one number promote nothing."""
     sizes = {m[1].itemsize for m in _floats(noted)}
     out = noted.outs[0][1] if noted.outs else torch.bool
     return sizes >= {2, 4} and out.is_floating_point and out.itemsize == 4
 
 
-def calls_of(seen: TracedOperation) -> list[Entry]:
-    """Return the calls of modules that a forward operation runs in, the innermost first."""
-    return [] if seen.noted.entry is NOWHERE else seen.noted.entry.calls
-
-
 def weights_of(roots: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    """Return the storages of the parameters that modules and optimizers hold."""
-    held = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    return {storage_of(p) for p in [*(p for root in roots for p in root.parameters()), *held]}
+    """Return the storages of the parameters of modules and optimizers."""
+    return {storage_of(p) for p in all_parameters(roots, optimizers)}

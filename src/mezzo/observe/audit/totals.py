@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from mezzo.observe.audit import merged
 from mezzo.observe.audit.causes import Why, is_wide, lowers, why_wide
@@ -35,31 +35,24 @@ def casts(seen: Iterable[TracedOperation]) -> list[CastTotal]:
 
 
 def round_trips(seen: Sequence[TracedOperation]) -> list[RoundTrip]:
-    """Return all casts that a later cast undoes, by the module of the first, the largest first."""
-
-    def key(one: TracedOperation) -> Hashable:
-        cast = one.cast
-        assert cast is not None
-        assert cast.back_to is not None
-        return cast.back_to.module, one.phase, cast.source, cast.target, cast.needless
-
-    found = []
-    for group in grouped((one for one in seen if one.cast is not None and one.cast.back_to is not None), key):
-        cast = group[0].cast
-        assert cast is not None
-        assert cast.back_to is not None
-        there = [one.cast.back_to.bytes for one in group if one.cast is not None and one.cast.back_to is not None]
-        found.append(
-            RoundTrip(
-                module=cast.back_to.module,
-                phase=group[0].phase,
-                formats=f"{cast.target} > {cast.source} > {cast.target}",
-                needless=cast.needless,
-                count=len(group),
-                bytes=sum(there) + sum(one.bytes for one in group),
-                line=cast.back_to.noted.line,
-            )
+    """Return the casts that a later cast undoes, by the module of the first of the two, the largest first."""
+    trips = [(c.back_to, one, c) for one in seen if (c := one.cast) is not None and c.back_to is not None]
+    groups = grouped(
+        trips, lambda trip: (trip[0].module, trip[1].phase, trip[2].source, trip[2].target, trip[2].needless)
+    )
+    found = [
+        RoundTrip(
+            module=first.module,
+            phase=second.phase,
+            formats=f"{cast.target} > {cast.source} > {cast.target}",
+            needless=cast.needless,
+            count=len(group),
+            bytes=sum(there.bytes + back.bytes for there, back, _ in group),
+            line=first.noted.line,
         )
+        for group in groups
+        for first, second, cast in group[:1]
+    ]
     return largest(found, lambda trip: trip.bytes)
 
 

@@ -1,4 +1,4 @@
-"""What one run of a fallback search passes to the next: values that travel between processes as JSON. Imports no torch."""
+"""The measurements that the runs of a fallback search pass on, as JSON between processes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOP_EXPONENT = 14  # a quarter of FP16's largest number, because gradients vary
 
 
 class LocalError(ModuleError):
-    """The error that one module makes on its own, and what else the search needs."""
+    """The error that one module makes on its own, and its largest gradient."""
 
     largest: float = 0.0
     """The largest magnitude of a gradient at its outputs, inputs and weights."""
@@ -69,7 +69,7 @@ def read_measured(settings: FallbackSettings) -> Measured:
 
 
 def of_all(by_rank: Sequence[Measured]) -> Measured:
-    """Return the measurements of all processes of a run as one: of every error the largest, since one bad rank spoils the update of all."""
+    """Return the measurements of all processes of a run as one, with the largest of each error: one bad rank spoils every update."""
     first = by_rank[0]
     local: dict[str, LocalError] = {}
     for one in (error for measured in by_rank for error in measured.local):
@@ -88,13 +88,14 @@ def of_all(by_rank: Sequence[Measured]) -> Measured:
 
 
 def failed_by_format(run: RunRecord) -> bool:
-    """Return whether a run ended because of the format: its values left it, or an operation takes no such operands."""
-    error = run.error or ""
-    return run.exit_code in _OVERFLOWS or refuses_format(error) or leaves_range(error)
+    """Return whether a run ended because of the format: values left its range, or an operation does not support it."""
+    if run.error is None:
+        return False  # the exit code is the script's own
+    return run.exit_code in _OVERFLOWS or refuses_format(run.error) or leaves_range(run.error)
 
 
 def checked(measured: Measured, run: RunRecord, *, where: str, role: str) -> Measured:
-    """Raise for a run that shows nothing, unless it ran in lower precision: that may fail for the cause searched for."""
+    """Return ``measured``; raise if it is empty, unless lower precision made the run fail: that is what the search is about."""
     if measured.problem:
         raise ScriptError(
             f"the gradients of {run.script} cannot be compared between precisions: {measured.problem}",

@@ -44,7 +44,7 @@ class SearchState:
     measure: Measure
     folder: str
     steps: tuple[int, ...]
-    note: Callable[[str], None] = lambda _: None
+    note: Callable[[str], None]
     local: list[LocalError] = field(default_factory=list)
     ignored: dict[str, float] = field(default_factory=dict)
     noise: float = 0.0
@@ -52,7 +52,7 @@ class SearchState:
     reference: tuple[Measured, RunRecord] | None = None
     """The run in FP32 that all others are compared with."""
     answers: list[Measured] = field(default_factory=list)
-    """Of all runs after the reference."""
+    """The measurements of all runs after the reference."""
     has_op_lists: bool = True
     """Whether the framework can keep single operations in FP32."""
     operations: Names = ()
@@ -117,10 +117,7 @@ def _check(policy: Policy, tolerance: float | None, fresh: int) -> None:
         raise SessionError(f"fresh={fresh!r}; allowed: 0 to 100 batches", hint="check on two fresh batches: fresh=2")
 
 
-Judged = tuple[FallbackVerdict, str, Names, RunRecord]
-
-
-def _judge(state: SearchState) -> Judged:
+def _judge(state: SearchState) -> tuple[FallbackVerdict, str, Names, RunRecord]:
     state.note("FP32, every module by itself")
     settings = FallbackSettings(steps=state.steps, policy=state.policy, folder=state.folder)
     reference, run = state.measure(Policy.parse("fp32"), settings, tuple)
@@ -130,19 +127,14 @@ def _judge(state: SearchState) -> Judged:
     state.steps = tuple(step.step for step in reference.steps)
     broken = sorted(name for step in reference.steps for name, error in step.errors.items() if error != 0)
     if broken:
-        return (
-            "fp32 fails",
-            f"in FP32 the gradient of {broken[0]} is not finite, so precision is not the cause",
-            (),
-            run,
-        )
+        reason = f"in FP32 the gradient of {broken[0]} is not finite, so precision is not the cause"
+        return "fp32 fails", reason, (), run
     if not reference.steps or not reference.steps[0].errors:
         raise ScriptError(
             f"{run.script} calls no module whose parameters get gradients, so there is none to keep in FP32",
             hint=f"call the model as model(x), not as model.forward(x): {state.policy.name} lowers nothing outside modules either",
         )
-    verdict, reason, kept = _after_reference(state)
-    return verdict, reason, kept, run
+    return *_after_reference(state), run
 
 
 def _after_reference(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
@@ -151,7 +143,7 @@ def _after_reference(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
 
 
 def _measured(state: SearchState, policy: Policy, settings: FallbackSettings) -> Measured:
-    """Run the training; what the search may ask for next, by how this run ends, may be run beside it."""
+    """Run the training; the runs that the search may request next, for each outcome of this one, may run beside it."""
     assert state.reference is not None
     first, run = state.reference
 
@@ -186,7 +178,7 @@ def _judge_noise(state: SearchState) -> str:
     name = max(state.ignored, key=lambda n: state.ignored[n])
     return (
         f"a second run in FP32, each output moved by its last bit, changes {len(state.ignored)} of {len(worst)} gradients by "
-        f"more than {limit:.2g} ({name}: {state.ignored[name]:.2g}): no two runs see the same data and random numbers, "
+        f"more than {limit:.2g} ({name}: {state.ignored[name]:.2g}): the runs differ in data or random numbers, "
         "or the training is that unstable; precision cannot be judged"
     )
 
@@ -194,34 +186,27 @@ def _judge_noise(state: SearchState) -> str:
 def _searched(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
     names = [local.module for local in state.local if not local.unnamed]
     costs = {local.module: float(local.flops) for local in state.local}
-    whole = _whole(state)
-    first = search(names, lambda kept: _verify(state, kept), tolerance=state.tolerance, costs=costs, whole=whole)
-    if first.kept is None:
+    search_modules = functools.partial(search, names, tolerance=state.tolerance, costs=costs, whole=_whole(state))
+    first = search_modules(functools.partial(_verify, state))
+    if first is None:
         return _elsewhere(state)
     if len(state.steps) < 2:
-        return _found(state, first.kept, "there was no fresh batch to check the set on")
-    error = _verify(state, first.kept, all_steps=True)
+        return _found(state, first, "there was no fresh batch to check the set on")
+    error = _verify(state, first, all_steps=True)
     if error <= state.tolerance:
-        return _found(state, first.kept, f"checked on {len(state.steps) - 1} fresh batches")
+        return _found(state, first, f"checked on {len(state.steps) - 1} fresh batches")
     state.note("a fresh batch needs more: the search continues over all batches")
-    known = {tuple(first.kept): error}
-
-    def verify(kept: Names) -> float:
-        return known[kept] if kept in known else _verify(state, kept, all_steps=True)
-
-    again = search(names, verify, tolerance=state.tolerance, costs=costs, base=first.kept, whole=whole)
-    if again.kept is None:
+    again = search_modules(functools.partial(_verify, state, all_steps=True), base=first, known={first: error})
+    if again is None:
         return _elsewhere(state)
-    return _found(
-        state, again.kept, f"searched on {len(state.steps)} batches, since the set of the first failed on another"
-    )
+    return _found(state, again, f"searched on {len(state.steps)} batches, since the set of the first failed on another")
 
 
-_CHANGED_NOTHING = "the policy lowers nothing here, or nothing that it rounds, so this says nothing about it"
+_CHANGED_NOTHING = "the policy lowers nothing in these steps, or no value that it rounds, so this says nothing about it"
 
 
 def _whole(state: SearchState) -> set[str]:
-    """Return the modules that fail by what they compute themselves; an expensive one is opened anyway."""
+    """Return the modules whose own computation fails; an expensive one is opened anyway."""
     most = _EXPENSIVE * max((local.flops for local in state.local), default=0)
     return {local.module for local in state.local if _suspicion(local) > state.tolerance and local.flops <= most}
 
@@ -332,7 +317,6 @@ def _suspicion(local: LocalError) -> float:
 
 
 def _record(state: SearchState, run: RunRecord, verdict: FallbackVerdict, reason: str, kept: Names) -> FallbackRecord:
-    before = next((t.error for t in state.trials), None)
     whole = max((local.flops for local in state.local), default=0)
     spent = sum(local.flops for local in state.local if local.module in kept)
     modules = [
@@ -352,7 +336,7 @@ def _record(state: SearchState, run: RunRecord, verdict: FallbackVerdict, reason
         operations=list(state.operations),
         suggested=str(in_fp32(_with(state.policy, kept), state.operations)),
         fp32_share=spent / whole if whole else 0.0,
-        error_before=before,
+        error_before=state.trials[0].error if state.trials else None,
         error_after=_after(state, kept) if verdict in ("found", "not needed") else None,
         steps=list(state.steps),
         modules=modules,

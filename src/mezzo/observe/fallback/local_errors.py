@@ -18,7 +18,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from mezzo.policy import Policy
 
 
 @dataclass(eq=False)
-class Call:
+class FirstCall:
     """The inputs of a module's first call, and the gradients of its outputs."""
 
     module: nn.Module
@@ -43,18 +43,18 @@ class Call:
     gradients: list[Tensor | None] = field(default_factory=list)
     """One per output that has a gradient, in order."""
     pass_number: int = 0
-    """Which call of an outermost module it was made in."""
+    """Number of the call of an outermost module that it was made in."""
 
 
 class Calls:
     """The first call of every module in a forward pass that has a backward pass.
 
-    A script may call its model before it trains it, to learn the shape of its output. So a call that has no gradient yet gives way to
-    one in a later forward pass, which is a later call of an outermost module.
+    A script may call its model before it trains it, to learn the shape of its output. So a call without gradients is replaced by one in a
+    later forward pass, that is, a later call of an outermost module.
     """
 
     def __init__(self) -> None:
-        self.first: dict[nn.Module, Call] = {}
+        self.first: dict[nn.Module, FirstCall] = {}
         self._open = threading.local()
         self._passes = 0
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
@@ -67,7 +67,7 @@ class Calls:
             self._passes += 1
         if self._is_wanted(module) and torch.is_grad_enabled():
             waiting = self._open.__dict__.setdefault("calls", {})
-            waiting.setdefault(module, Call(module, self._copied(args), pass_number=self._passes))
+            waiting.setdefault(module, FirstCall(module, self._copied(args), pass_number=self._passes))
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Hook the outputs of a module to keep their gradients."""
@@ -85,7 +85,7 @@ class Calls:
                 tensor.register_hook(functools.partial(_arrived, call, place))
 
     def _is_wanted(self, module: nn.Module, *, before: int = 0) -> bool:
-        """Return whether no call of a module is known, or one of an earlier pass than this that has no gradient."""
+        """Return whether no call of a module is known, or only one of an earlier pass, without gradients."""
         known = self.first.get(module)
         if known is None:
             return True
@@ -106,7 +106,7 @@ class Calls:
         return tree_map_only(Tensor, copy, values)
 
 
-def _arrived(call: Call, place: int, gradient: Tensor) -> None:
+def _arrived(call: FirstCall, place: int, gradient: Tensor) -> None:
     if call.gradients[place] is None:
         call.gradients[place] = gradient.detach().clone()
 
@@ -116,9 +116,8 @@ def differentiable(values: Any) -> list[Tensor]:
     return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.requires_grad]
 
 
-@dataclass(kw_only=True)
-class Grads:
-    """The three kinds of gradients and outputs that one run of a module gave."""
+class Results(NamedTuple):
+    """The outputs of one run of a module, the gradients of its inputs, and those of its weights."""
 
     output: list[Tensor]
     dgrad: list[Tensor]
@@ -126,14 +125,14 @@ class Grads:
 
 
 class Bench:
-    """A bench on which modules run on their own."""
+    """Runs modules on their own and measures their errors."""
 
     def __init__(self, policy: Policy, alone: OneModule) -> None:
         self._alone = alone
         self._low = policy.storage.dtype
         self._policy, self._scale = policy, 1.0
 
-    def measure(self, calls: Sequence[Call], names: dict[nn.Module, tuple[str, bool]]) -> list[LocalError]:
+    def measure(self, calls: Sequence[FirstCall], names: dict[nn.Module, tuple[str, bool]]) -> list[LocalError]:
         """Return the errors of the modules of ``calls``.
 
         Args:
@@ -147,7 +146,7 @@ class Bench:
             found.append(self._local(call, name).model_copy(update={"unnamed": unnamed}))
         return found
 
-    def _choose_scale(self, calls: Sequence[Call]) -> None:
+    def _choose_scale(self, calls: Sequence[FirstCall]) -> None:
         if self._policy.loss_scale == "none":
             return
         self._scale = self._policy.init_scale
@@ -157,15 +156,15 @@ class Bench:
         if finite:
             self._scale = fitting_scale(finite[int(FITTING * (len(finite) - 1))], self._scale)
 
-    def _largest(self, call: Call) -> float:
-        """Return the largest gradient that a module reads or makes; 0 if it cannot run on its own."""
+    def _largest(self, call: FirstCall) -> float:
+        """Return the largest gradient that a module reads or computes; 0 if it cannot run on its own."""
         try:
             exact = self._run(call)
         except Exception:  # ``_local`` runs it again and keeps the reason
             return 0.0
         return _largest([*(g for g in call.gradients if g is not None), *exact.dgrad, *exact.wgrad])
 
-    def _local(self, call: Call, name: str) -> LocalError:
+    def _local(self, call: FirstCall, name: str) -> LocalError:
         kind = type(call.module).__name__
         counter = FlopCounter(in_region=lambda: True)
         try:
@@ -174,9 +173,7 @@ class Bench:
             low, rounded = self._run(call, low=True), self._run(call, low=True, rounds=True)
         except Exception as error:  # the script's module: it may fail on its own for any reason
             return LocalError(module=name, type=kind, reason=f"{type(error).__name__}: {error}".splitlines()[0])
-        pairs = [(exact.output, low.output), (exact.dgrad, low.dgrad), (exact.wgrad, low.wgrad)]
-        output, dgrad, wgrad = (relative_error(a, b) if a else None for a, b in pairs)
-        also = [(exact.output, rounded.output), (exact.dgrad, rounded.dgrad), (exact.wgrad, rounded.wgrad)]
+        output, dgrad, wgrad = (relative_error(a, b) if a else None for a, b in zip(exact, low, strict=True))
         arrived = [g for g in call.gradients if g is not None]
         return LocalError(
             module=name,
@@ -184,12 +181,12 @@ class Bench:
             output=output,
             dgrad=dgrad,
             wgrad=wgrad,
-            rounded=max((relative_error(a, b) for a, b in also if a), default=0.0),
+            rounded=max((relative_error(a, b) for a, b in zip(exact, rounded, strict=True) if a), default=0.0),
             flops=sum(counter.by_format.values()),
             largest=_largest([*arrived, *exact.dgrad, *exact.wgrad]),
         )
 
-    def _run(self, call: Call, *, low: bool = False, rounds: bool = False) -> Grads:
+    def _run(self, call: FirstCall, *, low: bool = False, rounds: bool = False) -> Results:
         scale = self._scale if low else 1.0
         alone, inner = self._alone, self._low if rounds else None
         lowered = alone.lowered(call.module, inner=inner) if low else nullcontext()
@@ -218,7 +215,7 @@ class Bench:
             for t, g in zip([*inputs, *weights], found, strict=True)
         ]
         values = [t.detach().float() for t in tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
-        return Grads(output=values, dgrad=gradients[: len(inputs)], wgrad=gradients[len(inputs) :])
+        return Results(output=values, dgrad=gradients[: len(inputs)], wgrad=gradients[len(inputs) :])
 
 
 def relative_error(exact: Sequence[Tensor], found: Sequence[Tensor]) -> float:

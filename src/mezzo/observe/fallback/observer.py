@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_map_only
 
 from mezzo.engine.gradients import put_back, set_aside
+from mezzo.engine.parameters import trained_by
 from mezzo.engine.shards import is_shared
 from mezzo.formats import FP32
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors, measured_path
@@ -30,6 +31,7 @@ from mezzo.observe.fallback.local_errors import Bench, Calls
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.settings import FallbackSettings
 from mezzo.observe.stopping import StopScript
+from mezzo.observe.tensors import difference, norm
 from mezzo.records import RunRecord
 
 REFERENCE = "reference.pt"
@@ -88,7 +90,9 @@ class Fallback(Observer):
     def turn(self, step: int) -> None:
         """Keep the step's gradients; end the script if no more are needed."""
         self._keep(step - 1)
-        if self._settings.role == "check" and not self._settings.all_steps and self._judged():
+        # A step that overflowed is not conclusive: it is repeated with a smaller scale.
+        conclusive = math.isfinite(self._compared[-1].worst[0])
+        if self._settings.role == "check" and not self._settings.all_steps and conclusive:
             self.close()
             raise StopScript
 
@@ -96,7 +100,7 @@ class Fallback(Observer):
         """Remove the hooks and keep the last step's gradients."""
         for handle in self._handles:
             handle.remove()
-            # torch's remove() leaves the entry that the hook takes keywords, which torch.compile mistakes for a hook.
+            # torch's remove() leaves an entry for hooks that take keywords, which torch.compile mistakes for a hook.
             torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
         self._handles = []
         if self._fresh and self._observing is not None and self._observing in self.watched:
@@ -149,15 +153,11 @@ class Fallback(Observer):
             errors = _errors(fresh, self._reference.get(step, {}), without=self._settings.ignored)
         self._compared.append(StepErrors(step=step, errors=errors))
 
-    def _judged(self) -> bool:
-        """Return whether the last step is conclusive: one that overflowed is repeated with a smaller scale."""
-        return math.isfinite(self._compared[-1].worst[0])
-
     def _suppress_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         closures = [a for a in (*args[1:], *kwargs.values()) if callable(a)]
         if any(not getattr(closure, "evaluated", False) for closure in closures):
             self._problem = f"{type(optimizer).__name__} moves the weights inside its step, which calls a closure"
-        self._aside += set_aside(p for group in optimizer.param_groups for p in group["params"])
+        self._aside += set_aside(trained_by([optimizer]))
         self.run.skips = True
 
     def _restore_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -204,7 +204,7 @@ class Fallback(Observer):
     def _moved(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` with every element moved by about one unit in its last place, up or down, and 1 and -1 towards 0.
 
-        Probabilities and cosines stay in their range: what reads them may refuse others.
+        Probabilities and cosines stay in their range: operations that read them may reject other values.
         """
         if not tensor.is_floating_point() or tensor.dtype is not FP32.dtype:
             return tensor
@@ -216,7 +216,7 @@ class Fallback(Observer):
 
 
 def _plain(gradient: Any, *, scale: float) -> Tensor:
-    """Return a dense, unscaled copy in FP32; of a gradient that several processes share, the whole: a part says nothing about its norm."""
+    """Return a dense, unscaled copy in FP32; for a sharded gradient, of the whole: its norm needs all parts."""
     if is_shared(gradient):
         gradient = gradient.full_tensor()
     dense: Tensor = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach().clone()
@@ -232,9 +232,7 @@ def _errors(found: dict[str, Tensor], reference: dict[str, Tensor], *, without: 
         if name not in found or found[name].shape != exact.shape:
             errors[name] = math.inf
             continue
-        whole = torch.linalg.vector_norm(exact.double())
-        apart = torch.linalg.vector_norm(found[name].cpu().double() - exact.double())
-        if float(whole) > 0:
-            error = float(apart / whole)
+        if (whole := norm(exact)) > 0:
+            error = difference(found[name].cpu(), exact) / whole
             errors[name] = error if math.isfinite(error) else math.inf
     return errors

@@ -1,4 +1,4 @@
-"""What to do if no set of modules helps: keep operations in FP32 wherever they run, Imports no torch."""
+"""Find the operations to keep in FP32 wherever they run, if no set of modules helps. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mezzo.policy import Policy
 _LIKELY = ("mul", "einsum", "add", "div", "bmm", "baddbmm", "mean", "sqrt", "var")
 """Operations that models use between their modules: tried first."""
 _PRODUCTS = ("prelu", "rnn", "attention", "conv", "matmul")
-"""Families with nearly all of the work: tried last."""
+"""Families that do nearly all the work: tried last."""
 
 
 def candidates(policy: Policy) -> list[str]:
@@ -38,13 +38,7 @@ def needed(policy: Policy, verify: Callable[[Names], float], *, tolerance: float
         without: the error with none of them, which fails.
     """
     names = candidates(policy)
-    known: dict[Names, float] = {(): without}
-
-    def verified(kept: Names) -> float:
-        if kept not in known:
-            known[kept] = verify(kept)
-        return known[kept]
-
-    if not names or not verified(tuple(sorted(names))) <= tolerance:
+    everything = tuple(sorted(names))
+    if not names or not (together := verify(everything)) <= tolerance:
         return ()
-    return search(names, verified, tolerance=tolerance).kept or ()
+    return search(names, verify, tolerance=tolerance, known={(): without, everything: together}) or ()

@@ -1,42 +1,31 @@
 """Search for a small set of modules that must stay in FP32, with few verifications.
 
-A verification trains a step with a set of modules kept in FP32 and returns the largest error of a gradient; it is expensive,
-so verifications are counted. Modules come ranked, the most suspect first::
+A verification runs a training step with a set of modules kept in FP32 and returns the largest error of a gradient. It is expensive, so no
+set is verified twice. Modules come ranked, the most suspect first::
 
-    nothing kept            passes: there is nothing to do
+    nothing kept            passes: done
     1, 2, 4, 8 ... first    the shortest prefix of the ranking that passes: doubled, then halved
-    prune                   drop what can go: singly, then in groups that double as long as they can go
+    prune                   drop modules: singly, then in groups that double as long as they can go
         open containers         if everything inside passes in place of the container, search inside
-    prune again             until every single drop of the final set was seen to fail
+    prune again             until dropping any single module of the set has failed
 
 If the ranking puts the s needed modules of n at its top, that takes about 2 log2(s) + s + 3 verifications. A bad ranking
-costs more verifications, never a wrong result: the set was seen to pass, and each set with one module fewer was seen to
-fail (it is 1-minimal). It need not be the smallest of all sets. Doubling assumes that the error is monotone in the set; if
-it is not, pruning still ends in a set that passes and is 1-minimal.
+costs more verifications, never a wrong result: the set has passed, and each set with one module fewer has failed (it is
+1-minimal). It need not be the smallest of all sets. Doubling assumes that the error is monotone in the set; if it is not,
+pruning still ends in a set that passes and is 1-minimal.
 
 Imports no torch.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from mezzo.observe.nested_names import covered, outermost
 
 Names: TypeAlias = tuple[str, ...]
 Verify: TypeAlias = Callable[[Names], float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """The result of a search."""
-
-    kept: Names | None
-    """The set, sorted; None if even all candidates together fail."""
-    num_verifications: int
 
 
 def search(
@@ -47,48 +36,37 @@ def search(
     costs: Mapping[str, float] | None = None,
     base: Names = (),
     whole: Collection[str] = (),
-) -> Found:
-    """Return a 1-minimal set of ``ranked`` modules with which ``verify`` gives at most ``tolerance``.
+    known: Mapping[Names, float] | None = None,
+) -> Names | None:
+    """Return a 1-minimal set of ``ranked`` modules, sorted, with which the error is at most ``tolerance``; None if even all of them fail.
 
     Args:
         ranked: names of modules, the most suspect first. The name of a nested module begins with that of its container and a dot.
         verify: returns the error with these modules kept; a name includes everything inside it. NaN fails.
         tolerance: the largest error that passes.
         costs: the cost of keeping each module, 0 if left out; of two that could go, the more expensive is tried first.
-        base: a set to start from, of an earlier search.
-        whole: containers that are not opened, because what they compute themselves fails.
+        base: the set to start from, found by an earlier search.
+        whole: containers that are not opened, because their own computation fails.
+        known: errors that were verified before, by the set.
     """
-    tests = _Tests(verify, tolerance)
-    if tests.passes(base):
-        kept = base if not base else _pruned(base, tests.passes, costs or {})
-        return Found(kept=tuple(sorted(kept)), num_verifications=tests.count)
+    errors, costs = dict(known or {}), costs or {}
+
+    def passes(names: Iterable[str]) -> bool:
+        kept = outermost(names)
+        if kept not in errors:
+            errors[kept] = verify(kept)
+        return errors[kept] <= tolerance
+
+    if passes(base):
+        return _pruned(base, passes, costs)
     free = [name for name in ranked if not covered(name, base)]
-    length = _shortest(free, lambda names: tests.passes((*base, *names)))
+    length = _shortest(free, lambda names: passes((*base, *names)))
     if length is None:
-        return Found(kept=None, num_verifications=tests.count)
-    kept = _pruned(outermost((*base, *free[:length])), tests.passes, costs or {})
-    open_one = functools.partial(_opened, ranked=ranked, passes=tests.passes, costs=costs or {}, whole=whole)
-    while (opened := open_one(kept)) != kept:
-        kept = _pruned(opened, tests.passes, costs or {})
-    return Found(kept=kept, num_verifications=tests.count)
-
-
-class _Tests:
-    """Verifications of sets, each made once."""
-
-    def __init__(self, verify: Verify, tolerance: float) -> None:
-        self._verify, self._tolerance = verify, tolerance
-        self._known: dict[Names, bool] = {}
-
-    @property
-    def count(self) -> int:
-        return len(self._known)
-
-    def passes(self, names: Iterable[str]) -> bool:
-        key = outermost(names)
-        if key not in self._known:
-            self._known[key] = self._verify(key) <= self._tolerance
-        return self._known[key]
+        return None
+    kept = _pruned((*base, *free[:length]), passes, costs)
+    while (opened := _opened(kept, ranked=ranked, passes=passes, costs=costs, whole=whole)) != kept:
+        kept = _pruned(opened, passes, costs)
+    return kept
 
 
 def _shortest(ranked: Sequence[str], passes: Callable[[Names], bool]) -> int | None:
@@ -110,7 +88,7 @@ def _shortest(ranked: Sequence[str], passes: Callable[[Names], bool]) -> int | N
 
 
 def _pruned(names: Names, passes: Callable[[Names], bool], costs: Mapping[str, float]) -> Names:
-    """Return ``names`` without what can go, until no single one can."""
+    """Return ``names``, sorted, without those that can go, until no single one can."""
     kept = outermost(names)
     while True:
         fewer = _pruned_once(kept, passes, costs)

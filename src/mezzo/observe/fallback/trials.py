@@ -1,4 +1,4 @@
-"""The runs that a search may ask for next: it is replayed with what is known, and with guesses of what is not.
+"""Predict the runs that a search may request next: replay it with the known measurements, and with guesses of the others.
 
 Imports no torch.
 """
@@ -19,27 +19,27 @@ from mezzo.records import RunRecord
 _LONGEST = 60
 
 
-class Trial(NamedTuple):
+class SearchRun(NamedTuple):
     """A run of a search."""
 
     policy: Policy
     settings: FallbackSettings
 
 
-Ahead = Callable[[], Iterable[Trial]]
-"""Yields the runs that may be asked for after the present one, the nearest first."""
+Ahead = Callable[[], Iterable[SearchRun]]
+"""Yields the runs that may be requested after the current one, the nearest first."""
 
 
 class Measure(Protocol):
     """A function that runs a few training steps under a policy."""
 
     def __call__(self, policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
-        """Return the measurements and the record of the run; those ``ahead`` may be run beside it."""
+        """Return the measurements and the record of the run; the runs ``ahead`` may run beside it."""
         ...
 
 
 def name_of(kept: Names, operations: Names, *, all_steps: bool) -> str:
-    """Return the name of a run by what it keeps in FP32, so that the same run has the same name in every course of a search."""
+    """Return a name for a run from what it keeps in FP32: the same run has the same name however the search goes."""
     parts = ["kept", *kept] if kept else ["operations", *operations] if operations else ["kept", "nothing"]
     text = "+".join(parts).replace("+", "-", 1).replace("/", "_")
     if len(text) > _LONGEST:
@@ -50,14 +50,14 @@ def name_of(kept: Names, operations: Names, *, all_steps: bool) -> str:
 
 def expected(
     search: Callable[[Measure], object], known: Sequence[Measured], run: RunRecord, guesses: Sequence[Measured]
-) -> Iterator[Trial]:
-    """Yield what a search may ask for after the run that it asks for now.
+) -> Iterator[SearchRun]:
+    """Yield the runs that a search may request after the current one.
 
     Args:
-        search: asks for runs and uses nothing but their measurements: repeated with the same ones, it asks for the same runs.
-        known: the measurements of all runs before the present one.
-        run: stands for the record of every run.
-        guesses: how a run may end, the likeliest first.
+        search: requests runs and depends only on their measurements: repeated with the same ones, it requests the same runs.
+        known: the measurements of all runs before the current one.
+        run: used as the record of every run.
+        guesses: possible measurements of a run, the likeliest first.
     """
     waiting: deque[list[Measured]] = deque([[]])
     while waiting:
@@ -80,19 +80,19 @@ def guesses_for(reference: Measured) -> tuple[Measured, Measured]:
 
 
 class _Asked(Exception):
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: SearchRun) -> None:
         super().__init__()
         self.trial = trial
 
 
-def _asked_after(search: Callable[[Measure], object], known: Sequence[Measured], run: RunRecord) -> Trial | None:
-    """Return the run that a search asks for after those with measurements; None if it asks for no more."""
+def _asked_after(search: Callable[[Measure], object], known: Sequence[Measured], run: RunRecord) -> SearchRun | None:
+    """Return the run that a search requests after those with known measurements; None if it requests no more."""
     answers = iter(known)
 
     def measure(policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
         found = next(answers, None)
         if found is None:
-            raise _Asked(Trial(policy, settings))
+            raise _Asked(SearchRun(policy, settings))
         return found, run
 
     try:

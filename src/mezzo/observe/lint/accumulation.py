@@ -1,4 +1,4 @@
-"""Check the backward passes of one update: was the loss divided for accumulation twice, once or not at all?"""
+"""Check whether the loss was divided for accumulation twice, once or not at all in the backward passes of an update."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.observe.lint.gradients import BackwardPass, Held, parameters_of
+from mezzo.engine.parameters import trained_leaves
+from mezzo.observe.lint.gradients import BackwardPass, Held
 from mezzo.observe.lint.noticed import ENOUGH, Noticed
 
 _INVARIANT = (
@@ -32,10 +33,10 @@ class Accumulation:
     def __init__(self, noticed: Noticed) -> None:
         self._noticed = noticed
         self._bare: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """Windows in a row without any division; -1 once that was reported, or once a loss was divided."""
+        """Windows in a row without any division; far below 0 once a loss was divided."""
 
     def in_session(self, one: BackwardPass, parameters: list[Tensor]) -> None:
-        """Record a backward pass of a session; one of the factors is the session's own."""
+        """Record a backward pass of a session, whose own division is one of the factors."""
         count, near = one.divides_by, one.loss.near(one.divides_by)
         if len(near) > 1 and (count > 2 or any(f.divides for f in near)) and not _averages(one, count):
             detail = f"the script divides the loss by {count}, and mezzo.Session(accumulate={count}) averages over {count} passes"
@@ -44,22 +45,21 @@ class Accumulation:
     def closed(self, optimizer: Optimizer, held: Held, *, step: int) -> None:
         """Record the backward passes of the update about to be made in step number ``step``."""
         passes = held.passes
-        if (
-            len(passes) < 2 or held.by_hand or passes[0].divides_by > 1
-        ):  # a script that changes gradients by hand may divide them there
+        # A script that changes gradients by hand may divide them at that point.
+        if len(passes) < 2 or held.by_hand or passes[0].divides_by > 1:
             return
         count = len(passes)
         if all(_divided_twice(p, count) for p in passes):
             whom = ", the second time by the library that calls backward()" if passes[0].library else ""
             detail = f"{count} backward passes precede an update, and the loss is divided by {count} twice{whom}"
-            self._noticed.add("A607", detail, parameters=parameters_of(optimizer), line=passes[0].line)
+            self._noticed.add("A607", detail, parameters=trained_leaves(optimizer), line=passes[0].line)
         elif _not_divided(passes):
             self._bare[optimizer] = seen = self._bare.get(optimizer, 0) + 1
             if seen >= ENOUGH:
                 first = step - 1 if seen == ENOUGH else step
                 detail = f"{count} backward passes of a mean loss precede each update, and none is divided by {count}"
                 detail += _of_invariant(optimizer)
-                self._noticed.add("A608", detail, parameters=parameters_of(optimizer), line=passes[0].line, step=first)
+                self._noticed.add("A608", detail, parameters=trained_leaves(optimizer), line=passes[0].line, step=first)
         else:
             self._bare[optimizer] = -1_000_000
 

@@ -1,7 +1,7 @@
-"""Observe what a script does by hand between its backward pass and its next forward pass: gradient norms, weight averages.
+"""Observe a script's own code between a backward pass and the next forward pass: gradient norms, weight averages.
 
-A function mode sees every call of torch from Python and changes none. It is on only in some updates: from a backward
-pass to the update, and from the update to the next forward pass; never around modules or compiled code.
+A function mode sees every call of torch from Python and changes none. It is on only in some updates, from a backward
+pass to the update and from the update to the next forward pass, and never around modules or compiled code.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SUMS = frozenset(("add", "__add__", "__radd__", "_foreach_add"))
 _MIXES = _SUMS | {"lerp", "_foreach_lerp"}
 
 
-class View(Protocol):
+class CallObserver(Protocol):
     """An observer of calls of torch."""
 
     def inspect_call(self, name: str, args: Sequence[Any], result: Any) -> None:
@@ -49,28 +49,28 @@ class View(Protocol):
 
 
 class ByHand(TorchFunctionMode):
-    """A mode that shows calls of torch to a view."""
+    """A mode that shows calls of torch to an observer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._view: View | None = None
-        self._here = threading.local()
+        self._observer: CallObserver | None = None
+        self._thread = threading.local()
         """Whether it is on this thread's mode stack: each thread has its own stack and can change no other."""
 
     @property
     def on(self) -> bool:
         """Whether it is on."""
-        return self._view is not None
+        return self._observer is not None
 
-    def start(self, view: View) -> None:
-        """Show every call to ``view`` from now on, if the active modes allow it."""
+    def start(self, observer: CallObserver) -> None:
+        """Show every call to ``observer`` from now on, if the active modes allow it."""
         self.stop()
         if self._entered or _insert_below(self):
-            self._view, self._here.entered = view, True
+            self._observer, self._thread.entered = observer, True
 
     @property
     def _entered(self) -> bool:
-        return getattr(self._here, "entered", False)
+        return getattr(self._thread, "entered", False)
 
     def stop(self) -> None:
         """Stop showing calls.
@@ -78,26 +78,26 @@ class ByHand(TorchFunctionMode):
         torch removes the mode from the stack while it handles a call, such as ``Tensor.backward``, and puts it back afterwards. A mode
         stopped inside such a call shows nothing, but stays on the stack until it is stopped again outside.
         """
-        self._view = None
+        self._observer = None
         if self._entered and any(mode is self for mode in _get_current_function_mode_stack()):
             _remove(self)
-            self._here.entered = False
+            self._thread.entered = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func``, then show the call."""
         result = func(*args, **(kwargs or {}))
-        if self._view is not None and args:
-            self._view.inspect_call(getattr(func, "__name__", ""), args, result)
+        if self._observer is not None and args:
+            self._observer.inspect_call(getattr(func, "__name__", ""), args, result)
         return result
 
 
 class GradientView:
-    """A view of what a script does to gradients.
+    """An observer of a script's operations on gradients.
 
     Args:
         gradients: the gradients to watch.
         norm_read: called when the norm or the square of one is computed before any was changed.
-        limited: called when one is clamped before any was changed; its argument says whether in place.
+        limited: called when one is clamped before any was changed, with whether it was in place.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ _NOTHING = _Source(None, half=False)
 
 
 class AverageView:
-    """A view of weight averages kept in 16 bits.
+    """An observer of weight averages kept in 16 bits.
 
     Args:
         parameters: the weights.
@@ -247,7 +247,7 @@ def _part(tensor: Tensor) -> tuple[int, Region]:
 
 
 def _insert_below(mode: TorchFunctionMode) -> bool:
-    """Insert a mode below all others, so that these are left in the order in which they were entered; a default device stays lowest.
+    """Insert a mode below all others, which then leave in the reverse order of their entry; a default device stays lowest.
 
     Return False if a default device is off the stack because it handles the running call: nothing may be inserted below it.
     """

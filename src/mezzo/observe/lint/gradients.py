@@ -1,4 +1,4 @@
-"""The state of an optimizer's gradients: which backward passes added to them, at which scale, and what was done to them since.
+"""The state of an optimizer's gradients: which backward passes added to them, at which scale, and what the script did to them since.
 
 Nothing is read from a device. A change of a gradient shows in its identity and its version, two numbers that torch keeps
 on the host anyway: 0.3 us per parameter, twice per backward pass, in the first steps only.
@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mezzo.engine.parameters import trained_leaves
 from mezzo.observe.lint.losses import TracedLoss
 
 _NONE = -1
@@ -32,9 +33,9 @@ class BackwardPass:
     """The contribution of one backward pass."""
 
     scaled: Scaled | None
-    """What scaled its loss; None for nothing, as far as is known."""
+    """The scale of its loss; None if it has none, or an unknown one."""
     known: bool
-    """Whether its scale is known for certain: a script may multiply a loss by hand."""
+    """Whether the scale is certain: a script may multiply a loss by hand."""
     loss: TracedLoss
     line: str
     place: int
@@ -47,7 +48,7 @@ class BackwardPass:
     """First dimension of the model's last input; 0 if unknown."""
     keeps_graph: bool
     fp16: bool
-    """Whether it is known to compute FP16 gradients of an unscaled loss."""
+    """Whether it certainly computes FP16 gradients of an unscaled loss."""
     touched: int = 0
     """A number for the set of parameters that it reached."""
 
@@ -84,7 +85,7 @@ class Held:
 
     @property
     def scaled(self) -> bool:
-        """Whether they are known to be scaled now."""
+        """Whether they are certainly scaled now."""
         return not self.unscaled and not self.by_hand and any(p.scaled is not None for p in self.passes)
 
     def clear(self) -> None:
@@ -153,26 +154,20 @@ class Gradients:
     ) -> tuple[list[Optimizer], list[Tensor]]:
         """Return the ``owners`` whose gradients are scaled, and their part of ``parameters``; one of two owners may have unscaled."""
         checked = [(o, self.inspect(o)) for o in owners]
-        unscaled = {id(p) for o, held in checked if held.unscaled for p in parameters_of(o)}
+        unscaled = {id(p) for o, held in checked if held.unscaled for p in trained_leaves(o)}
         left = {id(p): p for p in parameters if p.grad is not None and id(p) not in unscaled}
-        scaled = [o for o, held in checked if held.scaled and any(id(p) in left for p in parameters_of(o))]
-        own = {id(p) for o in scaled for p in parameters_of(o)}
+        scaled = [o for o, held in checked if held.scaled and any(id(p) in left for p in trained_leaves(o))]
+        own = {id(p) for o in scaled for p in trained_leaves(o)}
         return scaled, [p for key, p in left.items() if key in own]
 
     @staticmethod
     def owners(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> list[Optimizer]:
         """Return the optimizers that hold any of ``parameters`` with a gradient."""
         given = {id(p) for p in parameters if p.grad is not None}
-        return [o for o in optimizers if any(id(p) in given for p in parameters_of(o))]
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the leaves that an optimizer trains."""
-    groups = getattr(optimizer, "param_groups", ())  # missing if its constructor failed
-    return [p for group in groups for p in group["params"] if p.is_leaf]
+        return [o for o in optimizers if any(id(p) in given for p in trained_leaves(o))]
 
 
 def marks_of(optimizer: Optimizer) -> list[int]:
     """Return a number for each gradient, which changes when the gradient does."""
-    gradients = (p.grad for p in parameters_of(optimizer))
+    gradients = (p.grad for p in trained_leaves(optimizer))
     return [_NONE if g is None else (id(g) << 24) + g._version for g in gradients]

@@ -1,4 +1,4 @@
-"""Judge what a script does by hand to scaled gradients and to averages of weights, as observed by ``by_hand``."""
+"""Judge a script's own code on scaled gradients and on averages of weights, as observed by ``by_hand``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mezzo.engine.parameters import trained_leaves
 from mezzo.observe.lint.by_hand import AverageView, ByHand, GradientView
-from mezzo.observe.lint.gradients import Gradients, Held, parameters_of
-from mezzo.observe.lint.noticed import Noticed, here
+from mezzo.observe.lint.gradients import Gradients, Held
+from mezzo.observe.lint.noticed import Noticed, running_line
 from mezzo.observe.lint.scalers import Scalers
 from mezzo.observe.observer import ObservedRun
 
-_LOOKED_AT = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
-"""The inspected updates: averages may be taken every tenth update."""
+_INSPECTED = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
+"""The inspected updates: a script may average every tenth update only."""
 
 
 class HandWork:
@@ -35,12 +36,12 @@ class HandWork:
 
     @property
     def _inspects(self) -> bool:
-        return len(self._run.recorder) + 1 in _LOOKED_AT
+        return len(self._run.recorder) + 1 in _INSPECTED
 
     @property
     def over(self) -> bool:
-        """Whether no more updates are to be inspected, and none is."""
-        return len(self._run.recorder) > max(_LOOKED_AT) and not (self._mode.on or self._watched or self._averages)
+        """Whether no update is being inspected, and none will be."""
+        return len(self._run.recorder) > max(_INSPECTED) and not (self._mode.on or self._watched or self._averages)
 
     def watch_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Inspect calls on scaled gradients from now on."""
@@ -48,14 +49,14 @@ class HandWork:
             return
         self._watched = [(o, held) for o in optimizers if (held := self._gradients.of(o)).scaled]
         if self._watched:
-            gradients = [p.grad for o, _ in self._watched for p in parameters_of(o) if p.grad is not None]
+            gradients = [p.grad for o, _ in self._watched for p in trained_leaves(o) if p.grad is not None]
             self._view = GradientView(gradients, norm_read=self._norm_read, limited=self._limited)
             self._mode.start(self._view)
 
     def watch_averages(self, optimizers: Sequence[Optimizer]) -> None:
         """Inspect averages of the updated weights from now on."""
         if self._inspects:
-            weights = [p for o in optimizers for p in parameters_of(o)]
+            weights = [p for o in optimizers for p in trained_leaves(o)]
             self._mode.start(AverageView(weights, averaged=self._averaged))
 
     def remove_mode(self) -> None:
@@ -97,13 +98,13 @@ class HandWork:
             elif held.by_hand and limit_read:
                 self.clipped([optimizer], "gradients are clamped before unscale_", limit_read)
             elif norm_read:
-                self.read(parameters_of(optimizer), norm_read)
+                self.read(trained_leaves(optimizer), norm_read)
 
     def clipped(self, optimizers: Sequence[Optimizer], detail: str, line: str, of: Sequence[Tensor] = ()) -> None:
-        """Record that scaled gradients of ``optimizers`` are clipped; ``of`` are the parameters, all if left out."""
+        """Record that scaled gradients of ``optimizers`` are clipped: those of the parameters ``of``, or all if it is empty."""
         for optimizer in optimizers:
             self._gradients.of(optimizer).clipped = True
-        parameters = of or [p for o in optimizers for p in parameters_of(o)]
+        parameters = of or [p for o in optimizers for p in trained_leaves(o)]
         self._noticed.add("A601", detail, parameters=parameters, line=line)
 
     def read(self, parameters: Sequence[Tensor], line: str) -> None:
@@ -116,18 +117,18 @@ class HandWork:
     def _norm_read(self) -> None:
         for _, held in self._watched:
             if not held.norm_read and not held.by_hand:
-                held.norm_read = here()
+                held.norm_read = running_line()
 
     def _limited(self, in_place: bool) -> None:
         if not in_place:
             for _, held in self._watched:
-                held.limit_read = held.limit_read or here()
+                held.limit_read = held.limit_read or running_line()
             return
         known = any(held.clipped or held.by_hand or self._scalers.may_undo(held) for _, held in self._watched)
         if not known:
-            self.clipped([o for o, _ in self._watched], "gradients are clamped before unscale_", here())
+            self.clipped([o for o, _ in self._watched], "gradients are clamped before unscale_", running_line())
 
     def _averaged(self, parameter: Tensor) -> None:
         if not self._averages:
-            self._average_at = len(self._run.recorder) + 1, here()
+            self._average_at = len(self._run.recorder) + 1, running_line()
         self._averages.append(parameter)

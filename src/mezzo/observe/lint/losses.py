@@ -1,7 +1,7 @@
-"""What was done to a loss before its backward pass, read from the last nodes of its graph.
+"""Read from the last nodes of a loss's graph how the script scaled, divided and reduced it.
 
-Only values that autograd keeps on the host are read: names of nodes, shapes, numbers that a script multiplied or divided by. The
-root has few nodes of scalars; the search for FP16 gradients walks the whole graph, once or twice in a run.
+Only values that autograd keeps on the host are read: names of nodes, shapes, numbers that a script multiplied or divided by. Few nodes near
+the root compute scalars; the search for FP16 gradients walks the whole graph, once or twice in a run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PASSED = (
 
 
 _LEAST_SCALE = 64.0
-"""A smaller factor is taken for the weight of a loss."""
+"""A smaller factor counts as the weight of a loss."""
 
 
 class Factor(NamedTuple):
@@ -52,14 +52,14 @@ class Factor(NamedTuple):
 
 
 class TracedLoss(NamedTuple):
-    """How a loss was computed, from the backward pass inwards."""
+    """The computation of a loss, from its last operation inwards."""
 
     factors: tuple[Factor, ...]
     """The factors, without the GradScaler's."""
     end: End
-    """What the factors apply to: a mean, a sum, a sum of several losses, or something unknown."""
+    """The value that the factors apply to: a mean, a sum, a sum of several losses, or something unknown."""
     terms: tuple[TracedLoss, ...] = ()
-    """The losses that were added up, if several were."""
+    """The losses that were added up, if there were several."""
     squares: bool = False
     """Whether it is a mean or sum of squares, which many scripts divide by two."""
 
@@ -119,7 +119,7 @@ def _followed(node: Any, scalings: Collection[int]) -> tuple[tuple[Factor, ...],
 
 
 def found_in(roots: Iterable[Tensor], sequences: Collection[int]) -> int | None:
-    """Return the first of ``sequences`` found near the end of the graph of ``roots``, None for none.
+    """Return the first of ``sequences`` found near the end of the graph of ``roots``; None if none is found.
 
     A node is newer than all nodes behind it, so nodes older than the oldest of ``sequences`` need not be followed.
     """

@@ -1,10 +1,9 @@
-"""Collect misuse while a script runs: its first occurrence, its place, and its count."""
+"""Collect misuse while a script runs: its first occurrence, its lines, and its count."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -21,23 +20,12 @@ _MOST_LINES = 4
 _ORDER = ("error", "warning", "info", "")
 
 
-@dataclass
-class _Occurrence:
-    """The first occurrence of a misuse, and its count."""
-
-    step: int
-    detail: str
-    modules: list[str]
-    lines: list[str]
-    count: int = 1
-
-
 class Noticed:
     """The misuse found in a run, one entry per code."""
 
     def __init__(self, run: ObservedRun) -> None:
         self._run = run
-        self._seen: dict[str, _Occurrence] = {}
+        self._seen: dict[str, Finding] = {}
 
     def add(
         self,
@@ -59,51 +47,43 @@ class Noticed:
             modules: the modules concerned.
             line: the script's line; the one running now if left out.
             step: the number of the step; the current one if left out.
-            count: how often it happened.
+            count: the number of occurrences.
         """
-        line = here() if line is None else line
+        line = running_line() if line is None else line
         seen = self._seen.get(code)
         if seen is None:
-            step = len(self._run.recorder) + 1 if step is None else step
-            names = _named(self._run.roots, parameters, modules)
-            self._seen[code] = _Occurrence(step, detail, names, [line] if line else [], count)
+            misuse = BY_CODE[code]
+            self._seen[code] = Finding(
+                code=code,
+                title=misuse.title,
+                severity=misuse.severity,
+                modules=_named(self._run.roots, parameters, modules),
+                detail=detail,
+                gain=misuse.harm,
+                fix=misuse.fix,
+                lines=[line] if line else [],
+                step=len(self._run.recorder) + 1 if step is None else step,
+                count=count,
+            )
             return
-        seen.count += count
-        if line and line not in seen.lines and len(seen.lines) < _MOST_LINES:
-            seen.lines.append(line)
+        new = [line] if line and line not in seen.lines and len(seen.lines) < _MOST_LINES else []
+        self._seen[code] = seen.model_copy(update={"count": seen.count + count, "lines": [*seen.lines, *new]})
 
     def __contains__(self, code: str) -> bool:
         return code in self._seen
 
     def findings(self) -> list[Finding]:
         """Return all misuse found, the gravest first."""
-        found = [_finding(code, seen) for code, seen in self._seen.items()]
-        return sorted(found, key=lambda f: (_ORDER.index(f.severity), f.code))
+        return sorted(self._seen.values(), key=lambda f: (_ORDER.index(f.severity), f.code))
 
 
-def here() -> str:
+def running_line() -> str:
     """Return the script's line that is running now."""
     return own_line(sys._getframe(1))[0]
 
 
-def _finding(code: str, seen: _Occurrence) -> Finding:
-    misuse = BY_CODE[code]
-    return Finding(
-        code=code,
-        title=misuse.title,
-        severity=misuse.severity,
-        modules=seen.modules,
-        detail=seen.detail,
-        gain=misuse.harm,
-        fix=misuse.fix,
-        lines=seen.lines,
-        step=seen.step,
-        count=seen.count,
-    )
-
-
 def _named(roots: Iterable[nn.Module], parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[str]:
-    """Return the names of modules; a model whose parameters are all among ``parameters`` gives only its class."""
+    """Return the names of modules; for a model whose parameters are all among ``parameters``, only its class."""
     known, listed = list(roots), [id(p) for p in parameters]
     held = set(listed)
     names = Names(known)

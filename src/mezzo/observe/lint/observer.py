@@ -1,7 +1,7 @@
 """Record the calls of a script's training loop and detect misuse of its own mixed precision.
 
-Everything is derived from calls, identities and versions on the host: no device is read. Most checks run in the first updates only,
-since a loop does the same in each. To the end are checked the schedule and, where the script's GradScaler is on, the order of its calls.
+Everything is derived from calls, identities and versions on the host: no device is read. Most checks run in the first updates only, since
+a loop does the same in each. The schedule, and the order of the calls of a GradScaler that is on, are checked to the end.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.parameters import trained_leaves
 from mezzo.engine.session import Session
 from mezzo.formats import BF16, FP16
 from mezzo.observe.lint.accumulation import Accumulation
-from mezzo.observe.lint.gradients import BackwardPass, Gradients, Held, parameters_of
+from mezzo.observe.lint.gradients import BackwardPass, Gradients, Held
 from mezzo.observe.lint.handwork import HandWork
 from mezzo.observe.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
-from mezzo.observe.lint.noticed import Noticed, here
+from mezzo.observe.lint.noticed import Noticed, running_line
 from mezzo.observe.lint.scalers import Scalers
 from mezzo.observe.lint.schedules import LearningRates
 from mezzo.observe.lint.weights import Statistics, check_average
@@ -35,7 +36,7 @@ from mezzo.records import Finding
 
 _AWAKE_UPDATES = 64
 _AWAKE_PASSES = 4096
-"""In backward passes, because a script may make its updates where they are not recorded."""
+"""Most backward passes that are checked, because a script may make updates that are not recorded."""
 _FP16 = FP16.dtype
 _WALKS = 2
 """Number of searches of the whole graph for FP16 gradients."""
@@ -64,9 +65,9 @@ class Lint:
         """Step and line of the first ``step`` of a scaler that is on."""
         self._statistics = Statistics(self._noticed)
         self.over = False
-        """Whether only schedules and scalers that are on are checked from now on: nothing else may slow the steps of a long run.
+        """Whether only schedules and active scalers are checked from now on: other checks would slow the steps of a long run.
 
-        Until then module calls matter: the mode that shows calls by hand can be removed there, but not inside a backward pass.
+        Until then module calls matter: there the mode that shows calls by hand can be removed, which is impossible in a backward pass.
         """
         self._called_at = ""
         """The script's line that called a model in training."""
@@ -92,7 +93,7 @@ class Lint:
             return
         self._hands.stop()
         if not self._statistics.done and torch.is_grad_enabled():
-            self._called_at = here()
+            self._called_at = running_line()
         if self.awake:
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             self._batch = next((t.shape[0] for t in tensors if t.dim() > 1), 0)
@@ -102,13 +103,13 @@ class Lint:
         self._hands.stop()
 
     def region_begins(self, dtype: torch.dtype | None, *, on: bool) -> None:
-        """Record that the script opens an autocast region; ``dtype`` is None if it leaves that to the device."""
+        """Record that the script opens an autocast region; ``dtype`` is None for the device's default."""
         if on and dtype is not None and torch.is_grad_enabled():
             self._formats[dtype] += 1
 
     @property
     def regions_matter(self) -> bool:
-        """Whether a later FP16 region would show that the script's GradScaler is of use; others are not counted after the first updates."""
+        """Whether a later FP16 region would justify the script's GradScaler; others are not counted after the first updates."""
         return self._needless is not None and _FP16 not in self._formats
 
     # --- backward ----------------------------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ class Lint:
         if self._run.applied is not None:
             return False
         first = len(self._run.recorder) < _WALKS
-        weights = (p for o in self._optimizers for p in parameters_of(o)) if first else ()
+        weights = (p for o in self._optimizers for p in trained_leaves(o)) if first else ()
         return _FP16 in self._formats or any(p.dtype == FP16.dtype for p in weights)
 
     def backward_ended(self) -> None:
@@ -165,7 +166,7 @@ class Lint:
             held.early = ""
             held.passes.append(replace(self._pass, touched=places))
         if self._pass.divides_by > 1:
-            self._accumulation.in_session(self._pass, [p for o, _ in touched for p in parameters_of(o)])
+            self._accumulation.in_session(self._pass, [p for o, _ in touched for p in trained_leaves(o)])
         self._pass = None
         self._hands.watch_gradients([optimizer for optimizer, _ in touched])
 
@@ -180,9 +181,9 @@ class Lint:
         scaled, of = self._gradients.scaled_among(parameters, owners)
         known = any(self.scalers.may_undo(self._gradients.of(o), limit=limit) for o in scaled)
         if scaled and math.isinf(limit):
-            self._hands.read(of, here())
+            self._hands.read(of, running_line())
         elif scaled and not known:
-            self._hands.clipped(scaled, "torch's clipping is called before unscale_", here(), of)
+            self._hands.clipped(scaled, "torch's clipping is called before unscale_", running_line(), of)
         return owners
 
     def clipped(self, owners: Iterable[Optimizer]) -> None:
@@ -202,7 +203,7 @@ class Lint:
         """Record that the script has cleared the gradients of a model."""
         if self.awake:
             own = {id(p) for p in model.parameters()}
-            self.cleared(o for o in self._optimizers if all(id(p) in own for p in parameters_of(o)))
+            self.cleared(o for o in self._optimizers if all(id(p) in own for p in trained_leaves(o)))
 
     # --- the update --------------------------------------------------------------------------------------------------------------
 
@@ -227,7 +228,7 @@ class Lint:
         self.scalers.step(scaler, optimizer, awake=self.awake)
         self._begins(optimizer, raises=self._run.applied is None)
         if not self.over:
-            self._needless = self._needless or (self._step, here())
+            self._needless = self._needless or (self._step, running_line())
         self._skipped = False
         self._in_scaler += 1
         try:
@@ -238,7 +239,7 @@ class Lint:
         self._ended(optimizer, skipped=self._skipped)
 
     def held(self, optimizer: Optimizer) -> Held:
-        """Return what is known of an optimizer's gradients and steps."""
+        """Return the state of an optimizer's gradients and steps."""
         return self._gradients.of(optimizer)
 
     def scaler_skipped(self, optimizer: Optimizer) -> None:
@@ -275,11 +276,11 @@ class Lint:
         held = self._gradients.inspect(optimizer)
         if held.scaled and not self.scalers.may_undo(held):
             detail = f"{type(optimizer).__name__}.step() uses gradients that are multiplied by the loss scale"
-            self._noticed.add("A603", detail, parameters=parameters_of(optimizer))
+            self._noticed.add("A603", detail, parameters=trained_leaves(optimizer))
         bare = next((p for p in held.passes if p.fp16), None)
         if bare is not None:
             detail = "the backward pass computes FP16 gradients, and nothing multiplied the loss"
-            self._noticed.add("A609", detail, parameters=parameters_of(optimizer), line=bare.line)
+            self._noticed.add("A609", detail, parameters=trained_leaves(optimizer), line=bare.line)
 
     def _begins(self, optimizer: Optimizer, *, raises: bool) -> None:
         self._hands.stop()
@@ -292,15 +293,15 @@ class Lint:
             self._without_gradients(optimizer, held, raises=raises)
 
     def _without_gradients(self, optimizer: Optimizer, held: Held, *, raises: bool) -> None:
-        """Tell steps whose gradients are always cleared from one in which the script drops a bad batch."""
+        """Distinguish a loop that always clears gradients before the step from one that drops a bad batch."""
         held.num_empty += 1
         if held.num_empty == 1:
-            held.first_empty = self._step, here()
+            held.first_empty = self._step, running_line()
         if raises or (held.num_empty >= 2 and 2 * held.num_empty > held.num_steps):
             step, line = held.first_empty
             detail = f"{type(optimizer).__name__} steps after zero_grad(), with no backward pass between"
             count = held.num_empty if held.num_empty <= 2 else 1
-            self._noticed.add("A614", detail, parameters=parameters_of(optimizer), step=step, line=line, count=count)
+            self._noticed.add("A614", detail, parameters=trained_leaves(optimizer), step=step, line=line, count=count)
 
     def _ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
         held = self._gradients.of(optimizer)

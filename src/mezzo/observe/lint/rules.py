@@ -59,7 +59,7 @@ MISUSES: tuple[Misuse, ...] = (
         "A606",
         "GradScaler.update between scale() and step()",
         "warning",
-        "the gradients are divided by another scale than the one that they were multiplied by",
+        "the gradients are divided by a scale other than the one that multiplied them",
         "call update() once, after the steps of all optimizers whose losses were scaled",
     ),
     Misuse(
@@ -103,7 +103,7 @@ MISUSES: tuple[Misuse, ...] = (
         "an average of weights is kept in 16 bits",
         "warning",
         "a step of the average below half a unit in the last place (2^-9 of the value in BF16, 2^-12 in FP16) is lost: "
-        "the average stands still",
+        "the average does not move",
         "keep the averaged copy in FP32: copy.deepcopy(model).float()",
     ),
     Misuse(

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
+from mezzo.engine.parameters import trained_leaves
 from mezzo.formats import FP16
-from mezzo.observe.lint.gradients import Gradients, Held, Scaled, parameters_of
+from mezzo.observe.lint.gradients import Gradients, Held, Scaled
 from mezzo.observe.lint.losses import found_in, sequences_of
 from mezzo.observe.lint.noticed import Noticed
 from mezzo.observe.observer import ObservedRun
@@ -121,9 +122,9 @@ class Scalers:
             return
         name, stage = type(optimizer).__name__, known.stages.get(optimizer)
         if stage == "unscaled":
-            self._noticed.add("A605", f"unscale_({name}) twice before update()", parameters=parameters_of(optimizer))
+            self._noticed.add("A605", f"unscale_({name}) twice before update()", parameters=trained_leaves(optimizer))
         elif stage == "stepped":
-            self._noticed.add("A605", f"unscale_({name}) after step({name})", parameters=parameters_of(optimizer))
+            self._noticed.add("A605", f"unscale_({name}) after step({name})", parameters=trained_leaves(optimizer))
         elif awake:
             held = self._gradients.inspect(optimizer)
             self._check_formats(optimizer)
@@ -146,7 +147,7 @@ class Scalers:
             return
         if known.stages.get(optimizer) == "stepped":
             name = type(optimizer).__name__
-            self._noticed.add("A605", f"step({name}) twice without update()", parameters=parameters_of(optimizer))
+            self._noticed.add("A605", f"step({name}) twice without update()", parameters=trained_leaves(optimizer))
         elif awake:
             held = self._gradients.inspect(optimizer)
             if known.stages.get(optimizer) is None:
@@ -175,7 +176,7 @@ class Scalers:
         known.stages.clear()
 
     def catch_up(self, scaler: GradScaler) -> None:
-        """Take the calls since the last update from a scaler's own record of them: they were not reported one by one."""
+        """Read the calls since the last update from the scaler's own state: they were not reported one by one."""
         known = self._known[scaler]
         for optimizer in self._run.optimizers:
             stage = scaler._per_optimizer_states.get(id(optimizer), {}).get("stage", OptState.READY)
@@ -186,7 +187,7 @@ class Scalers:
     # --- the state of the gradients ------------------------------------------------------------------------------------------------
 
     def _check_formats(self, optimizer: Optimizer) -> None:
-        narrow = [p for p in parameters_of(optimizer) if p.grad is not None and p.grad.dtype == FP16.dtype]
+        narrow = [p for p in trained_leaves(optimizer) if p.grad is not None and p.grad.dtype == FP16.dtype]
         ours = self._run.applied is not None and self._run.applied.casting == "model"
         if narrow and not ours:
             self._noticed.add("A616", f"{len(narrow)} gradients are FP16, as their weights are", parameters=narrow)
@@ -203,7 +204,7 @@ class Scalers:
             detail += ", and made the scaler forget that unscale_ had been called: the gradients are divided twice"
         elif len(late) < len(held.passes):
             detail += f" for {len(late)} of {len(held.passes)} backward passes"
-        self._noticed.add("A606", detail, parameters=parameters_of(optimizer))
+        self._noticed.add("A606", detail, parameters=trained_leaves(optimizer))
 
     def _check_scaled(self, scaler: Any, optimizer: Optimizer, held: Held) -> None:
         bare = [p for p in held.passes if p.scaled is None]
@@ -216,11 +217,11 @@ class Scalers:
             passes = f"{len(held.passes)} backward pass{'es' if len(held.passes) > 1 else ''}"
             detail = f"step({type(optimizer).__name__}) after {part}{passes} {what}"
             line = (bare or foreign)[0].line
-            self._noticed.add("A604", detail, parameters=parameters_of(optimizer), line=line)
+            self._noticed.add("A604", detail, parameters=trained_leaves(optimizer), line=line)
 
     def _check_order(self, known: _Known, optimizer: Optimizer, held: Held) -> None:
         if known.stages.get(optimizer) != "unscaled" or held.by_hand or not held.late:
             return
         name = type(optimizer).__name__
         detail = f"a scaled backward pass between unscale_({name}) and step({name}): its gradients stay scaled"
-        self._noticed.add("A605", detail, parameters=parameters_of(optimizer))
+        self._noticed.add("A605", detail, parameters=trained_leaves(optimizer))

@@ -7,8 +7,8 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-from mezzo.observe.lint.gradients import Gradients, Held, parameters_of
-from mezzo.observe.lint.noticed import ENOUGH, Noticed, here
+from mezzo.observe.lint.gradients import Gradients, Held
+from mezzo.observe.lint.noticed import ENOUGH, Noticed, running_line
 
 
 class LearningRates:
@@ -28,7 +28,7 @@ class LearningRates:
         held = self._gradients.of(optimizer)
         self._check_first(scheduler, optimizer, held)
         if held.passes:
-            held.early = here()
+            held.early = running_line()
         if held.skipped and not held.made:
             name = type(scheduler).__name__
             self._noticed.add("A610", f"{name}.step() after an update that the GradScaler skipped")
@@ -46,12 +46,12 @@ class LearningRates:
         """Compare the lines of a scheduler's first two steps: a resumed loop advances the schedule at a separate line."""
         stepped = bool(held.num_steps) or getattr(optimizer, "_opt_called", False)
         if scheduler not in self._first:
-            self._first[scheduler] = "" if stepped or held.passes else here()
+            self._first[scheduler] = "" if stepped or held.passes else running_line()
         elif self._first[scheduler]:
             first, self._first[scheduler] = self._first[scheduler], ""
-            if held.num_steps and first == here():
+            if held.num_steps and first == running_line():
                 self._report(optimizer, first, step=1)
 
     def _report(self, optimizer: Optimizer, line: str, *, step: int) -> None:
         detail = f"the scheduler of {type(optimizer).__name__} steps before it in each iteration"
-        self._noticed.add("A611", detail, parameters=parameters_of(optimizer)[:0], line=line, step=step)
+        self._noticed.add("A611", detail, line=line, step=step)

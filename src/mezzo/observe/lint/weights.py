@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.engine.half import HALF
-from mezzo.formats import format_of
 from mezzo.observe.lint.noticed import Noticed
+from mezzo.observe.tensors import format_name
 
 _STATISTIC = re.compile(r"(^|_)(running|moving|ema|avg|average|mean|var|std|momentum)(_|$)")
-"""Buffers are recognized by name: a buffer that changes need not be a statistic, it may be a cache, a queue or a seed."""
+"""Names of statistics: not every buffer that changes is one, it may be a cache, a queue or a seed."""
 
 
 class Statistics:
@@ -40,7 +40,7 @@ class Statistics:
             mean = norms[0].running_mean
             assert mean is not None
             whose = f"{len(norms)} module{'s' if len(norms) > 1 else ''}"
-            detail = f"running_mean and running_var of {whose} are {_name(mean)}, and training updates them"
+            detail = f"running_mean and running_var of {whose} are {format_name(mean.dtype).upper()}, and training updates them"
             self._noticed.add("A613", detail, modules=norms, line=line)
         before, self._marks = self._marks, {}
         changed = []
@@ -52,7 +52,9 @@ class Statistics:
                         changed.append((module, name, buffer))
         if changed:
             module, name, buffer = changed[0]
-            detail = f"{name} of {type(module).__name__} is {_name(buffer)}, and training updates it"
+            detail = (
+                f"{name} of {type(module).__name__} is {format_name(buffer.dtype).upper()}, and training updates it"
+            )
             self._noticed.add("A613", detail, modules=[module for module, _, _ in changed], line=line)
 
 
@@ -61,14 +63,9 @@ def check_average(noticed: Noticed, average: nn.Module, model: nn.Module) -> Non
     pairs = zip(average.parameters(), model.parameters(), strict=False)
     found = [(mean, weight) for mean, weight in pairs if _is_half(mean)]
     if found:
-        detail = f"AveragedModel keeps {len(found)} averages in {_name(found[0][0])}"
+        detail = f"AveragedModel keeps {len(found)} averages in {format_name(found[0][0].dtype).upper()}"
         noticed.add("A612", detail, parameters=[weight for _, weight in found])
 
 
 def _is_half(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.dtype in HALF
-
-
-def _name(tensor: Tensor) -> str:
-    form = format_of(tensor.dtype)
-    return str(tensor.dtype) if form is None else form.name.upper()

@@ -1,6 +1,6 @@
-"""Decide which of the places where values were lost in a step is to blame for what went wrong in it.
+"""Decide which of the places where a step lost values is to blame for its fault.
 
-What it is follows from the operation itself, computed once more in FP32 from what it read (``mezzo.observe.nonfinite.verdict``).
+The kind of fault follows from the operation itself, recomputed in FP32 from its operands (``mezzo.observe.nonfinite.verdict``).
 """
 
 from __future__ import annotations
@@ -8,29 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mezzo.observe.limits import WEIGHTY
+from mezzo.observe.limits import FADED, WEIGHTY
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.evidence import Harmless, Located, WrongGradients
-from mezzo.observe.nonfinite.gradient_error import Weighed, faded
+from mezzo.observe.nonfinite.gradient_error import GradientErrors
 from mezzo.observe.nonfinite.propagation import InfinityTracer
-from mezzo.observe.nonfinite.shadows import End
+from mezzo.observe.nonfinite.shadows import RangeEnd
 from mezzo.observe.nonfinite.sources import Source, Spoiled
 
 
 @dataclass
 class InspectedStep:
-    """What was recorded of one step's operations."""
+    """The record of one step's operations."""
 
     sources: list[Source]
     lost: list[Source]
-    """What the loss came from, where it was not finite."""
+    """The sources of a loss that was not finite."""
     in_backward: list[Source]
-    weighed: Weighed | None
-    """What the range did to the gradients; None where there was no backward pass."""
+    weighed: GradientErrors | None
+    """The errors of the gradients; None if there was no backward pass."""
 
     @property
     def harmless(self) -> list[Harmless]:
-        """What left its format and made no difference."""
+        """Values that left their format and made no difference."""
         return [
             Harmless(op=s.op, line=s.line, format=s.format, largest=s.wide, absorbed_by=list(s.absorbed))
             for s in self.sources
@@ -39,7 +39,7 @@ class InspectedStep:
 
 
 def seen_of(tracer: InfinityTracer, marked: int) -> InspectedStep:
-    """Return what lies before the mark."""
+    """Return the record of the operations before the mark."""
     sources = [s for s in tracer.sources if s.index < marked]
     spoiled = [s for s in tracer.spoiled if s.index < marked]
     lost: list[Source] = []
@@ -59,15 +59,15 @@ def _backward_between(tracer: InfinityTracer, first: Spoiled, last: Spoiled) -> 
 def blamed(
     inspected: InspectedStep, step: int, names: Names, *, loss_bad: bool, bad: bool, before: Callable[[], float] | None
 ) -> Located | None:
-    """Return what is to blame for a step, None where nothing is.
+    """Return the place to blame for a step's fault; None if there is no fault.
 
     Args:
-        inspected: what was recorded of it.
+        inspected: the record of the step.
         step: its number.
-        names: gives modules and parameters their names.
+        names: the names of modules and parameters.
         loss_bad: whether its loss is not finite.
-        bad: whether the loss or a gradient is not.
-        before: gives the largest norm of gradients before; None where the step never ended.
+        bad: whether the loss or a gradient is not finite.
+        before: returns the largest norm of gradients before; None if the step never ended.
     """
     refused = next((s for s in inspected.sources if s.kind == "refused"), None)
     if refused is not None and before is None:
@@ -85,31 +85,30 @@ def blamed(
 
 
 def _saturated(inspected: InspectedStep, step: int, names: Names, *, bad: bool) -> Located | None:
-    """Return what became infinite and made finite gradients wrong; where others are not finite, in a forward pass alone."""
-    off = inspected.weighed.off[End.ABOVE] if inspected.weighed is not None else ()
-    sources = {s for one in off for s in one.sources if s.kind == "made" and s.wide is not None}
-    sources = {s for s in sources if not (bad and s.backward)}
-    source = min(sources, key=lambda s: s.index, default=None)
-    if source is None or inspected.weighed is None:
+    """Return the overflow that made finite gradients wrong; in a bad step, only one of the forward pass."""
+    weighed = inspected.weighed
+    off = () if weighed is None else weighed.off[RangeEnd.ABOVE]
+    sources = [s for one in off for s in one.sources if s.kind == "made" and s.wide is not None]
+    source = min((s for s in sources if not (bad and s.backward)), key=lambda s: s.index, default=None)
+    if source is None or weighed is None:
         return None
-    wrong = _wrong(inspected.weighed, End.ABOVE, names)
-    return Located(step=step, source=source.as_record(names), gradients=wrong)
+    return Located(step=step, source=source.as_record(names), gradients=_wrong(weighed, RangeEnd.ABOVE, names))
 
 
 def _vanished(inspected: InspectedStep, step: int, names: Names, before: Callable[[], float] | None) -> Located | None:
-    """Return where gradients became zero because they are too small for the format."""
-    off = inspected.weighed.off[End.BELOW] if inspected.weighed is not None else ()
+    """Return where gradients became zero because they are too small for the format; None for a training that is over."""
+    weighed = inspected.weighed
+    off = () if weighed is None else weighed.off[RangeEnd.BELOW]
     sources = sorted({s for one in off for s in one.sources if s.kind == "vanished"}, key=lambda s: s.index)
-    if not sources or inspected.weighed is None or (before is not None and faded(inspected.weighed.norm, before())):
+    if not sources or weighed is None or (before is not None and weighed.norm < FADED * before()):
         return None
     heaviest = max(sources, key=lambda s: s.share)
     source = next((s for s in sources if s.share >= WEIGHTY), heaviest)
-    wrong = _wrong(inspected.weighed, End.BELOW, names)
-    return Located(step=step, source=source.as_record(names), gradients=wrong)
+    return Located(step=step, source=source.as_record(names), gradients=_wrong(weighed, RangeEnd.BELOW, names))
 
 
 def _located(source: Source, step: int, names: Names, *, loss_bad: bool = True) -> Located:
-    """Return a place where the loss or a gradient became infinite or NaN, or one that is to blame for what failed there."""
+    """Return the place where the loss or a gradient became infinite or NaN, or the earlier place that caused it."""
     earlier = next((s for s in source.because if s.kind == "made"), None)
     began = earlier or source
     vanished = next((s for s in began.because if s.kind == "vanished"), None)
@@ -122,7 +121,7 @@ def _located(source: Source, step: int, names: Names, *, loss_bad: bool = True) 
     )
 
 
-def _wrong(weighed: Weighed, end: End, names: Names) -> WrongGradients:
+def _wrong(weighed: GradientErrors, end: RangeEnd, names: Names) -> WrongGradients:
     off = weighed.off[end]
     worst = max(off, key=lambda one: one.error)
     return WrongGradients(
@@ -130,5 +129,5 @@ def _wrong(weighed: Weighed, end: End, names: Names) -> WrongGradients:
         error=worst.error,
         count=len(off),
         total=weighed.num_gradients,
-        zeros=weighed.zeros if end is End.BELOW else 0.0,
+        zeros=weighed.zeros if end is RangeEnd.BELOW else 0.0,
     )

@@ -1,6 +1,6 @@
-"""What one run of a script showed of values that left their format: facts, and no verdict. Imports no torch.
+"""The evidence of one run about values that left their format: facts, no verdict. Imports no torch.
 
-The process that runs the script writes them beside the run's record; ``mezzo.observe.nonfinite.verdict`` judges those of all runs together.
+The process that runs the script writes it beside the run's record; ``mezzo.observe.nonfinite.verdict`` judges the evidence of all runs.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from mezzo.records import Operand, Value
 from mezzo.records.files import write_whole
 
 Kind: TypeAlias = Literal["made", "entered", "constant", "refused", "vanished"]
-"""``made`` of finite values; ``entered`` the step from outside; a ``constant`` of the script; ``refused``: a number
-that the format does not hold, which torch raises an error for; ``vanished``: too small for the format, so 0."""
+"""``made`` from finite values; ``entered`` the step from outside; a ``constant`` of the script; ``refused``: a number too large for
+the format, for which torch raises an error; ``vanished``: too small for the format, so 0."""
 
 
 class LostValues(Value):
@@ -26,47 +26,47 @@ class LostValues(Value):
     op: str
     module: str
     pattern: str = ""
-    """The module's name for ``fp32_modules``; empty where it has none."""
+    """The module's name for ``fp32_modules``; empty if it has none."""
     line: str = ""
     backward: bool = False
     format: str
-    """The format that the result is kept in."""
+    """The format of the result."""
     largest: float | None = None
-    """The largest magnitude that the result has in FP32, or that vanished; None where it is not finite there either."""
+    """The largest magnitude of the result in FP32, or of what vanished; None if it is not finite in FP32 either."""
     loss_scale: float = 1.0
     operands: list[Operand] = []
     parameter: bool = False
-    """Whether what entered is a weight."""
+    """Whether it entered as a weight."""
     swallowed_by: list[str] = []
-    """Operations that made wrong finite numbers of it."""
+    """Operations that turned it into wrong finite numbers."""
 
 
 class WrongGradients(Value):
     """Gradients that are wrong although they are finite."""
 
     parameter: str
-    """The one whose gradient is furthest off."""
+    """The one with the largest error."""
     error: float
-    """The norm of what is wrong with that gradient over its true norm."""
+    """The norm of that gradient's error over its true norm."""
     count: int
     total: int
     """How many gradients were compared."""
     zeros: float = 0.0
-    """Where values vanished: which part of all elements is 0 and would not be."""
+    """If values vanished, the share of all elements that are 0 for that reason."""
 
 
 class Located(Value):
-    """The place to blame for one step, and what came of it."""
+    """The place to blame for one step's fault, and its consequences."""
 
     step: int
     source: LostValues
     vanished: LostValues | None = None
-    """What became 0 before; without that, the operation would have a finite result."""
+    """An operand that became 0 before; otherwise the operation would have a finite result."""
     symptom: LostValues | None = None
-    """The operation that failed on what came from there, where that is another one."""
+    """The later operation that failed on the result, if any."""
     gradients: WrongGradients | None = None
     arrived: bool = False
-    """Whether it may have come from another process, with the gradients of all."""
+    """Whether it may have come from another process, in a reduction of gradients."""
 
     @property
     def fits_fp32(self) -> bool:
@@ -95,16 +95,16 @@ class Harmless(Value):
     format: str
     largest: float
     absorbed_by: list[str]
-    """Operations that give the same for it as for the true value."""
+    """Operations that return the same for it as for the true value."""
 
 
 class Evidence(Value):
-    """What one run of a script showed."""
+    """The evidence of one run of a script."""
 
     located: Located | None = None
-    """The place to blame, in this process or where it began; None where none was seen."""
+    """The place to blame, in this process or in the one where the fault began; None if none was found."""
     found_by_rank: int | None = None
-    """The rank of the process where it began, where that is another one."""
+    """The rank of the process where the fault began, if it was another one."""
     watched: list[int] = []
     """The steps whose operations were inspected."""
     missed_start: bool = False
@@ -112,9 +112,9 @@ class Evidence(Value):
     bad_steps: list[int] = []
     """Steps whose loss or gradients were not finite."""
     faulty_steps: list[int] = []
-    """Those of them that are no normal skips."""
+    """The bad steps that are not normal skips."""
     unexplained_skips: list[int] = []
-    """Normal skips, that is few enough, that neither the search for a loss scale nor its growth explains."""
+    """Normal skips (few enough) that neither the search for a loss scale nor its growth explains."""
     lost_step: int | None = None
     """The last step whose loss was not finite."""
     own_scaler: bool = False
@@ -122,7 +122,7 @@ class Evidence(Value):
     session_policy: str = ""
     """The policy of the script's own ``mezzo.Session``."""
     scaled: bool = False
-    """Whether any loss scale is."""
+    """Whether any loss scale is in use."""
     forced_eager: bool = False
     """Whether compiled code ran eagerly in inspected steps."""
     problems: dict[str, str] = {}
@@ -131,20 +131,19 @@ class Evidence(Value):
 
 
 def write_evidence(evidence: Evidence, path: str) -> None:
-    """Write what a run showed to ``path``, whole or not at all."""
+    """Write the evidence to ``path``, whole or not at all."""
     write_whole(evidence.model_dump_json(), Path(path))
 
 
 def read_evidence(path: Path) -> Evidence | None:
-    """Return what a run showed; None where its process died before it could write it."""
+    """Return the evidence of a run; None if its process died before it could write it."""
     return Evidence.model_validate_json(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def of_all(by_rank: Sequence[Evidence | None]) -> Evidence | None:
-    """Return the evidence of all processes of a run as one; None where no process left any.
+    """Return the evidence of all processes of a run as one; None if no process left any.
 
-    The place to blame is rank 0's, or that of the first rank that has one. Every process has what was agreed on while the script ran; one
-    that failed alone has the rest.
+    The place to blame is that of the first rank that has one.
     """
     found = [(rank, evidence) for rank, evidence in enumerate(by_rank) if evidence is not None]
     if not found:

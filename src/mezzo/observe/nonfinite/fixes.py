@@ -1,7 +1,7 @@
-"""What to write against a fault, the best first, and which of it helped. Imports no torch.
+"""Possible fixes of a fault, the best first, and which of them helped. Imports no torch.
 
-What can be tried is tried before it is offered, by running the script with it up to the step of the fault: a module or an
-operation in FP32, BF16, another loss scale. A change of the script's own lines cannot, and the record says so.
+A fix that a run can try (a module or an operation in FP32, BF16, another loss scale) is tried before it is offered: the script runs with it
+up to the step of the fault. A change to the script's own lines cannot be tried, and the record says so.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _BEYOND_FP32 = "values grow beyond FP32: lower the learning rate, or clip gradie
 _COSTLY = frozenset(("linear", "matmul", "mm", "addmm")).union(
     op.rsplit(".", maxsplit=1)[-1] for name in ("conv", "attention", "rnn") for op in oplists.BY_NAME[name].ops
 )
-"""Operations that are nearly all the work: with these in FP32 nothing is left of mixed precision."""
+"""Operations that do nearly all the work: with these in FP32 little is left of mixed precision."""
 _IN_SCRIPT = "it is a change of the script itself"
 _MOST = 5
-"""Runs at most to find a fix."""
+"""Most runs to find a fix."""
 _MOST_MODULES = 3
 RUN_AGAIN = "set the script's seeds and run it again, so that the step can be inspected"
-"""Against a fault whose operation was not seen."""
+"""The fix of a fault whose operation was not inspected."""
 DIVERGES = "lower the learning rate, or clip the gradients"
 
 
@@ -45,7 +45,7 @@ class Tried(NamedTuple):
 
     offer: Offer
     again: DiagnoseRecord | None
-    """The verdict on the script with it; None where its process died."""
+    """The verdict on the script with it; None if its process died."""
 
 
 def offered(found: DiagnoseRecord, *, untried: str) -> DiagnoseRecord:
@@ -59,7 +59,7 @@ def offered(found: DiagnoseRecord, *, untried: str) -> DiagnoseRecord:
 
 
 def offers_for(found: DiagnoseRecord) -> list[Offer]:
-    """Return what may help against a fault, the best first."""
+    """Return the fixes that may help against a fault, the best first."""
     offers: list[Offer] = []
     for offer in _in_its_terms(_offers(found), found):
         if not offer.can_run or not _is_among(offer, offers):
@@ -68,7 +68,7 @@ def offers_for(found: DiagnoseRecord) -> list[Offer]:
 
 
 def _in_its_terms(offers: list[Offer], found: DiagnoseRecord) -> list[Offer]:
-    """Return offers in the terms of the script's framework."""
+    """Return the offers as a script of its framework writes them."""
     if not found.run.framework.startswith("keras"):
         return offers
     return in_keras(offers, _policy(found))
@@ -99,10 +99,10 @@ def _offers(found: DiagnoseRecord) -> list[Offer]:
 
 
 def next_offer(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> Offer | None:
-    """Return what to try next; None where something made the script healthy up to step ``last``, or nothing is left.
+    """Return the fix to try next; None once a fix made the script healthy up to step ``last``, or if none is left.
 
-    A fix may only move the fault, to another module or to a later step: then it is tried together with a fix of that one. Two
-    fixes of different kinds come after all single ones.
+    A fix may only move the fault to another module or to a later step: then it is tried together with a fix of that fault. Combinations
+    of two kinds of fixes come after all single ones.
     """
     waiting = [offer for offer in offers_for(found) if offer.can_run]
     done: list[Offer] = []
@@ -118,10 +118,10 @@ def next_offer(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> O
 
 
 def settled(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> DiagnoseRecord:
-    """Return ``found`` with the fix that helped, or with what there is to say where none did."""
+    """Return ``found`` with the fix that helped, or with a note on those that did not."""
     for offer, again in tried:
         if again is not None and helped(again, last):
-            return _with(found, offer, again)
+            return _with_fix(found, offer, again)
     offers = offers_for(found)
     if not tried or any(not offer.can_run for offer in offers):
         return offered(found, untried="no further run was made")
@@ -133,13 +133,13 @@ def settled(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> Diag
 
 
 def farthest_step(found: DiagnoseRecord, tried: Sequence[Tried]) -> int:
-    """Return the step of the fault that the best fix leaves; 0 where none moved it to a later step."""
+    """Return the step in which the script fails with the best fix; 0 if no fix moved the fault to a later step."""
     reached = max(map(_reached, tried), default=0)
     return reached if reached > found.step else 0
 
 
 def _farthest(found: DiagnoseRecord, tried: Sequence[Tried]) -> str:
-    """Return which fix brought the script farthest, and what failed there; nothing where none moved the fault."""
+    """Return which fix brought the script farthest, and what failed there; empty if none moved the fault."""
     best = max(tried, key=_reached)
     if best.again is None or not farthest_step(found, tried):
         return ""
@@ -165,7 +165,7 @@ def _next_step(found: DiagnoseRecord, tried: Sequence[Tried]) -> str:
     return "mezzo fallback searches for a set of modules to keep in FP32"
 
 
-def _with(found: DiagnoseRecord, offer: Offer, again: DiagnoseRecord) -> DiagnoseRecord:
+def _with_fix(found: DiagnoseRecord, offer: Offer, again: DiagnoseRecord) -> DiagnoseRecord:
     count = len(again.run.steps)
     how = "with it" if offer.policy is None or str(offer.policy) == found.run.policy else f"under {offer.policy}"
     note = f"tried: the script ran {count} step{'s' if count != 1 else ''} {how}, and nothing is wrong"
@@ -182,8 +182,8 @@ def helped(again: DiagnoseRecord | None, last: int) -> bool:
 
 
 def _more_modules(offer: Offer, found: DiagnoseRecord, again: DiagnoseRecord | None) -> list[Offer]:
-    """Return the offer to keep the module as well where the fault is now."""
-    kept = _kept(offer, found)
+    """Return the offer to keep in FP32 also the module to which the fault has moved."""
+    kept = offer.kept_beyond(_policy(found))
     if again is None or not again.pattern or found.pattern not in kept or len(kept) >= _MOST_MODULES:
         return []
     same = again.pattern in kept or again.verdict not in ("range_overflow", "silent_saturation")
@@ -210,16 +210,8 @@ def _is_among(offer: Offer, others: Sequence[Offer]) -> bool:
     return any(offer[2:] == other[2:] for other in others)
 
 
-def _kept(offer: Offer, found: DiagnoseRecord) -> tuple[str, ...]:
-    """Return the modules that an offer keeps in FP32 beyond those that the script's run keeps."""
-    policy = _policy(found)
-    before = () if policy is None else policy.fp32_modules
-    after = offer.policy.fp32_modules if offer.policy is not None else ()
-    return tuple(name for name in dict.fromkeys((*offer.fp32_modules, *after)) if name not in before)
-
-
 def _in_the_script(found: DiagnoseRecord) -> str:
-    """Return a change of the script itself that would do as well; nothing where there is none."""
+    """Return an untried change to the script that would help as well; empty if there is none."""
     if found.origin == "refused":
         return "writing torch.finfo(x.dtype).min or max in place of the number in the script was not tried"
     if found.origin == "vanished" and found.verdict == "range_overflow":
@@ -229,7 +221,7 @@ def _in_the_script(found: DiagnoseRecord) -> str:
 
 
 def _wider(found: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:
-    """Return the offer to keep several modules in FP32: what one of them holds, the next may not take."""
+    """Return the offer to keep modules in FP32: several, if the values of one overflow again in the next."""
     names, policy = " and ".join(modules), _policy(found)
     if policy is None:
         line = "with torch.autocast(x.device.type, enabled=False):  # in their forward, on x.float()"
@@ -242,9 +234,9 @@ def _wider(found: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:
 
 
 def _for_scale(found: DiagnoseRecord) -> list[Offer]:
-    """Offer a loss scale that fits, from the largest gradient without one and from what the run came down to; else BF16."""
+    """Offer a loss scale that fits the largest gradient and is no larger than the run's lowest, and BF16."""
     at_one, bf16 = (found.largest or 0.0) / found.loss_scale, _bf16(found)
-    if found.format not in FORMATS or not math.isfinite(at_one):  # as a complex one
+    if found.format not in FORMATS or not math.isfinite(at_one):  # a complex format, for example
         return bf16
     room = FORMATS[found.format].max / max(at_one, 1e-30)
     reached = min((scale for scale in found.run.steps.loss_scale or [] if scale > 0), default=_DEFAULT_SCALE)
@@ -262,7 +254,7 @@ def _for_scale(found: DiagnoseRecord) -> list[Offer]:
 
 
 def _for_vanished(found: DiagnoseRecord) -> list[Offer]:
-    """Offer a loss scale for gradients that are too small for the format; else BF16."""
+    """Offer a loss scale for gradients that are too small for the format, and BF16."""
     bf16, own = _bf16(found), _policy(found)
     if own is not None:
         policy = own.replace(loss_scale="dynamic", init_scale=_DEFAULT_SCALE)
@@ -278,7 +270,7 @@ def _for_vanished(found: DiagnoseRecord) -> list[Offer]:
 
 
 def _for_range(found: DiagnoseRecord) -> list[Offer]:
-    """Offer FP32 for the module, or for the operation where no module has a name, then BF16."""
+    """Offer FP32 for the module if it has a name, FP32 for the operation, and BF16."""
     module = [_wider(found, (found.pattern,))] if found.pattern else []
     operation = _operation(found)
     costly = found.op in _COSTLY
@@ -294,7 +286,7 @@ def _operation(found: DiagnoseRecord) -> list[Offer]:
     try:
         lists = {field: tuple(n for n in getattr(policy, field) if n != name) for field in ("lower", "widest")}
         changed = policy.replace(fp32=tuple(dict.fromkeys((*policy.fp32, name))), **lists)
-    except PolicyError:  # an operation that no list has
+    except PolicyError:  # no op list has the operation
         return []
     return [Offer(f"compute {name} in FP32", f'policy = "{changed}"', changed)] if changed != policy else []
 
@@ -329,7 +321,7 @@ def _for_entered(found: DiagnoseRecord) -> Offer:
 
 def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
     if not operands:
-        return Offer(f"{op} gets no values here: skip it where there are none", "if x.numel():")
+        return Offer(f"{op} has no values to work on: skip it for empty tensors", "if x.numel():")
     if any(o.num_not_finite for o in operands) and "softmax" not in op:
         advice = "an infinity that the script creates meets 0 or another infinity: remove it first"
         return Offer(advice, "x = torch.where(x.isfinite(), x, 0)")
@@ -349,7 +341,7 @@ def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
             return Offer(advice, line)
     if max((o.largest for o in operands), default=0.0) > _LARGE:
         return Offer(_BEYOND_FP32, "clip_grad_norm_(parameters, 1.0)")
-    return Offer(f"keep the input of {op} away from where it has no finite result", "x = x.clamp(min=1e-6)")
+    return Offer(f"keep the input of {op} in the range where its result is finite", "x = x.clamp(min=1e-6)")
 
 
 _INVALID: tuple[tuple[tuple[str, ...], str, str], ...] = (

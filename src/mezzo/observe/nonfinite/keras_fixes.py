@@ -1,7 +1,7 @@
-"""The fixes of a diagnosis in the terms of Keras. Imports neither torch nor Keras.
+"""The fixes of a diagnosis as a Keras script writes them. Imports neither torch nor Keras.
 
-What a run can try stays the same: Mezzo puts a policy into Keras' own objects. Keras has no op lists, so no single operation can be kept
-in FP32.
+A run tries the same policies as for PyTorch: Mezzo translates them into Keras' own objects. Keras has no op lists, so no single operation
+can be kept in FP32.
 """
 
 from __future__ import annotations
@@ -32,25 +32,22 @@ _LINES = {
     "mask = mask & ~mask.all(-1, keepdim=True)": "mask = keras.ops.logical_or(mask, ~keras.ops.any(mask, -1, keepdims=True))",
     "x = x.clamp(min=1e-6)": "x = keras.ops.maximum(x, 1e-6)",
 }
-"""Lines of PyTorch that a fix shows, and what they are in Keras."""
+"""The lines that fixes show for PyTorch, and their counterparts in Keras."""
 
 
 def in_keras(offers: Sequence[Offer], policy: Policy | None) -> list[Offer]:
-    """Return the offers as a Keras script would write them, without those that Keras cannot honour.
+    """Return the offers as a Keras script would write them, without those that Keras cannot apply.
 
     Args:
-        offers: for PyTorch.
+        offers: the offers for PyTorch.
         policy: the run's policy; None for the script's own precision.
     """
-    return [_written(offer, policy) for offer in offers if not _lists_operations(offer, policy)]
-
-
-def _lists_operations(offer: Offer, policy: Policy | None) -> bool:
-    return offer.policy is not None and policy is not None and offer.policy.fp32 != policy.fp32
+    own = None if policy is None else policy.fp32
+    return [_written(o, policy) for o in offers if own is None or o.policy is None or o.policy.fp32 == own]
 
 
 def _written(offer: Offer, policy: Policy | None) -> Offer:
-    kept, lines = _kept(offer, policy), []
+    kept, lines = offer.kept_beyond(policy), []
     if offer.policy is not None and offer.policy.compute == _WIDER and (policy is None or policy.compute != _WIDER):
         lines.append('keras.config.set_dtype_policy("mixed_bfloat16")')
     elif (scale := _new_scale(offer, policy)) is not None:
@@ -62,14 +59,8 @@ def _written(offer: Offer, policy: Policy | None) -> Offer:
 
 
 def _new_scale(offer: Offer, policy: Policy | None) -> float | None:
-    """Return the loss scale that an offer begins with, None where it leaves the scale alone."""
+    """Return the loss scale that an offer begins with; None if it leaves the scale alone."""
     if offer.loss_scale is not None or offer.policy is None or offer.policy.loss_scale != "dynamic":
         return offer.loss_scale
     scaled = policy is not None and (policy.loss_scale, policy.init_scale) == ("dynamic", offer.policy.init_scale)
     return None if scaled else offer.policy.init_scale
-
-
-def _kept(offer: Offer, policy: Policy | None) -> tuple[str, ...]:
-    before = () if policy is None else policy.fp32_modules
-    after = () if offer.policy is None else offer.policy.fp32_modules
-    return tuple(name for name in dict.fromkeys((*offer.fp32_modules, *after)) if name not in before)

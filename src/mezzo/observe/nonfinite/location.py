@@ -1,4 +1,4 @@
-"""Say where a running operation is: its name, its module, the script's line, in a forward or a backward pass."""
+"""Locate a running operation: its name, its module, the script's line, and whether it is in a backward pass."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mezzo.engine.emulation import running
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite.operation_names import public_name
 from mezzo.observe.source_lines import script_line
-from mezzo.observe.trace import LAST_NUMBER, NOWHERE, Entry, Node, nearest
+from mezzo.observe.trace import LAST_NUMBER, NOWHERE, GraphNode, RunningCall, nearest
 from mezzo.observe.tracer import Flags, Tracer
 
 
-class Place(NamedTuple):
+class OperationPlace(NamedTuple):
     """Where an operation runs."""
 
     op: str
@@ -32,54 +32,49 @@ class PlacingTracer(Tracer):
 
     def __init__(self, formats: OperandFormats, *, device_type: str, flags: Flags) -> None:
         super().__init__(formats, device_type=device_type, flags=flags)
-        self._lines: dict[int, str] = {}
-        self._ops: dict[int, str] = {}
+        self._made: dict[int, tuple[str, str]] = {}
+        """The operation that made a graph node, and the script's line, by the node's identity."""
         self._running: tuple[Any, Sequence[Any]] = (None, ())
-        """The operation that runs, and its arguments."""
+        """The running operation, and its arguments."""
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Record a module that was called before the hooks were set."""
-        self._enter(module, args)
-
-    def _place(self, number: int, entry: Entry) -> None:
+    def _place(self, number: int, entry: RunningCall) -> None:
         super()._place(number, entry)
         self._remember()
 
-    def _place_again(self, number: int, node: Node, entry: Entry) -> None:
+    def _place_again(self, number: int, node: GraphNode, entry: RunningCall) -> None:
         super()._place_again(number, node, entry)
         self._remember()
 
     def _remember(self) -> None:
-        made = self._local.made
-        if made not in self._ops:
-            self._lines[made], callers = script_line(sys._getframe(2).f_back)
-            self._ops[made] = self.forward_name(callers)
+        if self._local.made not in self._made:
+            line, callers = script_line(sys._getframe(2).f_back)
+            self._made[self._local.made] = self.forward_name(callers), line
 
     def in_backward(self) -> bool:
-        """Return whether the running operation is one of a backward pass, and not a forward pass made again."""
+        """Return whether the running operation belongs to a backward pass, and not to a recomputed forward pass."""
         if torch._C._current_autograd_node() is None:
             return False
         entry = self._local.entry
         return not (self._flags.recomputing or (entry is not None and entry.again))
 
-    def place_of_running(self) -> Place:
+    def place_of_running(self) -> OperationPlace:
         """Return where the running operation is."""
         if not self.in_backward():
             entry = self._local.entry or NOWHERE
             line, callers = script_line(sys._getframe(1))
-            return Place(self.forward_name(callers), entry.module, line, backward=False)
+            return OperationPlace(self.forward_name(callers), entry.module, line, backward=False)
         op = self._backward_name()
         node = self._node()
-        if node.number == LAST_NUMBER or not self._ops:
-            return Place(op, None, "", backward=True)
-        place = node.number if node.number in self._ops else nearest(sorted(self._ops), node.number)
-        return Place(op, self.trace.maker(node).module, self._lines[place], backward=True)
+        if node.number == LAST_NUMBER or not self._made:
+            return OperationPlace(op, None, "", backward=True)
+        made = node.number if node.number in self._made else nearest(sorted(self._made), node.number)
+        return OperationPlace(op, self.trace.maker(node).module, self._made[made][1], backward=True)
 
-    def _node(self) -> Node:
-        """Return what is known of the node of the graph that runs, or of the emulated operation inside which it does."""
+    def _node(self) -> GraphNode:
+        """Return the running graph node, or that of the emulated operation that it runs inside."""
         outer = self._formats.recomputing()
         if outer is not None:
-            return Node(self._backward_nodes.identity(outer), torch._C._current_graph_task_id())
+            return GraphNode(self._backward_nodes.identity(outer), torch._C._current_graph_task_id())
         local, running = self._local, torch._C._current_autograd_node()
         if running is local.running:
             return local.node
@@ -88,7 +83,7 @@ class PlacingTracer(Tracer):
         return self._backward_nodes.describe(local, running, torch._C._current_graph_task_id())
 
     def forward_name(self, callers: Sequence[str] = ()) -> str:
-        """Return the running operation's name in torch; ``callers`` are torch's functions that it runs in, the innermost first."""
+        """Return the running operation's name in torch; ``callers`` are the functions of torch around it, the innermost first."""
         emulation = running()
         if emulation is not None:
             return emulation.name
@@ -99,7 +94,7 @@ class PlacingTracer(Tracer):
     def _backward_name(self) -> str:
         node = torch._C._current_autograd_node()
         assert node is not None
-        known = self._ops.get(self._node().number, "")
+        known, _ = self._made.get(self._node().number, ("", ""))
         if known and (self._formats.emulated() is not None or known.startswith("conv")):  # named by what it emulates
             return known
         return public_name(_snake(node.name()))

@@ -1,10 +1,10 @@
-"""Find the first value of a training run that left its format's range, at little cost until there is one.
+"""Find the first value of a training run that left its format's range, at little cost until one does.
 
-After every step two flags are read: is the loss finite, are the gradients. Operations are inspected in chosen steps only
-(``mezzo.observe.nonfinite.propagation``). A step that was not finite and was not inspected is a suspect: the script is run again
-with that step among the chosen ones, or, where it cannot be, every step is chosen.
+After every step two flags are read: whether the loss and the gradients are finite. Operations are inspected in chosen steps only
+(``mezzo.observe.nonfinite.propagation``). A step that was not finite and was not inspected is a suspect: the script runs again, and that
+step is inspected. If it is finite this time, all later steps are inspected.
 
-A skipped update is no fault where dynamic loss scaling skips it on purpose (``mezzo.observe.skips``).
+A skipped update is no fault if dynamic loss scaling skips it on purpose (``mezzo.observe.skips``).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.engine.agreement import are_several
+from mezzo.engine.parameters import parameters_of, trained_by
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.effective import Lowering
@@ -37,7 +39,7 @@ from mezzo.records import RunRecord
 
 @dataclass
 class _Closed:
-    """A step that is over; its flags may still be on their way from the device."""
+    """A step that is over; its flags may not have arrived from the device yet."""
 
     step: int
     flags: Tensor
@@ -48,18 +50,18 @@ class _Closed:
 
 
 class NonFinite(Observer):
-    """An observer of non-finite values, and of those that have turned finite again."""
+    """An observer of non-finite values, and of finite values computed from them."""
 
     def __init__(self, settings: DiagnoseSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)
         self._until = settings.steps[-1]
         self._settings = settings
-        self._lowering: RemovableHandle | None = None
-        self._keeping: RemovableHandle | None = None
+        self._scale_hook: RemovableHandle | None = None
+        self._fp32_hook: RemovableHandle | None = None
         self._unfinished: InspectedStep | None = None
-        """What was seen of a step that never ended."""
-        self._met = False
-        """Whether every suspect was met again."""
+        """The record of a step that never ended."""
+        self._suspects_done = False
+        """Whether every suspect was inspected."""
         self._suspects = list(settings.suspects)
         self._tracer: InfinityTracer | None = None
         self._marked = 0
@@ -69,18 +71,18 @@ class NonFinite(Observer):
         self._formats_seen = Lowering()
         self.bad_steps: list[int] = []
         self.faults: list[Located] = []
-        """What was located, by step."""
+        """The places to blame, in the order of their steps."""
         self._open: list[Located] = []
-        """Where gradients overflowed in updates that the loss scale skipped: a fault only if it does not find its way."""
+        """Overflows in updates that the loss scale skipped: faults only if those skips are not normal."""
         self._harmless: dict[str, Harmless] = {}
         """Values that left their format and made no difference, by line."""
         self._problems: dict[str, str] = {}
         """Operations that could not be inspected, and why."""
         self._gave_up = False
         self._elsewhere: tuple[int, Located | None] = (-1, None)
-        """The rank of the process where a fault began, and what it located."""
+        """The rank of the process where a fault began, and the place to blame there."""
         self._began_with = 0
-        """The first step that was inspected; 0 before that."""
+        """The first inspected step; 0 before it."""
         self._lost: int | None = None
         """The step whose loss was not finite."""
 
@@ -97,13 +99,12 @@ class NonFinite(Observer):
         self._tracer.problems = self._problems
         self._marked = 0
         self._tracer.start(stepping_is_called=True)
-        if (
-            self._settings.loss_scale is not None and step == self._began_with
-        ):  # not now: the step before may still have to divide by its own
-            self._lowering = register_module_forward_pre_hook(lambda *_: self._set_scale_of_script())
+        if self._settings.loss_scale is not None and step == self._began_with:
+            # Not now: the step before may still have to divide its gradients by the old scale.
+            self._scale_hook = register_module_forward_pre_hook(lambda *_: self._set_scale_of_script())
 
     def stepping(self) -> None:
-        """Let the tracer tell the operations of an update apart; weigh the gradients as the update finds them."""
+        """Tell the tracer that an update begins; weigh the gradients that the update uses."""
         if self._tracer is None:
             return
         if self._observing is not None and not self.run.skips:
@@ -116,17 +117,17 @@ class NonFinite(Observer):
             self._tracer.stepping(False)
 
     def restart(self) -> None:
-        """Forget what was seen."""
+        """Discard what was recorded."""
         assert self._tracer is not None
         self._tracer.forget()
 
     def mark(self) -> None:
-        """Record that what was seen until now belongs to the step."""
+        """Mark everything recorded so far as belonging to the step."""
         assert self._tracer is not None
         self._marked = self._tracer.mark()
 
     def turn(self, step: int) -> None:
-        """Keep the step and go on with the next one."""
+        """Keep the step and continue with the next one."""
         assert self._tracer is not None
         self._inspected = seen_of(self._tracer, self._marked)
         self._formats_seen.add(self._tracer.trace.operations[: self._marked], step - 1)
@@ -137,22 +138,20 @@ class NonFinite(Observer):
         """Leave the tracer and keep the step."""
         assert self._tracer is not None
         self._tracer.stop()
-        finished = self._observing is not None and self._num_closed >= self._observing
-        everything = len(self._tracer.trace.operations) + 1  # with one that raised, which was not noted
-        self._inspected = seen_of(self._tracer, self._marked if finished else everything)
-        if finished and self._observing is not None:
+        if self._observing is not None and self._num_closed >= self._observing:
+            self._inspected = seen_of(self._tracer, self._marked)
             self._formats_seen.add(self._tracer.trace.operations[: self._marked], self._observing)
+        else:  # including an operation that raised, which is not in the trace
+            self._inspected = seen_of(self._tracer, len(self._tracer.trace.operations) + 1)
 
     def start(self) -> None:
-        """Prepare; step 1 begins inside the first call of a module, which the tracer has to know, or with the first line."""
+        """Prepare; step 1 begins with the script's first line, or inside the first call of a module."""
         if self._settings.fp32_modules:
-            self._keeping = keep_fp32(self._settings.fp32_modules, self.run.tree)
-        if self._waiting[:1] != [1]:
-            return
-        if self._settings.from_start:
+            self._fp32_hook = keep_fp32(self._settings.fp32_modules, self.run.tree)
+        if self._settings.from_start and self._waiting[:1] == [1]:
             self._begin_at_once()
         else:
-            self._first_call = register_module_forward_pre_hook(self._first_called)
+            super().start()
 
     def _first_called(self, module: nn.Module, args: object) -> None:
         if self._begin_at_first_call() and self._tracer is not None:
@@ -165,25 +164,25 @@ class NonFinite(Observer):
         self.begin(step)
 
     def backward_begins(self) -> None:
-        """Set the policy's loss scale where that was asked for: the step before has closed by now."""
+        """Set the policy's loss scale if the settings have one: the step before has closed by now."""
         if self._settings.loss_scale is not None and self._observing == self._began_with:
             self.run.scale.load_state_dict({"scale": self._settings.loss_scale})
 
     def backward_ended(self) -> None:
-        """Weigh the gradients as they stand."""
+        """Weigh the current gradients."""
         if self._tracer is not None and self._observing is not None:
             self._tracer.weigh()
         super().backward_ended()
 
     def scaler_met(self, scaler: Any) -> None:
-        """Set the loss scale of a script's own scaler where that was asked for from the first step on."""
+        """Set the loss scale of the script's own scaler if the settings have one."""
         if self._settings.loss_scale is not None and (self._settings.steps[0] == 1 or self._observing is not None):
             _set_scale(scaler, self._settings.loss_scale)
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def step_closed(self, num_steps: int) -> None:
-        """Judge the step that is over; end the script where enough is known."""
+        """Judge the step that is over; end the script once enough is known."""
         self._inspected = None
         over = False
         try:
@@ -191,29 +190,26 @@ class NonFinite(Observer):
         except StopScript:
             over = True
         self._judge(num_steps)
-        over = over or self._known()
+        over = over or self._gave_up or self._suspects_done or bool(self.faults)
         if are_several():
             over = self._together(over)
         if over:
             raise StopScript
 
-    def _known(self) -> bool:
-        return self._gave_up or self._met or bool(self.faults)
-
     def _together(self, over: bool) -> bool:
-        """Return whether any process is at its end; take over the fault of the one where it began."""
+        """Return whether any process is over; adopt the fault of the process where it began."""
         if not ranks.any_process(over, self.run.device_type or "cpu"):
             return False
         own = self._fault()
         rank, began = ranks.first_of_all(own, arrived=own is not None and own.arrived)
-        if rank != ranks.own_rank():
+        if rank != dist.get_rank():
             self._elsewhere = rank, began
         return True
 
     def close(self) -> None:
-        """Stop inspecting, wherever the script ended, and judge what was recorded of a step that never ended."""
+        """Stop inspecting, wherever the script ended, and keep the record of a step that never ended."""
         self._inspected = None
-        for hook in (self._lowering, self._keeping):
+        for hook in (self._scale_hook, self._fp32_hook):
             if hook is not None:
                 hook.remove()
         self._decide_late()
@@ -227,7 +223,7 @@ class NonFinite(Observer):
         self._decide_late()
         closed = _Closed(step, flags, recorder.last_skipped(), list(self.run.updates), self._inspected)
         if self._inspected is None and flags.device.type == "cuda":
-            # Read at the next step's end: by then it has long been copied, and nobody waits.
+            # They are read when the next step ends: the copy has long finished by then, so nothing waits.
             closed.flags, closed.arrived = flags.to("cpu", non_blocking=True), torch.cuda.Event()
             closed.arrived.record(torch.cuda.current_stream(flags.device))
             self._late = closed
@@ -261,13 +257,13 @@ class NonFinite(Observer):
             self._gave_up |= not loss_finite or not closed.skipped or self._endless() or not self._rule().dynamic
         if self._suspects and step == self._suspects[0]:
             self._suspects.pop(0)
-            self._met = not self._suspects and (bad or fault is not None)
-            if not bad and fault is None:  # the script went another way this time: inspect all that follows
+            self._suspects_done = not self._suspects and (bad or fault is not None)
+            if not bad and fault is None:  # the script does not repeat itself: inspect all later steps
                 self._suspects = []
                 self._waiting = list(range(max(step + 1, self._waiting[0] if self._observing else 0), self._until + 1))
 
     def _endless(self) -> bool:
-        """Return whether the scale is below 1 and no update was ever made: at a scale of 1 that is no matter of the scale."""
+        """Return whether no update succeeded even at a scale below 1: then the scale is not the cause."""
         return not self._skips.settled() and self._loss_scale() < 1
 
     def _rule(self) -> SkipRule:
@@ -285,21 +281,20 @@ class NonFinite(Observer):
         return Names([*self.run.roots, *traced], self.run.tree)
 
     def _largest_norm(self) -> float:
-        """Return the largest norm of gradients in the steps so far, the loss scale taken out."""
+        """Return the largest gradient norm of the steps so far, at the current loss scale."""
         norms = self.run.recorder.steps().grad_norm[:-1]
         scale = self.run.gradient_scale
         return max((norm * scale for norm in norms if 0 < norm < float("inf")), default=0.0)
 
     def _set_scale_of_script(self) -> None:
-        if self._lowering is not None:
-            self._lowering.remove()
-            self._lowering = None
+        if self._scale_hook is not None:
+            self._scale_hook.remove()
+            self._scale_hook = None
         if self.run.script_scaler is not None and self._settings.loss_scale is not None:
             _set_scale(self.run.script_scaler, self._settings.loss_scale)
 
-    def _weights(self) -> list[Tensor]:
-        held = [p for optimizer in self.run.optimizers for group in optimizer.param_groups for p in group["params"]]
-        return held or [p for root in self.run.roots for p in root.parameters()]
+    def _weights(self) -> list[nn.Parameter]:
+        return trained_by(self.run.optimizers) or parameters_of(self.run.roots)
 
     def _loss_scale(self) -> float:
         scaler = self.run.script_scaler
@@ -308,7 +303,7 @@ class NonFinite(Observer):
     # --- the evidence ----------------------------------------------------------------------------------------------------------------
 
     def _fault(self) -> Located | None:
-        """Return what is to blame for the run so far: a loss scale that overflows only where it does not find its way."""
+        """Return the place to blame in the run so far; an overflow that the loss scale skipped counts only if the skip is not normal."""
         if self.faults:
             return self.faults[0]
         wanted = {*self._skips.steps(), *self._settings.suspects}
@@ -318,11 +313,11 @@ class NonFinite(Observer):
         return self._settings.steps[:1] == (1,) and self._began_with != 1
 
     def too_short(self) -> bool:
-        """Return whether nothing was inspected, and no further run will inspect what this one showed."""
+        """Return whether nothing was inspected, and there is nothing for another run to inspect."""
         return not (self.watched or self.bad_steps or self._missed_start())
 
     def _faulty_steps(self, run: RunRecord) -> list[int]:
-        """Return the bad steps that are no normal skips."""
+        """Return the bad steps that are not normal skips."""
         unskipped = [step for step in self.bad_steps if not run.steps.skipped[step - 1]]
         return sorted({*self._skips.steps(), *unskipped, *([self._lost] if self._lost else [])})
 
@@ -352,7 +347,7 @@ class NonFinite(Observer):
         )
 
     def record(self, run: RunRecord) -> RunRecord:
-        """Write the evidence where the settings say; return the run's own record, with the formats of inspected steps."""
+        """Write the evidence if the settings have a path; return the run's own record, with the formats of inspected steps."""
         if self._settings.evidence_path:
             write_evidence(self.evidence(run), self._settings.evidence_path)
         applied, emulates = self.run.applied, self.run.emulates

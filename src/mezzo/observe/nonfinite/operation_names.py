@@ -1,7 +1,7 @@
 """Name an operation as torch's documentation does: ``softmax``, not ``_softmax``; ``conv2d``, not ``convolution``.
 
-What reaches a dispatch mode has the dispatcher's name, and a node of the graph has its class's. Most of them differ from a
-public name by what stands before or after it; the rest is a table.
+Operations in a dispatch mode have the dispatcher's names, and graph nodes those of their classes. Most of these differ from a public name
+only by a prefix or a suffix; a table has the rest.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _TABLE: tuple[tuple[str, str], ...] = (
 )
 _CONVOLUTION = re.compile(r"\w*conv(olution)?(_|\d|$)\w*")
 _RECURRENT = {"cudnn_rnn": 6, "miopen_rnn": 6, "mkldnn_rnn_layer": 9}
-"""Where an operation's arguments say which recurrent layer it is."""
+"""The position of the argument that tells which recurrent layer an operation is."""
 _LAYERS = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 
 
 def public_name(name: str, args: Sequence[Any] = ()) -> str:
-    """Return torch's public name of an operation; what torch does not know keeps its name, without underscores around it.
+    """Return torch's public name of an operation; an unknown one keeps its name, without the underscores around it.
 
     Args:
         name: the dispatcher's name (``_to_copy``), or a node's in the same spelling (``to_copy``).
@@ -100,7 +100,7 @@ def _resolved(name: str) -> str:
 
 
 def _public(name: str) -> str:
-    """Return how torch calls ``name``, or nothing where it has no such function or method."""
+    """Return the public name of torch's function or method ``name``; empty if torch has none."""
     for space in _NAMESPACES:
         inside = name.removeprefix(f"{space}_")
         if inside != name and hasattr(getattr(torch, space), inside):

@@ -1,19 +1,16 @@
-"""Follow values that leave the range of numbers through a training step: where each was lost, what it reached, what it did.
+"""Follow values that leave their format's range through a training step: where each was lost, what it reached, what it changed.
 
-Every operation's result is inspected. One that is not finite although all that was read is finite is a source, and so is
-one with zeros where FP32 has none. What is computed from a source keeps it, by storage, so that a loss or a gradient can be
-traced back.
+Every operation's result is inspected. A result that is not finite although all operands are is a source, and so is one with zeros where
+FP32 has none. Everything computed from a source remembers it, by storage, so that a loss or a gradient can be traced back.
 
-Whether a source matters is not told from the names of operations: beside what is wrong, its true values are kept, and
-what reads them is computed from those as well (``mezzo.observe.nonfinite.shadows``). A mask of -1e9 is -inf in FP16, and softmax
-gives the same for both; ``1 / sqrt(inf)`` is 0 where ``1 / sqrt(1e5)`` is not. The second is silent saturation if a gradient is
-wrong in the end.
+Whether a source matters does not depend on the names of operations. The true values are kept beside the wrong ones, and operations that
+read them run a second time on the true ones (``mezzo.observe.nonfinite.shadows``). A mask of -1e9 is -inf in FP16, and softmax returns
+the same for both; ``1 / sqrt(inf)`` is 0, but ``1 / sqrt(1e5)`` is not. The second is silent saturation if it makes a gradient wrong.
 
-A source is computed once more in FP32 from what it read: a finite result means that only its format is too narrow.
+A source is recomputed in FP32 from its operands: a finite result means that only its format is too narrow.
 
-Cost: two reductions and one read of the device an operation, and a second computation of what reads lost values; so only chosen
-steps are inspected. Limits: what happens inside one fused kernel is one operation; an operation that draws random numbers
-is not computed twice.
+Cost: two reductions and one read of the device per operation, and a second run of operations that read lost values; so only chosen
+steps are inspected. Limits: a fused kernel is one operation; an operation that draws random numbers is not recomputed.
 """
 
 from __future__ import annotations
@@ -31,10 +28,10 @@ from torch.utils._pytree import tree_leaves
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite import recomputing
 from mezzo.observe.nonfinite.evidence import Kind
-from mezzo.observe.nonfinite.gradient_error import Weighed, weigh, weigh_gradients
+from mezzo.observe.nonfinite.gradient_error import GradientErrors, weigh, weigh_gradients
 from mezzo.observe.nonfinite.location import PlacingTracer
 from mezzo.observe.nonfinite.operation_names import public_name
-from mezzo.observe.nonfinite.shadows import End, Storages, Twins, rounded
+from mezzo.observe.nonfinite.shadows import RangeEnd, Storages, Twins, rounded
 from mezzo.observe.nonfinite.sources import Source, Spoiled, together
 from mezzo.observe.tensors import (
     by_design,
@@ -53,9 +50,9 @@ from mezzo.observe.tracer import Flags
 
 _INFINITE = (float("inf"), float("-inf"))
 _MATERIAL = 2.0**-10
-"""Part of a result's norm that may become 0 at one operation: hundreds in a row still cost less than a tenth."""
+"""Share of a result's norm that may become 0 at one operation: hundreds in a row still lose less than a tenth."""
 _DECISIONS = frozenset(("_amp_update_scale_", "_amp_update_scale"))
-"""Operations whose results follow from what was found: a loss scale is what it is, whatever it would have been."""
+"""Operations whose results count as true: the loss scale follows from the overflow that was found."""
 _REFUSED = "without overflow"
 
 
@@ -71,40 +68,40 @@ class InfinityTracer(PlacingTracer):
         scale: Callable[[], float],
         weights: Callable[[], Iterable[Tensor]],
     ) -> None:
-        """Get ready.
+        """Create a tracer.
 
         Args:
-            formats: tells the format that an operation computes in.
-            device_type: of torch.
-            flags: whether activation checkpointing computes something again.
-            scale: gives the loss scale of the moment.
-            weights: gives the parameters that are trained.
+            formats: returns the format that an operation computes in.
+            device_type: torch's device type.
+            flags: whether activation checkpointing is recomputing.
+            scale: returns the current loss scale.
+            weights: returns the trained parameters.
         """
         super().__init__(formats, device_type=device_type, flags=flags)
         self.sources: list[Source] = []
         self.spoiled: list[Spoiled] = []
-        self.weighed: list[Weighed] = []
+        self.weighed: list[GradientErrors] = []
         self.problems: dict[str, str] = {}
         """Operations that could not be inspected, and why."""
-        self._sent: Weighed | None = None
-        """What was wrong with gradients before those of all processes were added up."""
+        self._sent: GradientErrors | None = None
+        """The errors of the gradients before a reduction over all processes."""
         self._scale, self._weights = scale, weights
         self._taint: Storages[tuple[Source, ...]] = Storages()
-        self._twins: dict[End, Twins[Source]] = {end: Twins(end) for end in End}
+        self._twins: dict[RangeEnd, Twins[Source]] = {end: Twins(end) for end in RangeEnd}
 
     def forget(self) -> None:
-        """Forget all that was seen; what is lost stays so."""
+        """Discard what was recorded; values that are already lost remain known as lost."""
         super().turn(len(self.trace.operations))
         self.sources, self.spoiled, self.weighed = [], [], []
 
     def mark(self) -> int:
-        """Record that what was seen until now belongs to the step; return how many operations that are."""
+        """Mark everything recorded so far as belonging to the step; return the number of operations."""
         for twins in self._twins.values():
             twins.mark()
         return len(self.trace.operations)
 
     def keep_after(self, index: int) -> None:
-        """Forget what was seen before ``index``, the last mark."""
+        """Discard what was recorded before ``index``, the last mark."""
         super().turn(index)
         for twins in self._twins.values():
             twins.turn()
@@ -117,7 +114,7 @@ class InfinityTracer(PlacingTracer):
         self.weighed = []
 
     def weigh(self) -> None:
-        """Compare the gradients as they stand with what they would be; a step's last comparison counts."""
+        """Compare the current gradients with their true values; a step's last comparison counts."""
         with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
             found = weigh(len(self.trace.operations), self._weights(), self._twins)
         sent, self._sent = self._sent, None
@@ -136,7 +133,7 @@ class InfinityTracer(PlacingTracer):
             return super().__torch_dispatch__(func, types, args, kwargs)
         operation: recomputing.Recomputable | None = None
         with self._guarded():
-            operation = self._met(func, args, kwargs)
+            operation = self._prepared(func, args, kwargs)
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError as error:
@@ -150,7 +147,7 @@ class InfinityTracer(PlacingTracer):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Keep a script alive whose tensors are of a kind that cannot be inspected; the record says so."""
+        """Keep the script alive if its tensors cannot be inspected; the record says so."""
         with torch._C.DisableTorchFunction():
             try:
                 yield
@@ -160,8 +157,8 @@ class InfinityTracer(PlacingTracer):
 
     # --- values ------------------------------------------------------------------------------------------------------------------
 
-    def _met(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> recomputing.Recomputable:
-        """Keep what an operation is about to read."""
+    def _prepared(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> recomputing.Recomputable:
+        """Return an operation that is about to run, with its operands."""
         kept = recomputing.before(func, args, kwargs) if func._schema.is_mutable else (list(args), kwargs)
         pairs = recomputing.operands(func, kept, (args, kwargs))
         read = [pair for pair in pairs if floats(pair[0])]
@@ -175,15 +172,14 @@ class InfinityTracer(PlacingTracer):
         if truths and func.namespace in recomputing.COLLECTIVES:
             sent = weigh_gradients(len(self.trace.operations), read, self._twins)
             self._sent = sent if self._sent is None or self._sent.nothing else self._sent
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        return recomputing.Recomputable(func, args, kwargs, kept, read, truths, draws)
+        return recomputing.Recomputable(func, args, kwargs, kept, read, truths)
 
     def _inspect(self, index: int, operation: recomputing.Recomputable, result: Any) -> None:
         given = operation.outputs(result)
         results = floats(given)
         bad = [t for t in results if not is_finite(t)]
         if operation.func.namespace in recomputing.COLLECTIVES:
-            self._met_others(index, operation, bad)
+            self._inspect_collective(index, operation, results, bad)
             return
         if operation.func.overloadpacket.__name__ in _DECISIONS:
             operation.truths = {}
@@ -192,24 +188,19 @@ class InfinityTracer(PlacingTracer):
         strange = [pair for pair in operation.read if not is_finite(pair[0])] if bad or len(self._taint) else []
         local = self._computed_locally(operation, results, result, made=bool(bad) and not strange)
         true = {end: operation.computed(result, known) for end, (known, _) in operation.truths.items()}
-        new: dict[End, tuple[Source, ...]] = {}
+        new: dict[RangeEnd, tuple[Source, ...]] = {}
         if bad:
-            sources = self._sources_of(
-                index,
-                operation,
-                strange,
-                bad[0],
-                recomputing.largest_of(local, given),
-                recomputing.finite_ends(true, given),
-            )
-            new[End.ABOVE] = sources if not strange else ()
+            wide = recomputing.largest_of(local, given)
+            finite = [end for end in true if recomputing.largest_of(true[end], given) is not None]
+            sources = self._sources_of(index, operation, strange, bad[0], wide, finite)
+            new[RangeEnd.ABOVE] = sources if not strange else ()
             self._spoil(index, sources, bad)
         held = [source for _, given_one in strange for source in self._taint.get(given_one) or ()]
         for tensor in results:
-            if id(tensor) not in set(map(id, bad)) and tensor.numel() * tensor.element_size() == storage_size(tensor):
+            if not any(tensor is one for one in bad) and tensor.numel() * tensor.element_size() == storage_size(tensor):
                 self._taint.pop(tensor)
-        new[End.BELOW] = self._vanished(index, operation, given, local)
-        for end in End:
+        new[RangeEnd.BELOW] = self._vanished(index, operation, given, local)
+        for end in RangeEnd:
             self._keep_true(end, operation, given, local, true, new.get(end, ()))
         if strange and not bad and results:
             self._swallowed(held, results)
@@ -217,25 +208,25 @@ class InfinityTracer(PlacingTracer):
     def _computed_locally(
         self, operation: recomputing.Recomputable, results: list[Tensor], result: Any, *, made: bool
     ) -> list[Tensor] | None:
-        """Return what an operation gives in FP32 from what it read, where it may have lost something; else None."""
+        """Return an operation's FP32 results from its operands if it may have lost values; else None."""
         narrow = any(t.element_size() < 4 for t in (*results, *(read for read, _ in operation.read)))
         if not operation.read or not narrow:
             return None
         if not made and (operation.draws or operation.moves()):
             return None
-        if made or any(End.BELOW.loses(t.dtype) and bool((t == 0).any()) for t in results):
+        if made or any(RangeEnd.BELOW.loses(t.dtype) and bool((t == 0).any()) for t in results):
             return operation.computed(result)
         return None
 
     def _vanished(
         self, index: int, operation: recomputing.Recomputable, given: list[Tensor], local: list[Tensor] | None
     ) -> tuple[Source, ...]:
-        """Return a source for each result that lost a part of its norm that matters, or a tiny number of the script's."""
+        """Return a source for each result that lost a material share of its norm, or a tiny number of the script's."""
         found: list[Source] = []
         for tensor, true in zip(given, local or (), strict=bool(local)):
-            if not floats(tensor) or not End.BELOW.loses(tensor.dtype):
+            if not floats(tensor) or not RangeEnd.BELOW.loses(tensor.dtype):
                 continue
-            lost = End.BELOW.lost(tensor, true)
+            lost = RangeEnd.BELOW.lost(tensor, true)
             if not bool(lost.any()):
                 continue
             values = true[lost]
@@ -249,19 +240,19 @@ class InfinityTracer(PlacingTracer):
 
     def _keep_true(
         self,
-        end: End,
+        end: RangeEnd,
         operation: recomputing.Recomputable,
         given: list[Tensor],
         local: list[Tensor] | None,
-        true: dict[End, list[Tensor] | None],
+        true: dict[RangeEnd, list[Tensor] | None],
         new: tuple[Source, ...],
     ) -> None:
-        """Keep what the results would be where they differ at one end of the range."""
+        """Keep the true values of results that differ from them at one end of the range."""
         twins = self._twins[end]
         values = true.get(end)
         if end not in operation.truths:
             values = local if new else None
-        elif values is None:  # nobody knows: it counts as true
+        elif values is None:  # unknown: the actual values count as true
             for tensor in filter(readable, given):
                 self._forget_truth(tensor)
         if values is None:
@@ -277,18 +268,20 @@ class InfinityTracer(PlacingTracer):
                 twins.write(tensor, torch.where(end.lost(found, wide_one), wide_one, found), new)
 
     def _swallowed(self, held: list[Source], results: list[Tensor]) -> None:
-        """Record that an operation made finite numbers of infinities, and whether they are the right ones."""
-        wrong = any(self._twins[End.ABOVE].read(t) is not None for t in results)
+        """Record that an operation turned infinities into finite numbers, and whether these are right."""
+        wrong = any(self._twins[RangeEnd.ABOVE].read(t) is not None for t in results)
         op = self.forward_name()
         for source in held:
             (source.swallowed if wrong else source.absorbed)[op] = None
 
-    def _met_others(self, index: int, operation: recomputing.Recomputable, bad: list[Tensor]) -> None:
-        """Record an operation between processes: it gives what all of them gave."""
+    def _inspect_collective(
+        self, index: int, operation: recomputing.Recomputable, results: list[Tensor], bad: list[Tensor]
+    ) -> None:
+        """Record an operation between processes: its results depend on the operands of all of them."""
         if bad:
             strange = [pair for pair in operation.read if not is_finite(pair[0])]
-            self._spoil(index, self._sources_of(index, operation, strange, bad[0], None, {}), bad)
-        for tensor in floats(operation.outputs(None)):
+            self._spoil(index, self._sources_of(index, operation, strange, bad[0], None, ()), bad)
+        for tensor in results:  # returned, but not declared as written
             self._forget_truth(tensor)
 
     def _forget_truth(self, tensor: Tensor) -> None:
@@ -309,9 +302,9 @@ class InfinityTracer(PlacingTracer):
         strange: list[tuple[Tensor, Tensor]],
         result: Tensor,
         largest_in_fp32: float | None,
-        finite: dict[End, bool],
+        finite: Sequence[RangeEnd],
     ) -> tuple[Source, ...]:
-        """Return where values that are not finite come from: from what was read, or from here."""
+        """Return the sources of values that are not finite: those of its operands, or a new one here."""
         tensors = [read for read, _ in operation.read]
         if strange:
             return self._inherited(index, strange, tensors, result)
@@ -320,14 +313,14 @@ class InfinityTracer(PlacingTracer):
         leaves = tree_leaves((operation.args, operation.kwargs))
         numbers = [x for x in leaves if isinstance(x, float)]
         if any(isinstance(x, Tensor) and x.is_floating_point() and not x.numel() for x in leaves):
-            return (self._source(index, "made", tensors, None, result),)  # as a mean of no values does
+            return (self._source(index, "made", tensors, None, result),)  # such as a mean of no values
         if not tensors or any(x != x or x in _INFINITE for x in numbers):
             return (self._source(index, "constant", tensors, None, result),)
         if operation.draws and largest_in_fp32 is None:
             largest_in_fp32 = max(map(largest, tensors))
         source = self._source(index, "made", tensors, largest_in_fp32, result)
         if largest_in_fp32 is None:
-            ends = [end for end in (End.BELOW, End.ABOVE) if finite.get(end)]
+            ends = [end for end in (RangeEnd.BELOW, RangeEnd.ABOVE) if end in finite]
             source.because = operation.truths[ends[0]][1] if ends else ()
         return (source,)
 
@@ -349,11 +342,11 @@ class InfinityTracer(PlacingTracer):
             and has_nan(result)
             and not any(has_nan(read) for read, _ in strange)
         ):
-            return (self._source(index, "made", tensors, None, result),)  # as a softmax of nothing but -inf does
+            return (self._source(index, "made", tensors, None, result),)  # such as a softmax of -inf only
         return together(found)
 
     def _refused(self, index: int, operation: recomputing.Recomputable) -> None:
-        """Record a number that torch refuses to write into a format that does not hold it."""
+        """Record a number that torch refuses to write into a format because it would overflow."""
         tensors = [read for read, _ in operation.read]
         leaves = tree_leaves((operation.args, operation.kwargs))
         numbers = [abs(float(x)) for x in leaves if isinstance(x, (int, float)) and not isinstance(x, bool)]
@@ -361,8 +354,7 @@ class InfinityTracer(PlacingTracer):
         dtypes = [x for x in leaves if isinstance(x, torch.dtype)] or [t.dtype for t in tensors]
         narrow = min(dtypes, key=lambda d: d.itemsize, default=None)
         if numbers and narrow is not None:
-            sample = torch.empty(0, dtype=narrow)
-            self._source(index, "refused", tensors, max(numbers), sample)
+            self._source(index, "refused", tensors, max(numbers), torch.empty(0, dtype=narrow))
 
     def _source(
         self, index: int, kind: Kind, tensors: Sequence[Tensor], largest: float | None, result: Tensor
@@ -375,7 +367,7 @@ class InfinityTracer(PlacingTracer):
             module=place.module,
             line=place.line,
             backward=place.backward,
-            format=format_name(result),
+            format=format_name(result.dtype),
             operands=[operand(t) for t in tensors[:4]],
             wide=largest,
             scale=self._scale(),

@@ -18,12 +18,12 @@ def any_process(flag: bool, device_type: str) -> bool:
 
 
 def first_of_all(value: Any, *, arrived: bool) -> tuple[int, Any]:
-    """Return where a fault began: the rank of that process and its value; (-1, None) where no process has one.
+    """Return where a fault began: the rank of that process and its value; (-1, None) if no process has one.
 
     Args:
-        value: what this process found; None for nothing.
-        arrived: whether it may have come from another process. Such a value counts only where no process has one of its own:
-            which process sees the gradients of all first depends on how fast they are.
+        value: the fault that this process found; None if it found none.
+        arrived: whether the fault may have come from another process. Such a value counts only if no process has one of its own: which
+            process receives the gradients of all first depends on how fast they are.
     """
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, (arrived, value))
@@ -31,14 +31,9 @@ def first_of_all(value: Any, *, arrived: bool) -> tuple[int, Any]:
 
 
 def where_it_began(values: Sequence[tuple[bool, Any]]) -> tuple[int, Any]:
-    """Return the rank that found what did not arrive, else the first one that found anything; and what it found."""
+    """Return the first rank with a value that did not arrive from elsewhere, else the first with any; and its value."""
     found = [(arrived, rank) for rank, (arrived, value) in enumerate(values) if value is not None]
     if not found:
         return -1, None
     _, rank = min(found)
     return rank, values[rank][1]
-
-
-def own_rank() -> int:
-    """Return the rank of this process."""
-    return dist.get_rank()

@@ -1,4 +1,4 @@
-"""Compute one operation again in FP32, from what it read or from other values."""
+"""Recompute one operation in FP32, from its operands or from other values."""
 
 from __future__ import annotations
 
@@ -11,48 +11,24 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.formats import FP16, FP32
-from mezzo.observe.nonfinite.shadows import End
+from mezzo.observe.nonfinite.shadows import RangeEnd
 from mezzo.observe.nonfinite.sources import Source
 from mezzo.observe.tensors import floats, is_finite, largest
 
 Change = Callable[[Tensor], Tensor]
 
 _UNDECLARED = ("batch_norm", "rnn")
-"""In the names of operations that change buffers without saying so; those of other libraries may, too."""
+"""In the names of operations that change buffers without declaring it; operations of other libraries may do so, too."""
 _OVERWRITES = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"))
 _MOVES = frozenset(
-    (
-        *("clone", "copy_", "cat", "stack", "index", "index_select", "gather", "where", "masked_fill", "masked_fill_"),
-        *(
-            "constant_pad_nd",
-            "repeat",
-            "flip",
-            "roll",
-            "slice_backward",
-            "select_backward",
-            "relu",
-            "relu_",
-            "neg",
-            "abs",
-        ),
-        *(
-            "threshold_backward",
-            "clamp",
-            "clamp_",
-            "clamp_min",
-            "clamp_max",
-            "maximum",
-            "minimum",
-            "amax",
-            "amin",
-            "max",
-        ),
-        *("zeros_like", "new_zeros", "zero_", "fill_", "full_like", "sign", "max_pool2d_with_indices", "embedding"),
-    )
+    {"clone", "copy_", "cat", "stack", "index", "index_select", "gather", "where", "masked_fill", "masked_fill_"}
+    | {"constant_pad_nd", "repeat", "flip", "roll", "slice_backward", "select_backward", "relu", "relu_", "neg", "abs"}
+    | {"threshold_backward", "clamp", "clamp_", "clamp_min", "clamp_max", "maximum", "minimum", "amax", "amin", "max"}
+    | {"max_pool2d_with_indices", "sign", "embedding", "zeros_like", "new_zeros", "zero_", "fill_", "full_like"}
 )
-"""Operations that make no value smaller than one they read, but for zeros that FP32 has as well."""
+"""Operations that return no value smaller than those they read, except zeros that FP32 has as well."""
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
-"""Namespaces of operations between processes, which are never computed a second time."""
+"""Namespaces of operations between processes, which are never recomputed."""
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -65,14 +41,14 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tens
 
 
 def outputs(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Tensor]:
-    """Return the tensors that the operation gives: those that it wrote into, then those that it returned."""
+    """Return the results of an operation: the tensors that it wrote into, then those that it returned."""
     changed = written(func, args, kwargs) if func._schema.is_mutable else []
     known = {id(t) for t in changed}
     return [*changed, *(t for t in tree_leaves(result) if isinstance(t, Tensor) and id(t) not in known)]
 
 
 def before(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments as they are now: copies of what the operation is about to change."""
+    """Return the arguments before the operation runs, with copies of the tensors that it changes."""
     changed = {id(t) for t in written(func, args, kwargs)}
 
     def kept(tensor: Tensor) -> Tensor:
@@ -84,24 +60,21 @@ def before(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list
 def operands(
     func: Any, kept: tuple[Sequence[Any], dict[str, Any]], given: tuple[Sequence[Any], dict[str, Any]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors that the operation reads, each as it was before and as it was given; not what it overwrites."""
-    skipped = {id(t) for t in written(func, *given)} if _overwrites(func) else set()
+    """Return the tensors that the operation reads, each as it was before and as passed; not those it only overwrites."""
+    overwrites = func.overloadpacket.__name__ in _OVERWRITES or "out" in func._overloadname
+    skipped = {id(t) for t in written(func, *given)} if overwrites else set()
     pairs = zip(tree_leaves(kept), tree_leaves(given), strict=True)
     return [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor) and id(b) not in skipped]
 
 
-def _overwrites(func: Any) -> bool:
-    return func.overloadpacket.__name__ in _OVERWRITES or "out" in func._overloadname
-
-
-def again(func: Any, args: Sequence[Any], kwargs: dict[str, Any], change: Change) -> list[Tensor] | None:
-    """Return what the operation gives in FP32, in the order of ``outputs``; None where it has no kernel for that.
+def recomputed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], change: Change) -> list[Tensor] | None:
+    """Return the operation's results in FP32, in the order of ``outputs``; None if it has no FP32 kernel.
 
     Args:
         func: the operation.
         args: its arguments as they were before it ran.
-        kwargs: the same by name.
-        change: gives a tensor's true values, those of 16 bits in FP32; what the operation writes into is copied.
+        kwargs: its keyword arguments, likewise.
+        change: returns a tensor's true values, with 16-bit values in FP32; tensors that the operation writes into are copied.
     """
     changed = {id(t) for t in written(func, args, kwargs)} if func._schema.is_mutable else set()
     copies = func.namespace != "aten" or any(part in func.overloadpacket.__name__ for part in _UNDECLARED)
@@ -117,27 +90,27 @@ def again(func: Any, args: Sequence[Any], kwargs: dict[str, Any], change: Change
     wide_args, wide_kwargs = values(list(args)), values(kwargs)
     try:
         result = func(*wide_args, **wide_kwargs)
-    except (RuntimeError, NotImplementedError, TypeError):  # a kernel for 16 bits alone
+    except (RuntimeError, NotImplementedError, TypeError):  # its kernels take only 16-bit operands
         return None
     return outputs(func, wide_args, wide_kwargs, result)
 
 
-def dropped(args: Sequence[Any], kwargs: dict[str, Any], result: Any, change: Change) -> list[Tensor]:
-    """Return what ``native_dropout`` gives in FP32 with the mask that it drew."""
+def dropout_in_fp32(args: Sequence[Any], kwargs: dict[str, Any], result: Any, change: Change) -> list[Tensor]:
+    """Return the FP32 results of ``native_dropout`` with the mask that it drew."""
     probability = args[1] if len(args) > 1 else kwargs["p"]
     scale = 0.0 if probability == 1 else 1 / (1 - probability)
     return [change(args[0]) * result[1] * scale, result[1]]
 
 
 def in_fp32(tensor: Tensor) -> Tensor:
-    """Return a tensor of 16 bits or less in FP32, another one as it is."""
+    """Return a tensor of 16 bits or less in FP32, any other as it is."""
     narrow = tensor.is_floating_point() and tensor.element_size() < FP32.dtype.itemsize
     return tensor.float() if narrow else tensor
 
 
 @dataclass
 class Recomputable:
-    """An operation and what it read."""
+    """An operation with its operands, so that it can be computed again."""
 
     func: Any
     args: Sequence[Any]
@@ -145,50 +118,48 @@ class Recomputable:
     kept: tuple[list[Any], dict[str, Any]]
     """Its arguments as they were before."""
     read: list[tuple[Tensor, Tensor]]
-    """The tensors of floating-point numbers that it reads, as they were before and as they were given."""
-    truths: dict[End, tuple[dict[int, Tensor], tuple[Source, ...]]]
-    """For each end of the range: the true values of what it read where they differ, and where they were lost."""
-    draws: bool
-    """Whether it draws random numbers."""
+    """The floating-point tensors that it reads, as they were before and as passed."""
+    truths: dict[RangeEnd, tuple[dict[int, Tensor], tuple[Source, ...]]]
+    """For each end of the range: the true values of operands that differ from them, and the sources of the difference."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return torch.Tag.nondeterministic_seeded in self.func.tags
 
     def outputs(self, result: Any) -> list[Tensor]:
-        """Return what it gave."""
+        """Return its results."""
         return outputs(self.func, self.args, self.kwargs, result)
 
     def computed(self, result: Any, true: dict[int, Tensor] | None = None) -> list[Tensor] | None:
-        """Return what it gives in FP32, from what it read or from ``true`` values; None where that is not known."""
+        """Return its results in FP32, from its operands or from their ``true`` values; None if they are unknown."""
         known = true or {}
 
         def change(tensor: Tensor) -> Tensor:
             return known.get(id(tensor), in_fp32(tensor))
 
         if self.func.overloadpacket is torch.ops.aten.native_dropout:
-            found: list[Tensor] | None = dropped(*self.kept, result, change)
+            found: list[Tensor] | None = dropout_in_fp32(*self.kept, result, change)
         else:
-            found = None if self.draws else again(self.func, *self.kept, change)
+            found = None if self.draws else recomputed(self.func, *self.kept, change)
         given = self.outputs(result)
-        # Of true values an operation may give more or fewer results, as a selection does: nobody knows which is which.
+        # A selection may return more or fewer elements of the true values: these cannot be matched.
         same = found is not None and [t.shape for t in found] == [t.shape for t in given]
         return found if same else None
 
     def moves(self) -> bool:
-        """Return whether its results can be no smaller than what it reads."""
+        """Return whether its results are never smaller than its operands."""
         return self.func.overloadpacket.__name__ in _MOVES and not self.has_tiny_number()
 
     def has_tiny_number(self) -> bool:
-        """Return whether the script gave it a number that is too small for FP16's full precision, as an epsilon is."""
+        """Return whether the script passed it a number below FP16's full precision, such as an epsilon."""
         numbers = (x for x in (*self.args, *self.kwargs.values()) if isinstance(x, float))
         return any(0 < abs(x) < FP16.min_normal for x in numbers)
 
 
 def largest_of(values: list[Tensor] | None, given: list[Tensor]) -> float | None:
-    """Return the largest magnitude among the floating-point results in ``values``, None where one is not finite."""
+    """Return the largest magnitude among the floating-point results in ``values``; None if any is not finite."""
     if values is None:
         return None
     found = [value for value, tensor in zip(values, given, strict=True) if floats(tensor)]
     return max(map(largest, found), default=0.0) if all(map(is_finite, found)) else None
-
-
-def finite_ends(true: dict[End, list[Tensor] | None], given: list[Tensor]) -> dict[End, bool]:
-    """Return for each end of the range whether the results would be finite without it."""
-    return {end: largest_of(values, given) is not None for end, values in true.items()}

@@ -1,14 +1,13 @@
-"""Know what tensors would hold if 16-bit formats had no largest number, or no smallest one.
+"""Keep the values that tensors would have if 16-bit formats had no largest number, or no smallest one.
 
-A value that leaves a format's range becomes infinite or zero. Whether that matters shows later: softmax makes the same of
--inf and of -1e9, ``x / norm`` does not make the same of an infinite norm and of 1e5. So where values were lost, the true ones
-are kept beside them and every operation that reads them is computed a second time, in FP32, from the true ones, and
-rounded to the format's digits as the operation itself was. The two computations differ in nothing but the range: what is
-equal again is no longer kept, and what still differs in a gradient is what the range did to it.
+A value that leaves a format's range becomes infinite or zero. Whether that matters shows later: softmax returns the same for -inf and for
+-1e9, but ``x / norm`` differs between an infinite norm and 1e5. So wherever values are lost, their true values are kept. Every operation
+that reads them runs a second time in FP32 on the true values, and its results are rounded to the format's precision. The two computations
+differ only in their range: values that agree again are dropped, and a difference that remains in a gradient is the effect of the range.
 
-There are two such views of a step, one for each end of the range (``End``). Where values became too small, what follows is
-computed without an upper end either: what was divided by is often multiplied by again. Kept are only the elements that differ, by storage,
-so that views see them too. Cost: a second computation of what reads such elements, 16 bytes for each of them.
+Each end of the range has its own true values (``RangeEnd``). Those for the lower end have no upper end either, because a divisor is often
+multiplied by again. Only the elements that differ are kept, by storage, so that views share them. Cost: a second run of each operation
+that reads such elements, and 16 bytes per element.
 """
 
 from __future__ import annotations
@@ -33,41 +32,41 @@ _SAME_ELSEWHERE = 4 * FP16.eps
 _SWEEP = 256
 
 
-class End(enum.Enum):
+class RangeEnd(enum.Enum):
     """An end of a format's range."""
 
     ABOVE = "above"
     BELOW = "below"
 
     def loses(self, dtype: torch.dtype) -> bool:
-        """Return whether values are watched that leave a format at this end: below, FP16 alone ends where values are."""
-        return dtype in HALF if self is End.ABOVE else dtype is FP16.dtype
+        """Return whether values of a format are tracked at this end; at the lower end only FP16, whose range is that narrow."""
+        return dtype in HALF if self is RangeEnd.ABOVE else dtype is FP16.dtype
 
     def lost(self, narrow: Tensor, wide: Tensor) -> Tensor:
-        """Return where ``narrow`` lost what ``wide`` holds."""
-        if self is End.ABOVE:
+        """Return where ``narrow`` lost the values of ``wide``."""
+        if self is RangeEnd.ABOVE:
             return wide.isfinite() & ~narrow.isfinite()
         return (narrow == 0) & (wide != 0) & wide.isfinite()
 
 
 class Storages(Generic[T]):
-    """One value for each storage that is alive; a storage that reuses the memory of a dead one has none."""
+    """One value for each live storage; a storage that reuses the memory of a freed one starts without a value."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[StorageWeakRef, T]] = {}  # the reference keeps the number from being given again
+        self._kept: dict[int, tuple[StorageWeakRef, T]] = {}  # the reference keeps the number from being reused
         self._sweep_at = _SWEEP
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def get(self, tensor: Tensor) -> T | None:
-        """Return what is kept for the storage of ``tensor``."""
+        """Return the value for the storage of ``tensor``."""
         number = _number(tensor)
         found = None if number is None else self._kept.get(number)
         return None if found is None else found[1]
 
     def put(self, tensor: Tensor, value: T) -> None:
-        """Keep ``value`` for the storage of ``tensor``; of a tensor without one (sparse), nothing is kept."""
+        """Keep ``value`` for the storage of ``tensor``, unless it has none (sparse)."""
         number = _number(tensor)
         if number is None:
             return
@@ -77,11 +76,11 @@ class Storages(Generic[T]):
         self._kept[number] = StorageWeakRef(tensor.untyped_storage()), value
 
     def drop(self, which: Callable[[T], bool]) -> None:
-        """Forget the values that ``which`` tells."""
+        """Drop the values for which ``which`` is true."""
         self._kept = {number: kept for number, kept in self._kept.items() if not which(kept[1])}
 
     def pop(self, tensor: Tensor) -> None:
-        """Forget what is kept for the storage of ``tensor``."""
+        """Drop the value for the storage of ``tensor``."""
         number = _number(tensor)
         if number is not None:
             self._kept.pop(number, None)
@@ -94,13 +93,13 @@ def _number(tensor: Tensor) -> int | None:
 
 @dataclass
 class _Twin(Generic[T]):
-    """The elements of a storage that differ from what they would be."""
+    """The elements of a storage that differ from their true values."""
 
     places: Tensor
     actual: Tensor
-    """What stood there: an element that was written unseen is not believed."""
+    """The elements themselves: if they have changed since, an unseen write has made the true values obsolete."""
     true: Tensor
-    """In FP32 or FP64; truth values and whole numbers as they are."""
+    """The true values, in FP32 or FP64; booleans and integers as they are."""
     sources: tuple[T, ...]
     mark: int
 
@@ -108,24 +107,24 @@ class _Twin(Generic[T]):
 class Twins(Generic[T]):
     """True values for one end of the range, each with its sources."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: RangeEnd) -> None:
         self.end = end
         self._twins: Storages[_Twin[T]] = Storages()
         self._mark = 0
 
     def mark(self) -> None:
-        """Record that what was kept until now belongs to the step."""
+        """Mark everything kept so far as belonging to the step."""
         self._mark += 1
 
     def turn(self) -> None:
-        """Begin another step: what the one before it left behind, as running statistics, counts as true in this one."""
+        """Begin another step: values left over from the step before, such as running statistics, count as true in it."""
         self._twins.drop(lambda twin: twin.mark < self._mark)
 
     def __bool__(self) -> bool:
         return len(self._twins) > 0
 
     def read(self, tensor: Tensor) -> tuple[Tensor, tuple[T, ...]] | None:
-        """Return the true values of ``tensor``, those of 16 bits in FP32, with their sources; None where it holds them itself."""
+        """Return the true values of ``tensor``, 16-bit ones in FP32, with their sources; None if its own values are true."""
         twin = self._twins.get(tensor)
         if twin is None or tensor.layout is not torch.strided:
             return None
@@ -136,14 +135,12 @@ class Twins(Generic[T]):
         wide = _wide(flat)
         wide[twin.places] = twin.true
         true = wide.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        if tensor.numel() < flat.numel() and bool(
-            _equal(true, tensor.detach().to(true.dtype)).all()
-        ):  # they lie outside this view
-            return None
+        if tensor.numel() < flat.numel() and bool(_equal(true, tensor.detach().to(true.dtype)).all()):
+            return None  # they lie outside this view
         return true, twin.sources
 
     def write(self, tensor: Tensor, true: Tensor, sources: tuple[T, ...]) -> bool:
-        """Keep what ``tensor`` would hold where that differs; return whether it does anywhere."""
+        """Keep the elements of ``true`` that differ from ``tensor``; return whether any do."""
         if tensor.layout is not torch.strided or _number(tensor) is None:
             return False
         before, flat = self._twins.get(tensor), _flat(tensor)
@@ -164,26 +161,26 @@ class Twins(Generic[T]):
         return True
 
     def forget(self, tensor: Tensor) -> None:
-        """Take what ``tensor`` holds for true."""
+        """Accept the values of ``tensor`` as true."""
         if self._twins.get(tensor) is not None:
             self.write(tensor, _wide(tensor.detach()), ())
 
 
-def rounded(wide: Tensor, dtype: torch.dtype, end: End) -> Tensor:
-    """Return ``wide`` with the digits of ``dtype``; a value that would be lost at ``end`` stays as it is.
+def rounded(wide: Tensor, dtype: torch.dtype, end: RangeEnd) -> Tensor:
+    """Return ``wide`` rounded to the precision of ``dtype``; a value that would be lost at ``end`` stays as it is.
 
-    Where that is the lower one, so does a value that would be lost at the upper one.
+    At the lower end, so does a value that would be lost at the upper one.
     """
     if not dtype.is_floating_point or dtype.itemsize >= FP32.dtype.itemsize:
         return wide
     narrow = wide.to(dtype).float()
-    for lost_end in (End.ABOVE, end):
+    for lost_end in (RangeEnd.ABOVE, end):
         narrow = torch.where(lost_end.lost(narrow, wide), wide, narrow) if lost_end.loses(dtype) else narrow
     return narrow
 
 
 def differs(actual: Tensor, true: Tensor) -> Tensor:
-    """Return where ``actual`` is off from ``true`` by more than a few units of the last place."""
+    """Return where ``actual`` differs from ``true`` by more than a few units in the last place."""
     if not actual.is_floating_point():
         return actual != true
     found, limit = actual.to(true.dtype), _SAME.get(actual.dtype, _SAME_ELSEWHERE)

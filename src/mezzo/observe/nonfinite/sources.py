@@ -1,4 +1,4 @@
-"""Where values left the range of numbers, or of a format: what is remembered of each place. Imports no torch."""
+"""The places where values became infinite, NaN or zero in a step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mezzo.observe.nonfinite.evidence import Kind, LostValues
 from mezzo.records import Operand
 
 _MOST = 6
-"""Sources of one kind that a tensor keeps: the first ones."""
+"""Most sources at the lower end of the range that a tensor keeps; at the upper end twice as many."""
 
 
 class ModuleNames(Protocol):
@@ -20,7 +20,7 @@ class ModuleNames(Protocol):
         """Return the name to show."""
 
     def pattern(self, module: Any) -> str:
-        """Return the name for ``fp32_modules``; empty where it has none."""
+        """Return the name for ``fp32_modules``; empty if it has none."""
 
 
 @dataclass(eq=False)
@@ -38,22 +38,22 @@ class Source:
     format: str
     operands: list[Operand]
     wide: float | None
-    """The largest magnitude that the result has in FP32, or that vanished; None where it is not finite there either."""
+    """The largest magnitude of the result in FP32, or of what vanished; None if it is not finite in FP32 either."""
     scale: float
     """The loss scale."""
     parameter: bool = False
-    """Whether what entered is a weight."""
+    """Whether it entered as a weight."""
     share: float = 0.0
-    """Which part of the result's norm vanished."""
+    """Share of the result's norm that vanished."""
     because: tuple[Source, ...] = ()
-    """What was lost before, without which the operation would have given a finite result."""
+    """Earlier sources, without which the operation would have a finite result."""
     swallowed: dict[str, None] = field(default_factory=dict)
-    """Operations that made wrong finite numbers of it."""
+    """Operations that turned it into wrong finite numbers."""
     absorbed: dict[str, None] = field(default_factory=dict)
-    """Operations that give the same for it as for the true value."""
+    """Operations that return the same for it as for the true value."""
 
     def as_record(self, names: ModuleNames) -> LostValues:
-        """Return what is written of this place."""
+        """Return the place as it is recorded."""
         return LostValues(
             kind=self.kind,
             op=self.op,
@@ -80,7 +80,7 @@ class Spoiled:
 
 
 def together(sources: Iterable[Source]) -> tuple[Source, ...]:
-    """Return ``sources``, each once; of what vanished and of the rest the first few, with all that weighs."""
+    """Return ``sources``, each once: the first few overflows, and those that lost the largest shares."""
     unique = sorted(dict.fromkeys(sources), key=lambda s: s.index)
     vanished = [s for s in unique if s.kind == "vanished"]
     if len(vanished) > _MOST:

@@ -1,15 +1,15 @@
-"""The verdict on a script, from what all its runs showed. Imports no torch.
+"""The verdict on a script, from the evidence of all its runs. Imports no torch.
 
-Where one run located a fault, its verdict follows from the operation, computed once more in FP32 from what it read:
+The verdict on a fault that one run located follows from the operation, recomputed in FP32 from its operands:
 
 - loss and gradients finite, gradients wrong: *silent saturation*, by values too large or too small for the format;
-- not finite in FP32 either: an *invalid operation*, as are values that were not finite when the step began; but *range overflow*
-  if it read something that had left the format before, and would be finite without that;
-- finite, in a forward pass: *range overflow*;
-- finite, in a backward pass: *scale overflow* if the result would fit the format at a loss scale of 1, because a backward
-  pass is linear in the scale; else *range overflow*.
+- result not finite in FP32 either: an *invalid operation*, as are values that were not finite when the step began; but *range overflow*
+  if an operand had left its format earlier, and the result would be finite otherwise;
+- result finite in FP32, in a forward pass: *range overflow*;
+- result finite in FP32, in a backward pass: *scale overflow* if it would fit its format at a loss scale of 1, because a backward pass is
+  linear in the scale; else *range overflow*.
 
-Each further run may change that, by its role (``known``).
+Each further run may change the verdict, depending on its role (``known``).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from mezzo.records import AS_IS, Diagnosed, DiagnoseRecord, Pass, RunRecord, Tre
 from mezzo.records.run import refuses_format
 
 Role: TypeAlias = Literal["first", "suspects", "skips", "scale of 1", "fp32", "fix", "fp32 later"]
-"""What a run is for: the script's own; to inspect the steps that were not finite; to inspect skips that the loss scale does not
-explain; at a loss scale of 1; in FP32; to try a fix; in FP32 to the step at which the best fix fails."""
+"""The purpose of a run: the script as it is; to inspect the steps that were not finite; to inspect skips that the loss scale does not
+explain; a loss scale of 1; FP32; to try a fix; FP32 up to the step in which the best fix fails."""
 
 TREND_LENGTH = 10
-"""Steps that a record shows, the fault's own included."""
+"""Number of steps in a record, including the one with the fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptRun:
-    """One run of a script: how it is asked for, and what it showed."""
+    """One run of a script: its request, and its evidence."""
 
     role: Role
     reason: str
@@ -47,26 +47,26 @@ class ScriptRun:
     """None for the script's own precision."""
     settings: DiagnoseSettings
     offer: Offer | None = None
-    """The fix that is tried."""
+    """The fix to try."""
     run: RunRecord | None = None
     """None before the script has run."""
     evidence: Evidence | None = None
-    """None where the process died, or was stopped."""
+    """None if the process died, or was stopped."""
     stopped_by: str = ""
     """The signal that stopped it."""
 
     @property
     def step(self) -> int:
-        """The step that it is about: the last one."""
+        """The step under examination: the last one."""
         return self.settings.steps[-1]
 
 
 def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "") -> DiagnoseRecord:
-    """Return the verdict on a script whose first run showed something.
+    """Return the verdict on a script whose first run left evidence.
 
     Args:
-        runs: the script's runs in order, the first one its own.
-        untried: why no fix was tried, or not to the end; empty where all that may help was.
+        runs: the script's runs in order; the first is the script as it is.
+        untried: why not every fix was tried; empty if all that may help were.
     """
     first, evidence = _showed(runs[0])
     found = known(runs).model_copy(update={"run": first})
@@ -92,7 +92,7 @@ def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "") -> DiagnoseRecord
 
 
 def known(runs: Sequence[ScriptRun]) -> DiagnoseRecord:
-    """Return the verdict that ``runs`` lead to, as yet without a fix."""
+    """Return the verdict that follows from ``runs``, without a fix."""
     found = judged(runs[0])
     for ran in runs[1:]:
         if ran.evidence is None:
@@ -111,14 +111,14 @@ def known(runs: Sequence[ScriptRun]) -> DiagnoseRecord:
 
 
 def repeats(runs: Sequence[ScriptRun]) -> bool:
-    """Return whether the script, as far as is known, does the same each time."""
+    """Return whether the script repeats the same steps in each run, as far as the runs show."""
     again = next((ran for ran in runs if ran.role in ("suspects", "skips") and ran.evidence is not None), None)
     located = None if again is None or again.evidence is None else again.evidence.located
     return again is None or located is None or located.step in again.settings.suspects
 
 
 def last_step(found: DiagnoseRecord, first: RunRecord) -> int:
-    """Return the last step that a fix has to be healthy in: a loss scale shows only over the whole run whether it fits."""
+    """Return the last step that must be healthy with a fix: only the whole run shows whether a loss scale fits."""
     return max(found.step, len(first.steps)) if found.verdict == "scale_overflow" else found.step
 
 
@@ -159,7 +159,7 @@ def judged(ran: ScriptRun) -> DiagnoseRecord:
 
 
 def verdict_on(located: Located) -> Diagnosed:
-    """Return what a located fault is."""
+    """Return the kind of a located fault."""
     if located.gradients is not None:
         return "silent_saturation"
     if not located.fits_fp32:
@@ -168,7 +168,7 @@ def verdict_on(located: Located) -> Diagnosed:
 
 
 def _refused(run: RunRecord, located: Located) -> bool:
-    """Return whether an operation that does not take the format ended the step: a mask of infinities before it is no fault."""
+    """Return whether the step ended because an operation does not support the format: an earlier mask of infinities is no fault."""
     return located.step > len(run.steps) and refuses_format(run.error or "")
 
 
@@ -199,7 +199,7 @@ def _of_fault(record: DiagnoseRecord, located: Located) -> DiagnoseRecord:
 
 
 def _of_unseen(record: DiagnoseRecord, evidence: Evidence) -> DiagnoseRecord:
-    """Return the verdict on a faulty step none of whose operations is to blame, as far as is known."""
+    """Return the verdict on a faulty step without a known operation to blame."""
     lost, step = evidence.lost_step, evidence.faulty_steps[0]
     diverges = _has_infinite_norm_alone(evidence)
     return record.model_copy(
@@ -221,7 +221,7 @@ def _has_infinite_norm_alone(evidence: Evidence) -> bool:
     return inspected and unscaled and bool(faulty) and faulty[0] in evidence.watched
 
 
-# --- what a further run teaches ----------------------------------------------------------------------------------------------------
+# --- the evidence of further runs --------------------------------------------------------------------------------------------------
 
 
 def _inspected(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
@@ -231,7 +231,7 @@ def _inspected(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
 
 
 def _behind_skips(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
-    """Return the fault that skips hid: an operation that has no finite result in FP32 either, whatever the loss scale."""
+    """Return a fault behind skipped updates: an operation whose result is not finite in FP32 either, whatever the loss scale."""
     again = judged(ran)
     if again.verdict != "invalid_operation" or not again.located:
         return found
@@ -239,7 +239,7 @@ def _behind_skips(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
 
 
 def _at_scale_of_1(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
-    """Return the fault that is left at a loss scale of 1; what is too small for the format there is none of the script's."""
+    """Return the fault that remains at a loss scale of 1; gradients too small for the format at that scale are no fault."""
     again, (_, evidence) = judged(ran), _showed(ran)
     if found.step not in evidence.watched or not again.located:
         return found
@@ -248,14 +248,14 @@ def _at_scale_of_1(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
 
 
 def _in_fp32(found: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) -> DiagnoseRecord:
-    """Return range overflow for an operation that fails only on what a narrow format made of its operands."""
+    """Return range overflow for an operation that fails only because a narrow format rounded its operands."""
     again, (_, evidence) = judged(ran), _showed(ran)
     if _fails(again):
         cause = [words.cause_in_fp32(found, again)] if found.verdict == "range_overflow" else []
         return found.model_copy(update={"notes": [*found.notes, *cause]})
     if found.step not in evidence.watched or not repeats(runs) or found.verdict != "invalid_operation":
         return found
-    if any(one.role == "skips" for one in runs):  # of the format, and rare enough for the loss scale to skip it
+    if any(one.role == "skips" for one in runs):  # caused by the format, and rare enough for the loss scale to skip
         return judged(runs[0])
     own = FP16.name if runs[0].policy is None else runs[0].policy.compute
     narrow = next((o.format for o in found.operands if o.format in ("fp16", "bf16")), own)
@@ -271,15 +271,10 @@ def _fails(found: DiagnoseRecord) -> bool:
 
 
 def _pass(ran: ScriptRun) -> Pass:
-    if ran.run is None or ran.evidence is None:
-        return Pass(policy=AS_IS if ran.policy is None else str(ran.policy), reason=ran.reason, outcome=_outcome(ran))
-    return Pass(
-        policy=ran.run.policy,
-        reason=ran.reason,
-        num_steps=len(ran.run.steps),
-        watched=ran.evidence.watched,
-        outcome=_outcome(ran),
-    )
+    policy, num_steps, watched = AS_IS if ran.policy is None else str(ran.policy), 0, list[int]()
+    if ran.run is not None and ran.evidence is not None:
+        policy, num_steps, watched = ran.run.policy, len(ran.run.steps), ran.evidence.watched
+    return Pass(policy=policy, reason=ran.reason, num_steps=num_steps, watched=watched, outcome=_outcome(ran))
 
 
 def _outcome(ran: ScriptRun) -> str:

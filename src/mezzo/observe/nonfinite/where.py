@@ -1,6 +1,6 @@
-"""Where the line of a fix belongs, for each kind of script. Imports no torch.
+"""The place for the line of a fix, for each kind of script. Imports no torch.
 
-A fix is a policy, which is typed or passed, or a line of the script's own.
+A fix is a policy, on the command line or in code, or a line of the script.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Literal
 from mezzo.records import DiagnoseRecord
 
 Caller = Literal["loop", "session", "own_amp", "lightning", "fabric", "accelerate", "transformers", "function"]
-"""What trains: a loop that calls torch, with a ``mezzo.Session`` or with autocast or GradScaler of its own; a library; or a
-function that was passed to ``mezzo.diagnose``."""
+"""The code that trains: a loop that calls torch, a loop with a ``mezzo.Session`` or with its own autocast or GradScaler, a library, or a
+function passed to ``mezzo.diagnose``."""
 
 _POLICY = re.compile(r'policy = "([^"]+)"')
 _SESSION = 'mezzo.Session(model, optimizer, policy="{policy}")'
@@ -22,25 +22,25 @@ _IN_CODE: dict[Caller, str] = {
     "accelerate": 'mezzo.compat.accelerate.MezzoAccelerator(policy="{policy}")',
     "transformers": 'mezzo.compat.transformers.MezzoTrainer(..., policy="{policy}")',
 }
-"""How a policy is passed inside a library that trains."""
+"""How to pass a policy to a library that trains."""
 _SCALER: dict[Caller, str] = {
     "lightning": "pass it on: Trainer(plugins=MixedPrecision('16-mixed', 'cuda', scaler=scaler))",
     "fabric": "pass it on: Fabric(plugins=MixedPrecision('16-mixed', scaler=scaler))",
     "accelerate": "Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale={scale})]), which makes the scaler",
     "transformers": "TrainingArguments cannot pass it: type mezzo run --policy fp16:init_scale={scale}",
 }
-"""How a library gets a loss scale of its own scaler."""
+"""How to set the initial loss scale of a library's scaler."""
 _BF16: dict[Caller, str] = {
     "lightning": 'Trainer(precision="bf16-mixed")',
     "fabric": 'Fabric(precision="bf16-mixed")',
     "accelerate": 'Accelerator(mixed_precision="bf16")',
     "transformers": "TrainingArguments(bf16=True)",
 }
-"""What stands in a library's arguments for autocast in BF16."""
+"""The argument that turns on BF16 autocast in a library."""
 
 
 def where_to_write(found: DiagnoseRecord, caller: Caller) -> str:
-    """Return where the record's line is written; empty where it has none."""
+    """Return where to write the record's line; empty if it has none."""
     line, module = found.fix_line, found.module or "the model"
     if not line:
         return ""
@@ -69,7 +69,7 @@ def where_to_write(found: DiagnoseRecord, caller: Caller) -> str:
 
 
 def _policy(policy: str, line: str, caller: Caller, framework: str) -> str:
-    """Return how to pass a policy: typed before an unedited script, or in code."""
+    """Return how to pass a policy: on the command line, or in code."""
     typed = f"on the command line: --policy {policy}"
     if framework.startswith("paddle"):
         return (

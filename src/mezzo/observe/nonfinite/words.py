@@ -1,4 +1,4 @@
-"""The sentences of a diagnosis, made from what its runs showed. Imports no torch."""
+"""The sentences of a diagnosis, from the evidence of its runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NOT_REACHED = "the step was not reached"
 INTERRUPTED = (129, 130, 143)
 """Exit codes of a script that SIGHUP, Ctrl-C or SIGTERM ended."""
 ITSELF = "the training itself"
-"""As a cause: not its precision."""
+"""The cause of a fault that precision did not cause."""
 HIDDEN_BY_SKIP = (
-    "The loss scaler skipped that update, so the training went on; without a scaler, as in FP32 and BF16, the weights "
+    "The loss scaler skipped that update, so the training continued; without a scaler, as in FP32 and BF16, the weights "
     "become NaN"
 )
 _FIRST_STEPS = 6
@@ -55,7 +55,7 @@ def detail(located: Located, verdict: Diagnosed) -> str:
 
 
 def notes(evidence: Evidence) -> list[Reason]:
-    """Return how a run was inspected, and where its fault began if in another process."""
+    """Return notes on how a run was inspected, and on a fault that began in another process."""
     found = [Reason(what="not inspected", value=f"{op}()", reason=why) for op, why in evidence.problems.items()]
     if evidence.forced_eager:
         why = "operations inside compiled kernels cannot be told apart; compiled code may round differently"
@@ -67,7 +67,7 @@ def notes(evidence: Evidence) -> list[Reason]:
 
 
 def harmless(one: Harmless) -> Reason:
-    """Return which value left its format and made no difference."""
+    """Return a note on a value that left its format and made no difference."""
     absorbed = " and ".join(f"{op}()" for op in one.absorbed_by)
     value = f"{one.op}() in {PurePath(one.line).name}"
     why = f"{one.largest:.3g} is infinite in {one.format.upper()}; {absorbed} returns the same for both, and no gradient changes"
@@ -75,7 +75,7 @@ def harmless(one: Harmless) -> Reason:
 
 
 def cause_in_fp32(found: DiagnoseRecord, again: DiagnoseRecord) -> Reason:
-    """Return why a value leaves a narrow format although a run in FP32 fails as well, which is ``again``."""
+    """Return the cause of a fault if a run in FP32, ``again``, fails as well."""
     if again.located and again.format == found.format:
         why = "the step leaves this format under fp32, too, because the script itself casts to it"
         return Reason(what="cause", value=found.format, reason=why)
@@ -84,19 +84,19 @@ def cause_in_fp32(found: DiagnoseRecord, again: DiagnoseRecord) -> Reason:
 
 
 def later_in_fp32(again: DiagnoseRecord) -> Reason:
-    """Return that the training fails in FP32 where a fix has moved the fault to."""
+    """Return a note that FP32 also fails in the step to which a fix moved the fault."""
     why = f"the training fails in FP32, too, in step {again.step}, so no fix of the precision gets beyond it"
     return Reason(what="cause", value=ITSELF, reason=why)
 
 
 def rounded_away(found: DiagnoseRecord, form: str) -> str:
-    """Return what happened where an operation has no finite result for what it read, and a run in FP32 has one."""
+    """Return what happened at an operation that has a finite result only in a run in FP32."""
     failing = _failing(found.op, found.phase == "backward", found.operands)
     return f"{failing}. The same step is finite in FP32: rounding to {form.upper()} gave the operation an input that it has no result for"
 
 
 def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
-    """Return how many updates were lost to a loss scale that never settles; nothing where none was."""
+    """Return how many updates a loss scale that never settles has cost; empty if none."""
     count = run.steps.num_skipped
     lost = [step for step in faulty if step <= len(run.steps) and run.steps.skipped[step - 1]]
     if not lost:
@@ -114,7 +114,7 @@ def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
 
 
 def beyond_fp32(step: int) -> str:
-    """Return what is wrong with a step whose operations were all inspected, and were finite."""
+    """Return the fault of a step in which the result of every operation was finite."""
     return (
         f"every gradient of step {step} is finite, but their norm is beyond FP32's range: its square is above 3.4e38, so "
         "the training diverges or its loss is far too large"
@@ -122,13 +122,13 @@ def beyond_fp32(step: int) -> str:
 
 
 def unlocated(step: int, *, lost: bool) -> str:
-    """Return what is known of a step that was not finite and whose operations were not inspected."""
+    """Return the fault of a step whose operations were not inspected."""
     what = f"the loss of step {step} was" if lost else f"gradients of step {step} were"
     return f"{what} not finite; the operation that caused it was not inspected"
 
 
 def unfinished(run: RunRecord) -> str:
-    """Return how a run ended on which no verdict is possible."""
+    """Return how a run ended that permits no verdict."""
     count = len(run.steps)
     when = "before its first training step" if not count else f"after {count} training step{'s' if count > 1 else ''}"
     how = "was interrupted" if run.exit_code in INTERRUPTED else "ended"
@@ -138,7 +138,7 @@ def unfinished(run: RunRecord) -> str:
 
 
 def seen(found: DiagnoseRecord, *, unexplained: bool = False) -> str:
-    """Return what one run showed, in a few words; ``unexplained`` if the loss scale does not explain a skip."""
+    """Return the outcome of a run, in a few words; ``unexplained`` if the loss scale does not explain a skip."""
     if found.located:
         return f"{_named_fault(found)}, {found.phase}"
     if found.verdict == "unfinished":
@@ -152,7 +152,7 @@ def seen(found: DiagnoseRecord, *, unexplained: bool = False) -> str:
 
 
 def seen_with_fix(found: DiagnoseRecord) -> str:
-    """Return how a run with a fix came out."""
+    """Return the outcome of a run with a fix."""
     if found.verdict == "healthy":
         return "nothing is wrong"
     return _named_fault(found) if found.located else found.run.error or f"step {found.step} is not finite"

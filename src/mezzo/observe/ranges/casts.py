@@ -1,4 +1,4 @@
-"""The effect of casts on counted values: loss by format and scale, the scale window, the initial loss scale.
+"""The effect of casts on counted values: losses by format and scale, the scale window, the initial loss scale.
 
 A loss scale S suits a format if S times the largest gradient does not overflow and few gradients are so small
 that S times them becomes zero. Both limits follow from one histogram (``mezzo.engine.kernels.exponent_bins``): multiplying by a
@@ -68,12 +68,12 @@ class Counts:
         return self._below[bin_of(half_smallest - scale, 1)]
 
     def subnormal(self, target: Format, scale: int) -> int:
-        """Return how many become a non-zero subnormal number."""
+        """Return how many non-zero values times ``2**scale`` become a subnormal number other than zero."""
         exponent, mantissa = first_normal(target)
         return self._below[bin_of(exponent - scale, mantissa)] - self.zeroed(target, scale)
 
     def overflowed(self, target: Format, scale: int) -> int:
-        """Return how many finite values round to more than the largest number of ``target``."""
+        """Return how many finite values times ``2**scale`` overflow in ``target``."""
         exponent, mantissa = first_overflow(target)
         return self.nonzero - self._below[bin_of(exponent - scale, mantissa)]
 

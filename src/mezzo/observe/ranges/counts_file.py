@@ -1,4 +1,4 @@
-"""Counted values as a file, for adding up what all processes of a run counted. Imports no torch."""
+"""Counted values in a file, so that the counts of all processes of a run can be added up. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mezzo.records.files import write_whole
 
 
 def write_values(seen: ObservedValues, path: Path) -> None:
-    """Write counted values; of each table the entries that are not zero."""
+    """Write counted values, with the non-zero entries of each table."""
     value = {
         "counts": [
             [kind, name, {place: n for place, n in enumerate(counts.table) if n}]
@@ -32,7 +32,7 @@ def write_values(seen: ObservedValues, path: Path) -> None:
 
 
 def read_values(path: Path) -> ObservedValues | None:
-    """Return what ``write_values`` wrote; None if there is no file."""
+    """Return the values that ``write_values`` wrote; None if there is no file."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,12 +1,12 @@
-"""Which values of an FP32 step would have 16 bits under a policy's op lists, read from the autograd graph.
+"""Derive from the autograd graph which values of an FP32 step would have 16 bits under a policy's op lists.
 
 A loss, a softmax and a norm are computed in FP32 under a policy, and so are their gradients: the gradient of the loss itself
-is the loss scale, which FP16 could not represent. The result of a matrix product has 16 bits, and so has anything computed
-only from such results. A parameter's gradient has 16 bits if it comes from a product that reads the parameter, else FP32. What the
-script computes where it turns autocast off itself is FP32, and so is the result of ``custom_fwd(cast_inputs=torch.float32)``.
+is the loss scale, which FP16 could not represent. The result of a matrix product has 16 bits, and so does everything computed
+only from such results. A parameter's gradient has 16 bits if it comes from a product that reads the parameter, else 32. Code in
+which the script itself turns autocast off runs in FP32, and so does a Function with ``custom_fwd(cast_inputs=torch.float32)``.
 
-Limits: code that runs without gradients has no graph and counts as 16-bit, unless autocast is off around it. So does what the
-script itself casts: in FP32 such a cast leaves no trace.
+Limits: code that runs without gradients has no graph and counts as 16-bit, unless autocast is off around it. So do the script's own
+casts: in FP32 they leave no trace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mezzo.oplists import Precision
 from mezzo.policy import Policy
 
 _OF_FIRST = ("batchnorm", "instancenorm")
-"""Operations whose result has the format of their first operand, whatever the format of their weights."""
+"""Operations whose result has the format of their first operand, regardless of their weights."""
 
 
 class JudgedFormats(Protocol):
@@ -34,7 +34,7 @@ class JudgedFormats(Protocol):
     """Where the script turns autocast off itself."""
 
     def forget(self) -> None:
-        """Drop what belongs to a step that is over."""
+        """Discard the data of a step that is over."""
 
     def is_wide(self, tensor: Tensor, module: nn.Module) -> bool:
         """Return whether ``tensor``, which ``module`` returned, stays in FP32 under the policy."""
@@ -59,7 +59,7 @@ class ListedFormats:
         self._met = WeakTensorKeyDictionary()
 
     def forget(self) -> None:
-        """Drop the nodes of a step that is over."""
+        """Discard the nodes of a step that is over."""
         self._wide.clear()
 
     def is_wide(self, tensor: Tensor, module: nn.Module) -> bool:
@@ -123,7 +123,7 @@ def _casts_inputs_to_fp32(node: Any) -> bool:
 
 
 def _leaves(node: Any) -> list[Tensor]:
-    """Return the parameter that ``node`` stands for, or is a view of."""
+    """Return the parameter that ``node`` accumulates or is a view of, if any."""
     while True:
         variable = getattr(node, "variable", None)
         if variable is not None:

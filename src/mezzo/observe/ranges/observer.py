@@ -1,13 +1,12 @@
-"""Count where the values of training steps lie: activations, their gradients, weights, weight gradients and updates.
+"""Count the values of training steps by magnitude: activations, their gradients, weights, weight gradients and updates.
 
 The script runs in FP32, with its own mixed precision turned off: in an FP16 run, values that became zero are gone and values that
 overflowed are infinite, so neither can be counted. Hooks on modules see outputs; hooks on those outputs and on parameters see gradients
-as they are computed, before accumulation and clipping. Weights have their values before an optimizer's step; its updates are counted, too.
+as they are computed, before accumulation and clipping. Weights are counted as they were before an optimizer's step, with its updates.
 
-What activation checkpointing recomputes is not counted twice. A container that returns a module's output does not count it
+Values that activation checkpointing recomputes are not counted twice. A container that returns a module's output does not count it
 again, unless the values were changed in place. Limits: operations outside modules and between a module's parts are not counted;
-a weight that only the script's own arithmetic updates has no updates here; each process of a distributed run counts
-only its own values.
+updates by the script's own arithmetic are not counted; each process of a distributed run counts only its own values.
 
 Costs, in observed steps only: one pass over each of these tensors, and a copy of the weights while an optimizer steps.
 """
@@ -29,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.kernels import exponents
+from mezzo.engine.parameters import trained_by
 from mezzo.engine.shards import local
 from mezzo.engine.transforms import unwrapped
 from mezzo.formats import BF16, FP16
@@ -47,7 +47,7 @@ _REENTRANT = "CheckpointFunction"
 
 
 class Tally:
-    """Tables by name; counts since the last mark are kept apart from those that certainly belong to the step."""
+    """Tables by name; counts since the last mark are separate from those that certainly belong to the step."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, Tensor] = {}
@@ -55,18 +55,17 @@ class Tally:
         self._aside: dict[Any, Tensor] = {}
 
     def put_aside(self) -> None:
-        """Hold the current counts back until ``decide``."""
+        """Set the current counts aside until ``decide``."""
         self._aside, self._fresh = self._fresh, {}
 
     def decide(self, *, belongs: bool) -> None:
-        """Add the counts that were put aside to the current ones, or discard them."""
+        """Add the counts that were set aside to the current ones, or discard them."""
         aside, self._aside = self._aside, {}
-        if belongs:
-            for key, table in aside.items():
-                self.fresh(key, table).add_(table)
+        for key, table in aside.items() if belongs else ():
+            self.fresh(key, table).add_(table)
 
     def fresh(self, key: Any, like: Tensor) -> Tensor:
-        """Return the table of current counts under ``key``; create it like ``like`` at first."""
+        """Return the table of current counts under ``key``, created like ``like`` if it is new."""
         if key not in self._fresh:
             self._fresh[key] = torch.zeros_like(like)
         return self._fresh[key]
@@ -74,14 +73,8 @@ class Tally:
     def keep(self) -> None:
         """Keep the counts since the last mark."""
         with temporarily_clear_interpreter_stack():  # a gradient of torch.func ends a backward pass inside it
-            self._keep()
-
-    def _keep(self) -> None:
-        for key, table in self._fresh.items():
-            if key in self._kept:
-                self._kept[key] += table
-            else:
-                self._kept[key] = table
+            for key, table in self._fresh.items():
+                self._kept[key] = self._kept[key] + table if key in self._kept else table
         self._fresh = {}
 
     def forget(self) -> None:
@@ -112,14 +105,14 @@ class Ranges(Observer):
         self._handles: list[Any] = []
         self._hooked = WeakTensorKeyDictionary()
         self._counted = WeakTensorKeyDictionary()
-        """Outputs that an inner module has counted, with their version: a container may return them."""
+        """Counted outputs, with their version: a container may return one again."""
         self._before: dict[Tensor, Tensor] = {}
         """Copies of the weights from before the steps of the running optimizers."""
         self._on = self._updates = False
         self._trials = 0
-        """1 once calls are aside that were made before the first optimizer; 0 before."""
+        """1 once the calls before the first optimizer are set aside; 0 before."""
         self._belong: bool | None = None
-        """Whether gradients arrived at their outputs, so that they are part of a step; None if no calls are aside."""
+        """Whether gradients arrived at the outputs set aside, so that they are part of a step; None if none are set aside."""
 
     # --- observation ------------------------------------------------------------------------------------------------------------------
 
@@ -143,7 +136,7 @@ class Ranges(Observer):
         self._swallowed.forget()
 
     def optimizer_made(self) -> None:
-        """Put the calls so far aside: a script may try its model before it trains it."""
+        """Set the calls so far aside: a script may try its model before it trains it."""
         if self._on:
             self._trials, self._belong = 1, False
             self._tables.put_aside()
@@ -191,11 +184,11 @@ class Ranges(Observer):
         return self._formats.off.enter(off=off, in_module=in_module)
 
     def autocast_left(self, entered: Any) -> None:
-        """Record where that ends."""
+        """Record where that region ends."""
         self._formats.off.leave(entered)
 
     def backward_begins(self) -> None:
-        """Hook every parameter known by now: gradients arrive there before accumulation."""
+        """Hook every known parameter: its hooks see gradients before accumulation."""
         if not self._on:
             return
         self._name_parameters()
@@ -250,10 +243,9 @@ class Ranges(Observer):
         return node is None or not node.name().startswith(_REENTRANT)
 
     def _stepping(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self._before and parameter.is_floating_point():
-                    self._before[parameter] = local(parameter.detach()).clone()
+        for parameter in trained_by([optimizer]):
+            if parameter not in self._before and parameter.is_floating_point():
+                self._before[parameter] = local(parameter.detach()).clone()
 
     # --- counting ----------------------------------------------------------------------------------------------------------------
 
@@ -280,7 +272,7 @@ class Ranges(Observer):
             self._add(key, gradient)
 
     def _add(self, key: Key, tensor: Tensor) -> None:
-        values = unwrapped(local(tensor.detach()))  # the kernels read memory, of which a shared tensor has a part here
+        values = unwrapped(local(tensor.detach()))  # the kernels read memory: of a sharded tensor, the local part
         if values.layout is torch.sparse_coo:
             values = values.coalesce().values()
         with torch.no_grad(), temporarily_clear_interpreter_stack():  # inside torch.func new tensors are wrapped
@@ -320,7 +312,9 @@ class Ranges(Observer):
         """Return the prefix of the names inside ``module``: its class, and a number if that is taken."""
         inside = any(inner is not module for _, inner in self.run.tree.modules(module))
         children = list(module.named_children())
-        self.forced_eager = self.forced_eager or (self._eager and [name for name, _ in children] == ["_orig_mod"])
+        self.forced_eager = self.forced_eager or (
+            self._eager is not None and [name for name, _ in children] == ["_orig_mod"]
+        )
         while len(children) == 1 and children[0][0] in ("_orig_mod", "module"):
             module = children[0][1]
             children = list(module.named_children())
@@ -337,8 +331,7 @@ class Ranges(Observer):
                 if parameter not in self._parameters:
                     self._parameters[parameter] = f"{label}.{name}"
         for number, optimizer in enumerate(list(self.run.optimizers)):
-            held = (p for group in optimizer.param_groups for p in group["params"])
-            for place, parameter in enumerate(held):
+            for place, parameter in enumerate(trained_by([optimizer])):
                 if parameter not in self._parameters:
                     self._parameters[parameter] = f"{type(optimizer).__name__}#{number + 1}.params[{place}]"
 

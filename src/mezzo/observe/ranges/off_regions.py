@@ -1,12 +1,12 @@
-"""Where a script turns autocast off by itself, as ``torch.autocast(enabled=False)`` does: a policy leaves that code in FP32.
+"""Regions in which a script itself turns autocast off, as with ``torch.autocast(enabled=False)``: a policy leaves that code in FP32.
 
-In the FP32 run that ranges observes such a region changes nothing, so it is found by its place in time: autograd numbers its
-nodes in the order in which they are made, and the numbers at both ends of a region tell which nodes were made inside it.
+In the FP32 run that ranges observes, such a region changes nothing, so it is found by time: autograd numbers its nodes in the order in
+which they are made, so the numbers at both ends of a region tell which nodes were made inside it.
 
-A region that is opened outside any module ends where a module is called: a policy opens a region of its own there.
+A region that is opened outside any module ends where a module is called: a policy opens its own region there.
 
-Limits: whatever a region computes counts as FP32, also from 16-bit values that it does not cast to FP32 first; another thread's
-nodes have the same numbers.
+Limits: everything computed in a region counts as FP32, even from 16-bit values that it does not cast first; nodes of other threads can
+have the same numbers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class OffRegions:
 
     @property
     def now(self) -> bool:
-        """Whether autocast is off here."""
+        """Whether autocast is off now."""
         return bool(self._open) and self._open[-1][0]
 
     def enter(self, *, off: bool, in_module: bool) -> int:
-        """Open a region; return what ``leave`` takes."""
+        """Open a region; return its depth, for ``leave``."""
         depth = len(self._open)
         self._open.append((off, None))
         self._ends_at_module.append(not in_module)
@@ -66,7 +66,7 @@ class OffRegions:
         return place >= 0 and self._off[place]
 
     def forget(self) -> None:
-        """Drop the regions that are over, so that a long run does not collect them."""
+        """Discard the regions that are over, so that a long run does not accumulate them."""
         self._numbers, self._off = [], []
         if self._open:
             self._changed()

@@ -1,4 +1,4 @@
-"""Make a record of counted values: the loss of casts by format and scale, the scale window, updates lost to rounding, and advice."""
+"""Make a record of counted values: losses of casts by format and scale, the scale window, updates lost to rounding, and advice."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ObservedValues:
     """The prefix of the names of each model's tensors."""
 
     def name(self, full: str) -> str:
-        """Return a tensor's displayed name: with a single model, without the model's class, as in ``fp32_modules`` patterns."""
+        """Return a tensor's displayed name: without the model's class if there is a single model, as in ``fp32_modules`` patterns."""
         return full.removeprefix(f"{self.models[0]}.") if len(self.models) == 1 else full
 
 
@@ -210,7 +210,7 @@ def _not_finite(record: RangesRecord) -> Iterable[Reason]:
     broken = [t for t in record.tensors if t.histogram.infinite or t.histogram.nan]
     if broken:
         names = ", ".join(f"{t.name} ({t.kind})" for t in broken[:_NAMED])
-        why = "no format helps against what FP32 cannot hold: check these operations first"
+        why = "no other format helps against overflow in FP32: check these operations first"
         yield Reason(what="not finite", value=f"in FP32 already: {names}", reason=why)
 
 
@@ -222,7 +222,7 @@ def _initial_scale(record: RangesRecord, policy: Policy, target: Format) -> Iter
     scale = policy.init_scale
     if scale > 2.0**window.highest:
         how = (
-            "is lowered from there, an update lost for each halving"
+            "is halved until it fits, and each halving loses an update"
             if policy.loss_scale == "dynamic"
             else "never changes"
         )

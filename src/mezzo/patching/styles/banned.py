@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator
 
 from mezzo.patching.outcome import unclear
-from mezzo.patching.reading import Script
+from mezzo.patching.reading import ScriptFacts
 from mezzo.patching.regions import Region, Regions
 from mezzo.patching.tree import bound_within, names_in
 
@@ -19,7 +19,7 @@ _CLASS, _FUNCTION = "torch.nn.BCELoss", "torch.nn.functional.binary_cross_entrop
 class Banned:
     """The calls of a script that autocast refuses."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: ScriptFacts) -> None:
         self._script = script
         self._criteria = {name for name, call in script.assigned_calls if script.tree.dotted(call.func) == _CLASS}
 
@@ -37,11 +37,8 @@ class Banned:
     def why_not(self, node: ast.AST) -> str:
         """Return why a statement cannot be put under autocast; empty if it can."""
         found = self.calls_in(node)
-        return (
-            f"line {found[0].lineno} computes binary cross entropy on probabilities, which CUDA's autocast refuses"
-            if found
-            else ""
-        )
+        why = "computes binary cross entropy on probabilities, which CUDA's autocast refuses"
+        return f"line {found[0].lineno} {why}" if found else ""
 
     def leave_out(self, regions: Regions) -> Iterator[ast.expr]:
         """End regions before such a loss; yield its arguments that are computed under autocast, to be made FP32.

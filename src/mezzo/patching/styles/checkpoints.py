@@ -1,4 +1,4 @@
-"""Where a script saves and loads its optimizer's state, so that the loss scale's goes with it."""
+"""Where a script saves and loads its optimizer's state: the loss scale's state is saved and loaded with it."""
 
 from __future__ import annotations
 
@@ -7,32 +7,31 @@ from dataclasses import dataclass
 
 from mezzo.patching.editing import Editor
 from mezzo.patching.places import indentation
-from mezzo.patching.reading import Script
+from mezzo.patching.reading import ScriptFacts
 
 KEY = "scaler"
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A place that saves or loads an optimizer's state."""
+class StateCall:
+    """A call that saves or loads an optimizer's state."""
 
     call: ast.Call
     stmt: ast.stmt
-    optimizer: str
 
 
-def calls_of(script: Script, method: str) -> list[Saved]:
-    """Return the calls of a method of the optimizers: ``state_dict``, ``load_state_dict``."""
-    found = [
-        Saved(c, script.tree.statement(c), ast.unparse(c.func.value))
-        for c in script.tree.calls
-        if isinstance(c.func, ast.Attribute) and c.func.attr == method
-    ]
-    return [saved for saved in found if saved.optimizer in script.optimizers]
+def calls_of(script: ScriptFacts, method: str) -> list[StateCall]:
+    """Return the first call in each statement of a method of an optimizer: ``state_dict``, ``load_state_dict``."""
+    found: dict[ast.stmt, StateCall] = {}
+    for call, owner in script.tree.method_calls(method):
+        if ast.unparse(owner) in script.optimizers:
+            stmt = script.tree.statement(call)
+            found.setdefault(stmt, StateCall(call, stmt))
+    return list(found.values())
 
 
-def add_to_save(script: Script, editor: Editor, saved: Saved, scaler: str) -> bool:
-    """Save the scaler's state beside the optimizer's; return whether the place is one that can be extended."""
+def add_to_save(script: ScriptFacts, editor: Editor, saved: StateCall, scaler: str) -> bool:
+    """Save the scaler's state beside the optimizer's; return whether the call is in a place where that can be written."""
     above = script.tree.parent[saved.call]
     if isinstance(above, ast.Dict):
         key = above.keys[above.values.index(saved.call)]
@@ -53,16 +52,16 @@ def add_to_save(script: Script, editor: Editor, saved: Saved, scaler: str) -> bo
     return False
 
 
-def _between(script: Script, above: ast.Dict, key: ast.expr) -> str:
-    """Return what stands between two entries of a dictionary: a space, or a line break and the indentation."""
+def _between(script: ScriptFacts, above: ast.Dict, key: ast.expr) -> str:
+    """Return what separates two entries of a dictionary: a space, or a line break and the indentation."""
     if any(k is not None and k is not key and k.lineno == key.lineno for k in above.keys) or above.lineno == key.lineno:
         return " "
     line = script.text.lines[key.lineno - 1]
     return script.text.newline + line[: len(line) - len(line.lstrip())]
 
 
-def add_to_load(script: Script, editor: Editor, loaded: Saved, scaler: str) -> bool:
-    """Load the scaler's state after the optimizer's, if the checkpoint has one; return whether it could be found there."""
+def add_to_load(script: ScriptFacts, editor: Editor, loaded: StateCall, scaler: str) -> bool:
+    """Load the scaler's state after the optimizer's, if the checkpoint has one; return whether that could be written."""
     given = loaded.call.args[0] if loaded.call.args else None
     if not isinstance(loaded.stmt, ast.Expr) or not isinstance(given, ast.Subscript):
         return False

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mezzo.patching.job import Job
+from mezzo.patching.job import PatchJob
 from mezzo.patching.outcome import Kind, unclear
-from mezzo.patching.reading import Script
+from mezzo.patching.reading import ScriptFacts
 from mezzo.patching.styles import tf32
-from mezzo.policy import PRESETS
+from mezzo.patching.tree import keyword_of
 
 _LIGHTNING = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp16-pure": "16-true", "bf16-pure": "bf16-true"}
 _ACCELERATE = {"fp16": "fp16", "bf16": "bf16"}
@@ -55,7 +54,7 @@ _LIBRARIES = (
 _PARSED = r"(transformers\.(\w+\.)*HfArgumentParser|(lightning(\.pytorch)?|pytorch_lightning)\.cli\.LightningCLI)"
 
 
-def trainer_of(script: Script) -> Trainer | None:
+def trainer_of(script: ScriptFacts) -> Trainer | None:
     """Return the call of a library that takes the precision; None for a loop that calls torch directly.
 
     Raises:
@@ -75,7 +74,7 @@ def trainer_of(script: Script) -> Trainer | None:
     return None
 
 
-def patch(job: Job, trainer: Trainer) -> None:
+def patch(job: PatchJob, trainer: Trainer) -> None:
     """Add or change the argument.
 
     Raises:
@@ -85,55 +84,49 @@ def patch(job: Job, trainer: Trainer) -> None:
     if job.policy.compute == "tf32":
         tf32.patch(job)
         return
-    value = library.values.get(job.policy.name)
-    if value is None or job.policy.replace(arithmetic="auto", op_lists="portable") != PRESETS[job.policy.name]:
+    value = library.values.get(job.preset)
+    if value is None:
         unclear(
             f"policy {job.policy}: {library.kind} has no such setting; it knows {', '.join(library.values)}",
             f"use Mezzo's engine inside it: {library.docs}",
         )
     changed = [_change(job, call, library, value) for call in trainer.calls]
     if not any(changed):
-        argument = library.argument or value
-        unclear(
-            f"already has {argument}={'True' if not library.argument else repr(value)}",
-            "nothing needs to be done",
-            already=True,
-        )
+        setting = f"{library.argument}={value!r}" if library.argument else f"{value}=True"
+        unclear(f"already has {setting}", "nothing needs to be done", already=True)
 
 
-def _change(job: Job, call: ast.Call, library: _Library, value: str) -> bool:
+def _change(job: PatchJob, call: ast.Call, library: _Library, value: str) -> bool:
     if library.argument:
         return _set(job, call, library.argument, f'"{value}"', why=f"{library.kind} casts and scales by this argument")
     other = "bf16" if value == "fp16" else "fp16"
-    given = {k.arg: k.value for k in call.keywords}
-    if other in given and not isinstance(given[other], ast.Constant):
+    given = keyword_of(call, other)
+    if given is not None and not isinstance(given, ast.Constant):
         unclear(
-            f"line {given[other].lineno} takes {other} from {job.text.of(given[other])}",
-            f"set {value}=True and {other}=False there",
+            f"line {given.lineno} takes {other} from {job.text.of(given)}", f"set {value}=True and {other}=False there"
         )
-    if other in given and getattr(given[other], "value", None):
+    if given is not None and given.value:
         _set(job, call, other, "False", why="only one of the two may be on")
     return _set(job, call, value, "True", why="the Trainer casts and scales by this argument")
 
 
-def _set(job: Job, call: ast.Call, name: str, value: str, *, why: str) -> bool:
+def _set(job: PatchJob, call: ast.Call, name: str, value: str, *, why: str) -> bool:
     """Set a keyword of a call; return whether that changed anything."""
-    found = [k for k in call.keywords if k.arg == name]
-    if found and not isinstance(found[0].value, ast.Constant):
-        written = job.text.of(found[0].value)
-        unclear(f"line {found[0].value.lineno} takes {name} from {written}", _option(job, found[0].value, value))
-    if found:
-        if ast.unparse(found[0].value) == ast.unparse(ast.parse(value, mode="eval")):
+    found = keyword_of(call, name)
+    if found is not None and not isinstance(found, ast.Constant):
+        unclear(f"line {found.lineno} takes {name} from {job.text.of(found)}", _option(job, found, value))
+    if found is not None:
+        if found.value == ast.literal_eval(value):
             return False
-        job.editor.replace(found[0].value, value)
+        job.editor.replace(found, value)
     else:
         _check_unpacked(job, call, name)
-        _append(job, call, f"{name}={value}")
+        job.editor.add_argument(call, f"{name}={value}")
     job.note(call, f"{name}={value}", why)
     return True
 
 
-def _option(job: Job, given: ast.expr, value: str) -> str:
+def _option(job: PatchJob, given: ast.expr, value: str) -> str:
     """Return what to do about an argument that comes from elsewhere: the script's own option, where it has one."""
     name = given.attr if isinstance(given, ast.Attribute) else given.id if isinstance(given, ast.Name) else ""
     texts = [n.value for n in job.script.tree.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
@@ -143,7 +136,7 @@ def _option(job: Job, given: ast.expr, value: str) -> str:
     return f"make {job.text.of(given)} equal to {value} there"
 
 
-def _check_unpacked(job: Job, call: ast.Call, name: str) -> None:
+def _check_unpacked(job: PatchJob, call: ast.Call, name: str) -> None:
     """Refuse a call whose unpacked dictionary may have the argument already."""
     unpacked = [k for k in call.keywords if k.arg is None]
     elsewhere: list[ast.expr] = [n for n in job.script.tree.nodes if isinstance(n, ast.Constant) and n.value == name]
@@ -151,17 +144,3 @@ def _check_unpacked(job: Job, call: ast.Call, name: str) -> None:
     if unpacked and (elsewhere or named):
         line = (elsewhere or [k.value for k in named])[0].lineno
         unclear(f"line {call.lineno} unpacks arguments, and line {line} may set {name} in them", f"set {name} there")
-
-
-def _append(job: Job, call: ast.Call, words: str) -> None:
-    """Add an argument after the last one, on a line of its own where the arguments have lines of their own."""
-    text = job.text
-    given: list[ast.expr | ast.keyword] = sorted([*call.args, *call.keywords], key=lambda a: (a.lineno, a.col_offset))
-    if not given:
-        job.editor.insert(text.span(call)[1] - 1, words)
-        return
-    line = text.lines[given[-1].lineno - 1]
-    begins = re.match(r"\s*", line)
-    own_line = len(line[: len(line) - len(line.lstrip())].encode()) == given[-1].col_offset
-    between = f",{text.newline}{begins.group()}" if own_line and begins else ", "
-    job.editor.append_to(given[-1], between + words)

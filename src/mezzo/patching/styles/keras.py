@@ -5,10 +5,9 @@ from __future__ import annotations
 import ast
 from typing import NamedTuple
 
-from mezzo.patching.job import Job
+from mezzo.patching.job import PatchJob
 from mezzo.patching.outcome import unclear
-from mezzo.patching.reading import Script
-from mezzo.policy import PRESETS
+from mezzo.patching.reading import ScriptFacts
 
 _NAMES = {"fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
 _SETS_POLICY = r".*\.(set_global_policy|set_dtype_policy|set_policy)"
@@ -22,7 +21,7 @@ class _Keras(NamedTuple):
     """The package that is imported for it."""
 
 
-def keras_in(script: Script) -> _Keras | None:
+def keras_in(script: ScriptFacts) -> _Keras | None:
     """Return how a script writes Keras; None if it does not import it."""
     imported = script.tree.imported
     for name, stands_for in imported.items():
@@ -36,7 +35,7 @@ def keras_in(script: Script) -> _Keras | None:
     return _Keras("", parts[0].split(".")[0]) if parts else None
 
 
-def patch(job: Job) -> None:
+def patch(job: PatchJob) -> None:
     """Set the global policy.
 
     Raises:
@@ -44,8 +43,8 @@ def patch(job: Job) -> None:
     """
     script, found = job.script, keras_in(job.script)
     assert found is not None
-    wanted = _NAMES.get(job.policy.name)
-    if wanted is None or job.policy.replace(arithmetic="auto", op_lists="portable") != PRESETS[job.policy.name]:
+    wanted = _NAMES.get(job.preset)
+    if wanted is None:
         unclear(
             f"policy {job.policy}: a Keras script can be patched for {' and '.join(_NAMES)}",
             "see docs/keras.md for what Keras can honour",
@@ -68,7 +67,7 @@ def patch(job: Job) -> None:
     _add(job, found, wanted)
 
 
-def _change(job: Job, call: ast.Call, wanted: str) -> None:
+def _change(job: PatchJob, call: ast.Call, wanted: str) -> None:
     given = call.args[0] if call.args else None
     if not isinstance(given, ast.Constant):
         unclear(f"line {call.lineno} takes the policy from elsewhere", f'pass "{wanted}" there')
@@ -78,7 +77,7 @@ def _change(job: Job, call: ast.Call, wanted: str) -> None:
     job.note(call, wanted, "the global policy of all layers made after it")
 
 
-def _add(job: Job, found: _Keras, wanted: str) -> None:
+def _add(job: PatchJob, found: _Keras, wanted: str) -> None:
     keras = found.name or "keras"
     lines = [f'{keras}.mixed_precision.set_global_policy("{wanted}")']
     if not found.name:

@@ -6,19 +6,20 @@ import ast
 import re
 
 from mezzo.formats import ALIASES, FORMATS
-from mezzo.patching.job import Job
+from mezzo.patching.job import PatchJob
 from mezzo.patching.outcome import unclear
-from mezzo.patching.reading import Script
+from mezzo.patching.reading import ScriptFacts
 from mezzo.patching.styles import torch_amp
+from mezzo.patching.tree import keyword_of
 from mezzo.policy import PRESETS
 
 
-def is_there(script: Script) -> bool:
+def is_there(script: ScriptFacts) -> bool:
     """Return whether a script has an autocast or a loss scaler."""
     return bool(script.autocasts or script.scalers or script.calls_to(r"apex\.amp\..*"))
 
 
-def patch(job: Job) -> None:
+def patch(job: PatchJob) -> None:
     """Change the formats of the script's own autocast, and turn its loss scaler on or off.
 
     Raises:
@@ -55,18 +56,14 @@ def patch(job: Job) -> None:
 
 
 def _is_off(call: ast.Call) -> bool:
-    enabled = _keyword(call, "enabled")
+    enabled = keyword_of(call, "enabled")
     return isinstance(enabled, ast.Constant) and enabled.value is False
 
 
-def _keyword(call: ast.Call, name: str) -> ast.expr | None:
-    return next((k.value for k in call.keywords if k.arg == name), None)
-
-
-def _retype(job: Job, call: ast.Call) -> bool:
+def _retype(job: PatchJob, call: ast.Call) -> bool:
     """Give an autocast the policy's dtype; return whether that changed anything."""
     name = job.script.tree.dotted(call.func)
-    given = _keyword(call, "dtype") or (call.args[1] if len(call.args) > 1 else None)
+    given = keyword_of(call, "dtype") or (call.args[1] if len(call.args) > 1 else None)
     if given is None:
         return _add_dtype(job, call, name)
     dtype = re.fullmatch(r"torch\.(\w+)", job.script.tree.dotted(given))
@@ -79,22 +76,22 @@ def _retype(job: Job, call: ast.Call) -> bool:
     return True
 
 
-def _add_dtype(job: Job, call: ast.Call, name: str) -> bool:
-    """Write the format out, unless autocast chooses it by itself."""
-    device = call.args[0] if call.args else _keyword(call, "device_type")
+def _add_dtype(job: PatchJob, call: ast.Call, name: str) -> bool:
+    """Write the format, unless autocast chooses it by itself; return whether that changed anything."""
+    device = call.args[0] if call.args else keyword_of(call, "device_type")
     on_cuda = ".cuda." in name or (isinstance(device, ast.Constant) and device.value == "cuda")
     on_cpu = ".cpu." in name or (isinstance(device, ast.Constant) and device.value == "cpu")
     if (on_cuda and job.policy.compute == "fp16") or (on_cpu and job.policy.compute == "bf16"):
         return False
     words = f"dtype={job.dtype}"
-    _add_argument(job, call, words)
+    job.editor.add_argument(call, words)
     job.note(call, words, "without it, autocast chooses by the device: FP16 on CUDA, BF16 on a CPU")
     return True
 
 
-def _turn_off(job: Job, call: ast.Call) -> bool:
-    enabled = _keyword(call, "enabled")
-    if isinstance(enabled, ast.Constant) and enabled.value is False:
+def _turn_off(job: PatchJob, call: ast.Call) -> bool:
+    enabled = keyword_of(call, "enabled")
+    if _is_off(call):
         return False
     if enabled is not None and not isinstance(enabled, ast.Constant):
         job.note(call, "left as it is", f"its enabled={ast.unparse(enabled)} decides; BF16 needs no loss scale")
@@ -102,7 +99,7 @@ def _turn_off(job: Job, call: ast.Call) -> bool:
     if enabled is not None:
         job.editor.replace(enabled, "False")
     else:
-        _add_argument(job, call, "enabled=False")
+        job.editor.add_argument(call, "enabled=False")
     job.note(
         call,
         "enabled=False",
@@ -111,20 +108,12 @@ def _turn_off(job: Job, call: ast.Call) -> bool:
     return True
 
 
-def _turn_on(job: Job, call: ast.Call) -> bool:
-    enabled = _keyword(call, "enabled")
-    if isinstance(enabled, ast.Constant) and enabled.value is False:
+def _turn_on(job: PatchJob, call: ast.Call) -> bool:
+    enabled = keyword_of(call, "enabled")
+    if enabled is not None and _is_off(call):
         job.editor.replace(enabled, "True")
         job.note(call, "enabled=True", "FP16 gradients need a loss scale")
         return True
     if job.policy != PRESETS["fp16"]:
         job.note(call, "left as it is", "its own settings of the loss scale are kept")
     return False
-
-
-def _add_argument(job: Job, call: ast.Call, words: str) -> None:
-    last = call.keywords[-1] if call.keywords else call.args[-1] if call.args else None
-    if last is None:
-        job.editor.insert(job.text.span(call)[1] - 1, words)
-    else:
-        job.editor.append_to(last, f", {words}")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import ast
 
-from mezzo.patching.job import Job
+from mezzo.patching.job import PatchJob
 from mezzo.patching.outcome import unclear
-from mezzo.patching.places import Home
-from mezzo.patching.reading import Backward, Step
+from mezzo.patching.places import Home, common_home, last_home
+from mezzo.patching.reading import Backward, StepCall
 from mezzo.patching.regions import Regions
 from mezzo.patching.styles import checkpoints
 from mezzo.patching.styles.torch_amp import refuse_what_scaling_breaks
 from mezzo.patching.styles.validation import autocast_validation
-from mezzo.patching.text import first_line, last_line
-from mezzo.patching.updates import Updates
+from mezzo.patching.text import last_line
+from mezzo.patching.tree import calls_in
+from mezzo.patching.updates import ScriptUpdates
 
 
-def patch_loop(job: Job) -> None:
+def patch_loop(job: PatchJob) -> None:
     """Make a session beside the optimizers, and let it run the backward passes and the updates.
 
     Raises:
@@ -30,11 +31,11 @@ def patch_loop(job: Job) -> None:
 
 
 class _Session:
-    """The script's session, and the calls that it replaces."""
+    """The edits that replace backward passes and updates with calls of a session."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PatchJob) -> None:
         self._job, self._script, self._tree = job, job.script, job.script.tree
-        self._updates = Updates(job.script)
+        self._updates = ScriptUpdates(job.script)
         self.name = self._tree.free_name("session", "precision_session")
         steps = self._script.steps
         closures = [s for s in steps if s.has_closure]
@@ -52,51 +53,36 @@ class _Session:
                 f"line {over[0].call.lineno} updates several optimizers in a loop",
                 "pass them all to mezzo.Session, and call update() once",
             )
-        homes = [job.places.home(s.name, s.stmt) for s in steps]
-        if any((h.scope, h.owner) != (homes[0].scope, homes[0].owner) for h in homes):
-            unclear(
-                "the script has several training loops, whose optimizers are made in different functions",
-                "give each a mezzo.Session",
-            )
-        self._optimizers = [*dict.fromkeys(s.name for s in steps)]
-        self._homes = homes
+        self._homes = [job.places.home(s.name, s.stmt) for s in steps]
+        several = "the script has several training loops, whose optimizers are made in different functions"
+        common_home(self._homes, several, "give each a mezzo.Session")
         self._schedules = self._passed_schedules()
         self.home = self._latest()
         job.places.check_order(self.home, [b.stmt for b in self._script.backwards])
 
     def _passed_schedules(self) -> dict[str, ast.stmt]:
-        """Return the schedules that step with each update, which the session then steps, with the statements that do it now."""
-        found: dict[str, ast.stmt] = {}
-        for update in self._updates.last_ones():
-            for stmt in self._updates.schedules_after(update):
-                call = stmt.value if isinstance(stmt, ast.Expr) else None
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-                    found[ast.unparse(call.func.value)] = stmt
-        return found
+        """Return the schedules that step with each update, with the statements that step them; the session will step them instead."""
+        stmts = [s for update in self._updates.last_ones() for s in self._updates.schedules_after(update)]
+        return {ast.unparse(stmt.value).removesuffix(".step()"): stmt for stmt in stmts}
 
     def _latest(self) -> Home:
         """Return the place after the last optimizer and the last schedule that the session takes."""
         homes = [*self._homes]
-        self._schedules_here: list[str] = []
         for name, stmt in self._schedules.items():
-            home = self._job.places.home(name, stmt)
-            if (home.scope, home.owner) != (homes[0].scope, homes[0].owner):
-                unclear(
-                    f"line {stmt.lineno} steps a schedule that is made elsewhere than its optimizer",
-                    "make them in one function",
-                )
-            homes.append(home)
-            self._schedules_here.append(home.name)
-        return max(homes, key=lambda h: first_line(h.after))
+            homes.append(self._job.places.home(name, stmt))
+            elsewhere = f"line {stmt.lineno} steps a schedule that is made elsewhere than its optimizer"
+            common_home(homes, elsewhere, "make them in one function")
+        self._schedules_here = [home.name for home in homes[len(self._homes) :]]
+        return last_home(homes)
 
     def patch(self) -> None:
-        """Make all changes."""
+        """Edit the script."""
         job = self._job
         job.imports("mezzo")
         self._make()
         regions = Regions(self._script, self._script.backwards)
         names = job.autocast(regions, self._opening)
-        if self._job.policy.casting == "model":
+        if job.policy.casting == "model":
             self._check_evaluation()
         autocast_validation(job, self._opening, why_not=self._why_not_validated)
         for backward in self._script.backwards:
@@ -114,9 +100,7 @@ class _Session:
         return f"{self._at(stmt)}.autocast()"
 
     def _at(self, node: ast.AST) -> str:
-        own = next((s.name for s in self._script.steps if self._tree.function(s.stmt) is self._tree.function(node)), "")
-        beside = own or self._optimizers[0]
-        return self._job.places.reach(self.name, self.home, node, beside=beside, annotation="mezzo.Session")
+        return self._job.places.reach(self.name, self.home, node, annotation=f"{self._job.name_of('mezzo')}.Session")
 
     def _why_not_validated(self, node: ast.stmt) -> str:
         inside = getattr(node, "body", [node])[0]
@@ -144,7 +128,7 @@ class _Session:
         arguments = [_listed(models), _listed(made_here), f'policy="{self._job.policy}"']
         if self._schedules:
             arguments.append(f"scheduler={_listed(self._schedules_here)}")
-        made = f"{self.home.owner}{self.name} = mezzo.Session({', '.join(arguments)})"
+        made = f"{self.home.owner}{self.name} = {self._job.name_of('mezzo')}.Session({', '.join(arguments)})"
         self._job.editor.line_after(self.home.after, made)
         self._job.note(
             f"line {last_line(self.home.after)}",
@@ -158,10 +142,8 @@ class _Session:
         found = [
             ast.unparse(n.func.value)
             for call in calls
-            for n in ast.walk(call)
-            if isinstance(n, ast.Call)
-            and isinstance(n.func, ast.Attribute)
-            and n.func.attr in ("parameters", "named_parameters")
+            for n in calls_in(call)
+            if isinstance(n.func, ast.Attribute) and n.func.attr in ("parameters", "named_parameters")
         ]
         if not found:
             made = f'mezzo.Session(model, {optimizer}, policy="{self._job.policy}")'
@@ -186,7 +168,7 @@ class _Session:
         for group in self._groups():
             last = group[-1]
             names = [self._job.text.of(s.optimizer) for s in group]
-            given = "" if {s.name for s in group} == set(self._optimizers) else ", ".join(names)
+            given = "" if {s.name for s in group} == {s.name for s in self._script.steps} else ", ".join(names)
             editor.replace(last.call, f"{self._at(last.stmt)}.update({given})")
             for step in group[:-1]:
                 editor.delete(step.stmt)
@@ -199,14 +181,13 @@ class _Session:
             editor.delete(stmt)
             self._job.note(stmt, f"{name}.step() removed", "the session steps it, and holds it on skipped updates")
 
-    def _groups(self) -> list[list[Step]]:
-        """Return updates that follow one another without a backward pass between: one update of the session."""
-        groups: list[list[Step]] = []
+    def _groups(self) -> list[list[StepCall]]:
+        """Return the updates in groups without a backward pass between: each group is one update of the session."""
+        groups: list[list[StepCall]] = []
         backward = [b.stmt for b in self._script.backwards]
         for step in self._script.steps:
-            before = groups[-1][-1] if groups else None
-            if before is not None and self._tree.block(before.stmt) is self._tree.block(step.stmt):
-                block = self._tree.block(step.stmt)
+            before, block = groups[-1][-1] if groups else None, self._tree.block(step.stmt)
+            if before is not None and self._tree.block(before.stmt) is block:
                 between = block[block.index(before.stmt) : block.index(step.stmt)]
                 if not any(b is n for s in between for n in ast.walk(s) for b in backward):
                     groups[-1].append(step)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 
-from mezzo.patching.job import Job
+from mezzo.patching.job import PatchJob
 from mezzo.patching.outcome import unclear
 
 _SWITCHES = ("allow_tf32", "fp32_precision")
 
 
-def patch(job: Job) -> None:
+def patch(job: PatchJob) -> None:
     """Set the switches.
 
     Raises:

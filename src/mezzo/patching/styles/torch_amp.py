@@ -5,16 +5,17 @@ from __future__ import annotations
 import ast
 
 from mezzo.patching.device import DeviceType
-from mezzo.patching.job import Job
+from mezzo.patching.job import PatchJob
 from mezzo.patching.outcome import unclear
-from mezzo.patching.places import Home, indentation
+from mezzo.patching.places import Home, common_home, indentation
 from mezzo.patching.reading import Backward
 from mezzo.patching.regions import Regions
 from mezzo.patching.styles import checkpoints
 from mezzo.patching.styles.banned import Banned
 from mezzo.patching.styles.validation import autocast_validation
-from mezzo.patching.text import first_line, last_line
-from mezzo.patching.updates import Updates
+from mezzo.patching.text import last_line
+from mezzo.patching.tree import calls_in
+from mezzo.patching.updates import ScriptUpdates
 from mezzo.policy import PRESETS, Policy
 
 _SCALER_ARGUMENTS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -22,7 +23,7 @@ _LEFT_TO_THE_DEVICE = ("name", "op_lists", *_SCALER_ARGUMENTS)
 
 
 def why_not_expressed(policy: Policy) -> str:
-    """Return what torch.amp cannot express in a policy; empty if nothing."""
+    """Return the reason why torch.amp cannot express a policy; empty if it can."""
     if policy.casting == "model":
         return "torch.amp keeps weights in FP32; it has no 16-bit weights"
     if policy.compute == "fp8":
@@ -36,7 +37,7 @@ def why_not_expressed(policy: Policy) -> str:
     return f"torch.amp has no {', '.join(changed)}" if changed else ""
 
 
-def patch_loop(job: Job, *, with_regions: bool = True) -> None:
+def patch_loop(job: PatchJob, *, with_regions: bool = True) -> None:
     """Put the forward passes under autocast, and scale the loss if the policy does.
 
     Raises:
@@ -74,7 +75,7 @@ def patch_loop(job: Job, *, with_regions: bool = True) -> None:
     scaler.replace_calls(names)
 
 
-def refuse_what_scaling_breaks(job: Job) -> None:
+def refuse_what_scaling_breaks(job: PatchJob) -> None:
     """Refuse what cannot be done with scaled gradients.
 
     Raises:
@@ -108,8 +109,8 @@ def refuse_what_scaling_breaks(job: Job) -> None:
         )
 
 
-def _in_compiled_function(job: Job, stmt: ast.AST) -> bool:
-    """Return whether the function around a call is a lambda, or is passed to torch.compile or decorated with it."""
+def _in_compiled_function(job: PatchJob, stmt: ast.AST) -> bool:
+    """Return whether a call is in a lambda, or in a function passed to torch.compile or decorated with it."""
     tree = job.script.tree
     if isinstance(tree.function(stmt), ast.Lambda):
         return True
@@ -122,51 +123,42 @@ def _in_compiled_function(job: Job, stmt: ast.AST) -> bool:
 class _Scaler:
     """The script's one GradScaler, made beside its optimizers."""
 
-    def __init__(self, job: Job, device: DeviceType) -> None:
+    def __init__(self, job: PatchJob, device: DeviceType) -> None:
         self._job, self._device = job, device
         self._script, self._editor = job.script, job.editor
-        self._updates = Updates(job.script)
+        self._updates = ScriptUpdates(job.script)
         self.name = job.script.tree.free_name("scaler", "grad_scaler")
         if not self._script.steps:
             unclear(
                 "no update was found: no call of an optimizer's step()",
                 "call scaler.step(optimizer) and scaler.update() where your loop updates the weights",
             )
-        homes = [(s, job.places.home(s.name, s.stmt)) for s in self._script.steps]
-        self.home = self._one(homes[0][1], [h for _, h in homes])
-        self._beside = self._script.steps[0].name
+        self.home = common_home(
+            [job.places.home(s.name, s.stmt) for s in self._script.steps],
+            "the script has several training loops, whose optimizers are made in different functions",
+            "give each loop a torch.amp.GradScaler of its own",
+        )
         self._follow_moves()
         job.places.check_order(self.home, [b.stmt for b in self._script.backwards])
 
     def _follow_moves(self) -> None:
-        """Go below the statement that moves the model, where it is moved after the optimizer was made."""
+        """Move the home below the statement that moves the model, if that follows the optimizer."""
         block = self._script.tree.block(self.home.after)
         uses = min(s.call.lineno for s in self._script.steps)
         for stmt in block[block.index(self.home.after) + 1 :]:
-            calls = [n.func for n in ast.walk(stmt) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+            calls = [call.func for call in calls_in(stmt) if isinstance(call.func, ast.Attribute)]
             moved = [f for f in calls if f.attr in ("to", "cuda") and ast.unparse(f.value) in self._script.models]
-            if (
-                moved
-                and not isinstance(stmt, (ast.For, ast.While, ast.FunctionDef, ast.ClassDef))
-                and stmt.lineno < uses
-            ):
+            repeats = isinstance(stmt, (ast.For, ast.While, ast.FunctionDef, ast.ClassDef))
+            if moved and not repeats and stmt.lineno < uses:
                 self.home = Home(self.home.scope, stmt, self.home.owner)
-
-    def _one(self, first: Home, homes: list[Home]) -> Home:
-        """Return the common home, after the last optimizer's."""
-        if any((h.scope, h.owner) != (first.scope, first.owner) for h in homes):
-            unclear(
-                "the script has several training loops, whose optimizers are made in different functions",
-                "give each loop a torch.amp.GradScaler of its own",
-            )
-        return max(homes, key=lambda h: first_line(h.after))
 
     def make(self) -> None:
         """Make the scaler after the last optimizer."""
         policy, preset = self._job.policy, PRESETS["fp16"]
         changed = [f for f in _SCALER_ARGUMENTS if getattr(policy, f) != getattr(preset, f)]
         settings = "".join(f", {f}={getattr(policy, f)!r}" for f in changed)
-        device = self._device.at(self.home.after, line=self._last_line())
+        line = last_line(self.home.after)
+        device = self._device.at(self.home.after, line=line)
         lines = []
         if device.startswith("next(") and not self.home.owner:
             variable = self._script.tree.free_name("device_type", "amp_device_type")
@@ -174,25 +166,12 @@ class _Scaler:
             device = self._device.share(variable, self.home.scope)
         made = f"{self.home.owner}{self.name} = {self._job.torch}.amp.GradScaler({device}{settings})"
         self._editor.line_after(self.home.after, *lines, made)
-        self._job.note(
-            f"line {self._last_line()}", made, "FP16 gradients need a loss scale; made once, so that the scale is kept"
-        )
-
-    def _last_line(self) -> int:
-        return last_line(self.home.after)
+        self._job.note(f"line {line}", made, "FP16 gradients need a loss scale; made once, so that the scale is kept")
 
     def at(self, node: ast.AST) -> str:
-        """Return how the scaler is written at a node, passed on to its function if it must be."""
+        """Return the expression for the scaler at a node, to whose function it is passed if it has to be."""
         annotation = f"{self._job.torch}.amp.GradScaler"
-        beside = next(
-            (
-                s.name
-                for s in self._script.steps
-                if self._script.tree.function(s.stmt) is self._script.tree.function(node)
-            ),
-            "",
-        )
-        return self._job.places.reach(self.name, self.home, node, beside=beside or self._beside, annotation=annotation)
+        return self._job.places.reach(self.name, self.home, node, annotation=annotation)
 
     def replace_calls(self, names: dict[Backward, str]) -> None:
         """Scale the losses, and step, update and save through the scaler."""
@@ -209,22 +188,16 @@ class _Scaler:
 
     def scale(self, backward: Backward, name: str | None) -> None:
         """Scale a loss before its backward pass."""
-        scaler, text = self.at(backward.stmt), self._job.text
-        start, end = text.span(backward.loss)
+        scaler, text, func = self.at(backward.stmt), self._job.text, backward.call.func
+        (start, end), begin = text.span(backward.loss), text.span(backward.call)[0]
         if name is not None:
             self._editor.replace(backward.loss, f"{scaler}.scale({name})")
-        elif isinstance(backward.call.func, ast.Attribute) and text.span(backward.call)[0] < start:
-            if backward.call.func.value is backward.loss:
-                self._editor.insert(text.span(backward.call)[0], f"{scaler}.scale")  # its parentheses are there
-            else:
-                self._scale_between(scaler, start, end)
+        elif isinstance(func, ast.Attribute) and func.value is backward.loss and begin < start:
+            self._editor.insert(begin, f"{scaler}.scale")  # the loss has parentheses
         else:
-            self._scale_between(scaler, start, end)
+            self._editor.insert(start, f"{scaler}.scale(")
+            self._editor.insert(end, ")")
         self._job.note(backward.stmt, "scaler.scale(loss)", "small FP16 gradients would be lost as zeros without it")
-
-    def _scale_between(self, scaler: str, start: int, end: int) -> None:
-        self._editor.insert(start, f"{scaler}.scale(")
-        self._editor.insert(end, ")")
 
     def unscale_before_reads(self) -> None:
         """Unscale before gradients are clipped or read."""
@@ -243,8 +216,10 @@ class _Scaler:
 
     def update(self) -> None:
         """Update the scale once for each pass through a training loop, and hold schedules on skipped updates."""
+        held: list[ast.Expr] = []
         for stmt in self._updates.last_ones():
             scaler, schedules = self.at(stmt), self._updates.schedules_after(stmt)
+            held += schedules
             scale = self._script.tree.free_name("scale", "scale_before", "loss_scale_before")
             lines = [f"{scaler}.update()"]
             if schedules:
@@ -262,16 +237,14 @@ class _Scaler:
                 self._job.note(
                     run[0], "held on skipped updates", "a schedule must not move on where the optimizer did not"
                 )
-
-        held = {id(s) for stmt in self._updates.last_ones() for s in self._updates.schedules_after(stmt)}
         for call in self._script.schedule_steps:
-            if id(self._script.tree.statement(call)) not in held:
+            if self._script.tree.statement(call) not in held:
                 why = "it does not step right after each update, so a skipped update does not hold it"
                 self._job.note(call, "schedule left as it is", why)
 
-    def _adjacent(self, stmts: list[ast.stmt]) -> list[list[ast.stmt]]:
-        """Return statements grouped where they follow each other in one block."""
-        runs: list[list[ast.stmt]] = []
+    def _adjacent(self, stmts: list[ast.Expr]) -> list[list[ast.Expr]]:
+        """Return statements in runs that follow each other directly in one block."""
+        runs: list[list[ast.Expr]] = []
         for stmt in stmts:
             block = self._script.tree.block(stmt)
             if runs and runs[-1][-1] in block and block.index(runs[-1][-1]) == block.index(stmt) - 1:
@@ -282,15 +255,12 @@ class _Scaler:
 
     def checkpoint(self) -> None:
         """Save and load the scale with the optimizer's state."""
-        saved = [(s, checkpoints.add_to_save) for s in checkpoints.calls_of(self._script, "state_dict")]
-        seen: set[tuple[str, ast.stmt]] = set()
-        loaded = [(p, checkpoints.add_to_load) for p in checkpoints.calls_of(self._script, "load_state_dict")]
-        for place, add in [*saved, *loaded]:
-            if (add.__name__, place.stmt) in seen:
-                continue
-            seen.add((add.__name__, place.stmt))
-            scaler = self.at(place.stmt)
-            if add(self._script, self._editor, place, scaler):
-                self._job.note(place.stmt, "the scaler's state with it", "a resumed run continues with its loss scale")
-            else:
-                self._job.note(place.stmt, "left as it is", f"save and load {scaler}.state_dict() there, too")
+        ways = {"state_dict": checkpoints.add_to_save, "load_state_dict": checkpoints.add_to_load}
+        for method, add in ways.items():
+            for place in checkpoints.calls_of(self._script, method):
+                scaler = self.at(place.stmt)
+                if add(self._script, self._editor, place, scaler):
+                    why = "a resumed run continues with its loss scale"
+                    self._job.note(place.stmt, "the scaler's state with it", why)
+                else:
+                    self._job.note(place.stmt, "left as it is", f"save and load {scaler}.state_dict() there, too")

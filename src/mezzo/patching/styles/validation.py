@@ -1,26 +1,24 @@
-"""Forward passes without gradients: validation and inference, put under autocast for their speed where that is clear."""
+"""Forward passes without gradients: validation and inference, put under autocast for speed unless something speaks against it."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
 
-from mezzo.patching.job import Job, Opening
+from mezzo.patching.job import Opening, PatchJob
 from mezzo.patching.places import indentation
 from mezzo.patching.text import first_line, last_line
 
 _WHY = "validation in the formats of training, for its speed"
 
 
-def autocast_validation(job: Job, opening: Opening, *, why_not: Callable[[ast.stmt], str] = lambda _: "") -> None:
-    """Put the forward passes of ``torch.no_grad()`` blocks and functions under autocast, unless ``why_not`` says why not."""
+def autocast_validation(job: PatchJob, opening: Opening, *, why_not: Callable[[ast.stmt], str]) -> None:
+    """Put the forward passes of ``torch.no_grad()`` blocks and functions under autocast, unless ``why_not`` returns a reason."""
     done: list[ast.AST] = []
     for node in job.script.tree.nodes:
-        if (
-            not isinstance(node, ast.stmt)
-            or not job.script.grads_off(node)
-            or not job.script.runs_forward(node, functional=False)
-        ):
+        if not isinstance(node, ast.stmt) or not job.script.grads_off(node):
+            continue
+        if not job.script.runs_forward(node, functional=False):
             continue
         if any(node in ast.walk(other) for other in done) or _is_module_code(job, node):
             continue
@@ -36,13 +34,13 @@ def autocast_validation(job: Job, opening: Opening, *, why_not: Callable[[ast.st
         done.append(node)
 
 
-def _is_module_code(job: Job, node: ast.stmt) -> bool:
+def _is_module_code(job: PatchJob, node: ast.stmt) -> bool:
     """Return whether code is part of a model, which autocast reaches through its callers."""
     cls = job.script.tree.class_of(node)
     return cls is not None and cls.name in job.script.module_classes
 
 
-def _why_not(job: Job, node: ast.stmt) -> str:
+def _why_not(job: PatchJob, node: ast.stmt) -> str:
     if any(b.stmt in ast.walk(node) for b in job.script.backwards):
         return "it has a backward pass in it"
     if job.is_covered(node):
@@ -55,17 +53,16 @@ def _why_not(job: Job, node: ast.stmt) -> str:
     return ""
 
 
-def _wrap_function(job: Job, function: ast.stmt, opening: Opening) -> None:
+def _wrap_function(job: PatchJob, function: ast.stmt, opening: Opening) -> None:
     """Wrap the innermost statements of a function that call a model, consecutive ones together."""
-    body = getattr(function, "body", [])
-    for run in _runs(job, body):
+    for run in _runs(job, getattr(function, "body", [])):
         unit = indentation(job.script, run[0])
         job.editor.wrap(run[0], run[-1], f"with {opening(run[0])}:", unit=unit)
         job.covered.append((first_line(run[0]), last_line(run[-1])))
         job.note(run[0], "under autocast", _WHY)
 
 
-def _runs(job: Job, block: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
+def _runs(job: PatchJob, block: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
     run: list[ast.stmt] = []
     for stmt in block:
         inner = [b for b in (getattr(stmt, "body", None), getattr(stmt, "orelse", None)) if isinstance(b, list) and b]

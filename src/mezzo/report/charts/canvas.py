@@ -1,7 +1,7 @@
 """A chart's geometry, drawn by matplotlib: the only file that imports it, and only when a page is written.
 
-matplotlib places axes, ticks, lines and bands; the page has its own words, colours and interaction. So of matplotlib's SVG only the
-paths and tick labels are kept whose ``gid`` was set here, and nothing of it reaches the page as markup.
+matplotlib places axes, ticks, lines and bands; the page has its own words, colours and interaction. So only those paths and tick labels
+of matplotlib's SVG are kept whose ``gid`` this file has set, and no markup of matplotlib's reaches the page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mezzo.report.charts.data import Axis, AxisKind, Chart, Line
 
 _OWN_SETTINGS = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "mezzo",  # otherwise ids, and so the file, change from run to run
+    "svg.hashsalt": "mezzo",  # otherwise ids, and so the file, would change from run to run
     "path.simplify": True,
     "path.simplify_threshold": 0.3,  # pixels
     "text.parse_math": False,
@@ -34,7 +34,7 @@ _SVG = "{http://www.w3.org/2000/svg}"
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The size of a drawing in pixels, and what fits beside it."""
+    """The size of a drawing in pixels, and how many ticks and letters fit."""
 
     name: str
     width: int
@@ -125,7 +125,7 @@ def drawn(chart: Chart, layout: Layout) -> Geometry:
 
 
 def _tamed(chart: Chart) -> Chart:
-    """Return ``chart`` with values whose differences and ratios are still numbers: a loss may be 1e308."""
+    """Return ``chart`` with values whose differences and ratios stay finite: a loss may be 1e308."""
     low, high = (1 / _FARTHEST if chart.y_axis.kind == "log" else -_FARTHEST), _FARTHEST
 
     def one(value: float) -> float:
@@ -152,7 +152,7 @@ def _tamed(chart: Chart) -> Chart:
 
 
 def labelled(chart: Chart) -> bool:
-    """Return whether lines have their names at their ends: one line needs none."""
+    """Return whether lines are labelled at their ends; a single line needs no label."""
     return chart.layered and len(chart.lines) > 1
 
 
@@ -166,7 +166,7 @@ def _bottom(chart: Chart) -> int:
 
 @cache
 def _matplotlib() -> Any:
-    # On a read-only home matplotlib tells of its font cache; that is not the business of who reads a report.
+    # On a read-only home matplotlib warns about its font cache, which is no concern of a report's reader.
     logger = logging.getLogger("matplotlib")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -232,7 +232,7 @@ def _ends(axis: Axis, values: Sequence[float], *, margin: float) -> tuple[float,
 
 
 def _clamp(frame: tuple[float, float], *, is_log: bool) -> Callable[[float], float]:
-    """Return what keeps a value within a frame's height of the frame: far points need many digits and are not seen."""
+    """Return a function that keeps values within a frame height of the frame; points farther away are not seen and take many digits."""
     bottom, top = float(min(frame)), float(max(frame))
     room = top / bottom if is_log else top - bottom
     low, high = (max(bottom / room, 1e-300), min(top * room, 1e300)) if is_log else (bottom - room, top + room)

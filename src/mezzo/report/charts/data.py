@@ -1,4 +1,4 @@
-"""What a chart shows, as plain values: a test reads them point by point, and the canvas draws nothing else."""
+"""What a chart shows, as plain values, which tests read point by point; the canvas draws only these."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """What everything that a page draws has."""
+    """What all drawings of a page have in common."""
 
     name: str
     title: str
@@ -84,14 +84,14 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart(Figure):
-    """Lines over one axis, with the words that say what they show."""
+    """Lines over one axis."""
 
     form: ClassVar[str] = "chart"
 
     x: Sequence[float]
     """One position for each entry of each line's values."""
     last_x: float
-    """The last step behind the last position."""
+    """The last step that the last position stands for."""
     x_axis: Axis
     y_axis: Axis
     lines: Sequence[Line]
@@ -101,14 +101,14 @@ class Chart(Figure):
     zero: bool = False
     """Whether a line marks zero."""
     layered: bool = False
-    """Whether lines may lie on each other: then earlier ones are wider, and names stand at their ends."""
+    """Whether lines may overlap: then earlier ones are wider, and each is labelled at its end."""
     height: int = 320
     point_words: str = "step"
-    """What one position is: a step, or a power of two."""
+    """What a position is called: a step, or a power of two."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class BarPart:
     """A part of a bar."""
 
     name: str
@@ -124,22 +124,22 @@ class Bar:
     """One row of a bar chart."""
 
     name: str
-    parts: Sequence[Part]
+    parts: Sequence[BarPart]
     text: str
     style: Style | None = None
-    """That of the policy, if the row is one."""
+    """The policy's style, if the row is a policy."""
     mark: float | None = None
     """Place of a mark across the bar, as a share of the longest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(Figure):
-    """Bars below each other, each made of the same kinds of parts."""
+    """Bars below each other, each divided into the same kinds of parts."""
 
     form: ClassVar[str] = "bars"
 
     rows: Sequence[Bar]
-    legend: Sequence[Part] = ()
+    legend: Sequence[BarPart] = ()
     mark_text: str = ""
 
 
@@ -150,8 +150,8 @@ class Box:
     name: str
     style: Style
     text: str
-    ends: tuple[float, float, float, float, float] | None
-    """The 5%, 25%, 50%, 75% and 95% quantiles; None where ``text`` says why there are none."""
+    ends: Sequence[float] | None
+    """The 5%, 25%, 50%, 75% and 95% quantiles; None if ``text`` says why there are none."""
     numbers: Sequence[str] = ()
     """The same as text."""
 
@@ -167,16 +167,16 @@ class Boxes(Figure):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class TreeNode:
     """One module of a tree."""
 
     name: str
     path: str
-    bars: Sequence[Part]
+    bars: Sequence[BarPart]
     text: str
     numbers: Sequence[str] = ()
     """One for each of the tree's heads."""
-    children: Sequence[Node] = ()
+    children: Sequence[TreeNode] = ()
     tone: str = ""
     badges: Sequence[str] = ()
     place: str = ""
@@ -185,24 +185,24 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tree(Figure):
+class TreeChart(Figure):
     """Modules below their parents."""
 
     form: ClassVar[str] = "tree"
 
     heads: Sequence[str] = ()
-    roots: Sequence[Node]
-    legend: Sequence[Part] = ()
+    roots: Sequence[TreeNode]
+    legend: Sequence[BarPart] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nothing(Figure):
-    """A chart without anything to show, and why."""
+    """A chart that has nothing to show, and the reason."""
 
     form: ClassVar[str] = "nothing"
 
     note: str = field(default="", init=False)
 
 
-Drawn: TypeAlias = Chart | Bars | Boxes | Tree | Nothing
+Drawn: TypeAlias = Chart | Bars | Boxes | TreeChart | Nothing
 """Anything that a page draws."""

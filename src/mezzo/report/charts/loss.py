@@ -13,11 +13,11 @@ from mezzo.report.charts.data import Axis, Chart, Drawn, Line, Mark, Nothing, Sp
 from mezzo.report.colours import Style
 
 _MOST_CROSSES = 40
-_SHOWN_SHARE = 0.98  # of the differences: single steps may leave the frame
+_SHOWN_SHARE = 0.98  # share of the differences inside the frame; single steps may leave it
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class LossCurve:
     """One loss of one run, and the step of each value."""
 
     seed: int | None
@@ -31,9 +31,9 @@ class Curves:
 
     name: str
     """Empty for the only loss of a script."""
-    by_policy: Mapping[str, Sequence[Curve]]
+    by_policy: Mapping[str, Sequence[LossCurve]]
     steps: Sequence[int]
-    """Those of the longest run."""
+    """The steps of the longest run."""
     places: Sequence[range]
 
     @property
@@ -55,11 +55,13 @@ def curves(runs: Sequence[RunRecord], policies: Sequence[str]) -> list[Curves]:
     return [one for one in found if one.steps]
 
 
-def _curves_of(run: RunRecord, name: str) -> list[Curve]:
+def _curves_of(run: RunRecord, name: str) -> list[LossCurve]:
     if not name:
         whole = run.steps.loss
-        return [Curve(seed=run.seed, steps=range(1, len(whole) + 1), values=whole)] if whole else []
-    return [Curve(seed=run.seed, steps=own.steps, values=own.values) for own in run.steps.losses if own.name == name]
+        return [LossCurve(seed=run.seed, steps=range(1, len(whole) + 1), values=whole)] if whole else []
+    return [
+        LossCurve(seed=run.seed, steps=own.steps, values=own.values) for own in run.steps.losses if own.name == name
+    ]
 
 
 def loss_charts(runs: Sequence[RunRecord], *, styles: Mapping[str, Style]) -> list[Drawn]:
@@ -117,7 +119,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 def _note(found: Curves, lines: Sequence[Line], *, clipped: bool) -> str:
     parts = []
-    size = len(found.places[0]) if found.places else 1
+    size = len(found.places[0])
     several = any(len(own) > 1 for own in found.by_policy.values())
     if several or size > 1:
         of = "seeds" if several else "values"
@@ -132,7 +134,7 @@ def _note(found: Curves, lines: Sequence[Line], *, clipped: bool) -> str:
     return " ".join(parts)
 
 
-def _crosses(own: Sequence[Curve], *, top: float) -> list[Mark]:
+def _crosses(own: Sequence[LossCurve], *, top: float) -> list[Mark]:
     marks = []
     for curve in own:
         for stretch in series.broken_stretches(curve.values)[: max(1, _MOST_CROSSES // len(own))]:
@@ -142,7 +144,7 @@ def _crosses(own: Sequence[Curve], *, top: float) -> list[Mark]:
     return marks
 
 
-def _stretch_text(curve: Curve, stretch: series.Stretch) -> str:
+def _stretch_text(curve: LossCurve, stretch: series.Stretch) -> str:
     value = fmt.number_text(curve.values[stretch.start])
     first, last = curve.steps[stretch.start], curve.steps[stretch.stop - 1]
     seed = "" if curve.seed is None else f"seed {curve.seed}: "
@@ -156,7 +158,7 @@ def _stretch_text(curve: Curve, stretch: series.Stretch) -> str:
 def _loss_axis(values: Sequence[Sequence[float]]) -> tuple[Axis, float]:
     """Return the axis of the losses and the highest place of a cross.
 
-    A run that diverges would press all others flat: the frame is made for those that stay finite, and the lines of the rest leave it.
+    A run that diverges would flatten all others, so the frame fits the runs that stay finite, and the lines of the others leave it.
     """
     whole = [own for own in values if all(map(math.isfinite, own))]
     framed = [v for own in whole or values for v in own if math.isfinite(v)]
@@ -178,7 +180,7 @@ def _loss_axis(values: Sequence[Sequence[float]]) -> tuple[Axis, float]:
 
 
 def difference_charts(record: CompareRecord, *, styles: Mapping[str, Style]) -> list[Drawn]:
-    """Return a chart for each loss of how the policies differ from the baseline; none where nothing can be paired."""
+    """Return a chart for each loss of how the policies differ from the baseline; none if no seeds can be paired."""
     found = curves(record.runs, list(styles))
     charts = [
         difference_chart(one, record, name=f"difference{n}" if one.name else "difference", styles=styles)
@@ -240,8 +242,8 @@ def _differences(values: Sequence[float], baseline: Sequence[float], *, is_ratio
 
 
 def _difference_frame(lines: Sequence[Line], margin: float) -> tuple[float, float]:
-    """Return a frame that holds the margin and nearly all values: the noise of single steps must not press the rest flat."""
-    whole = [line for line in lines if math.isfinite(line.y[-1])]  # one that diverged would press the others flat
+    """Return a frame that contains the margin and nearly all values: the noise of single steps must not flatten the rest."""
+    whole = [line for line in lines if math.isfinite(line.y[-1])]  # one that diverged would flatten the others
     values = sorted(
         v for line in whole or lines for part in (line.y, line.low, line.high) for v in part if math.isfinite(v)
     )
@@ -259,7 +261,7 @@ def _difference_words(
     ends = [
         f"{line.name} {show(line.y[-1])}" if math.isfinite(line.y[-1]) else f"{line.name} not finite" for line in lines
     ]
-    words = f"How far the {found.title} lies from that of {fmt.clean(record.baseline_shown)}; at the end: {', '.join(ends)}."
+    words = f"The difference of the {found.title} from that of {fmt.clean(record.baseline_shown)}; at the end: {', '.join(ends)}."
     if margin is None:
         return words
     size = f"{fmt.number_text(100 * margin, digits=2)}%" if is_ratio else fmt.number_text(margin, digits=2)

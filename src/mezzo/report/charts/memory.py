@@ -1,4 +1,4 @@
-"""The memory of a step by kind, one bar a policy."""
+"""The memory of a step by kind, one bar per policy."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Mapping
 
 from mezzo.records import Memory
 from mezzo.report import formatting as fmt
-from mezzo.report.charts.data import Bar, Bars, Drawn, Nothing, Part
+from mezzo.report.charts.data import Bar, BarPart, Bars, Drawn, Nothing
 from mezzo.report.colours import Style
 from mezzo.report.sheets import shared
 
 
 def memory_bars(memory: Mapping[str, Memory], *, styles: Mapping[str, Style]) -> Drawn:
-    """Return the bytes of each kind as one bar a policy."""
+    """Return the bytes of each kind as one bar per policy."""
     title = "Memory of a step, by kind"
     known = {p: m for p, m in memory.items() if any(shared.memory_kinds(m).values()) or shared.memory_peaks(m)}
     if not known:
         return Nothing(name="memory", title=title, words="Memory was not measured.")
-    longest = max(max(_known_bytes(m), m.cuda_allocated_bytes or 0) for m in known.values())
+    longest = max(max(_known_bytes(m), m.cuda_allocated_bytes or 0) for m in known.values()) or 1
     rows = [_bar(policy, own, longest=longest, style=styles.get(policy)) for policy, own in known.items()]
     kinds = [*shared.memory_kinds(Memory())]
     parts = [f"{row.name} {row.text}{_most(own)}" for row, own in zip(rows, known.values(), strict=True)]
@@ -27,7 +27,7 @@ def memory_bars(memory: Mapping[str, Memory], *, styles: Mapping[str, Style]) ->
         words=f"Bytes of one step: {'; '.join(parts)}.",
         note="Activations are what the forward pass keeps for the backward pass, cast copies of weights included.",
         rows=rows,
-        legend=[Part(name=kind, share=0.0, text="", style=f"kind-{n}") for n, kind in enumerate(kinds)],
+        legend=[BarPart(name=kind, share=0.0, text="", style=f"kind-{n}") for n, kind in enumerate(kinds)],
         mark_text="peak that the allocator reports" if any(row.mark is not None for row in rows) else "",
     )
 
@@ -43,7 +43,7 @@ def _known_bytes(memory: Memory) -> int:
 
 def _bar(policy: str, memory: Memory, *, longest: int, style: Style | None) -> Bar:
     parts = [
-        Part(name=kind, share=size / longest, text=fmt.bytes_text(size), style=f"kind-{number}")
+        BarPart(name=kind, share=size / longest, text=fmt.bytes_text(size), style=f"kind-{number}")
         for number, (kind, size) in enumerate(shared.memory_kinds(memory).items())
         if size
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from mezzo.records import AuditRecord, FallbackRecord, ModuleError
 from mezzo.report import formatting as fmt
-from mezzo.report.charts.data import Bar, Bars, Drawn, Node, Nothing, Part, Tree
+from mezzo.report.charts.data import Bar, BarPart, Bars, Drawn, Nothing, TreeChart, TreeNode
 from mezzo.report.colours import format_style
 from mezzo.report.sheets.audit import PHASES
 from mezzo.report.sheets.fallback import error_text
@@ -39,22 +39,22 @@ def phase_bars(record: AuditRecord) -> Drawn:
     )
 
 
-def _format_parts(flops: Mapping[str, int], longest: int) -> list[Part]:
+def _format_parts(flops: Mapping[str, int], longest: int) -> list[BarPart]:
     order = sorted(flops.items(), key=lambda item: -item[1])
     return [
-        Part(name=fmt.clean(form), share=n / longest, text=fmt.flops_text(n), style=format_style(form).name)
+        BarPart(name=fmt.clean(form), share=n / longest, text=fmt.flops_text(n), style=format_style(form).name)
         for form, n in order
         if n
     ]
 
 
-def _format_legend(record: AuditRecord) -> list[Part]:
-    return [Part(name=fmt.clean(f), share=0.0, text="", style=format_style(f).name) for f in record.flops_by_format]
+def _format_legend(record: AuditRecord) -> list[BarPart]:
+    return [BarPart(name=fmt.clean(f), share=0.0, text="", style=format_style(f).name) for f in record.flops_by_format]
 
 
 @dataclass(kw_only=True)
 class _Totals:
-    """What one module and those inside it do."""
+    """The work of one module and those inside it."""
 
     flops: dict[str, int] = field(default_factory=dict)
     bytes: int = 0
@@ -83,10 +83,10 @@ def module_tree(record: AuditRecord, places: Mapping[str, str]) -> Drawn:
         return Nothing(name="modules", title=title, words="No operation was recorded.")
     longest = max(sum(own.flops.values()) for own in totals.values()) or 1
 
-    def node(path: str, children: Sequence[Node]) -> Node:
+    def node(path: str, children: Sequence[TreeNode]) -> TreeNode:
         own = totals[path]
         flops = sum(own.flops.values())
-        return Node(
+        return TreeNode(
             name=fmt.clean(path.rpartition(".")[2]),
             path=fmt.clean(path),
             bars=_format_parts(own.flops, longest),
@@ -103,10 +103,10 @@ def module_tree(record: AuditRecord, places: Mapping[str, str]) -> Drawn:
     first = sorted((path for path in totals if "." not in path), key=weight)
     total = sum(sum(totals[path].flops.values()) for path in first) or 1
     top = [f"{fmt.clean(path)} {fmt.share_text(sum(totals[path].flops.values()) / total)}" for path in first[:3]]
-    return Tree(
+    return TreeChart(
         name="modules",
         title=title,
-        words=f"{fmt.plural(len(totals), 'module')}; most of the FLOPs are in {', '.join(top)}.",
+        words=f"{fmt.plural(len(totals), 'module')}; most of the FLOPs: {', '.join(top)}.",
         note=_shown_note(len(totals))
         + "Each row includes the modules inside it; bytes are those of all operands and results.",
         heads=("FLOPs", "bytes", "casts"),
@@ -132,8 +132,8 @@ def paths_of(module: str) -> list[str]:
 
 
 def nodes_of(
-    paths: Mapping[str, object], node: Callable[[str, Sequence[Node]], Node], weight: Callable[[str], object]
-) -> list[Node]:
+    paths: Mapping[str, object], node: Callable[[str, Sequence[TreeNode]], TreeNode], weight: Callable[[str], object]
+) -> list[TreeNode]:
     """Return the roots of the tree of ``paths``, each level in the order of ``weight``; the heaviest MOST_NODES are kept."""
     kept = sorted(paths, key=weight)[:MOST_NODES]  # type: ignore[arg-type]
     known = dict.fromkeys(path for name in kept for path in paths_of(name))
@@ -141,7 +141,7 @@ def nodes_of(
     for path in sorted(known, key=weight):  # type: ignore[arg-type]
         inside.setdefault(path.rpartition(".")[0], []).append(path)
 
-    def build(path: str) -> Node:
+    def build(path: str) -> TreeNode:
         made = node(path, [build(child) for child in inside.get(path, [])])
         return replace(made, open=len(known) <= _ALL_OPEN or "." not in path)
 
@@ -159,18 +159,18 @@ def error_tree(record: FallbackRecord) -> Drawn:
         return Nothing(name="tree", title=title, words="No module was run by itself.")
     paths = {path: None for name in own for path in paths_of(name)}
 
-    def node(path: str, children: Sequence[Node]) -> Node:
+    def node(path: str, children: Sequence[TreeNode]) -> TreeNode:
         found = own.get(path)
         if (
             found is None and len(children) == 1
-        ):  # a container that is never called and holds one module is not a row of its own
+        ):  # a container that is never called and has one child gets no row of its own
             return replace(children[0], name=f"{fmt.clean(path.rpartition('.')[2])}.{children[0].name}")
         tone, word = error_tone(found, record.tolerance)
         share = 0.0 if found is None else _bar_share(_largest(found), record.tolerance)
-        return Node(
+        return TreeNode(
             name=fmt.clean(path.rpartition(".")[2]),
             path=fmt.clean(path),
-            bars=[Part(name=word, share=share, text="", style=f"tone-{tone}")] if share else [],
+            bars=[BarPart(name=word, share=share, text="", style=f"tone-{tone}")] if share else [],
             text=_error_words(found),
             numbers=(
                 "" if found is None or found.reason else error_text(_largest(found)),
@@ -191,7 +191,7 @@ def error_tree(record: FallbackRecord) -> Drawn:
         f"{fmt.plural(len(own), 'module')} run by themselves in the lower precision; {over} of them make an error above the "
         f"tolerance of {error_text(record.tolerance)}; kept in FP32: {', '.join(kept) or 'none'}."
     )
-    return Tree(
+    return TreeChart(
         name="tree",
         title=title,
         words=words,

@@ -1,4 +1,4 @@
-"""One prediction closely: throughput over batch sizes, memory over the step, and the time of each module."""
+"""One prediction in detail: throughput over batch sizes, memory over the step, and the time of each module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 from mezzo.records import BatchCurve, Prediction, PredictionDetail, PredictRecord
 from mezzo.report import formatting as fmt
-from mezzo.report.charts.data import Axis, Chart, Drawn, Line, Mark, Node, Nothing, Part, Span, Tree
+from mezzo.report.charts.data import Axis, BarPart, Chart, Drawn, Line, Mark, Nothing, Span, TreeChart, TreeNode
 from mezzo.report.charts.modules import MOST_NODES, nodes_of, paths_of
 from mezzo.report.charts.series import NAN
 from mezzo.report.colours import Style, kind_style, policy_styles
@@ -71,7 +71,7 @@ def _rate_line(curve: BatchCurve, sizes: list[int], style: Style) -> Line:
 
 
 def _between(sizes: list[int], rates: dict[int, float]) -> list[float]:
-    """Return a rate for each size: that of a size which is not known lies on the line between its neighbours."""
+    """Return a rate for each size; one that is not known is interpolated between its neighbours."""
     known = sorted(rates)
     found = []
     for size in sizes:
@@ -109,13 +109,13 @@ def timeline_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     return Chart(
         name="timeline",
         title=title,
-        words=f"Tensors take the most, {fmt.bytes_text(totals[peak])}, {_phase(record, line.places[peak])}: {listed}.",
+        words=f"Tensors need the most memory, {fmt.bytes_text(totals[peak])}, {_phase(record, line.places[peak])}: {listed}.",
         note="Predicted. From left to right the forward pass, the backward pass (shaded) and the optimizer's step; each position is "
-        "one tensor that comes or goes. The GPU shows more, by what torch's allocator reserves and the driver takes: "
+        "one tensor that is allocated or freed. The GPU shows more, because torch's allocator reserves memory and the driver needs some: "
         f"{fmt.bytes_text(_device_bytes(record, detail))} of {fmt.bytes_text(detail.limit_bytes)}.",
         x=line.places,
         last_x=line.places[-1],
-        x_axis=Axis(title="tensors that came and went"),
+        x_axis=Axis(title="tensors allocated and freed"),
         y_axis=Axis(title=unit, low=0.0),
         lines=lines,
         spans=spans,
@@ -156,15 +156,15 @@ def time_tree(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     step = sum(sum(one.ms.values()) for one in detail.modules)
     longest = max(sum(own.values()) for own in totals.values())
 
-    def node(path: str, children: object) -> Node:
+    def node(path: str, children: object) -> TreeNode:
         own = totals[path]
         ms = sum(own.values())
         bars = [
-            Part(name=kind, share=own[kind] / longest, text=fmt.ms_text(own[kind]), style=kind_style(n).name)
+            BarPart(name=kind, share=own[kind] / longest, text=fmt.ms_text(own[kind]), style=kind_style(n).name)
             for n, kind in enumerate(_BOUNDS)
             if own.get(kind)
         ]
-        return Node(
+        return TreeNode(
             name=fmt.clean(path.rpartition(".")[2]),
             path=fmt.clean(path),
             bars=bars,
@@ -179,14 +179,16 @@ def time_tree(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     first = sorted((path for path in totals if "." not in path), key=weight)[:3]
     top = [f"{fmt.clean(path)} {fmt.share_text(-weight(path) / step)}" for path in first]
     shown = f"The {MOST_NODES} longest of {len(totals)} are shown. " if len(totals) > MOST_NODES else ""
-    return Tree(
+    return TreeChart(
         name="times",
         title=title,
         words=f"Most of the step's {fmt.ms_text(step)} on the GPU: {', '.join(top)}.",
         note=f"{shown}Predicted. Each row includes the modules inside it, forward and backward.{_host(record, detail, step)}",
         heads=("time", "share", "bound by"),
         roots=nodes_of(totals, node, weight),
-        legend=[Part(name=_said(kind), share=0.0, text="", style=kind_style(n).name) for n, kind in enumerate(_BOUNDS)],
+        legend=[
+            BarPart(name=_said(kind), share=0.0, text="", style=kind_style(n).name) for n, kind in enumerate(_BOUNDS)
+        ],
     )
 
 
@@ -195,7 +197,7 @@ def _said(kind: str) -> str:
 
 
 def _host(record: PredictRecord, detail: PredictionDetail, step_ms: float) -> str:
-    """Return that the host cannot launch as fast as the GPU computes, if that is so."""
+    """Return a note if the host cannot launch operations as fast as the GPU computes them."""
     whole = next((one.step_ms for one in record.predictions if _is_of(one, detail)), 0.0)
     return (
         f" The step takes {fmt.ms_text(whole)}: the host launches more slowly than the GPU computes."

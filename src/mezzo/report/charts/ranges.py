@@ -1,4 +1,4 @@
-"""Where the values of a script lie, by power of two, over what each format holds; and what each loss scale loses."""
+"""The values of a script by power of two, above the range of each format; and what each loss scale loses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOWEST, _HIGHEST = -60, 48
 def exponents_chart(record: RangesRecord) -> Drawn:
     """Return the share of the non-zero values of each kind by power of two."""
     kinds = [kind for kind in record.kinds if kind.histogram.nonzero]
-    title = "Where the values lie"
+    title = "Values by power of two"
     if not kinds:
         return Nothing(name="exponents", title=title, words="No value other than zero was recorded.")
     low, high = _ends(record)
@@ -32,8 +32,8 @@ def exponents_chart(record: RangesRecord) -> Drawn:
         name="exponents",
         title=title,
         words=f"Share of the non-zero values by power of two: {'; '.join(_kind_words(kind) for kind in kinds)}.",
-        note=f"A loss scale of 2^k moves both kinds of gradients k places to the right.{shaded} Bars below: what each format holds, "
-        "the pale part with fewer bits (subnormal numbers).",
+        note=f"A loss scale of 2^k moves both kinds of gradients k places to the right.{shaded} Bars below: the range of each format; "
+        "the pale part has fewer bits (subnormal numbers).",
         x=list(grid),
         last_x=high,
         x_axis=Axis(title="magnitude", kind="power", low=low, high=high),

@@ -1,4 +1,4 @@
-"""Values of several runs as one line and a band, with as many points as a page needs, so that it stays small and hides nothing."""
+"""Values of several runs as one line and a band, with few enough points for a small page, and without hiding extremes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mezzo.report.colours import Style
 
 NAN = math.nan
 MOST_POINTS = 300
-"""Positions in one chart: a point each 3 pixels at full width."""
+"""Positions in one chart: one every 3 pixels at full width."""
 _FEWEST_POINTS = 60
 _WIDE_RATIO = 50
 _PAGE_POINTS = (
@@ -64,7 +64,7 @@ def band(series: Sequence[Sequence[float]], places: Sequence[range]) -> Band:
 
 
 def band_of_means(series: Sequence[Sequence[float]], places: Sequence[range]) -> Band:
-    """Return the same of the means of each series at each position: what is systematic, without the noise of single steps."""
+    """Return the band of each series' means at each position: systematic differences, without the noise of single steps."""
     means = [band([values], places).mean for values in series]
     return band(means, positions(len(places), most=max(1, len(places))))
 
@@ -77,7 +77,7 @@ def banded_line(name: str, style: Style, one: Band, *, marks: Sequence[Mark] = (
 
 
 def axis_kind(values: Sequence[float]) -> AxisKind:
-    """Return ``log`` for positive values that span so much that a linear axis would hide the small ones."""
+    """Return ``log`` for positive values whose span is so wide that a linear axis would hide the small ones."""
     return "log" if min(values) > 0 and max(values) / min(values) > _WIDE_RATIO else "number"
 
 

@@ -1,4 +1,4 @@
-"""What else happens over the steps of a run: the loss scale with its skipped steps, the gradient norm, the time a step."""
+"""The loss scale with its skipped steps, the gradient norm and the time of each step of a run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _scale_words(scaled: Mapping[str, Sequence[RunRecord]]) -> str:
     parts = []
     for policy, own in scaled.items():
         firsts = [next(s for s in run.steps.loss_scale if _is_scale(s)) for run in own]
-        ends = sorted({fmt.scale_text(run.final_scale) for run in own})
+        ends = [fmt.scale_text(s) for s in sorted({run.final_scale for run in own}, key=lambda s: s or 0.0)]
         skips = fmt.mean_text(sum(run.steps.num_skipped for run in own) / len(own))
         per = " a run" if len(own) > 1 else ""
         ending = ends[0] if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
@@ -117,7 +117,7 @@ def _one_line(
     band = series.band([values], places)
     kind = series.axis_kind(values)
     merged = len(places[0])
-    note = f"Each point is the mean of {merged} steps; the band holds all of them." if merged > 1 else ""
+    note = f"Each point is the mean of {merged} steps; the band contains all of them." if merged > 1 else ""
     return Chart(
         name=name,
         title=title,

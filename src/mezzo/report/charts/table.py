@@ -1,4 +1,4 @@
-"""The numbers behind a chart, as a table for those who cannot see it or want to copy them."""
+"""The numbers of a chart, as a table for those who cannot see it or want to copy them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mezzo.report.charts import series
 from mezzo.report.charts.canvas import tick_text
 from mezzo.report.charts.data import AxisKind, Bars, Boxes, Chart, Drawn
 from mezzo.report.formatting import MISSING, number_text
-from mezzo.report.sheets.audit import Grid
+from mezzo.report.sheets.shared import Grid
 
 _MOST_ROWS = 12
 
@@ -38,7 +38,7 @@ def _chart_numbers(chart: Chart) -> Grid:
         cells = [tick_text(chart.x[place], chart.x_axis.kind)]
         for line in chart.lines:
             value = _text(line.y[place], chart.y_axis.kind)
-            if line.low and math.isfinite(line.y[place]):
+            if line.low and line.low[place] < line.high[place]:
                 value += (
                     f" ({_text(line.low[place], chart.y_axis.kind)} to {_text(line.high[place], chart.y_axis.kind)})"
                 )

@@ -1,4 +1,4 @@
-"""The spread of the step times, one row a policy."""
+"""The spread of the step times, one row per policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timed:
+class StepTimes:
     """The step times of one policy."""
 
     policy: str
@@ -25,15 +25,16 @@ class Timed:
     emulated: bool
 
 
-def time_boxes(timed: Sequence[Timed]) -> Drawn:
-    """Return the spread of the step times; an emulated policy has a note instead, as its times say nothing about a GPU."""
-    title = "Time a step"
+def time_boxes(timed: Sequence[StepTimes]) -> Drawn:
+    """Return the spread of the step times; an emulated policy has a note instead, because its times say nothing about a GPU."""
+    title = "Time per step"
     known = {t.policy: sorted(v for v in t.times_ms if math.isfinite(v)) for t in timed}
     if not any(known[t.policy] for t in timed if not t.emulated):
         emulated = any(t.emulated for t in timed)
         words = f"Not drawn; {shared.NOT_FOR_GPU}." if emulated else "No step was timed."
         return Nothing(name="times", title=title, words=words)
-    ends = {t.policy: _ends(known[t.policy]) for t in timed if not t.emulated and known[t.policy]}
+    shown = [t for t in timed if not t.emulated and known[t.policy]]
+    ends = {t.policy: [quantile(known[t.policy], share) for share in _QUANTILES] for t in shown}
     step, top = _axis(max(own[-1] for own in ends.values()))
     rows = [_row(t, ends.get(t.policy), top=top) for t in timed if t.emulated or t.policy in ends]
     medians = [f"{fmt.clean(policy)} {fmt.ms_text(own[2])}" for policy, own in ends.items()]
@@ -41,24 +42,18 @@ def time_boxes(timed: Sequence[Timed]) -> Drawn:
         name="times",
         title=title,
         words=f"The median time of a step: {', '.join(medians)}.",
-        note="A box holds the middle half of all steps, its line is the median, the whiskers span 5% to 95%.",
+        note="A box spans the middle half of all steps, its line is the median, and the whiskers span 5% to 95%.",
         rows=rows,
         ticks=[(place * step / top, fmt.ms_text(place * step)) for place in range(1 + round(top / step))],
     )
 
 
-def _ends(ordered: Sequence[float]) -> tuple[float, float, float, float, float]:
-    a, b, c, d, e = (quantile(ordered, share) for share in _QUANTILES)
-    return a, b, c, d, e
-
-
-def _row(timed: Timed, ends: tuple[float, ...] | None, *, top: float) -> Box:
+def _row(timed: StepTimes, ends: Sequence[float] | None, *, top: float) -> Box:
     name = fmt.clean(timed.policy)
     if ends is None:
         return Box(name=name, style=timed.style, text=shared.NOT_FOR_GPU, ends=None)
-    a, b, c, d, e = (end / top for end in ends)
     numbers = [fmt.ms_text(end) for end in ends]
-    return Box(name=name, style=timed.style, text=numbers[2], ends=(a, b, c, d, e), numbers=numbers)
+    return Box(name=name, style=timed.style, text=numbers[2], ends=[end / top for end in ends], numbers=numbers)
 
 
 def _axis(largest: float) -> tuple[float, float]:

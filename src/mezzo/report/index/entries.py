@@ -1,4 +1,4 @@
-"""The records below a folder, read for an index: each as one line, and one broken file hides no other."""
+"""The records below a folder, each as one line of an index; a broken file hides no other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from urllib.parse import quote
 from mezzo.errors import RecordError
 from mezzo.records import AnyRecord, CompareRecord, Environment, RunRecord, read_record
 from mezzo.report import formatting as fmt
-from mezzo.report.index.sheet import Entry
+from mezzo.report.index.sheet import IndexLine
 from mezzo.report.views import VIEWS
 
 RECORD, PAGE = "record.json", "report.html"
@@ -20,7 +20,7 @@ _NAME_LENGTH, _TEXT_LENGTH = 60, 160
 
 
 def find_records(folder: Path) -> list[Path]:
-    """Return the records below ``folder``; what lies below a record belongs to its command and is left out. Links are not followed."""
+    """Return the records below ``folder``; those below another record belong to its command and are left out. Links are not followed."""
     found = []
     for place, folders, files in os.walk(folder):
         if RECORD in files:
@@ -31,7 +31,7 @@ def find_records(folder: Path) -> list[Path]:
 
 
 def page_of(path: Path) -> Path:
-    """Return where the page of the record at ``path`` lies."""
+    """Return the path of the page of the record at ``path``."""
     return path.with_name(PAGE) if path.name == RECORD else path.with_suffix(".html")
 
 
@@ -44,7 +44,7 @@ def outdated(path: Path) -> bool:
 
 
 def read_all(paths: Sequence[Path]) -> Iterator[tuple[Path, AnyRecord | RecordError]]:
-    """Read each record, or say why it cannot be read: one broken file must not hide the others."""
+    """Yield each record, or the error that says why it cannot be read: one broken file must not hide the others."""
     for path in paths:
         try:
             yield path, read_record(path)
@@ -52,20 +52,20 @@ def read_all(paths: Sequence[Path]) -> Iterator[tuple[Path, AnyRecord | RecordEr
             yield path, error
 
 
-def entry_of(path: Path, record: AnyRecord | RecordError, folder: Path) -> Entry:
+def entry_of(path: Path, record: AnyRecord | RecordError, folder: Path) -> IndexLine:
     """Return the line of one record."""
     place = path.parent.relative_to(folder).as_posix()
     shown = _short(place, _NAME_LENGTH)
     if isinstance(record, RecordError):
         why = _short(str(record).splitlines()[0].replace(repr(str(path)), path.name), _TEXT_LENGTH)
         empty: dict[str, Any] = dict.fromkeys(("date", "script", "kind", "policies", "device"), fmt.MISSING)
-        return Entry(place=shown, link="", word="cannot be read", tone="bad", headline=why, **empty)
+        return IndexLine(place=shown, link="", word="cannot be read", tone="bad", headline=why, **empty)
     view = VIEWS[record.kind]
     sheet: Any = view.sheet(record)
     answer = view.answer(record, sheet)
     run: Any = getattr(record, "run", record)
     environment: Environment = run.environment
-    return Entry(
+    return IndexLine(
         place=shown,
         link=_address(page_of(path), folder),
         date=fmt.date_text(environment.date),

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
+from http.client import HTTP_PORT
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ _POLICY = (
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET and HEAD of pages and records below one folder, and nothing else."""
+    """Serves GET and HEAD requests for pages and records below one folder."""
 
     server: _Server
     server_version, sys_version = "mezzo", ""
@@ -36,7 +37,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         if self.headers.get("Host", "").lower() not in self.server.names:
-            # Another site's name that points here could read every page through its visitor's browser.
+            # A hostile site whose name resolves to this address could read every page through a visitor's browser.
             self._refuse(HTTPStatus.FORBIDDEN)
             return
         path = _file_at(self.path, self.server.folder)
@@ -71,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer what is not understood, other methods too, without repeating any of it."""
+        """Answer requests that are not understood, such as other methods, without repeating any of their text."""
         self.send_response(HTTPStatus(code))
         self._headers("text/plain; charset=utf-8", 0)
 
@@ -93,7 +94,7 @@ def _file_at(target: str, folder: Path) -> Path | None:
         parts = [part for part in unquote(urlsplit(target).path, errors="surrogateescape").split("/") if part]
     except ValueError:
         return None
-    # A part that begins with a dot is hidden or leads upwards; a separator or a null inside one is an attempt.
+    # A part that begins with a dot is hidden or leads upwards; a separator or a null inside one is an attack.
     if any(part.startswith(".") or os.sep in part or (os.altsep or os.sep) in part or "\0" in part for part in parts):
         return None
     path = folder.joinpath(*parts) if parts else folder / "index.html"
@@ -120,15 +121,21 @@ def serving(folder: Path, *, port: int = 0) -> Iterator[_Server]:
 
     Args:
         folder: the only folder that is read.
-        port: the port; 0 takes a free one.
+        port: the port; 0 for any free one.
 
     Raises:
         OSError: the port is taken or not allowed.
     """
     with _Server((HOST, port), _Handler) as server:
         server.folder = folder.resolve()
-        server.names = frozenset(f"{name}:{server.server_port}" for name in (HOST, "localhost"))
+        server.names = names_of(server.server_port)
         yield server
+
+
+def names_of(port: int) -> frozenset[str]:
+    """Return the Host headers of requests to this server; browsers leave out HTTP's own port."""
+    hosts = (HOST, "localhost")
+    return frozenset(f"{host}:{port}" for host in hosts) | frozenset(hosts if port == HTTP_PORT else ())
 
 
 def address_of(server: ThreadingHTTPServer) -> str:

@@ -19,7 +19,7 @@ _MOST_POLICIES = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class IndexLine:
     """One record as a line of the index."""
 
     place: str
@@ -38,7 +38,7 @@ class Entry:
     losses: dict[str, float] = field(default_factory=dict)
     """Final loss by policy."""
     when: str = ""
-    """What orders entries: the date as the record has it."""
+    """The date as the record has it, which orders the entries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class History:
     """The records of one script, the oldest first."""
 
     script: str
-    entries: list[Entry]
+    entries: list[IndexLine]
     chart: Chart | None
 
 
@@ -57,7 +57,7 @@ class IndexSheet:
     title: str
     headline: str
     facts: list[Fact]
-    entries: list[Entry]
+    entries: list[IndexLine]
     """The newest first; at most MOST_ROWS."""
     left_out: int
     histories: list[History]
@@ -65,11 +65,11 @@ class IndexSheet:
     command: str = ""
 
 
-def index_sheet(entries: Sequence[Entry], folder: Path) -> IndexSheet:
+def index_sheet(entries: Sequence[IndexLine], folder: Path) -> IndexSheet:
     """Return the index of ``entries``."""
     ordered = sorted(entries, key=lambda one: (one.when, one.place), reverse=True)
     shown = ordered[:MOST_ROWS]
-    scripts: dict[str, list[Entry]] = {}
+    scripts: dict[str, list[IndexLine]] = {}
     for one in reversed(ordered):
         if one.script != fmt.MISSING:
             scripts.setdefault(one.script, []).append(one)
@@ -93,7 +93,7 @@ def index_sheet(entries: Sequence[Entry], folder: Path) -> IndexSheet:
     )
 
 
-def _history(number: int, script: str, entries: Sequence[Entry]) -> History:
+def _history(number: int, script: str, entries: Sequence[IndexLine]) -> History:
     with_loss = [one for one in entries if one.losses]
     kinds = [one.kind for one in with_loss]
     kind_shown = max(
@@ -128,7 +128,7 @@ def _history(number: int, script: str, entries: Sequence[Entry]) -> History:
 
 
 def _joined(values: Sequence[float]) -> list[float]:
-    """Return ``values`` with gaps between known ones filled by the one before: a policy that one record left out is still a line."""
+    """Return ``values`` with each gap filled with the value before it: a policy that one record lacks is still a line."""
     known = [place for place, value in enumerate(values) if math.isfinite(value)]
     filled: list[float] = []
     for place, value in enumerate(values):

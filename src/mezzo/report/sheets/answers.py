@@ -1,4 +1,4 @@
-"""The answer that a page begins with: a sentence, and the few numbers that it rests on."""
+"""The answer that a page begins with: one word, and the few numbers that support it."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from mezzo.records import (
 )
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
+from mezzo.report.sheets.compare import best_of
 from mezzo.report.sheets.shared import Fact
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a record says, before any table."""
+class Headline:
+    """The answer of a record, above all tables."""
 
     tone: str
     word: str
     facts: list[Fact] = field(default_factory=list)
-    """The evidence: what, its value, and below it what that means."""
+    """The evidence: a label, its value, and below it what it means."""
 
 
-def compare_answer(record: CompareRecord, sheet: Any) -> Answer:
+def compare_answer(record: CompareRecord, sheet: Any) -> Headline:
     """Return the answer of a comparison: the evidence for the best policy that trains like the baseline."""
     others = [row for row in record.rows if row.verdict != "baseline"]
     equal = [row for row in others if row.verdict == "equivalent"]
     if not others or record.shared_files:
-        return Answer(tone="open" if not others else "bad", word="no verdict")
+        return Headline(tone="open" if not others else "bad", word="no verdict")
     if equal:
-        best = max(equal, key=lambda row: (row.speedup_low or 0.0, -(row.memory_ratio or 9.9)))
-        return Answer(tone="good", word="equivalent", facts=evidence(best, metric=sheet.metric_name))
+        return Headline(tone="good", word="equivalent", facts=evidence(best_of(equal), metric=sheet.metric_name))
     words = {row.verdict for row in others}
     if "undecided" in words:
         needed = [row.seeds_needed for row in others if row.verdict == "undecided" and row.seeds_needed]
         seeds = str(max(needed, default=0))
         more = [Fact(what="seeds that would decide", value=seeds, reason="in 80% of cases or more")]
-        return Answer(tone="open", word="undecided", facts=more if needed else [])
+        return Headline(tone="open", word="undecided", facts=more if needed else [])
     word = others[0].verdict.replace("_", " ") if len(words) == 1 else "not equivalent"
-    return Answer(tone="warn" if words == {"different"} else "bad", word=word)
+    return Headline(tone="warn" if words == {"different"} else "bad", word=word)
 
 
 def evidence(row: Row, *, metric: str) -> list[Fact]:
@@ -61,42 +61,32 @@ def evidence(row: Row, *, metric: str) -> list[Fact]:
             interval = fmt.interval_text(found.low, found.high, one=show)
             facts.append(Fact(what=f"{what}, {name}", value=show(found.difference), reason=interval))
     if row.memory_ratio is not None:
-        facts.append(
-            Fact(
-                what=f"memory, {name}",
-                value=f"{_change(row.memory_ratio)}",
-                reason=fmt.bytes_text(row.memory.total_bytes),
-            )
-        )
+        change = fmt.share_change_text(row.memory_ratio - 1.0)
+        facts.append(Fact(what=f"memory, {name}", value=change, reason=fmt.bytes_text(row.memory.total_bytes)))
     if row.emulated:
-        facts.append(Fact(what=f"speed, {name}", value="not measured", reason="emulated here; a GPU must tell"))
+        facts.append(Fact(what=f"speed, {name}", value="not measured", reason="emulated here; measure it on a GPU"))
     elif row.speedup is not None:
         spread = fmt.spread_text(row.speedup_low, row.speedup_high)
         facts.append(Fact(what=f"speed, {name}", value=fmt.ratio_text(row.speedup), reason=spread))
     return facts
 
 
-def _change(ratio: float) -> str:
-    return fmt.share_change_text(ratio - 1.0)
-
-
-def run_answer(record: RunRecord, sheet: Any) -> Answer:
+def run_answer(record: RunRecord, sheet: Any) -> Headline:
     """Return the answer of a run: what it reached."""
     if shared.error_text(record):
-        return Answer(tone="bad", word="failed", facts=sheet.facts)
+        return Headline(tone="bad", word="failed", facts=sheet.facts)
     if record.changed_nothing:
-        return Answer(tone="warn", word="nothing changed", facts=sheet.facts)
+        return Headline(tone="warn", word="nothing changed", facts=sheet.facts)
     broken = any(fact.tone == "bad" for fact in sheet.facts)
-    return Answer(tone="bad" if broken else "good", word="not finite" if broken else "trained", facts=sheet.facts)
+    return Headline(tone="bad" if broken else "good", word="not finite" if broken else "trained", facts=sheet.facts)
 
 
-def audit_answer(record: AuditRecord, sheet: Any) -> Answer:
-    """Return the answer of an audit: the formats of the products, and how much there is to find."""
+def audit_answer(record: AuditRecord, sheet: Any) -> Headline:
+    """Return the answer of an audit: the formats of the products, and the number of findings."""
     total = sum(record.flops_by_format.values())
     shares = sorted(record.flops_by_format.items(), key=lambda item: -item[1])
     facts = [
-        Fact(what=f"of the FLOPs in {fmt.clean(form)}", value=fmt.share_text(flops / total))
-        for form, flops in shares[:3]
+        Fact(what=f"FLOPs in {fmt.clean(form)}", value=fmt.share_text(flops / total)) for form, flops in shares[:3]
     ]
     facts += [
         Fact(
@@ -108,27 +98,27 @@ def audit_answer(record: AuditRecord, sheet: Any) -> Answer:
     ]
     failed = bool(shared.error_text(record.run))
     if failed or not record.steps:
-        return Answer(tone="bad", word="failed" if failed else "no step", facts=facts if record.steps else [])
+        return Headline(tone="bad", word="failed" if failed else "no step", facts=facts if record.steps else [])
     count = len(record.findings)
     severe = any(finding.severity == "error" for finding in record.findings)
     tone = "bad" if severe else "warn" if count else "good"
-    return Answer(tone=tone, word=fmt.plural(count, "finding") if count else "nothing found", facts=facts)
+    return Headline(tone=tone, word=fmt.plural(count, "finding") if count else "nothing found", facts=facts)
 
 
 _PLACE = ("module", "operation", "line", "step", "loss scale")
 
 
-def diagnose_answer(record: DiagnoseRecord, sheet: Any) -> Answer:
+def diagnose_answer(record: DiagnoseRecord, sheet: Any) -> Headline:
     """Return the answer of a diagnosis: its verdict, and where."""
     facts = [fact for fact in sheet.place if fact.what in _PLACE]
     facts = [replace(fact, value=PurePath(fact.value).name) if fact.what == "line" else fact for fact in facts]
     if not facts:
         skipped = f"{record.num_skipped} of {len(record.run.steps)}"
         facts = [Fact(what="steps", value=str(len(record.run.steps))), Fact(what="skipped updates", value=skipped)]
-    return Answer(tone=sheet.tone, word=sheet.verdict, facts=facts)
+    return Headline(tone=sheet.tone, word=sheet.verdict, facts=facts)
 
 
-def ranges_answer(record: RangesRecord, sheet: Any) -> Answer:
+def ranges_answer(record: RangesRecord, sheet: Any) -> Headline:
     """Return the answer of a record of ranges: the scale window by format."""
     lines = sheet.windows
     facts = [
@@ -137,13 +127,13 @@ def ranges_answer(record: RangesRecord, sheet: Any) -> Answer:
     own = next((line for line in lines if line.format == fmt.clean(record.format)), None)
     if own is None or shared.error_text(record.run):
         failed = bool(shared.error_text(record.run))
-        return Answer(tone="bad" if failed else "open", word="failed" if failed else "no gradient", facts=facts)
+        return Headline(tone="bad" if failed else "open", word="failed" if failed else "no gradient", facts=facts)
     words = {"good": "a scale fits", "bad": "no scale fits"}
-    return Answer(tone=own.tone, word=words.get(own.tone, "no gradient"), facts=facts)
+    return Headline(tone=own.tone, word=words.get(own.tone, "no gradient"), facts=facts)
 
 
-def fallback_answer(record: FallbackRecord, sheet: Any) -> Answer:
-    """Return the answer of a fallback search: what to keep, and what that gains."""
+def fallback_answer(record: FallbackRecord, sheet: Any) -> Headline:
+    """Return the answer of a fallback search: how many modules to keep in FP32, and the error with and without them."""
     tones = {"found": "good", "not needed": "good", "elsewhere": "bad", "not repeatable": "open", "fp32 fails": "bad"}
     before, after, most = (
         fmt.number_text(v, digits=2) for v in (record.error_before, record.error_after, record.tolerance)
@@ -156,16 +146,16 @@ def fallback_answer(record: FallbackRecord, sheet: Any) -> Answer:
         ("runs that verified it", str(len(record.verifications)), ""),
     ]
     facts = [Fact(what=what, value=value, reason=reason) for what, value, reason in known if value != fmt.MISSING]
-    return Answer(tone=tones[record.verdict], word=record.verdict, facts=facts)
+    return Headline(tone=tones[record.verdict], word=record.verdict, facts=facts)
 
 
-def doctor_answer(record: DoctorRecord, sheet: Any) -> Answer:
+def doctor_answer(record: DoctorRecord, sheet: Any) -> Headline:
     """Return the answer of a machine: how its best device computes in each format."""
     best = next((d for d in record.devices if d.kind != "cpu"), next(iter(record.devices), None))
     if best is None:
-        return Answer(tone="bad", word="no device")
+        return Headline(tone="bad", word="no device")
     facts = [Fact(what=fmt.clean(f.format), value=f.level) for f in best.formats]
     native = any(f.level == "native" and f.format not in ("fp32", "fp64") for f in best.formats)
-    return Answer(
+    return Headline(
         tone="good" if native else "open", word="16 bits natively" if native else "emulates 16 bits", facts=facts
     )

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from mezzo.records import AS_IS, AuditRecord
+from mezzo.records import AS_IS, AuditRecord, CastTotal, RoundTrip, WideProduct
 from mezzo.records.run import WIDE
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
 from mezzo.report.sheets.findings import FindingLine, finding_line
-from mezzo.report.sheets.shared import Fact, ScriptSheet
+from mezzo.report.sheets.shared import Fact, Grid, ScriptSheet
 
 _TINY = 0.01
-"""The share of the FLOPs below which mixed precision is as good as unused."""
+"""Below this share of the FLOPs, mixed precision is as good as unused."""
 _UNDER_AUTOCAST = ("excluded", "list", "no rule")
 """Causes of wide products that only code under autocast has."""
 PHASES = ("forward", "recompute", "dgrad", "wgrad", "optimizer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grid:
-    """A table: column heads, rows of cells, and which columns hold numbers."""
-
-    heads: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +25,8 @@ class AuditSheet(ScriptSheet):
 
     error: str
     findings: list[FindingLine]
-    phases: Grid
-    wide: Grid
-    casts: Grid
-    trips: Grid
-    problems: Grid
-    kernels: Grid
+    tables: dict[str, Grid]
+    """By title, the answers first."""
     operations: Grid
     notes: list[Fact]
 
@@ -53,13 +39,15 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
         script=fmt.clean(record.run.script),
         headline=_headline(record, script),
         error=shared.error_and_hint(record.run) if record.run.error else "",
-        findings=[finding_line(finding, _module_lines(record)) for finding in record.findings],
-        phases=_phases(record),
-        wide=_wide(record),
-        casts=_casts(record),
-        trips=_trips(record),
-        problems=_problems(record),
-        kernels=_kernels(record),
+        findings=[finding_line(finding, dict(reversed(lines_of_modules(record)))) for finding in record.findings],
+        tables={
+            "Product FLOPs by phase and format": _phases(record),
+            "Products in FP32 or wider": _wide(record),
+            "Casts": _casts(record),
+            "Round-trip casts": _trips(record),
+            "Shapes that do not suit Tensor Cores": _problems(record),
+            "Kernels of products": _kernels(record),
+        },
         operations=_operations(record),
         notes=[
             *shared.name_meant(record.run),
@@ -72,12 +60,10 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
     )
 
 
-def _module_lines(record: AuditRecord) -> dict[str, str]:
-    """Return the first line of code that is known of each module."""
-    known = [(one.module, one.line) for one in record.wide_products]
-    known += [(one.module, one.line) for one in record.round_trips]
-    known += [(one.module, one.line) for one in record.casts]
-    return {module: line for module, line in reversed(known) if line}
+def lines_of_modules(record: AuditRecord) -> list[tuple[str, str]]:
+    """Return modules with lines of code that call them; the first line of a module counts."""
+    named: list[WideProduct | RoundTrip | CastTotal] = [*record.wide_products, *record.round_trips, *record.casts]
+    return [(one.module, one.line) for one in named if one.line]
 
 
 def _headline(record: AuditRecord, script: str) -> str:
@@ -94,7 +80,7 @@ def _headline(record: AuditRecord, script: str) -> str:
 
 
 def _hardly_used(record: AuditRecord) -> str:
-    """Return that the script's own mixed precision is off, or reaches next to nothing; empty where it reaches more."""
+    """Return a sentence if the script's own mixed precision is off, or affects next to nothing; else nothing."""
     total = sum(record.flops_by_format.values())
     narrow = sum(flops for form, flops in record.flops_by_format.items() if form not in WIDE)
     is_on = narrow > 0 or any(product.cause in _UNDER_AUTOCAST for product in record.wide_products)
@@ -107,7 +93,7 @@ def _hardly_used(record: AuditRecord) -> str:
 
 
 def _lowered(record: AuditRecord) -> list[Fact]:
-    """Return how many operations ran below 32 bits, products or not; nothing where they were not counted."""
+    """Return how many operations ran below 32 bits, products or not; nothing if they were not counted."""
     count = record.run.effective.num_lowered
     if count is None or not record.steps:
         return []

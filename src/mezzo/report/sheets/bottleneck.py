@@ -19,7 +19,7 @@ _SHARES = {
 
 
 def bottleneck_facts(found: Bottleneck | None) -> list[Fact]:
-    """Return what holds a run back, what to change, and the measurements; nothing where nothing was measured."""
+    """Return what holds a run back, what to change, and the measurements; nothing if nothing was measured."""
     if found is None:
         return []
     limit, _, why = fmt.clean(found.sentence).partition(": ")
@@ -32,7 +32,7 @@ def bottleneck_facts(found: Bottleneck | None) -> list[Fact]:
     ]
     if found.operations is not None and found.operation_us is not None:
         mean = f"{found.operation_us:.0f} us on average on the host"
-        rows.append(Fact(what="operations a step", value=str(found.operations), reason=mean))
+        rows.append(Fact(what="operations per step", value=str(found.operations), reason=mean))
     return [*rows, *([] if found.gpu is None else _gpu(found.gpu)), *facts(found.not_measured)]
 
 
@@ -51,4 +51,4 @@ def _gpu(gpu: GpuUse) -> list[Fact]:
         limit = "" if gpu.clock_limit_mhz is None else f" of {gpu.clock_limit_mhz:.0f}"
         rows.append(Fact(what="clock", value=f"{gpu.clock_mhz:.0f}{limit} MHz"))
     held = ", ".join(f"{fmt.clean(reason)} in {share:.0%} of the samples" for reason, share in gpu.throttled.items())
-    return [*rows, Fact(what="held down by", value=held or "nothing")]
+    return [*rows, Fact(what="throttled by", value=held or "nothing")]

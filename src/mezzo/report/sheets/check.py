@@ -14,28 +14,17 @@ from mezzo.records import AS_IS, Answer, CheckRecord, CheckStage, Gain, Row
 from mezzo.report import formatting as fmt
 from mezzo.report import terminal
 from mezzo.report.sheets import answers, compare, shared
-from mezzo.report.sheets.answers import Answer as PageAnswer
+from mezzo.report.sheets.answers import Headline as PageAnswer
 from mezzo.report.sheets.compare import CompareSheet
-from mezzo.report.sheets.shared import Fact, ScriptSheet
+from mezzo.report.sheets.shared import Fact, Grid, ScriptSheet
 
 _TONES = {"use": "good", "stay": "quiet", "undecided": "open", "failed": "bad"}
-_LINES = ("why", "to mend it", "accuracy", "memory", "speed", "changed")
+_LINES = ("why", "to fix it", "accuracy", "memory", "speed", "changed")
 """The first lines of the box, in order."""
 _SAME = 0.005
-"""The share of the memory below which nothing is saved."""
+"""A smaller share of the memory counts as no saving."""
 _EDGES = 20
-"""Columns of the box beside a command."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageLine:
-    """One thing that was done."""
-
-    what: str
-    why: str
-    outcome: str
-    duration: str
-    folder: str
+"""Columns of the box that a command cannot use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +38,8 @@ class CheckSheet(ScriptSheet):
     next_why: str
     others: list[Fact]
     comparison: CompareSheet | None
-    stages: list[StageLine]
+    stages: Grid
+    """What was done to find the answer."""
     offered: list[Fact]
     notes: list[Fact]
     patch: str
@@ -60,7 +50,7 @@ def check_sheet(record: CheckRecord) -> CheckSheet:
     script = fmt.clean(PurePath(record.script).name)
     answer, headline = record.answer, _headline(record, script)
     first = record.first_steps
-    judged = "" if first is None else f" (judged by the first {fmt.plural(first, 'step')} only)"
+    judged = "" if first is None else f" (judged by the {fmt.first(first, 'step')} only)"
     comparison = record.comparison if record.comparison and len(record.comparison.rows) > 1 else None
     return CheckSheet(
         title=f"{script}: {headline}",
@@ -72,7 +62,7 @@ def check_sheet(record: CheckRecord) -> CheckSheet:
         next_why=fmt.clean(answer.next_why),
         others=_others(answer),
         comparison=None if comparison is None else compare.compare_sheet(comparison),
-        stages=[_stage(stage) for stage in record.stages],
+        stages=Grid(heads=("what", "why", "outcome", "time"), rows=[_stage(s) for s in record.stages], numbers=(3,)),
         offered=shared.facts(record.offered),
         notes=shared.facts(record.notes),
         patch=fmt.clean(record.patch, keep_lines=True),
@@ -92,7 +82,7 @@ def check_answer(record: CheckRecord, sheet: CheckSheet) -> PageAnswer:
 
 
 def _speed_there(gain: Gain) -> Fact:
-    """Return a gain on a GPU that is not here, over the same baseline as the answer's sentence."""
+    """Return a gain on another GPU, over the same baseline as the answer's sentence."""
     times, over = gain.over_what_is_free
     most, trust = (
         ("at most ", "a ceiling, not a prediction") if gain.kind == "bound" else ("", "predicted, not measured")
@@ -105,7 +95,7 @@ def _speed_there(gain: Gain) -> Fact:
 
 
 def _at_most(gain: Gain) -> str:
-    """Return a ceiling over TF32 first, which a script can have for one line, and over strict FP32."""
+    """Return a ceiling over TF32, which takes one line in a script, and over strict FP32."""
     over_fp32 = fmt.ratio_text(gain.times)
     if gain.times_over_tf32 is None:
         return f"at most {over_fp32} over FP32"
@@ -130,9 +120,12 @@ def _headline(record: CheckRecord, script: str) -> str:
     name = policy_title(answer.policy)
     if answer.decision == "use":
         return f"Keep the mixed precision of {script} itself" if answer.policy == AS_IS else f"Use {name}"
+    own = " and ".join(map(policy_title, answer.own_formats))
     if answer.decision == "stay":
-        return f"Stay in {name}"
-    return "Undecided" if answer.decision == "undecided" else f"No answer: {script} goes wrong in {name} itself"
+        return f"Keep the script's own precision ({own})" if own else f"Stay in {name}"
+    if answer.decision == "undecided":
+        return "Undecided"
+    return f"No answer: {script} goes wrong in {f'its own precision ({own})' if own else f'{name} itself'}"
 
 
 def _answer(record: CheckRecord) -> list[Fact]:
@@ -151,14 +144,14 @@ def _answer(record: CheckRecord) -> list[Fact]:
         changed = [f"{fmt.clean(one.reason)}: {fmt.clean(one.value)}" for one in answer.changed]
         lines.append(Fact(what="changed", value="; ".join(changed) or "nothing but the precision"))
     hint = next((run.hint for run in (record.comparison.runs if record.comparison else []) if run.hint), "")
-    lines += [Fact(what="to mend it", value=_sentence(hint))] if hint else []
+    lines += [Fact(what="to fix it", value=_sentence(hint))] if hint else []
     notes = [(fmt.clean(note.what), f"{fmt.clean(note.value)}: {fmt.clean(note.reason)}.") for note in record.notes]
     lines += [Fact(what=what, value=value) for what, value in notes]
     return sorted(lines, key=lambda line: _LINES.index(line.what) if line.what in _LINES else len(_LINES))
 
 
 def _row(record: CheckRecord) -> Row | None:
-    """Return the row that the answer's numbers are of: the policy to use, or the best of those that gain nothing."""
+    """Return the row with the answer's numbers: the policy to use, or the best of those that gain nothing."""
     rows = [] if record.comparison is None else record.comparison.rows
     if record.answer.memory_saved is None:
         return None
@@ -172,7 +165,7 @@ def _row(record: CheckRecord) -> Row | None:
 
 
 def _seeds(row: Row | None, rows: Sequence[Row]) -> str:
-    """Return how many seeds both the row and the baseline have: a policy may be one ahead when time is up."""
+    """Return how many seeds the row and the baseline have in common: a policy may be one ahead when time is up."""
     if row is None:
         return ""
     paired = min([row.num_runs, *(one.num_runs for one in rows if one.verdict == "baseline")])
@@ -184,7 +177,9 @@ def _memory(record: CheckRecord, row: Row) -> str:
     baseline = None if record.comparison is None else next(r for r in record.comparison.rows if r.verdict == "baseline")
     if saved is None or baseline is None:
         return ""
-    amount = f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'} a step" if abs(saved) >= _SAME else "the same a step"
+    amount = (
+        f"{abs(saved):.0%} {'less' if saved >= 0 else 'more'} per step" if abs(saved) >= _SAME else "the same per step"
+    )
     peaks = row.memory.cuda_allocated_bytes, baseline.memory.cuda_allocated_bytes
     if all(peaks):
         amount += f": {fmt.bytes_text(peaks[0])} allocated at the peak instead of {fmt.bytes_text(peaks[1])}"
@@ -226,15 +221,10 @@ def _sentence(text: str) -> str:
     return fmt.clean(text).rstrip(".") + "."
 
 
-def _stage(stage: CheckStage) -> StageLine:
+def _stage(stage: CheckStage) -> tuple[str, ...]:
     again = " (from the interrupted check)" if stage.resumed else ""
-    return StageLine(
-        what=fmt.clean(stage.what),
-        why=fmt.clean(stage.why),
-        outcome=fmt.clean(stage.outcome) + again,
-        duration=fmt.duration_text(stage.duration_s),
-        folder=fmt.clean(stage.folder),
-    )
+    words = map(fmt.clean, (stage.what, stage.why, stage.outcome + again))
+    return (*words, fmt.duration_text(stage.duration_s))
 
 
 # --- the terminal --------------------------------------------------------------------------------------------------------------

@@ -71,23 +71,15 @@ class EffectiveLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation:
-    """One policy in sentences."""
-
-    policy: str
-    facts: list[Fact]
-
-
-@dataclass(frozen=True, kw_only=True)
 class CompareSheet(ScriptSheet):
     """The words and tables of a comparison, ready for any view."""
 
     details: str
     error: str
-    """The error of a run, and what to do about it; empty if that is not known."""
+    """The error of a run, and what to do about it; empty if no hint is known."""
     method: str
     columns: str
-    """How the columns' numbers are made of the runs'."""
+    """How the columns' numbers follow from the runs."""
     loss_heads: list[str]
     metric_name: str
     lines: list[VerdictLine]
@@ -95,9 +87,10 @@ class CompareSheet(ScriptSheet):
     effective: list[EffectiveLine]
     effective_note: str
     between_ranks: list[Fact]
-    """What should be the same in all processes of a run, and is not."""
+    """What should be the same in all processes of a run and is not."""
     runs: list[RunLine]
-    explanations: list[Explanation]
+    explanations: dict[str, list[Fact]]
+    """Each policy in sentences."""
     real_gpus: RealGpus | None
     """Predictions; ``sheets.real_gpus`` puts them into words."""
 
@@ -138,14 +131,19 @@ def framework_of(record: CompareRecord) -> str:
     return next(iter(frameworks), "")
 
 
-def runs_of(record: CompareRecord, policy: str) -> list[RunRecord]:
-    """Return the runs of ``policy``."""
-    return [run for run in record.runs if run.policy_shown == policy]
-
-
 def verdict_text(verdict: str) -> str:
     """Return a verdict as words."""
     return verdict.replace("_", " ")
+
+
+def best_of(equal: Sequence[Row]) -> Row:
+    """Return the best of policies that train alike: the fastest, if speed was measured; else the one with the least memory."""
+
+    def merit(row: Row) -> tuple[float, float]:
+        faster = row.speedup if row.speedup_low is not None and row.speedup_low > 1 and not row.emulated else None
+        return -(faster or 1.0), row.memory_ratio or 1.0
+
+    return min(equal, key=merit)
 
 
 def _headline(record: CompareRecord) -> tuple[str, str]:
@@ -225,13 +223,13 @@ def _method(record: CompareRecord) -> str:
     return (
         "Equivalent means that the difference is shown (two one-sided tests, 5% in all) to lie within a margin: "
         f"{percent}% of {baseline}'s final loss, h = {fmt.number_text(record.margin)} for a proportion, or its own "
-        f"seed-to-seed spread where that is wider. {fmt.plural(num_seeds, 'seed')} a policy, paired with {baseline}."
+        f"seed-to-seed spread where that is wider. {fmt.plural(num_seeds, 'seed')} per policy, paired with {baseline}."
         f"{_stand_for(record)}{stopped}"
     )
 
 
 def _stand_for(record: CompareRecord) -> str:
-    """Return what the names stand for that were typed for policies."""
+    """Return what the typed names of policies stand for."""
     names = [
         f"{fmt.clean(row.policy_typed)} stands for {fmt.clean(row.policy)}" for row in record.rows if row.policy_typed
     ]
@@ -286,7 +284,7 @@ def _effective(record: CompareRecord) -> list[EffectiveLine]:
             policy=fmt.clean(row.policy_shown),
             emulated=row.emulated,
             shares=shared.shares(row.share_by_format),
-            left_alone=_left_alone(runs_of(record, row.policy_shown)),
+            left_alone=_left_alone([run for run in record.runs if run.compared_as == row.compared_as]),
         )
         for row in record.rows
     ]
@@ -294,13 +292,9 @@ def _effective(record: CompareRecord) -> list[EffectiveLine]:
 
 def _left_alone(runs: Sequence[RunRecord]) -> list[Fact]:
     found = [fact for run in runs for fact in shared.facts(run.effective.left_alone)]
-    return list(dict.fromkeys(found))  # every seed says the same
+    return list(dict.fromkeys(found))  # the same for every seed
 
 
-def _explanations(record: CompareRecord) -> list[Explanation]:
-    found: dict[str, Explanation] = {}
-    for run in record.runs:
-        if run.explanation and run.policy_shown not in found:
-            lines = shared.explained(run)
-            found[run.policy_shown] = Explanation(policy=fmt.clean(run.policy_shown), facts=lines)
-    return list(found.values())
+def _explanations(record: CompareRecord) -> dict[str, list[Fact]]:
+    first = {run.policy_shown: run for run in reversed(record.runs) if run.explanation}
+    return {fmt.clean(policy): shared.explained(run) for policy, run in reversed(first.items())}

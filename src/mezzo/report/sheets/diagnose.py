@@ -22,8 +22,8 @@ TITLES = {
 }
 _TONES = {"healthy": "good", "unfinished": "open"}
 _NORMAL = (
-    "Skipped updates are normal in a row from the first one, until the loss scale is found, and after that once in a "
-    "growth interval, when the scale tries whether gradients still fit."
+    "Skipped updates are normal at the start, one after another until a fitting loss scale is found, and later once in a "
+    "growth interval, when a larger scale is tried."
 )
 _MANY_SKIPS = 4
 
@@ -59,7 +59,7 @@ class DiagnoseSheet(ScriptSheet):
     passes: list[Fact]
     notes: list[Fact]
     normal: str
-    """Which skipped updates are normal; empty if none was skipped."""
+    """Which skipped updates are normal; empty if none were skipped."""
     findings: list[FindingLine]
 
 
@@ -95,16 +95,16 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
 
 
 def _meaning(record: DiagnoseRecord) -> str:
-    """Return what the verdict means, in a sentence that fits every fault of its kind."""
+    """Return what the verdict means, in a sentence that is true of every fault of its kind."""
     name = fmt.clean(record.format).upper() or "the format"
     if record.verdict == "silent_saturation" and record.origin == "vanished":
         return f"values too small for {name} become 0: loss and gradients are finite, and gradients are wrong"
-    # A scale below 1 may fit gradients; it does not change a forward value, nor one that rounding made 0.
+    # A scale below 1 may help gradients; it changes neither a forward value nor one that rounding made 0.
     of_gradients = record.phase == "backward" and record.origin != "vanished"
     scales = "at a loss scale of 1 or more" if of_gradients else "at any loss scale"
     return {
         "scale_overflow": "gradients overflow because of the loss scale, and are finite at a lower one",
-        "range_overflow": f"a value that {name} does not hold, {scales}",
+        "range_overflow": f"a value that {name} cannot represent, {scales}",
         "invalid_operation": "not finite in FP32 either",
         "silent_saturation": f"values too large for {name} turn finite again: nothing shows it, and gradients are wrong",
         "unfinished": ". ".join(fmt.clean(text) for text in (record.detail, record.run.hint) if text),
@@ -113,15 +113,15 @@ def _meaning(record: DiagnoseRecord) -> str:
 
 
 def _untried(record: DiagnoseRecord) -> str:
-    """Return that a policy under which nothing is wrong lowered nothing; nothing to say where it did."""
+    """Return a note if nothing is wrong under a policy only because the policy had no effect."""
     if not record.run.changed_nothing:
         return ""
     policy = fmt.clean(record.run.policy_shown)
-    return f"but this says nothing of {policy}, which {record.run.no_effect}: {shared.ran_text(record.run)}"
+    return f"but this says nothing about {policy}, which {record.run.no_effect}: {shared.ran_text(record.run)}"
 
 
 def _ran_in(record: DiagnoseRecord) -> list[Fact]:
-    """Return the formats that were counted, and what the policy did not reach."""
+    """Return the formats that were counted, and what the policy could not switch."""
     effective = record.run.effective
     why = "share of the FLOPs of matrix products and convolutions, in the steps whose operations were inspected"
     shares = [f"{share:.0%} {fmt.clean(name)}" for name, share in effective.share_by_format.items()]

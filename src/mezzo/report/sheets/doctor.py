@@ -1,4 +1,4 @@
-"""What a machine can do, as display strings."""
+"""The formats of a machine as display strings."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from pathlib import PurePath
 from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Verification
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
-from mezzo.report.sheets.audit import Grid
-from mezzo.report.sheets.shared import Fact, ScriptSheet
+from mezzo.report.sheets.shared import Fact, Grid, ScriptSheet
 
 _TONES: dict[FallbackVerdict, str] = {
     "found": "warn",
@@ -21,7 +20,7 @@ _TONES: dict[FallbackVerdict, str] = {
 }
 _NAMED = 6
 _FAR = 5
-"""Tolerances up to which a gradient's error does not show that the training suffers."""
+"""An error below this many tolerances does not show that the training suffers."""
 
 
 @dataclass(frozen=True, kw_only=True)

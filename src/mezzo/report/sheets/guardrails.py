@@ -1,4 +1,4 @@
-"""What the guard of a run noticed, and what held the memory where it ran out, as display strings."""
+"""What the guard of a run noticed, and what held the memory when it ran out, as display strings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mezzo.report.sheets.shared import Fact, facts
 
 
 def guard_facts(found: Guardrails | None) -> list[Fact]:
-    """Return a line for each alarm, for each return to a snapshot, and for the end; nothing where nothing went wrong."""
+    """Return a line for each alarm, for each return to a snapshot, and for the end; nothing if nothing went wrong."""
     if found is None:
         return []
     rows = [
@@ -34,7 +34,7 @@ def memory_facts(found: OutOfMemory | None) -> list[Fact]:
     """Return what held the memory by kind and module, what is not known, and the settings to write."""
     if found is None:
         return []
-    asked = "" if found.asked_bytes is None else f"{fmt.bytes_text(found.asked_bytes)} more were asked for"
+    asked = "" if found.asked_bytes is None else f"an allocation of {fmt.bytes_text(found.asked_bytes)} failed"
     rows = [Fact(what="ran out in", value=f"step {found.step}", reason=asked, tone="bad")]
     rows += [Fact(what=kind, value=fmt.bytes_text(size)) for kind, size in found.held_bytes.items()]
     why = "parameters, gradients and optimizer state"

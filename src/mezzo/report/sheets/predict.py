@@ -11,7 +11,7 @@ from mezzo.records import Prediction, PredictionDetail, PredictRecord
 from mezzo.report import formatting as fmt
 from mezzo.report import terminal
 from mezzo.report.sheets import shared
-from mezzo.report.sheets.answers import Answer
+from mezzo.report.sheets.answers import Headline
 from mezzo.report.sheets.shared import Fact, Sheet
 
 
@@ -63,7 +63,7 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         f"{_band(record)}",
         unit=fmt.clean(record.unit),
         largest_head=f"largest batch ({record.headroom:.0%} of the memory left free)",
-        cost_head=f"cost a million {fmt.clean(record.unit)}"
+        cost_head=f"cost per million {fmt.clean(record.unit)}"
         if any(one.cost_per_million is not None for one in record.predictions)
         else "",
         slurm=fmt.clean("\n".join(record.slurm), keep_lines=True),
@@ -75,16 +75,16 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
     )
 
 
-def predict_answer(record: PredictRecord, sheet: PredictSheet) -> Answer:
+def predict_answer(record: PredictRecord, sheet: PredictSheet) -> Headline:
     """Return the answer that the page begins with: the fastest GPU that the batch fits."""
     best = record.best
     if best is None:
-        return Answer(tone="bad", word="does not fit")
+        return Headline(tone="bad", word="does not fit")
     facts = [
         Fact(
             what=f"{sheet.unit}/s",
             value=fmt.rate_text(best.throughput),
-            reason=f"{fmt.rate_text(best.throughput_low)} to {fmt.rate_text(best.throughput_high)}",
+            reason=band_text(best),
         ),
         Fact(
             what="memory, device",
@@ -99,11 +99,11 @@ def predict_answer(record: PredictRecord, sheet: PredictSheet) -> Answer:
         facts.append(
             Fact(what="largest batch", value=str(best.largest_batch), reason=f"leaves {record.headroom:.0%} free")
         )
-    return Answer(tone="quiet", word="predicted", facts=facts)
+    return Headline(tone="quiet", word="predicted", facts=facts)
 
 
 def _fitting(best: Prediction) -> str:
-    """Return that the batch fits, with what stays free; empty where the memory is not known."""
+    """Return how much memory stays free if the batch fits; empty if the memory is not known."""
     if not best.fits or not best.gpu_bytes:
         return ""
     return f"fits: {1 - best.device_bytes / best.gpu_bytes:.0%} of {fmt.bytes_text(best.gpu_bytes)} stays free"
@@ -113,7 +113,7 @@ def _band(record: PredictRecord) -> str:
     if all(one.gpu == "cpu" for one in record.predictions):
         return "The band is that of the calibration's own trainings on this machine; no largest batch is predicted for a CPU."
     return (
-        "The band holds 8 of 10 measured trainings on GPU architectures that were left out of the fit; "
+        "The band contains 8 of 10 measured trainings on GPU architectures that were left out of the fit; "
         f"the largest batch leaves {record.headroom:.0%} of the memory free."
     )
 
@@ -124,7 +124,7 @@ def _headline(record: PredictRecord) -> str:
         what = f"A step of {fmt.clean(record.model)}"
     possible = [one for one in record.predictions if one.possible]
     if not possible:
-        return f"None of these GPUs can run {fmt.clean(record.model)} so"
+        return f"None of these GPUs can run {fmt.clean(record.model)} under these policies"
     best = record.best
     if best is None:
         return f"{what} fits none of these GPUs"
@@ -135,7 +135,7 @@ def _headline(record: PredictRecord) -> str:
 
 
 def _fit(record: PredictRecord) -> list[Fact]:
-    """Return a line a GPU: whether the record's batch fits, by policy, with the share of the card that it leaves free."""
+    """Return a line per GPU: whether the record's batch fits, by policy, with the share of the card that it leaves free."""
     found: dict[str, list[Prediction]] = {}
     for one in record.predictions:
         if one.possible:
@@ -155,7 +155,7 @@ def _fit(record: PredictRecord) -> list[Fact]:
 
 
 def _room(one: Prediction) -> str:
-    """Return the memory that a prediction takes of the device, what is left, and the largest batch."""
+    """Return the device memory of a prediction, how much is left, and the largest batch."""
     left = ""
     if one.gpu_bytes:
         free = 1 - one.device_bytes / one.gpu_bytes
@@ -167,27 +167,21 @@ def _room(one: Prediction) -> str:
 def _line(one: Prediction, trade: str) -> PredictLine:
     gpu, card, policy = fmt.clean(one.gpu), _card(one), policy_words(one)
     if not one.possible:
-        return PredictLine(gpu=gpu, card=card, policy=policy, verdict=f"{fmt.clean(one.reason)}.")
+        return PredictLine(gpu=gpu, card=card, policy=policy, verdict=verdict_text(one))
     bound = max(one.bounds, key=lambda kind: one.bounds[kind])
-    notes = [
-        "" if one.fits else "Does not fit.",
-        trade or one.verdict,
-        f"{one.reason}." if one.reason else "",
-        _trust(one),
-    ]
     return PredictLine(
         gpu=gpu,
         card=card,
         policy=policy,
         throughput=fmt.rate_text(one.throughput),
-        band=f"{fmt.rate_text(one.throughput_low)} to {fmt.rate_text(one.throughput_high)}",
+        band=band_text(one),
         step=fmt.ms_text(one.step_ms),
         memory=" / ".join(fmt.bytes_text(n) for n in (one.allocated_bytes, one.reserved_bytes, one.device_bytes)),
         largest=fmt.MISSING if one.largest_batch is None else str(one.largest_batch),
         speed_ups=f"{fmt.ratio_text(one.over_fp32)} / {fmt.ratio_text(one.over_tf32)}",
         cost=fmt.MISSING if one.cost_per_million is None else fmt.number_text(one.cost_per_million, digits=3),
         bound=f"{bound} {fmt.share_text(one.bounds[bound])}",
-        verdict=fmt.clean(" ".join(filter(None, notes))),
+        verdict=verdict_text(one, trade),
         modules=[
             Fact(what=fmt.clean(m.module), value=fmt.share_text(m.share), reason=f"mostly {m.bound}")
             for m in one.modules
@@ -196,16 +190,28 @@ def _line(one: Prediction, trade: str) -> PredictLine:
     )
 
 
-def _trust(one: Prediction) -> str:
-    """Return what stands behind the prediction where it is not measured rows."""
-    if one.calibrated:
-        return "Rates measured on this machine; the band is that of its calibration."
-    return "" if one.validated else "Not validated: no measured rows."
+def band_text(one: Prediction) -> str:
+    """Return the error band of the throughput."""
+    return f"{fmt.rate_text(one.throughput_low)} to {fmt.rate_text(one.throughput_high)}"
+
+
+def verdict_text(one: Prediction, trade: str = "") -> str:
+    """Return whether the policy is worth it on its GPU, or the ``trade`` of its checkpointing, and what limits the prediction."""
+    if not one.possible:
+        return f"{fmt.clean(one.reason)}."
+    basis = "" if one.validated else "Not validated: no measured rows."
+    notes = [
+        "" if one.fits else "Does not fit.",
+        trade or one.verdict,
+        f"{one.reason}." if one.reason else "",
+        "Rates measured on this machine; the band is that of its calibration." if one.calibrated else basis,
+    ]
+    return fmt.clean(" ".join(filter(None, notes)))
 
 
 def _job(record: PredictRecord) -> str:
-    """Return how many GPUs train together, where several do."""
-    return f", {record.gpus_per_job} GPUs a job ({fmt.clean(record.shard)})" if record.gpus_per_job > 1 else ""
+    """Return how many GPUs train together, if several do."""
+    return f", {record.gpus_per_job} GPUs per job ({fmt.clean(record.shard)})" if record.gpus_per_job > 1 else ""
 
 
 def policy_words(one: Prediction | PredictionDetail) -> str:
@@ -214,7 +220,7 @@ def policy_words(one: Prediction | PredictionDetail) -> str:
 
 
 def _trade(one: Prediction, record: PredictRecord) -> str:
-    """Return what checkpointing costs and saves against the same policy on the same GPU without it."""
+    """Return what checkpointing costs and saves, compared with the same policy on the same GPU without it."""
     same = (p for p in record.predictions if (p.gpu, p.policy, p.checkpoint) == (one.gpu, one.policy, ""))
     plain = next(same, None)
     if not one.checkpoint or plain is None or not plain.possible:
@@ -238,7 +244,7 @@ def print_predict(sheet: PredictSheet, console: Console) -> None:
     console.print(Text(sheet.largest_head, style="dim"))
     heads = ["GPU", "policy", f"{sheet.unit}/s", "10% to 90%", "step", "allocated\nreserved\ndevice", "largest\nbatch"]
     table = terminal.plain_table(
-        *heads, "over FP32\n/ TF32", *([sheet.cost_head.replace(" a ", "\na ")] if sheet.cost_head else [])
+        *heads, "over FP32\n/ TF32", *([sheet.cost_head.replace(" per ", "\nper ")] if sheet.cost_head else [])
     )
     last = ""
     for line in sheet.lines:

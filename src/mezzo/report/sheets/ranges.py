@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from mezzo.records import GRADIENTS, Casts, Histogram, RangesRecord, ScaleWindow, TensorRange, UpdateLoss
+from mezzo.records import (
+    GRADIENTS,
+    Casts,
+    Histogram,
+    KindRange,
+    RangesRecord,
+    ScaleWindow,
+    TensorRange,
+    UpdateLoss,
+)
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
-from mezzo.report.sheets.shared import Fact, ScriptSheet
+from mezzo.report.sheets.shared import Fact, Grid, ScriptSheet
 
 _SHOWN = 10
 """Number of tensors that the terminal lists; the page has all."""
@@ -28,27 +37,6 @@ class WindowLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorLine:
-    """One tensor, as a row of a table."""
-
-    kind: str
-    name: str
-    values: str
-    zeros: str
-    span: str
-    window: str
-    note: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaleLine:
-    """The share of gradients that one scale loses in each format."""
-
-    scale: str
-    lost: list[str]
-
-
-@dataclass(frozen=True, kw_only=True)
 class RangesSheet(ScriptSheet):
     """The words and tables of a ranges record, ready for any view."""
 
@@ -58,12 +46,12 @@ class RangesSheet(ScriptSheet):
     windows: list[WindowLine]
     ends: list[Fact]
     updates: list[Fact]
-    kinds: list[TensorLine]
-    tensors: list[TensorLine]
-    tightest: list[TensorLine]
+    kinds: Grid
+    tensors: Grid
+    tightest: Grid
     """The tensors that lose the most, for a view without room for all."""
-    formats: list[str]
-    scales: list[ScaleLine]
+    scales: Grid
+    """The share of gradients that each scale loses in each format."""
     notes: list[Fact]
     method: str
 
@@ -72,7 +60,9 @@ def ranges_sheet(record: RangesRecord) -> RangesSheet:
     """Return the sheet of ``record``."""
     script = fmt.clean(PurePath(record.run.script).name)
     window = judged_window(record)
-    tensors = [_tensor_line(t, record.format) for t in record.tensors]
+    tensors = [_tensor_row(t, record.format) for t in record.tensors]
+    heads = ("tensor", "kind", "values", "zeros", "magnitudes")
+    windowed = (*heads, f"window in {fmt.clean(record.format)}", "note")
     return RangesSheet(
         title=f"{script}: ranges",
         script=fmt.clean(record.run.script),
@@ -83,11 +73,10 @@ def ranges_sheet(record: RangesRecord) -> RangesSheet:
         windows=[_window_line(w, record.little) for w in record.windows],
         ends=_ends(window),
         updates=[_update_fact(u) for u in record.updates],
-        kinds=[_line(one.kind, fmt.plural(one.num_tensors, "tensor"), one.histogram) for one in record.kinds],
-        tensors=tensors,
-        tightest=[tensors[i] for i in _tightest(record)[:_SHOWN]],
-        formats=[fmt.clean(w.format) for w in record.windows],
-        scales=_scale_lines(record),
+        kinds=Grid(heads=(*heads, "note"), rows=[_kind_row(one) for one in record.kinds], numbers=(2, 3)),
+        tensors=Grid(heads=windowed, rows=tensors, numbers=(2, 3)),
+        tightest=Grid(heads=windowed, rows=[tensors[i] for i in _tightest(record)[:_SHOWN]], numbers=(2, 3)),
+        scales=_scales(record),
         notes=shared.facts(record.notes),
         method=_method(record),
         environment=shared.environment_facts(record.run.environment),
@@ -108,10 +97,12 @@ def judged_window(record: RangesRecord) -> ScaleWindow | None:
 def _headline(record: RangesRecord, window: ScaleWindow | None, script: str) -> str:
     form = fmt.clean(record.format)
     if shared.error_text(record.run) and not record.steps_watched:
-        return f"{script} failed before a step could be watched"
+        return f"{script} failed before a step could be recorded"
     if window is None or window.lowest is None:
         if any(t.kind in GRADIENTS and t.kept_fp32 and t.histogram.nonzero for t in record.tensors):
-            return f"{fmt.clean(record.policy_shown)} keeps every gradient of {script} in FP32: there is none to scale"
+            return (
+                f"{fmt.clean(record.policy_shown)} keeps every gradient of {script} in FP32, so there is none to scale"
+            )
         return f"Every gradient of {script} is zero"
     if window.empty:
         return f"No loss scale fits the {form} gradients of {script}"
@@ -183,26 +174,30 @@ def _update_fact(loss: UpdateLoss) -> Fact:
     )
 
 
-def _tensor_line(tensor: TensorRange, form: str) -> TensorLine:
+def _kind_row(one: KindRange) -> tuple[str, ...]:
+    return (fmt.plural(one.num_tensors, "tensor"), one.kind, *_counted(one.histogram), _broken(one.histogram))
+
+
+def _tensor_row(tensor: TensorRange, form: str) -> tuple[str, ...]:
     low, high = tensor.lowest.get(form), tensor.highest.get(form)
     window = fmt.MISSING
     if low is not None and high is not None:
         window = "empty" if low > high else f"{power(low)} to {power(high)}"
-    kept = "kept in FP32" if tensor.kept_fp32 else ""
-    return _line(tensor.kind, fmt.clean(tensor.name), tensor.histogram, window=window, note=kept)
+    own = tensor.histogram
+    note = ", ".join(filter(None, ["kept in FP32" if tensor.kept_fp32 else "", _broken(own)]))
+    return (fmt.clean(tensor.name), tensor.kind, *_counted(own), window, note)
 
 
-def _line(kind: str, name: str, own: Histogram, *, window: str = "", note: str = "") -> TensorLine:
-    broken = [note, f"{own.infinite} infinite" if own.infinite else "", f"{own.nan} NaN" if own.nan else ""]
-    return TensorLine(
-        kind=kind,
-        name=name,
-        values=str(own.total),
-        zeros=fmt.share_text(own.zeros / own.total) if own.total else fmt.MISSING,
-        span=f"{power(own.first_exponent)} to {power(own.last_exponent + 1)}" if own.nonzero else "all zero",
-        window=window,
-        note=", ".join(filter(None, broken)),
-    )
+def _counted(own: Histogram) -> tuple[str, str, str]:
+    """Return the number of values, the share of zeros, and the magnitudes of the others."""
+    zeros = fmt.share_text(own.zeros / own.total) if own.total else fmt.MISSING
+    span = f"{power(own.first_exponent)} to {power(own.last_exponent + 1)}" if own.nonzero else "all zero"
+    return str(own.total), zeros, span
+
+
+def _broken(own: Histogram) -> str:
+    """Return how many values are not finite."""
+    return ", ".join(f"{count} {word}" for count, word in ((own.infinite, "infinite"), (own.nan, "NaN")) if count)
 
 
 def _tightest(record: RangesRecord) -> list[int]:
@@ -218,15 +213,18 @@ def _tightest(record: RangesRecord) -> list[int]:
     return sorted(shown, key=order)
 
 
-def _scale_lines(record: RangesRecord) -> list[ScaleLine]:
-    """Return the losses of every format at every scale of the record."""
+def _scales(record: RangesRecord) -> Grid:
+    """Return what every format loses at every scale of the record."""
     curves = [lost_shares(record, w.format) for w in record.windows]
-    lines = []
-    for place in range(len(curves[0][0]) if curves else 0):
-        shares = [(zeroed[place], over[place]) for zeroed, over in curves]
-        words = [f"{fmt.share_text(z)} / {fmt.share_text(o)}" for z, o in shares]
-        lines.append(ScaleLine(scale=power(record.first_scale + place), lost=words))
-    return lines
+    rows = [
+        (
+            power(record.first_scale + place),
+            *(f"{fmt.share_text(zeroed[place])} / {fmt.share_text(over[place])}" for zeroed, over in curves),
+        )
+        for place in range(len(curves[0][0]) if curves else 0)
+    ]
+    heads = ("scale", *(fmt.clean(w.format) for w in record.windows))
+    return Grid(heads=heads, rows=rows, numbers=tuple(range(1, len(heads))))
 
 
 def lost_shares(record: RangesRecord, form: str) -> tuple[list[float], list[float]]:

@@ -1,8 +1,8 @@
-"""Predictions for GPUs that are not here, beside measurements on a machine that is."""
+"""Predictions for other GPUs, beside measurements on this machine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 from rich.text import Text
@@ -11,16 +11,16 @@ from mezzo.records import Prediction, RealGpus
 from mezzo.report import bodies, terminal
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
-from mezzo.report.sheets.audit import Grid
 from mezzo.report.sheets.compare import CompareSheet
-from mezzo.report.sheets.shared import Fact
+from mezzo.report.sheets.predict import band_text, verdict_text
+from mezzo.report.sheets.shared import Fact, Grid
 
 TITLE = "On a real GPU: predicted, not measured"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RealGpusSheet:
-    """The table of the predictions, or why there is none."""
+    """The table of the predictions, or the reason why there is none."""
 
     title: str
     caption: str
@@ -30,7 +30,7 @@ class RealGpusSheet:
 
 
 def real_gpus_sheet(found: RealGpus | None) -> RealGpusSheet | None:
-    """Return the sheet of ``found``; None where nothing was asked for."""
+    """Return the sheet of ``found``; None if no prediction was asked for."""
     if found is None:
         return None
     unit = fmt.clean(found.unit)
@@ -44,35 +44,18 @@ def real_gpus_sheet(found: RealGpus | None) -> RealGpusSheet | None:
     of_batch = f"Batch {found.batch} of this script. " if unit != "steps" else ""
     possible = [one for one in found.predictions if one.possible]
     verdicts = [
-        Fact(
-            what=f"{fmt.clean(one.gpu)}, {fmt.clean(one.policy)}",
-            value=fmt.clean(verdict_text(one)),
-            reason="",
-        )
+        Fact(what=f"{fmt.clean(one.gpu)}, {fmt.clean(one.policy)}", value=verdict_text(one))
         for one in found.predictions
     ]
     fits = "" if all(one.fits for one in possible) else " A batch that does not fit is marked."
     return RealGpusSheet(
         title=TITLE,
         caption=f"{of_batch}Traced on this machine without numbers and priced by formulas that public measurements calibrate "
-        f"(docs/predict.md); the band holds 8 of 10 measured trainings. Memory is what nvidia-smi would show.{fits}",
+        f"(docs/predict.md); the band contains 8 of 10 measured trainings. Memory is what nvidia-smi would show.{fits}",
         table=Grid(heads=heads, rows=[_row(one) for one in found.predictions], numbers=tuple(range(2, len(heads)))),
         verdicts=[*verdicts, *left_out],
         assumptions=shared.facts(found.assumptions),
     )
-
-
-def verdict_text(one: Prediction) -> str:
-    """Return whether the policy is worth it on its GPU, with what limits the prediction."""
-    if not one.possible:
-        return f"{one.reason}."
-    parts = [
-        "" if one.fits else "Does not fit.",
-        one.verdict,
-        f"{one.reason}." if one.reason else "",
-        "" if one.validated else "Not validated: no measured rows.",
-    ]
-    return " ".join(filter(None, parts))
 
 
 def _row(one: Prediction) -> tuple[str, ...]:
@@ -83,7 +66,7 @@ def _row(one: Prediction) -> tuple[str, ...]:
     return (
         *head,
         fmt.rate_text(one.throughput),
-        f"{fmt.rate_text(one.throughput_low)} to {fmt.rate_text(one.throughput_high)}",
+        band_text(one),
         fmt.ms_text(one.step_ms),
         fmt.ratio_text(one.over_fp32),
         fmt.ratio_text(one.over_tf32),
@@ -102,10 +85,7 @@ def compare_details(sheet: CompareSheet, console: Console) -> None:
         console.print(Text(f"\n{found.title}", style="bold"))
         console.print(Text(f"  {found.caption}"))
         return
-    table = terminal.plain_table(*found.table.heads)
-    last = ""
-    for gpu, *cells in found.table.rows:
-        table.add_row("" if gpu == last else gpu, *cells)
-        last = gpu
-    terminal.section(console, found.title, table)
+    gpus = ["", *(gpu for gpu, *_ in found.table.rows)]
+    rows = [("" if gpu == last else gpu, *cells) for last, (gpu, *cells) in zip(gpus, found.table.rows, strict=False)]
+    terminal.section(console, found.title, terminal.grid_table(replace(found.table, rows=rows)))
     console.print(Text(found.caption, style="dim"))

@@ -1,4 +1,4 @@
-"""Whether a script resumes, as display strings: the answer, what is missing, and the losses beside each other."""
+"""Whether a script resumes, as display strings: the answer, what is missing, and the losses of both runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from mezzo.records import MissingState, ResumeCheckRecord
 from mezzo.report import formatting as fmt
 from mezzo.report import terminal
 from mezzo.report.sheets import shared
-from mezzo.report.sheets.answers import Answer
-from mezzo.report.sheets.shared import Fact, ScriptSheet
+from mezzo.report.sheets.answers import Headline
+from mezzo.report.sheets.shared import Fact, Grid, ScriptSheet
 
 _TONES = {
     "exact": "good",
@@ -26,25 +26,17 @@ _MOST_STEPS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossLine:
-    """The loss of one step in both runs."""
-
-    step: str
-    undisturbed: str
-    resumed: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class ResumeCheckSheet(ScriptSheet):
     """The words and tables of a check, ready for any view."""
 
     tone: str
     why: str
     error: str
-    """The error of a run, and what to do about it; empty if that is not known."""
+    """The error of a run, and what to do about it; empty if no hint is known."""
     facts: list[Fact]
     missing: list[MissingState]
-    losses: list[LossLine]
+    losses: Grid
+    """The losses of the first steps after the resume, in both runs."""
     without_effect: list[Fact]
 
 
@@ -61,16 +53,16 @@ def resume_check_sheet(record: ResumeCheckRecord) -> ResumeCheckSheet:
         error=shared.first_error_and_hint([record.whole, *([record.resumed] if record.resumed else [])]),
         facts=_facts(record),
         missing=[one.model_copy(update={name: fmt.clean(text) for name, text in one}) for one in record.missing],
-        losses=list(_losses(record)),
+        losses=Grid(heads=("step", "undisturbed", "resumed"), rows=_losses(record), numbers=(1, 2)),
         without_effect=shared.facts(record.without_effect),
         environment=shared.environment_facts(record.environment),
         command=shared.command_text(record.command, record.environment),
     )
 
 
-def resume_check_answer(record: ResumeCheckRecord, sheet: ResumeCheckSheet) -> Answer:
+def resume_check_answer(record: ResumeCheckRecord, sheet: ResumeCheckSheet) -> Headline:
     """Return the answer that the page begins with: the verdict, and where the run was stopped and resumed."""
-    return Answer(tone=sheet.tone, word=record.verdict.replace("_", " "), facts=sheet.facts)
+    return Headline(tone=sheet.tone, word=record.verdict.replace("_", " "), facts=sheet.facts)
 
 
 def _headline(record: ResumeCheckRecord, script: str) -> str:
@@ -100,14 +92,13 @@ def _facts(record: ResumeCheckRecord) -> list[Fact]:
     return rows
 
 
-def _losses(record: ResumeCheckRecord) -> list[LossLine]:
-    """Return the losses of the first steps after the resume."""
+def _losses(record: ResumeCheckRecord) -> list[tuple[str, ...]]:
     if record.resumed_at is None or record.resumed is None:
         return []
     at, whole, resumed = record.resumed_at, record.whole.steps.loss, record.resumed.steps.loss
     begins = 0 if record.first_difference is None else max(record.first_difference - at - 2, 0)
     return [
-        LossLine(step=str(at + n + 1), undisturbed=repr(whole[at + n]), resumed=repr(resumed[n]))
+        (str(at + n + 1), repr(whole[at + n]), repr(resumed[n]))
         for n in range(begins, min(begins + _MOST_STEPS, len(resumed), len(whole) - at))
     ]
 
@@ -116,7 +107,7 @@ def _losses(record: ResumeCheckRecord) -> list[LossLine]:
 
 
 def print_resume_check(sheet: ResumeCheckSheet, console: Console) -> None:
-    """Print what the verdict rests on, then each missing part with its evidence and fix."""
+    """Print the evidence for the verdict, then each missing part with its evidence and fix."""
     console.print(Text(sheet.why))
     terminal.print_error(console, sheet.error)
     console.print(terminal.fact_table(sheet.facts))
@@ -126,11 +117,6 @@ def print_resume_check(sheet: ResumeCheckSheet, console: Console) -> None:
             table.add_row(line.state, Text(line.name), Text(line.undisturbed), Text(line.resumed))
         terminal.section(console, "What is missing", table)
         for line in sheet.missing:
-            console.print(Text(f"  {line.state}: {line.evidence}. To mend it: {line.fix}."))
-    if sheet.losses:
-        table = terminal.plain_table("step", "loss undisturbed", "loss resumed")
-        for loss in sheet.losses:
-            table.add_row(loss.step, loss.undisturbed, loss.resumed)
-        terminal.section(console, "Losses", table)
-    if sheet.without_effect:
-        terminal.section(console, "Not restored, without effect in this run", terminal.fact_table(sheet.without_effect))
+            console.print(Text(f"  {line.state}: {line.evidence}. To fix it: {line.fix}."))
+    terminal.section(console, "Losses", terminal.grid_table(sheet.losses))
+    terminal.section(console, "Not restored, without effect in this run", terminal.fact_table(sheet.without_effect))

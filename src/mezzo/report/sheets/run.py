@@ -32,7 +32,7 @@ class RunSheet(ScriptSheet):
     guardrails: list[Fact]
     """What went wrong while it ran, and what the guard did."""
     out_of_memory: list[Fact]
-    """What held the memory of a run that ended for want of it, and what to write."""
+    """What held the memory of a run that ran out of it, and what to write."""
     findings: list[FindingLine]
     bottleneck: list[Fact]
 
@@ -81,7 +81,7 @@ def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
 
 
 def _snapshots(taken: SnapshotsTaken) -> Fact:
-    """Return how many snapshots were saved, where they lie, and what they lack."""
+    """Return how many snapshots were saved, where, and what they lack."""
     value = f"{taken.saved} saved in {taken.folder}"
     if taken.resumed_from is not None:
         value += f"; resumed after {fmt.plural(taken.resumed_updates or 0, 'update')}"
@@ -105,7 +105,7 @@ def run_facts(record: RunRecord) -> list[Fact]:
         Fact(what="final loss", value=line.final_loss, tone="bad" if broken else ""),
         Fact(what="skipped steps", value=line.skipped, tone="warn" if steps.num_skipped else ""),
         Fact(what="final loss scale", value=line.final_scale),
-        Fact(what="time a step", value=fmt.ms_text(shared.median_ms(steps.time_ms)), reason=emulated),
+        Fact(what="time per step", value=fmt.ms_text(shared.median_ms(steps.time_ms)), reason=emulated),
         Fact(what="memory", value=fmt.bytes_text(record.memory.total_bytes)),
         Fact(what="duration", value=line.duration),
     ]

@@ -1,6 +1,6 @@
-"""What the sheets of several kinds of record say: the environment, memory, formats, a run as a row.
+"""What the sheets of several kinds of record share: the environment, memory, formats, a run as a row.
 
-A sheet has no markup. Text that came from a script or a model passes ``clean`` here; the views escape it for their medium.
+A sheet has no markup. Text from a script or a model passes through ``clean`` here; the views escape it for their medium.
 """
 
 from __future__ import annotations
@@ -44,8 +44,17 @@ class Fact:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A table: column heads, rows of cells, and which columns are numbers."""
+
+    heads: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    numbers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """What the sheets of all kinds of record have: words and tables, ready for any view."""
+    """What the sheets of all kinds of record have in common: words and tables, ready for any view."""
 
     title: str
     headline: str
@@ -101,12 +110,12 @@ def facts(reasons: Sequence[Reason]) -> list[Fact]:
 
 
 def explained(record: RunRecord) -> list[Fact]:
-    """Return what the policy of a run does, and first what its name stands for."""
+    """Return what the name of a run's policy stands for, and then what the policy does."""
     return [*name_meant(record), *facts(record.explanation)]
 
 
 def name_meant(record: RunRecord) -> list[Fact]:
-    """Return what the name stands for that was typed for a run's policy; nothing if it was the policy's own."""
+    """Return what the typed name of a run's policy stands for; nothing if that is the policy's own name."""
     if not record.policy_typed:
         return []
     why = f"{fmt.clean(record.policy_typed)} stands for it"
@@ -171,7 +180,7 @@ def shares(share_by_format: Mapping[str, float]) -> list[Share]:
 
 
 def shares_note(*runs: RunRecord) -> str:
-    """Return where the shares of ``runs`` come from, and under which of their policies formats were emulated."""
+    """Return how the shares of ``runs`` were counted, and under which of their policies formats were emulated."""
     counted = [run for run in runs if run.effective.flops_by_format]
     if not counted:
         return "No matrix product or convolution was counted."
@@ -217,7 +226,7 @@ def run_line(record: RunRecord) -> RunLine:
 def first_steps_text(*runs: RunRecord) -> str:
     """Return that runs were stopped after their first steps, as asked; empty if none was."""
     numbers = {run.first_steps for run in runs if run.first_steps is not None}
-    return f"stopped after the first {fmt.plural(max(numbers), 'step')}, as asked" if numbers else ""
+    return f"stopped after the {fmt.first(max(numbers), 'step')}, as asked" if numbers else ""
 
 
 def final_loss_text(record: RunRecord) -> str:
@@ -259,6 +268,6 @@ def first_error_and_hint(runs: Iterable[RunRecord]) -> str:
 
 
 def ran_text(record: RunRecord) -> str:
-    """Return what the operations that were counted ran in."""
+    """Return the formats that the counted operations ran in."""
     shares = [f"{share:.0%} {fmt.clean(name)}" for name, share in record.effective.share_by_format.items()]
     return f"{fmt.listed(shares)} ran" if shares else "no operation ran below 32 bits"

@@ -9,12 +9,12 @@ from pathlib import PurePath
 from rich.console import Console
 from rich.text import Text
 
-from mezzo.records import TuneRecord, TuneRow
+from mezzo.records import TuneRecord, TuneRow, TuneTrial
 from mezzo.report import formatting as fmt
 from mezzo.report import terminal
 from mezzo.report.sheets import shared
-from mezzo.report.sheets.answers import Answer
-from mezzo.report.sheets.shared import Fact, ScriptSheet
+from mezzo.report.sheets.answers import Headline
+from mezzo.report.sheets.shared import Fact, Grid, ScriptSheet
 
 _TONES = {"use": "good", "keep": "quiet", "undecided": "open", "failed": "bad"}
 _STATE_TONES = {"faster": "good", "barred": "bad", "failed": "bad"}
@@ -36,23 +36,14 @@ class TuneLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrialLine:
-    """One run."""
-
-    what: str
-    round: str
-    outcome: str
-    duration: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class TuneSheet(ScriptSheet):
     """The words and tables of a search, ready for any view."""
 
     tone: str
     why: str
     lines: list[TuneLine]
-    trials: list[TrialLine]
+    trials: Grid
+    """One row per run."""
     notes: list[Fact]
     next_command: str
     next_why: str
@@ -62,7 +53,6 @@ def tune_sheet(record: TuneRecord) -> TuneSheet:
     """Return the sheet of ``record``."""
     script = fmt.clean(PurePath(record.script).name)
     headline = _headline(record, script)
-    again = {True: " (from the interrupted search)", False: ""}
     return TuneSheet(
         title=f"{script}: {headline}",
         script=fmt.clean(record.script),
@@ -70,15 +60,9 @@ def tune_sheet(record: TuneRecord) -> TuneSheet:
         tone=_TONES[record.decision],
         why=fmt.clean(record.why).rstrip(".") + ".",
         lines=[_line(row) for row in record.rows],
-        trials=[
-            TrialLine(
-                what=fmt.clean(trial.name),
-                round=f"final, seed {trial.seed}" if trial.round == "final" else trial.round,
-                outcome=fmt.clean(trial.outcome) + again[trial.resumed],
-                duration=fmt.duration_text(trial.duration_s),
-            )
-            for trial in record.trials
-        ],
+        trials=Grid(
+            heads=("run", "round", "outcome", "time"), rows=[_trial(one) for one in record.trials], numbers=(3,)
+        ),
         notes=shared.facts(record.notes),
         next_command=fmt.clean(record.next_command),
         next_why=fmt.clean(record.next_why),
@@ -87,18 +71,18 @@ def tune_sheet(record: TuneRecord) -> TuneSheet:
     )
 
 
-def tune_answer(record: TuneRecord, sheet: TuneSheet) -> Answer:
+def tune_answer(record: TuneRecord, sheet: TuneSheet) -> Headline:
     """Return the answer that the page begins with: the decision, and the figures of the configuration to use."""
     row = next((row for row in record.rows if row.name == record.chosen), None)
     facts = []
     if row is not None and row.step_ms is not None:
-        facts.append(Fact(what="time a step", value=fmt.ms_text(row.step_ms), reason="median after the first steps"))
+        facts.append(Fact(what="time per step", value=fmt.ms_text(row.step_ms), reason="median after the first steps"))
         if record.decision == "use" and row.speedup is not None:
             value = fmt.ratio_text(row.speedup)
             facts.append(Fact(what="as fast as now", value=value, reason=_interval(row)))
         if row.memory_bytes is not None:
             facts.append(Fact(what="memory", value=fmt.bytes_text(row.memory_bytes)))
-    return Answer(tone=sheet.tone, word=record.decision, facts=facts)
+    return Headline(tone=sheet.tone, word=record.decision, facts=facts)
 
 
 def _headline(record: TuneRecord, script: str) -> str:
@@ -124,6 +108,12 @@ def _line(row: TuneRow) -> TuneLine:
     )
 
 
+def _trial(trial: TuneTrial) -> tuple[str, ...]:
+    which = f"final, seed {trial.seed}" if trial.round == "final" else trial.round
+    again = " (from the interrupted search)" if trial.resumed else ""
+    return fmt.clean(trial.name), which, fmt.clean(trial.outcome) + again, fmt.duration_text(trial.duration_s)
+
+
 def _interval(row: TuneRow) -> str:
     if row.speedup_low is None or row.speedup_high is None or math.isnan(row.speedup_low):
         return ""
@@ -135,7 +125,9 @@ def _interval(row: TuneRow) -> str:
 
 def print_tune(sheet: TuneSheet, console: Console) -> None:
     """Print every configuration, then the answer in a box, then the command, which must stay whole to be pasted."""
-    table = terminal.plain_table("configuration", "state", "time a step", "as fast as now", "inputs a step", "memory")
+    table = terminal.plain_table(
+        "configuration", "state", "time per step", "as fast as now", "inputs per step", "memory"
+    )
     for line in sheet.lines:
         speed = f"{line.speedup}\n{line.interval}" if line.interval else line.speedup
         table.add_row(Text(line.name), line.state, line.step, Text(speed), line.inputs, line.memory)

@@ -1,6 +1,6 @@
 """Records in trackers of experiments: ``--log-to tensorboard``, ``--log-to wandb``, ``--log-to mlflow``.
 
-A tracker needs a file here with ``PACKAGE``, ``INSTALL``, ``check`` and ``send``, and a row in ``TRACKERS``.
+A new tracker needs a file in this folder with ``PACKAGE``, ``INSTALL``, ``check``, ``send`` and ``InFlight``, and a row in ``TRACKERS``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mezzo.records import AnyRecord
 from mezzo.report.tracking import mlflow, tensorboard, wandb
 from mezzo.report.tracking.inflight import Flight as Flight
 from mezzo.report.tracking.inflight import Writer as Writer
-from mezzo.report.tracking.job import Job as Job
+from mezzo.report.tracking.job import TrackedRecord as TrackedRecord
 from mezzo.report.tracking.logged import Logged, logged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracker:
-    """One tracker: its library, and how it is used."""
+    """One tracker: its library, and the functions that log to it."""
 
     package: str
     """What is imported."""
@@ -28,10 +28,10 @@ class Tracker:
     """What pip installs."""
     check: Callable[[str], None]
     """Refuses what cannot be logged to, before a script runs."""
-    send: Callable[[Logged, Job, str], str]
+    send: Callable[[Logged, TrackedRecord, str], str]
     """Logs, and returns where."""
     in_flight: Callable[[Flight, str], Writer]
-    """Begins to log a run that is under way."""
+    """Starts to log a run that is under way."""
 
 
 TRACKERS = {
@@ -80,6 +80,6 @@ def destination(text: str) -> Destination:
     return found
 
 
-def send(record: AnyRecord, job: Job, to: Destination) -> str:
+def send(record: AnyRecord, job: TrackedRecord, to: Destination) -> str:
     """Log ``record`` and return where it was logged."""
     return to.tracker.send(logged(record), job, to.place)

@@ -1,4 +1,4 @@
-"""The latest numbers of a run that is under way, in a tracker: a run of its own beside that of the result, kept when the run is killed."""
+"""The latest numbers of a run under way, in a tracker: a run beside that of the result, which survives if the script is killed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Flight:
     """A run to log while it runs."""
 
     name: str
-    """Of its record's folder."""
+    """The name of its record's folder."""
     script: str
     """The script's name without .py, or the module's."""
     folder: Path
-    """Of its record."""
+    """The folder of its record."""
     settings: Mapping[str, str]
 
 
@@ -30,7 +30,7 @@ class Writer(Protocol):
     where: str
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log values of a step, so that they stay if everything is killed after it."""
+        """Log the values of a step, so that they survive if every process is killed right after."""
 
     def close(self) -> None:
         """End the run."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrackedRecord:
     """A record on disk and its page."""
 
     record: Path

@@ -1,7 +1,7 @@
-"""What of a record is logged to a tracker of experiments: one description, which each tracker writes in its own terms.
+"""What is logged of a record to a tracker of experiments: one description, which each tracker writes in its own terms.
 
-Numbers by step are curves; numbers that were counted once, verdicts and settings are those by which runs are found, sorted and
-compared in a tracker. A comparison is one entry for its table and one for each run behind it.
+Numbers by step are curves. Trackers find, sort and compare runs by numbers that were counted once, verdicts and settings.
+A comparison is one entry for its table and one for each run behind it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Logged:
     script: str = ""
     """Stem of the script's name; empty for ``doctor``."""
     name: str = ""
-    """Of a run in a comparison: its policy and seed."""
+    """For a run in a comparison: its policy and seed."""
     failed: bool = False
     settings: dict[str, str | int]
     """What the run was asked to do, and where it ran."""
@@ -74,7 +74,7 @@ class Logged:
     """Kind, verdicts and codes of findings."""
     curves: list[Curve] = field(default_factory=list)
     numbers: dict[str, float] = field(default_factory=dict)
-    """What was counted or compared once."""
+    """Numbers that were counted or compared once."""
     tables: list[Table] = field(default_factory=list)
     histograms: dict[str, Histogram] = field(default_factory=dict)
     text: str = ""
@@ -161,7 +161,7 @@ def _comparison(record: CompareRecord) -> Logged:
 
 
 def name_of_run(run: RunRecord) -> str:
-    """Return the name of a run in its comparison, which a folder can have, too."""
+    """Return the name of a run in its comparison, which is also a valid name for a folder."""
     policy = run.policy_shown.replace(":", "_").replace("*", "_")
     return policy if run.seed is None else f"{policy}-seed{run.seed}"
 

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from mezzo.errors import UsageError
 from mezzo.report.tracking.inflight import SUFFIX, Flight
-from mezzo.report.tracking.job import Job
+from mezzo.report.tracking.job import TrackedRecord
 from mezzo.report.tracking.logged import Logged
 
 if TYPE_CHECKING:
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 PACKAGE = INSTALL = "mlflow"
 _AT_ONCE = 1000
-"""How many metrics MLflow takes in one call."""
+"""How many metrics MLflow accepts in one call."""
 _SKINNY = "mlflow-skinny has no database"
 _FOLDER = "set MLFLOW_ALLOW_FILE_STORE=true and name a folder, as in --log-to mlflow:runs/mlflow"
 _DATABASE = "check the address of the database, or name another store in MLFLOW_TRACKING_URI"
 _FILES = "set MLFLOW_ALLOW_FILE_STORE=true for a store of files, or name a database: --log-to mlflow:sqlite:///runs/mlflow.db"
 _FILES_ALONE = "set MLFLOW_ALLOW_FILE_STORE=true for a store of files, or type pip install mlflow for a database"
 _LONGEST_VALUE = 500
-"""Of a parameter, in every kind of store."""
+"""Characters of a parameter that every kind of store accepts."""
 
 
 def check(place: str) -> None:
-    """Refuse a store on this machine that MLflow cannot open; a server is first asked when there is something to log.
+    """Refuse a store on this machine that MLflow cannot open; a server is not asked before there is something to log.
 
     Raises:
         UsageError: MLflow cannot open the store.
@@ -51,7 +51,7 @@ def check(place: str) -> None:
         raise UsageError(f"--log-to mlflow cannot use the store {uri}: {why}", hint=hint) from None
 
 
-def send(what: Logged, job: Job, place: str) -> str:
+def send(what: Logged, job: TrackedRecord, place: str) -> str:
     """Log to the store ``place``, or MLFLOW_TRACKING_URI, or MLflow's default; return the experiment and the run."""
     client = _client(place)
     title = os.environ.get("MLFLOW_EXPERIMENT_NAME") or what.script or "mezzo"
@@ -88,7 +88,7 @@ class InFlight:
 
 
 def _experiment(client: MlflowClient, title: str) -> str:
-    """Return the number of an experiment, made if there is none."""
+    """Return the id of an experiment, which is created if there is none."""
     known = client.get_experiment_by_name(title)
     found: str = client.create_experiment(title) if known is None else known.experiment_id
     return found

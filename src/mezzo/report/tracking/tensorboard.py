@@ -1,8 +1,8 @@
 """TensorBoard's event files: curves as scalars, values by exponent as histograms, settings, verdicts and the report as text.
 
 A comparison is one folder for its table and one for every run in it, so that TensorBoard draws the policies into the same plots.
-The files are written by tensorboardX, which needs neither torch nor TensorFlow. TensorBoard keeps no files beside them: the page
-stays where the command wrote it.
+The files are written by tensorboardX, which needs neither torch nor TensorFlow. TensorBoard stores no other files, so the
+page stays where the command wrote it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mezzo.records import Histogram
 from mezzo.report.tracking.inflight import SUFFIX, Flight
-from mezzo.report.tracking.job import Job
+from mezzo.report.tracking.job import TrackedRecord
 from mezzo.report.tracking.logged import Cell, Logged
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def check(place: str) -> None:
     """Accept any folder: the command line creates it."""
 
 
-def send(what: Logged, job: Job, place: str) -> str:
+def send(what: Logged, job: TrackedRecord, place: str) -> str:
     """Write event files to a new folder, ``place/NAME`` or beside the record, and return where they are."""
     folder = Path(place) / job.name if place else job.folder / "tensorboard"
     fresh = _fresh(folder)
@@ -62,7 +62,7 @@ class InFlight:
 
 
 def _fresh(folder: Path) -> Path:
-    """Return a folder that is not there yet: events of two runs would be drawn into one curve."""
+    """Return a folder that does not exist yet: the events of two runs in one folder would be drawn as one curve."""
     others = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     return next(path for path in chain([folder], others) if not path.exists())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mezzo.errors import UsageError
 from mezzo.report.tracking.inflight import SUFFIX, Flight
-from mezzo.report.tracking.job import Job
+from mezzo.report.tracking.job import TrackedRecord
 from mezzo.report.tracking.logged import Logged
 
 PACKAGE = INSTALL = "wandb"
@@ -34,7 +34,7 @@ def check(place: str) -> None:
         )
 
 
-def send(what: Logged, job: Job, place: str) -> str:
+def send(what: Logged, job: TrackedRecord, place: str) -> str:
     """Log to the project ``place``, or WANDB_PROJECT, or the one of the script's name; return where."""
     project = place or os.environ.get("WANDB_PROJECT") or what.script or "mezzo"
     where = _send_one(what, job, project=project, name=job.name, group=job.name, files=True)
@@ -71,13 +71,13 @@ class InFlight:
 
 
 def _settings() -> Any:
-    """Return settings without what wandb would collect itself: it is of this process, not of the script's."""
+    """Return settings without the data that wandb would collect itself, which would describe this process, not the script's."""
     import wandb
 
     return wandb.Settings(silent=True, console="off", save_code=False, x_disable_stats=True, x_disable_meta=True)
 
 
-def _send_one(what: Logged, job: Job, *, project: str, name: str, group: str, files: bool) -> str:
+def _send_one(what: Logged, job: TrackedRecord, *, project: str, name: str, group: str, files: bool) -> str:
     import wandb
 
     with wandb.init(

@@ -16,7 +16,7 @@ import pytest
 from mezzo.errors import SnapshotError
 from mezzo.launch import child
 from mezzo.launch.request import Request
-from mezzo.launch.snapshot_request import SnapshotRequest
+from mezzo.launch.request_parts import SnapshotRequest
 from mezzo.policy import Policy
 from mezzo.records import RunRecord, read_record
 from paths import SCRIPTS
@@ -336,7 +336,7 @@ result()
     code, text = lives(script, tmp_path / "run", resume=True)
 
     assert code == SnapshotError.exit_code
-    assert "the script ended before it came to the place where that run was stopped" in text
+    assert "the script ended before it reached the place where that run was stopped" in text
 
 
 def test_another_run_is_refused(written: Any, tmp_path: Path) -> None:

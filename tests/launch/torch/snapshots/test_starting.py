@@ -12,8 +12,8 @@ import torch
 from mezzo.engine.snapshots import container
 from mezzo.engine.snapshots.structure import take_apart
 from mezzo.errors import SnapshotError
-from mezzo.launch.snapshot_request import SnapshotRequest
-from mezzo.launch.torch.snapshots.starting import Start, start_of
+from mezzo.launch.request_parts import SnapshotRequest
+from mezzo.launch.torch.snapshots.starting import RunStart, start_of
 
 RUN = {"script": "t.py"}
 
@@ -36,7 +36,7 @@ def save(folder: Path, rank: int, *numbers: int, **contents: Any) -> None:
         container.write(path, tree, tensors)
 
 
-def together(folder: Path, **options: bool) -> list[Start | SnapshotError]:
+def together(folder: Path, **options: bool) -> list[RunStart | SnapshotError]:
     """Return where two processes begin, which talk at the same time."""
     found: list[Any] = [None, None]
 
@@ -54,7 +54,7 @@ def together(folder: Path, **options: bool) -> list[Start | SnapshotError]:
     return found
 
 
-def numbers(starts: list[Start | SnapshotError]) -> list[Any]:
+def numbers(starts: list[RunStart | SnapshotError]) -> list[Any]:
     return [
         str(one) if isinstance(one, SnapshotError) else (one.chosen and one.chosen.contents["number"], one.last_number)
         for one in starts
@@ -78,7 +78,7 @@ def test_one_that_is_damaged_in_one_process_is_passed_over_by_both(damaged: int,
     starts = together(tmp_path)
     assert numbers(starts) == [(1, 2), (1, 2)]
     for start in starts:
-        assert isinstance(start, Start)
+        assert isinstance(start, RunStart)
         assert start.chosen is not None
         ((refused),) = start.chosen.refused
         assert refused.why.startswith(f"rank {damaged}: ")
@@ -106,7 +106,7 @@ def test_another_number_of_processes_is_named(tmp_path: Path) -> None:
 
 
 def test_a_run_that_resumes_itself_may_be_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert start_of(asked(tmp_path, ranks=1, first=True)) == Start(None, 0)
+    assert start_of(asked(tmp_path, ranks=1, first=True)) == RunStart(None, 0)
     assert "no snapshot to resume" in capsys.readouterr().err
     with pytest.raises(SnapshotError, match="there is no snapshot in"):
         start_of(asked(tmp_path, ranks=1))

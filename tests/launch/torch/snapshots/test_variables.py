@@ -16,7 +16,7 @@ from torch import nn
 
 from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.counters import count_of, enumerations, loop_values, set_count
-from mezzo.launch.torch.snapshots.variables import Found, put, set_variables
+from mezzo.launch.torch.snapshots.variables import ScriptState, put, set_variables
 
 
 class Meter:
@@ -56,7 +56,7 @@ def variables() -> dict[str, Any]:
 
 
 def test_what_is_found_and_what_is_not() -> None:
-    found = Found(lambda module: module == __name__)
+    found = ScriptState(lambda module: module == __name__)
 
     state = found.frame(variables())
 
@@ -81,7 +81,7 @@ def test_it_is_put_in_place() -> None:
     before["total"] += 2
     before["counts"]["c"] = 5
     before["mixed"] = [before["model"], 1, 2]
-    state = Found(lambda module: module == __name__).frame(before)
+    state = ScriptState(lambda module: module == __name__).frame(before)
     now = variables() | {"mixed": [None]}
     history, total = now["history"], now["total"]
 
@@ -98,7 +98,7 @@ def test_it_is_put_in_place() -> None:
 
 
 def test_an_object_that_is_gone_is_named() -> None:
-    state = Found(lambda module: module == __name__).frame(variables())
+    state = ScriptState(lambda module: module == __name__).frame(variables())
     now = variables()
     del now["model"]
     now["optimizer"] = 3

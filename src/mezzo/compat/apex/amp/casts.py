@@ -1,4 +1,4 @@
-"""O1: torch's functions cast their operands, wherever they are called, until the handle is deactivated.
+"""O1: torch's functions cast their operands, no matter where they are called, until the handle is deactivated.
 
 Apex replaced some 200 functions of torch by wrappers. Here autocast stays on, and a function mode with Apex's lists casts
 while it is on: code that turns autocast off for a while, or on again for the recompute of activation checkpointing, has
@@ -40,7 +40,7 @@ class PatchedFunctions(CastMode):
         self.refused = lists.refused()
         self.verbose = verbose
         self.dtype_before = torch.get_autocast_dtype(device_type)
-        """What autocast cast to before."""
+        """autocast's format before."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

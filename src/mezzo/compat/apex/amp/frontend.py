@@ -33,7 +33,7 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> Any:
-    """Prepare models and optimizers for an optimization level, in place, and return them in the form they were given.
+    """Prepare models and optimizers for an optimization level, in place, and return them as they were passed.
 
     Call it once, after models and optimizers are built and before the models are wrapped for several devices. A keyword that
     is not None overrides what the level says.
@@ -81,7 +81,8 @@ def initialize(
     _amp_state.opt_properties = properties
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     held_models = _listed(models, nn.Module, "models must be either a single model or a list of models")
-    held_optimizers = _optimizers(optimizers)
+    text = "optimizers must be either a single optimizer or a list of optimizers"
+    held_optimizers = [] if optimizers is None else _listed(optimizers, (torch.optim.Optimizer, LARC), text)
     _prepare(held_models, held_optimizers, properties, cast_model_outputs)
     _amp_state.loss_scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
@@ -114,13 +115,6 @@ def _prepare(
         amp_optimizers.process(optimizer, keeps_masters=bool(properties.master_weights))
     if properties.patch_torch_functions:
         begin(device_type, verbose=_amp_state.verbosity == 2)
-
-
-def _optimizers(optimizers: Any) -> list[Any]:
-    if optimizers is None:
-        return []
-    text = "optimizers must be either a single optimizer or a list of optimizers"
-    return _listed(optimizers, (torch.optim.Optimizer, LARC), text)
 
 
 def _listed(value: Any, kind: Any, text: str) -> list[Any]:

@@ -15,9 +15,8 @@ from mezzo.launch.patches import Patches
 class AmpHandle:
     """The casts of O1 on one kind of device, from construction to ``_deactivate``."""
 
-    def __init__(self, device_type: str, *, verbose: bool = False) -> None:
+    def __init__(self, device_type: str, *, verbose: bool) -> None:
         self.mode = casts.PatchedFunctions(device_type, verbose=verbose)
-        """What casts."""
         self._ended = False
         self._patches = Patches()
         casts.begin(self.mode)
@@ -36,7 +35,7 @@ class AmpHandle:
 
 
 def begin(device_type: str, *, verbose: bool = False) -> AmpHandle:
-    """Begin the casts of O1 in the place of any begun before, and return their handle.
+    """Begin the casts of O1, in place of earlier ones, and return their handle.
 
     Args:
         device_type: whose tensors are cast.

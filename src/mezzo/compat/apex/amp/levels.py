@@ -1,4 +1,4 @@
-"""The optimization levels O0 to O3, and what a keyword may change in each."""
+"""The optimization levels O0 to O3, and the changes that keywords may make to each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BRIEF = {
     "O2": "O2:  FP16 weights, FP32 batch norm and FP32 masters.",
     "O3": "O3:  FP16 throughout.",
 }
-"""Each level in a line."""
+"""A line about each level."""
 #                                    casts model patches keeps BN masters loss scale
 _LEVELS = {
     "O0": Properties(True, "O0", FP32.dtype, False, None, False, 1.0),
@@ -95,7 +95,7 @@ def _keep_batchnorm_fp32(properties: Properties, value: Any) -> bool | None:
             "Leave it None, or choose opt_level='O2' or 'O3'."
         )
     read = {"True": True, "False": False}.get(value, value) if isinstance(value, str) else value
-    if read not in (True, False, None) or not isinstance(read, (bool, type(None))):
+    if not isinstance(read, (bool, type(None))):
         raise TypeError(
             f"keep_batchnorm_fp32={value!r}; allowed: True, False, None and the texts 'True' and 'False'. Pass one of these."
         )

@@ -8,7 +8,7 @@ FP16 here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mezzo import oplists
@@ -18,18 +18,18 @@ from mezzo.policy import Policy
 
 POLICY = Policy.parse("fp16:fp32=gelu+var+grid_sample:widest=add+mul+div")
 
-FP32 = "F.softmin F.local_response_norm F.normalize F.multilabel_soft_margin_loss Tensor.__ipow__ Tensor.cpu"
-"""Beyond the policy: run in FP32. ``cpu`` because tensors go there to be printed, saved or averaged."""
+_FP32 = "F.softmin F.local_response_norm F.normalize F.multilabel_soft_margin_loss Tensor.__ipow__ Tensor.cpu"
+"""Functions beyond the policy that run in FP32: ``cpu`` because tensors go there to be printed, saved or averaged."""
 
 _ARITHMETIC = "add sub mul div truediv"
-WIDEST = " ".join(
+_WIDEST = " ".join(
     [
         *(f"Tensor.__{kind}{name}__" for name in _ARITHMETIC.split() for kind in ("", "r", "i")),
         *(f"Tensor.__{name}__" for name in ["eq", "ge", "gt", "le", "lt", "ne"]),
         *(f"{place}.{name}" for name in ["eq", "equal", "ge", "gt", "le", "lt", "ne"] for place in ("torch", "Tensor")),
     ]
 )
-"""Beyond the policy: run in the widest format of the operands. ``cat`` and ``stack`` do so in torch itself by now."""
+"""Functions beyond the policy that run in the widest format of their operands; ``cat`` and ``stack`` do so in torch itself now."""
 
 FP32_IN_PLACE = [
     "acos",
@@ -86,9 +86,9 @@ BANNED = {
 def rules(*, emulate: bool) -> dict[Callable[..., Any], CastRule]:
     """Return the rule of every torch function in Apex's lists."""
     found = python_rules(POLICY, emulate=emulate)
-    beyond: tuple[tuple[oplists.Precision, str], ...] = (("fp32", FP32), ("widest", WIDEST))
+    beyond: tuple[tuple[oplists.Precision, str], ...] = (("fp32", _FP32), ("widest", _WIDEST))
     for precision, names in beyond:
-        found.update({function: CastRule(precision) for function in _functions(names.split())})
+        found.update(dict.fromkeys(_functions(names.split()), CastRule(precision)))
     return found
 
 
@@ -98,7 +98,7 @@ def takes_first() -> set[Callable[..., Any]]:
 
 
 def refused() -> dict[Callable[..., Any], tuple[str, bool]]:
-    """Return the functions that refuse FP16, each with what to say and whether only its first operand counts."""
+    """Return the functions that refuse FP16, each with the message and whether only its first operand counts."""
     found: dict[Callable[..., Any], tuple[str, bool]] = {}
     for name in FP32_IN_PLACE:
         for place in ("torch", "Tensor"):
@@ -112,8 +112,5 @@ def refused() -> dict[Callable[..., Any], tuple[str, bool]]:
     return found
 
 
-def _functions(names: Iterable[str]) -> Iterator[Callable[..., Any]]:
-    for name in names:
-        function = find_function(name)
-        if function is not None:
-            yield function
+def _functions(names: Iterable[str]) -> list[Callable[..., Any]]:
+    return [function for function in map(find_function, names) if function is not None]

@@ -1,4 +1,4 @@
-"""Models under a level: what ``initialize`` refuses, weights and inputs cast, FP32 state dicts."""
+"""Models under a level: which ones ``initialize`` refuses, casts of weights and inputs, FP32 state dicts."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def refuse_half(models: Iterable[nn.Module]) -> None:
         RuntimeError: a parameter or a buffer is.
     """
     for model in models:
-        kinds = (("param", model.named_parameters()), ("buffer", model.named_buffers()))
-        for kind, named in kinds:
+        for kind, named in (("param", model.named_parameters()), ("buffer", model.named_buffers())):
             for name, tensor in named:
                 if tensor.dtype in HALF:
                     warn_or_err(
@@ -104,7 +103,7 @@ def cast_values(values: Any, dtype: torch.dtype) -> Any:
 
 
 def _rebuilt(values: Mapping[Any, Any], cast: dict[Any, Any]) -> Any:
-    """Return a mapping of the type of ``values`` where the type takes one, as transformers' outputs do; else a dict."""
+    """Return a mapping of the type of ``values`` if its constructor accepts one, as transformers' outputs do; else a dict."""
     try:
         return type(values)(cast)  # type: ignore[call-arg]
     except TypeError:

@@ -52,15 +52,16 @@ class AmpOptimizer:
         self.params_have_scaled_gradients = False
         """Whether a backward pass with ``delay_unscale`` left gradients with their scale."""
         self.skipping: str | None = None
-        """What to print when the next step is skipped; None where it is not."""
+        """The message to print when the next step is skipped; None if it is not."""
         self._masters = HalfMasters([])
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
 
     @property
     def all_fp16_params(self) -> list[nn.Parameter]:
         """The parameters in 16 bits: those of the model that have masters, or else the optimizer's own."""
-        held = [half for half, _ in self._masters.pairs()]
-        return held if self.keeps_masters else [p for p in self._held() if p.dtype in HALF]
+        if self.keeps_masters:
+            return [half for half, _ in self._masters.pairs()]
+        return [p for p in self._held() if p.dtype in HALF]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
@@ -70,8 +71,7 @@ class AmpOptimizer:
     @property
     def all_fp32_from_fp32_params(self) -> list[nn.Parameter]:
         """The FP32 parameters that are their own masters."""
-        masters = {id(master) for _, master in self._masters.pairs()}
-        return [p for p in self._held() if p.dtype is FP32.dtype and id(p) not in masters]
+        return [p for p in self._own() if p.dtype is FP32.dtype]
 
     def _held(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]

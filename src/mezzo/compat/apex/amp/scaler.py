@@ -25,7 +25,7 @@ class LossScaler:
 
     Args:
         loss_scale: ``"dynamic"``, or a fixed scale.
-        init_scale: where a dynamic scale starts, unless its bounds forbid.
+        init_scale: start of a dynamic scale, within its bounds.
         scale_factor: by how much it grows and backs off.
         scale_window: backward passes without overflow after which it grows.
         min_loss_scale: floor of a dynamic scale; None leaves it FP32's smallest normal number.
@@ -101,17 +101,18 @@ class LossScaler:
         Args:
             gradients: in any formats, sparse ones included.
         """
-        values = self._noted(gradients)
-        if values and self.loss_scale() != 1.0:
-            torch._foreach_mul_(values, 1.0 / self.loss_scale())
+        self._divide(self._noted(gradients))
 
     def unscaled(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return 16-bit gradients in FP32 without the scale, and record whether one is not finite."""
         self._noted(gradients)
         wide = [g.float() for g in gradients]
-        if wide and self.loss_scale() != 1.0:
-            torch._foreach_mul_(wide, 1.0 / self.loss_scale())
+        self._divide(wide)
         return wide
+
+    def _divide(self, gradients: list[Tensor]) -> None:
+        if gradients and self.loss_scale() != 1.0:
+            torch._foreach_mul_(gradients, 1.0 / self.loss_scale())
 
     def _noted(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         values = [g._values() if g.is_sparse else g for g in gradients]

@@ -17,7 +17,7 @@ class LARC:
     decay is added to the gradient here and disabled in the optimizer meanwhile, so that the rate covers it.
 
     Args:
-        optimizer: what updates.
+        optimizer: the optimizer that makes the updates.
         trust_coefficient: the fraction.
         clip: whether the local rate bounds the optimizer's from above; False multiplies the two.
         eps: keeps the quotient finite.

@@ -1,7 +1,7 @@
-"""What counts beside a loader's batches: ``enumerate``, and the variables of the loops around.
+"""Counters beside a loader's batches: ``enumerate``, and the variables of the enclosing loops.
 
-A resumed pass leaves out the batches that were delivered, and ``enumerate`` would not know. Its count is a field of a C object that
-Python only shows (``__reduce__``); it is set in memory, at the place where it is seen to lie.
+A resumed pass leaves out the batches that were delivered, which ``enumerate`` does not notice. Its count is a field of a C object, and
+Python can only read it (``__reduce__``); it is set in memory, once its address has been confirmed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import gc
 import inspect
 import itertools
 import sys
+import traceback
 import types
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,7 @@ def enumerations(iterator: Any) -> list[Any]:
     Raises:
         SnapshotError: it gets them through ``zip``, ``islice`` or the like, whose state nobody can set.
     """
-    running = []
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        running.append(frame)
-        frame = frame.f_back
+    running = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
     inner = [iterator]
     if any(frame.f_code.co_flags & inspect.CO_GENERATOR for frame in running):  # tqdm, perhaps; a walk over all objects
         inner += [one for one in gc.get_objects() if isinstance(one, types.GeneratorType) and one.gi_frame in running]
@@ -52,13 +49,13 @@ def enumerations(iterator: Any) -> list[Any]:
 
 
 def count_of(one: Any) -> int:
-    """Return the number that an ``enumerate`` object gives next."""
+    """Return the number that an ``enumerate`` object yields next."""
     count: int = one.__reduce__()[1][1]
     return count
 
 
 def set_count(one: Any, count: int) -> None:
-    """Let an ``enumerate`` object go on with ``count``.
+    """Let an ``enumerate`` object continue with ``count``.
 
     Raises:
         SnapshotError: this Python keeps it elsewhere.
@@ -76,7 +73,7 @@ def set_count(one: Any, count: int) -> None:
 
 
 def loop_values(frame: Any) -> dict[str, Any]:
-    """Return the variables of the ``for`` statements around the line that a frame is at, as far as they are numbers or texts.
+    """Return the variables of the ``for`` statements around a frame's current line, if they are numbers or strings.
 
     The loop over the loader itself is left out: its variable is still the last batch's.
     """

@@ -1,16 +1,17 @@
-"""Passes over a script's DataLoaders: numbered, shortened until a resumed run is where the last one stopped, and begun again there.
+"""Passes over a script's DataLoaders: numbered, and shortened in a resumed run until it reaches the place where the last one stopped.
 
 The moment between two batches, when the loop asks for the next, is the boundary of a step: the body of the loop is over, whatever it
-does and in whatever order. There a snapshot is taken, and there its state is put in place.
+does and in whatever order. That is where a snapshot is taken or restored.
 """
 
 from __future__ import annotations
 
 import dis
-import functools
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,27 +26,27 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.snapshots.variables import is_own_file, script_folder
 
 
-class Pass:
+@dataclass(eq=False)
+class LoaderPass:
     """One pass over a loader."""
 
-    def __init__(self, place: str, number: int, began: dict[str, Any]) -> None:
-        self.place = place
-        """The lines of the script that began it."""
-        self.number = number
-        """Of the passes begun there, from 0. Validation in the middle of a pass does not change it."""
-        self.began = began
-        """The random generators at its begin."""
-        self.delivered = 0
-        self.over = False
+    place: str
+    """The lines of the script that began it."""
+    number: int
+    """Its number among the passes begun there, from 0. Validation in the middle of a pass does not change it."""
+    began: dict[str, Any]
+    """The random generators when it began."""
+    delivered: int = 0
+    over: bool = False
 
 
 class Passes:
     """The passes of a run."""
 
     def __init__(
-        self, between: Callable[[Pass, Any], None], resume: dict[str, Any] | None, *, begins: Callable[[], None]
+        self, between: Callable[[LoaderPass, Any], None], resume: dict[str, Any] | None, *, begins: Callable[[], None]
     ) -> None:
-        """Begin.
+        """Create an empty list of passes.
 
         Args:
             between: called between two batches, with the pass and its iterator.
@@ -53,22 +54,22 @@ class Passes:
             resume: place, number, batches and generators of the pass that was open in the run to resume.
         """
         self._between, self._resume, self._begins = between, resume, begins
-        self._known: WeakKeyDictionary[Any, Pass] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Any, LoaderPass] = WeakKeyDictionary()
         self._begun: Counter[str] = Counter()
         self.arrived = resume is None
-        """Whether the state of the run to resume is in place, or there is none."""
+        """Whether the state of the run to resume was restored, or there is none."""
 
     def install(self, patches: Patches) -> None:
-        """Follow all loaders until ``patches`` are undone."""
+        """Number the passes over all loaders until ``patches`` are undone."""
         patches.around(DataLoader, "__iter__", self._beginning)
-        patches.wrap(_BaseDataLoaderIter, "__next__", self._delivering)
+        patches.around(_BaseDataLoaderIter, "__next__", self._delivering)
 
-    def is_target(self, this: Pass) -> bool:
+    def is_target(self, this: LoaderPass) -> bool:
         """Return whether this is the pass that was open in the run to resume."""
         resume = self._resume
         return resume is not None and (this.place, this.number) == (resume["place"], resume["number"])
 
-    def others_open(self, this: Pass) -> bool:
+    def others_open(self, this: LoaderPass) -> bool:
         """Return whether another pass is in the middle of its loader."""
         return any(p is not this and p.delivered and not p.over for p in self._known.values())
 
@@ -88,31 +89,27 @@ class Passes:
         else:
             began = {**random_states(), "generators": [generator.get_state() for generator in generators]}
         iterator = original(loader)
-        self._known[iterator] = Pass(place, number, began)
+        self._known[iterator] = LoaderPass(place, number, began)
         return iterator
 
-    def _delivering(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def deliver(iterator: Any) -> Any:
-            this = self._known.get(iterator)
-            if this is None:
-                return original(iterator)
-            if not self.arrived:
-                self._bring(this, iterator, original)
-            if this.over:
-                raise StopIteration
-            self._between(this, iterator)
-            try:
-                batch = original(iterator)
-            except StopIteration:
-                this.over = True
-                raise
-            this.delivered += 1
-            return batch
+    def _delivering(self, original: Callable[..., Any], iterator: Any) -> Any:
+        this = self._known.get(iterator)
+        if this is None:
+            return original(iterator)
+        if not self.arrived:
+            self._bring(this, iterator, original)
+        if this.over:
+            raise StopIteration
+        self._between(this, iterator)
+        try:
+            batch = original(iterator)
+        except StopIteration:
+            this.over = True
+            raise
+        this.delivered += 1
+        return batch
 
-        return deliver
-
-    def _bring(self, this: Pass, iterator: Any, original: Callable[..., Any]) -> None:
+    def _bring(self, this: LoaderPass, iterator: Any, original: Callable[..., Any]) -> None:
         """Shorten a pass that the run to resume had finished; leave out the delivered batches of the one that was open."""
         resume = self._resume
         assert resume is not None
@@ -145,12 +142,12 @@ def frames_of_script() -> tuple[list[Any], str]:
     """Return the script's frames from the outermost to the loop, and the library whose code runs the loop; empty for none."""
     folder = script_folder()
     frames, libraries = [], []
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__") != "runpy":
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         name = str(frame.f_globals.get("__name__", ""))
+        if name == "runpy":
+            break
         if is_own_file(frame.f_code.co_filename, folder):
             frames.append(frame)
         elif name.split(".")[0] not in ("mezzo", "torch", "tqdm", "rich", "contextlib", "functools"):
             libraries.append(name)
-        frame = frame.f_back
     return frames[::-1], libraries[0] if libraries else ""

@@ -1,9 +1,9 @@
-"""Return a script that goes wrong to a snapshot while it runs: models, optimizers, schedulers and scalers go back; loop and data go on.
+"""Return a running script to a snapshot after an alarm: models, optimizers, schedulers and scalers are restored; loop and data continue.
 
-A policy that the run has fallen back from does not come back with a snapshot from before.
+An earlier snapshot does not restore a policy that the run has fallen back from.
 
 Between two batches no graph is open, so the weights can change in place. Variables, loops, random generators and the place in the data
-stay as they are: the batches that follow are others than those that led here, and what the script has printed stays true.
+stay as they are: other batches follow than those that led to the alarm, and what the script has printed stays true.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mezzo.records import Alarm, Rewind
 def return_to_good(
     run: Run, folder: Path, alarm: Alarm, earlier: list[Rewind], *, together: Agreement | None = None
 ) -> Rewind | str:
-    """Put the state of the newest good snapshot in place, changed so that the same does not happen again; or return why not.
+    """Restore the state of the newest good snapshot, changed so that the same does not happen again; or return why not.
 
     Args:
         run: the script's.
         folder: its snapshots.
         alarm: what went wrong.
-        earlier: returns so far.
-        together: with the other processes, which return to the same snapshot or stay where they are as well.
+        earlier: the returns so far.
+        together: exchanges with the other processes, which return to the same snapshot, or none of them returns.
     """
     good = newest_good(folder, before=alarm.since, weights=lambda contents: [*_weights(contents)])
     found: list[Any] = []
@@ -44,7 +44,7 @@ def return_to_good(
     else:
         found, why = _places(good[1])
     if together is not None and not together.all_equal([0, 0] if good is None or why else [*good[0][:2]]):
-        why = why or "another process has no such snapshot, or cannot take it up"
+        why = why or "another process has no such snapshot, or cannot restore it"
     if good is None or why:
         return why
     saved, contents = good
@@ -52,7 +52,7 @@ def return_to_good(
         SETTERS[kind](here, state)
     if contents.get("policy", str(run.current)) == str(
         run.current
-    ):  # the scales of a policy that the run has left are over
+    ):  # else the scales are those of a policy it has left
         for scale, state in zip((run.scale, run.inner_scale), contents["scales"], strict=True):
             scale.load_state_dict(state)
     objects = [here for _, _, here, _ in found]
@@ -66,25 +66,17 @@ def return_to_good(
     )
     if not changes:
         return "there is nothing to change that would help"
-    return Rewind(
-        alarm=alarm.kind,
-        step=run.recorder.num_closed,
-        snapshot=saved.path.name,
-        updates=saved.updates,
-        changes=changes,
-    )
+    step, snapshot = run.recorder.num_closed, saved.path.name
+    return Rewind(alarm=alarm.kind, step=step, snapshot=snapshot, updates=saved.updates, changes=changes)
 
 
 def _places(contents: Any) -> tuple[list[Any], str]:
-    """Return where the saved objects are now, each with its kind and state; or why the state cannot be put in place."""
+    """Return the script's present objects, each with its kind and saved state; or why the state cannot be restored."""
     frames, _ = frames_of_script()
     if [frame.f_code.co_name for frame in frames] != [name for name, _, _ in contents["frames"]]:
         return [], "the loop is not where it was when the snapshot was saved"
-    found = [
-        one
-        for frame, (_, _, entries) in zip(frames, contents["frames"], strict=True)
-        for one in objects_in(frame.f_locals, entries)
-    ]
+    pairs = zip(frames, contents["frames"], strict=True)
+    found = [one for frame, (_, _, entries) in pairs for one in objects_in(frame.f_locals, entries)]
     lost = [place for place, _, here, _ in found if here is None]
     return found, f"the script has no {', '.join(lost)} any more, or of another kind" if lost else ""
 

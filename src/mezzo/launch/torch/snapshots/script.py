@@ -1,9 +1,9 @@
-"""Take snapshots of a script between two batches, and put one in the place of the state of a script that was started anew.
+"""Take snapshots of a script between two batches, and restore one in a script that was started anew.
 
-What a resumed script does: it runs from its first line. Passes over loaders that were finished are shortened to their first batch, so that
-the loop counts as it did; meanwhile nothing that it prints is shown and nothing that it saves by ``torch.save`` is written. The pass
-that was open begins with its generators of then and leaves out the batches that were delivered. Before its next batch every variable,
-model, optimizer, scheduler, scaler and random generator is set to what it was. From there on it is the run that was stopped.
+A resumed script runs from its first line. Passes over loaders that were finished are shortened to their first batch, so that the loop
+counts as it did; meanwhile its output is hidden and its calls of ``torch.save`` write nothing. The pass that was open begins with its
+saved generators and leaves out the batches that were delivered. Before its next batch every variable, model, optimizer, scheduler,
+scaler and random generator is set to its saved value. From there on it is the run that was stopped.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from typing import Any
 import torch
 
 from mezzo.engine.agreement import EVERY_S, Agreement, are_several
+from mezzo.engine.parameters import trained_leaves
 from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.folder import Folder
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.structure import take_apart
 from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
-from mezzo.launch.snapshot_request import SnapshotRequest
+from mezzo.launch.request_parts import SnapshotRequest
 from mezzo.launch.torch.guarding import ScriptGuard
 from mezzo.launch.torch.policy_change import change_policy
 from mezzo.launch.torch.snapshots.counters import count_of, enumerations, loop_values, set_count
-from mezzo.launch.torch.snapshots.passes import Pass, Passes, asked_by_a_for_loop, frames_of_script
+from mezzo.launch.torch.snapshots.passes import LoaderPass, Passes, asked_by_a_for_loop, frames_of_script
 from mezzo.launch.torch.snapshots.returning import return_to_good
 from mezzo.launch.torch.snapshots.starting import start_of
-from mezzo.launch.torch.snapshots.variables import Found, is_below, script_folder, set_variables
+from mezzo.launch.torch.snapshots.variables import ScriptState, is_below, script_folder, set_variables
 from mezzo.launch.torch.state import Run
 from mezzo.policy import Policy
 from mezzo.records import Reason, SnapshotsTaken
@@ -45,10 +46,10 @@ class ScriptSnapshots:
     """The snapshots of a run, and the one that it resumes."""
 
     def __init__(self, run: Run, asked: SnapshotRequest) -> None:
-        """Read the snapshot to resume, if there is to be one, and lock the folder.
+        """Read the snapshot to resume, if one was asked for, and lock the folder.
 
         Raises:
-            SnapshotError: there is none that can be loaded, or the folder cannot be used.
+            SnapshotError: no snapshot can be loaded, or the folder cannot be used.
         """
         self._run, self._asked = run, asked
         self._resumed, last_number = start_of(asked)
@@ -74,9 +75,8 @@ class ScriptSnapshots:
         self._defer_sigterm()
         if self._resumed is None:
             return
-        print(
-            f"mezzo: resuming from {self._resumed.path}; finished passes are shortened, and not shown", file=sys.stderr
-        )
+        where = self._resumed.path
+        print(f"mezzo: resuming from {where}; finished passes are shortened, and not shown", file=sys.stderr)
         for one in self._resumed.refused:
             print(f"mezzo: not {one.path.name}: {one.why}", file=sys.stderr)
             self._record_problem(one.path.name, "not loaded", one.why)
@@ -91,14 +91,14 @@ class ScriptSnapshots:
 
     @property
     def not_reached(self) -> SnapshotError | None:
-        """The error of a script that ended before it came to the place where the run to resume was stopped."""
+        """The error of a script that ended before it reached the place where the run to resume was stopped."""
         if self._passes.arrived:
             return None
-        return _not_resumable("the script ended before it came to the place where that run was stopped")
+        return _not_resumable("the script ended before it reached the place where that run was stopped")
 
     # --- between two batches ---------------------------------------------------------------------------------------------
 
-    def _between(self, this: Pass, iterator: Any) -> None:
+    def _between(self, this: LoaderPass, iterator: Any) -> None:
         if os.getpid() != self._process:
             return
         if not self._passes.arrived:
@@ -109,6 +109,9 @@ class ScriptSnapshots:
         trained = self._run.num_updates != before
         if self._run.guard is not None and self._run.guard.pending is not None and (trained or self._together is None):
             self._return(self._run.guard)
+            # Saved now, a copy of that snapshot would count as progress: the second return would begin with the mildest remedy again.
+            self._last_s = time.monotonic()
+            return
         if not trained and (self._together is not None or not self._notice):
             return
         self._trains = True
@@ -123,7 +126,7 @@ class ScriptSnapshots:
                 self._end(signal.SIGTERM, None)
 
     def _is_due(self) -> bool:
-        """Return whether to save now; in several processes all say the same, and all end if one was asked to."""
+        """Return whether to save now; several processes agree on it, and all end if one was asked to."""
         due = self._notice or time.monotonic() - self._last_s >= self._asked.every_s
         if self._together is None:
             return due
@@ -148,12 +151,12 @@ class ScriptSnapshots:
         else:
             guard.returned(found)
 
-    def _save(self, this: Pass, iterator: Any) -> None:
+    def _save(self, this: LoaderPass, iterator: Any) -> None:
         self._settle()
         frames, library = frames_of_script()
         self._refuse_loop(this, frames, library)
         counts = [count_of(one) for one in enumerations(iterator)]
-        found = Found(is_below(script_folder()))
+        found = ScriptState(is_below(script_folder()))
         states = [[frame.f_code.co_name, loop_values(frame), found.frame(frame.f_locals)] for frame in frames]
         self._note(found)
         run = self._run
@@ -172,7 +175,7 @@ class ScriptSnapshots:
         path = self._folder.next_path(updates=updates, calls=0)
         self._saving = Saving(path, tree, self._copies.of(tensors), lambda: self._folder.prune(_KEEP))
 
-    def _refuse_loop(self, this: Pass, frames: list[Any], library: str) -> None:
+    def _refuse_loop(self, this: LoaderPass, frames: list[Any], library: str) -> None:
         why = ""
         if library or not frames:
             why = f"the loop runs in {library or 'code that is not the script'}; use the checkpoints of that library"
@@ -185,29 +188,24 @@ class ScriptSnapshots:
                 f"no snapshot: {why}", hint="train in `for batch in loader:`, or use mezzo.Session and its save"
             )
 
-    def _note(self, found: Found) -> None:
-        """Record what a snapshot holds, and what of the training it does not."""
-        ids = {id(value) for value in found.objects.values()}
-        held = {
-            id(p) for value in found.objects.values() if isinstance(value, torch.nn.Module) for p in value.parameters()
-        }
+    def _note(self, found: ScriptState) -> None:
+        """Record what a snapshot contains, and which parts of the training it lacks."""
+        objects = found.objects.values()
+        ids = set(map(id, objects))
+        held = {id(p) for one in objects if isinstance(one, torch.nn.Module) for p in one.parameters()}
         left_out = [Reason(what=path, value="not saved", reason=why) for path, why in found.left_out.items()]
         for optimizer in self._run.optimizers:
             name = type(optimizer).__name__
             if id(optimizer) not in ids and optimizer.state:
                 left_out.append(Reason(what=name, value="not saved", reason="no variable of the script leads to it"))
-            elif any(id(p) not in held for group in optimizer.param_groups for p in group["params"]):
+            elif any(id(p) not in held for p in trained_leaves(optimizer)):
                 why = "no module in a variable has all of its parameters"
                 left_out.append(Reason(what=f"parameters of {name}", value="perhaps not saved", reason=why))
-        self.taken = self.taken.model_copy(
-            update={
-                "found": [f"{path}: {type(value).__name__}" for path, value in found.objects.items()],
-                "left_out": left_out,
-            }
-        )
+        names = [f"{path}: {type(value).__name__}" for path, value in found.objects.items()]
+        self.taken = self.taken.model_copy(update={"found": names, "left_out": left_out})
 
     def _settle(self) -> None:
-        """Wait for the save that is under way, and count it."""
+        """Wait for the save in progress, and count it."""
         saving, self._saving = self._saving, None
         if saving is None:
             return
@@ -230,25 +228,23 @@ class ScriptSnapshots:
     # --- resuming --------------------------------------------------------------------------------------------------------
 
     def _arrive(self, iterator: Any) -> None:
-        """Put the saved state in place."""
+        """Restore the saved state."""
         assert self._resumed is not None
         contents, run = self._resumed.contents, self._run
         frames, _ = frames_of_script()
-        counting = enumerations(iterator)
-        if [f.f_code.co_name for f in frames] != [f[0] for f in contents["frames"]] or len(counting) != len(
-            contents["counts"]
-        ):
+        counting, counts = enumerations(iterator), contents["counts"]
+        names = [frame.f_code.co_name for frame in frames]
+        if names != [name for name, _, _ in contents["frames"]] or len(counting) != len(counts):
             raise _not_resumable("the loop is not where it was in the script")
         for frame, (_, around, entries) in zip(frames, contents["frames"], strict=True):
             now = loop_values(frame)
             if now != around:
-                why = f"the loops around are at {now}, and were at {around}"
-                why = f"{why}: the script continues a checkpoint of its own, or its loops follow results"
-                raise _not_resumable(why)
+                why = "the script continues a checkpoint of its own, or its loops follow results"
+                raise _not_resumable(f"the loops around are at {now}, and were at {around}: {why}")
             lost = set_variables(frame, entries)
             if lost:
                 raise _not_resumable(f"the script has no {', '.join(lost)} any more, or of another kind")
-        for one, count in zip(counting, contents["counts"], strict=True):
+        for one, count in zip(counting, counts, strict=True):
             set_count(one, count)
         self._restart_record(contents["updates"])
         if contents.get("policy", str(run.current)) != str(run.current):
@@ -263,7 +259,7 @@ class ScriptSnapshots:
         set_random_states(contents["random"])
 
     def _restart_record(self, updates: int) -> None:
-        """Forget the steps of shortened passes: the record begins with the first step that is the resumed run's own."""
+        """Forget the steps of shortened passes: the record begins with the first step of the resumed run itself."""
         run = self._run
         run.close_update()
         run.recorder = run.recorder.anew()
@@ -291,7 +287,7 @@ class ScriptSnapshots:
             original(*args, **kwargs)
 
     def _defer_sigterm(self) -> None:
-        """End after the next batch and a snapshot, not at once; Mezzo's last word to a run still ends it."""
+        """End after the next batch and a snapshot instead of at once; ``LAST_WORD`` still ends the script."""
         self._end: Any = signal.getsignal(signal.SIGTERM)
         if not callable(self._end):
             return

@@ -1,7 +1,7 @@
-"""Which snapshot a run goes on from: the newest that is whole and of this run; in several processes the newest that all of them have.
+"""Which snapshot a run resumes: the newest that is whole and of this run; in several processes the newest that all of them have.
 
-A process that is killed while it saves leaves the others with one snapshot more than it has itself. So all say by small files, before the
-script begins, which ones they have, and then whether they could read the one that comes next.
+A process that is killed while it saves has one snapshot less than the others. So before the script begins, all tell each other in small
+files which snapshots they have, and then, one after the other, whether they could read them.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mezzo.engine.snapshots.choosing import Chosen, Refused, contents_at, load_newest, none_loaded
+from mezzo.engine.snapshots.choosing import Chosen, RefusedSnapshot, contents_at, load_newest, none_loaded
 from mezzo.engine.snapshots.folder import saved_in
 from mezzo.errors import SnapshotError
 from mezzo.launch.ranks.meeting import JOIN_S, read_message, write_message
-from mezzo.launch.snapshot_request import SnapshotRequest
+from mezzo.launch.request_parts import SnapshotRequest
 
 _POLL_S = 0.02
 
 
-class Start(NamedTuple):
+class RunStart(NamedTuple):
     """Where a run begins."""
 
     chosen: Chosen | None
-    """The snapshot to go on from; None to begin anew."""
+    """The snapshot to resume; None to start over."""
     last_number: int
-    """The largest number that a snapshot of any process has: all number their next one alike."""
+    """The largest number that a snapshot of any process has: all give their next one the same number."""
 
 
-def start_of(asked: SnapshotRequest) -> Start:
+def start_of(asked: SnapshotRequest) -> RunStart:
     """Return where a run begins.
 
     Raises:
-        SnapshotError: it is to be resumed, and there is no snapshot that can be, or a process gave no answer.
+        SnapshotError: it should be resumed and no snapshot can be, or a process gave no answer.
     """
     if asked.ranks > 1:
         start = _together(asked)
     elif asked.resume:
-        start = Start(load_newest(Path(asked.folder), _check_of(asked)), 0)
+        start = RunStart(load_newest(Path(asked.folder), _check_of(asked)), 0)
     else:
-        return Start(None, 0)
+        return RunStart(None, 0)
     if start.chosen is None and asked.resume:
         if not asked.may_be_first:
             raise _none(asked)
@@ -50,15 +50,15 @@ def start_of(asked: SnapshotRequest) -> Start:
     return start
 
 
-def _together(asked: SnapshotRequest) -> Start:
+def _together(asked: SnapshotRequest) -> RunStart:
     exchange = _Exchange(asked)
     here = {(one.number, one.updates): one.path for one in saved_in(Path(asked.folder))}
     everywhere = [{(number, updates) for number, updates in names} for names in exchange("saved", [*here])]
     last = max((number for names in everywhere for number, _ in names), default=0)
     if not asked.resume:
-        return Start(None, last)
+        return RunStart(None, last)
     common = sorted(set.intersection(*everywhere), reverse=True)
-    check, refused = _check_of(asked), list[Refused]()
+    check, refused = _check_of(asked), list[RefusedSnapshot]()
     for name in common:
         contents, why = None, ""
         try:
@@ -68,16 +68,16 @@ def _together(asked: SnapshotRequest) -> Start:
             why = error.message
         reasons = exchange(f"read-{name[0]}", why)
         if not any(reasons):
-            return Start(Chosen(here[name], contents, refused), last)
+            return RunStart(Chosen(here[name], contents, refused), last)
         rank = next(rank for rank, reason in enumerate(reasons) if reason)
-        refused.append(Refused(here[name], f"rank {rank}: {reasons[rank]}"))
+        refused.append(RefusedSnapshot(here[name], f"rank {rank}: {reasons[rank]}"))
     if not common:
-        return Start(None, last)
+        return RunStart(None, last)
     raise none_loaded(refused, "that all processes have")
 
 
 class _Exchange:
-    """Values that all processes of a run tell each other, by files that each of them writes whole."""
+    """An exchange of values between all processes of a run, through files that each writes whole."""
 
     def __init__(self, asked: SnapshotRequest) -> None:
         self._folder, self._rank, self._ranks = Path(asked.meeting), asked.rank, asked.ranks
@@ -102,7 +102,7 @@ class _Exchange:
 
 
 def _check_of(asked: SnapshotRequest) -> Callable[[Any], None]:
-    """Return what refuses the contents of a snapshot of another run."""
+    """Return a function that refuses the contents of another run's snapshot."""
 
     def check(contents: Any) -> None:
         if not isinstance(contents, dict) or not isinstance(contents.get("run"), dict) or "frames" not in contents:

@@ -2,7 +2,7 @@
 
 From the frames of the script's own files every variable is followed: models, optimizers, schedulers, scalers and generators by their
 states, numbers, texts and lists by value, tensors by their elements, objects of the script's own classes by their attributes. What
-cannot be followed is named. The same path leads to the same variable in a script that was started anew, and its state is put there.
+cannot be followed is named. In a script that was started anew, the same path leads to the same variable, whose state is then restored.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ _PASSED_OVER = (
     DataLoader,
     Sampler,
 )
-"""What a script makes anew, or what the position in the data covers."""
+"""Objects that a script makes anew, or that the position in the data covers."""
 _MOST_BYTES = 2**20
-"""Tensors above it that nothing has changed in place are data, not state."""
+"""Larger tensors that nothing has changed in place are data, not state."""
 _MOST_VALUES = 100_000
 _DEEPEST = 6
 
 
-class Found:
+class ScriptState:
     """The state of a script's variables, with what was found and what was not."""
 
     def __init__(self, own: Callable[[str], bool]) -> None:
-        """Begin; ``own`` tells whether a module's file is one of the script's."""
+        """Find nothing yet; ``own`` tells whether a module's file is one of the script's."""
         self._own = own
         self._seen: set[int] = set()
         self._only_looks = False
@@ -74,7 +74,7 @@ class Found:
         return self._entries(named, "")
 
     def _parts(self) -> set[int]:
-        """Return what belongs to objects that are saved whole: a model's layers and weights, an optimizer's groups."""
+        """Return the ids of what belongs to objects that are saved whole: a model's layers and weights, an optimizer's groups."""
         parts: set[int] = set()
         for value in self.objects.values():
             if isinstance(value, nn.Module):
@@ -130,7 +130,7 @@ class Found:
 
 
 def kind_of(value: Any) -> str | None:
-    """Return what kind of object with a state of its own ``value`` is; None for none."""
+    """Return the kind of an object with a state of its own; None for any other value."""
     if isinstance(value, nn.Module):
         return "module"
     if isinstance(value, Optimizer):
@@ -193,7 +193,7 @@ _TRAINED = ("module", "optimizer", "stateful")
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a container holds nothing but values, and not too many."""
+    """Return whether a container has values only, and not too many."""
     left, waiting = _MOST_VALUES, [value]
     while waiting and left > 0:
         one = waiting.pop()
@@ -208,9 +208,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def put(variables: Any, entries: Mapping[Any, Any], place: str = "") -> Iterator[str]:
-    """Put saved entries into a dict, list or object, in place where they can be; yield the paths that lead nowhere.
+    """Put saved entries into a dict, list or object, in place where possible; yield the paths that no longer exist.
 
-    Variables that were made inside the loop are not there yet: values are set, and a container without an object of torch is left out.
+    Variables that are made inside the loop do not exist yet: values are set, and a container without an object of torch is left out.
     """
     for name, entry in entries.items():
         inner = f"{place}.{name}" if place else str(name)
@@ -229,7 +229,7 @@ def put(variables: Any, entries: Mapping[Any, Any], place: str = "") -> Iterator
 
 
 def objects_in(variables: Any, entries: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, str, Any, Any]]:
-    """Yield the saved models, optimizers, schedulers and scalers: path, kind, the object of now (None for another kind), and its state."""
+    """Yield the saved models, optimizers, schedulers and scalers: path, kind, the present object (None for another kind), and state."""
     for name, entry in entries.items():
         inner = f"{place}.{name}" if place else str(name)
         ((kind, saved),) = entry.items()
@@ -268,7 +268,7 @@ def _put_value(variables: Any, name: Any, here: Any, saved: Any) -> None:
 
 
 def set_variables(frame: types.FrameType, entries: Mapping[str, Any]) -> list[str]:
-    """Put saved entries into a frame's variables; return the paths that lead nowhere any more."""
+    """Put saved entries into a frame's variables; return the paths that no longer exist."""
     variables = frame.f_locals
     lost = list(put(variables, entries))
     if variables is not frame.f_globals and sys.version_info < (3, 13):
@@ -283,7 +283,7 @@ def script_folder() -> Path:
 
 
 def is_below(folder: Path) -> Callable[[str], bool]:
-    """Return what tells whether a module is one of the script's own: it lies in ``folder``, and in no installed package."""
+    """Return a function that tells whether a module is one of the script's own: in ``folder``, and in no installed package."""
 
     def own(module: str) -> bool:
         file = getattr(sys.modules.get(module), "__file__", None)

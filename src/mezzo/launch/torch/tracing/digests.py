@@ -1,6 +1,6 @@
 """Parts of a training's state as digests and simple values.
 
-Cost: one pass over every tensor, and a number a tensor read from the device.
+Cost: one pass over every tensor, and one number per tensor read from the device.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.parameters import trained_leaves
 from mezzo.engine.snapshots.randomness import random_states
 from mezzo.launch.torch.weights_digest import digest
 from mezzo.measure.resumption.trace import Moment, ObjectState, OptimizerState
 
 _NOT_SETTINGS = ("params", "initial_lr")
 _INTERNAL = ("_step_count", "_is_initial", "_get_lr_called_within_step", "verbose", "_enable")
-"""Entries of a scheduler's state that its learning rates do not follow from: a scheduler made with ``last_epoch`` has others."""
+"""Entries of a scheduler's state that do not affect its learning rates: they differ in one made with ``last_epoch``."""
 _LEAST_SHARE = 0.5
-"""A container with this share of the model's weights is a copy of them."""
+"""A container with at least this share of the model's weights, by shape, is a copy of them."""
 
 
 def text_digest(value: object) -> str:
@@ -110,7 +111,7 @@ def flat(entries: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, str
 
 
 def copies_of(weights: Iterable[Tensor], values: Iterable[tuple[str, str, Any]]) -> dict[str, list[Tensor]]:
-    """Return the containers of tensors that are a copy of the weights by their shapes, by their paths."""
+    """Return the containers, by path, whose tensors have the shapes of the weights: copies of them."""
     shapes = Counter(tuple(weight.shape) for weight in weights)
     groups: dict[str, list[Tensor]] = {}
     for place, _, value in values:
@@ -127,11 +128,11 @@ def copies_of(weights: Iterable[Tensor], values: Iterable[tuple[str, str, Any]])
 def trained_by(
     optimizers: Iterable[torch.optim.Optimizer], modules: Mapping[str, nn.Module]
 ) -> list[tuple[str, Tensor]]:
-    """Return the parameters that optimizers hold, with their names in the modules, or a number where no module is known."""
+    """Return the parameters that optimizers train, with their names in the modules, or a number if no module is known."""
     names: dict[int, str] = {}
     for module in modules.values():
         for name, parameter in module.named_parameters():
             names.setdefault(id(parameter), name)
-    held = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    held = [parameter for optimizer in optimizers for parameter in trained_leaves(optimizer)]
     dense = [parameter for parameter in held if _is_dense(parameter)]
     return [(names.get(id(parameter), f"parameter {n}"), parameter) for n, parameter in enumerate(dense)]

@@ -1,4 +1,4 @@
-"""Which samples a DataLoader drew for the batch that it delivered last, whatever the data set makes of them."""
+"""Which samples a DataLoader drew for the batch that it delivered last, by their indices in the data set."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mezzo.launch.torch.tracing.digests import text_digest
 
 
 class DrawnSamples:
-    """The indices of the last batch."""
+    """The samples of the last batch."""
 
     def __init__(self) -> None:
         self._drawn: WeakKeyDictionary[Any, deque[str]] = WeakKeyDictionary()
-        """Batches whose indices are drawn and that are not delivered: workers are ahead."""
+        """Digests of drawn indices whose batches are not delivered yet: workers are ahead."""
         self._delivered: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._last = ("", 0)
 
@@ -28,7 +28,7 @@ class DrawnSamples:
         patches.around(_BaseDataLoaderIter, "__next__", self._delivering)
 
     def take(self) -> tuple[str, int]:
-        """Return a digest of the indices of the batch delivered since the last call, and its number in its pass; empty and 0 for none."""
+        """Return the digest and number in its pass of the batch delivered since the last call; empty and 0 without one."""
         last, self._last = self._last, ("", 0)
         return last
 

@@ -1,7 +1,7 @@
 """Trace a training: its state before the first forward pass of every update, and the files that it writes.
 
-That moment is the same place in the code of an undisturbed and of a resumed run: the batch is there, and the step, the scheduler, the
-scaler and an EMA of the update before are done.
+An undisturbed and a resumed run pass that moment at the same place in the code: the batch is loaded, and the optimizer, the scheduler,
+the scaler and an EMA have finished the previous update.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mezzo.launch.patches import Patches
+from mezzo.launch.request_parts import TraceRequest
 from mezzo.launch.torch.snapshots.passes import frames_of_script
-from mezzo.launch.torch.snapshots.variables import Found, is_below, script_folder
+from mezzo.launch.torch.snapshots.variables import ScriptState, is_below, script_folder
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tracing import digests
 from mezzo.launch.torch.tracing.samples import DrawnSamples
 from mezzo.launch.torch.tracing.written import FilesWritten
-from mezzo.launch.trace_request import TraceRequest
 from mezzo.measure.resumption.trace import Point, Written, line_of
 
 
@@ -43,7 +43,7 @@ class StateTrace:
         self._schedulers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self._scalers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self._roots: dict[int, nn.Module] = {}
-        self._found = Found(lambda module: False)
+        self._found = ScriptState(lambda module: False)
         """The variables at the last point, which keep the models alive until the end."""
         self._last = -1
         self._generators: dict[str, str] = {}
@@ -76,23 +76,23 @@ class StateTrace:
     # --- a watcher of the run ----------------------------------------------------------------------------------------------
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Note which generators the passes of this update drew from."""
+        """Record which generators the passes of this update drew from."""
         now = digests.generator_digests()
         drew = [name for name, state in now.items() if name in self._generators and self._generators[name] != state]
         if drew and self._last >= 0:
             self._write("drew", {"updates": self._last, "generators": drew})
 
     def began_anew(self) -> None:
-        """Trace from the first step again: those before were no steps."""
+        """Trace from the first step again: the passes so far were no steps."""
         self._last = -1
 
     def step_closed(self, *_: object) -> None:
-        """Do nothing: a point is taken later, before the next forward pass."""
+        """Do nothing: the state is recorded later, before the next forward pass."""
 
     backward_begins = backward_ended = compiled_ended = step_closed
 
     def done(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return that every update is followed."""
+        """Return False: every update is traced."""
         return False
 
     # --- points ------------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class StateTrace:
             self._stop()
             return
         frames, _ = frames_of_script()
-        self._found = Found(is_below(script_folder()))
+        self._found = ScriptState(is_below(script_folder()))
         entries = [self._found.frame(frame.f_locals) for frame in frames]
         values = [value for frame in entries for value in digests.flat(frame)]
         self._last = updates

@@ -1,4 +1,4 @@
-"""Which files a script writes, and when. Python's own writes come by an audit hook; torch and safetensors write in native code."""
+"""Which files a script writes, and when: an audit hook sees Python's writes, patches those of torch and safetensors in native code."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _MOST = 1000
 _ELSEWHERE = ("/dev/", "/proc/", "/sys/")
 
 
-class Told(Protocol):
-    """Told of a file that the script writes."""
+class Listener(Protocol):
+    """A function that is called with each file that the script writes."""
 
     def __call__(self, path: str, *, is_checkpoint: bool) -> None:
-        """Note the file."""
+        """Record the file."""
 
 
 class FilesWritten:
-    """The files of a run."""
+    """The files that a run writes."""
 
-    def __init__(self, told: Told) -> None:
-        self._told, self._num, self._telling = told, 0, False
+    def __init__(self, listener: Listener) -> None:
+        self._listener, self._num, self._calling = listener, 0, False
 
     def install(self, patches: Patches) -> None:
-        """Follow writes until ``patches`` are undone."""
+        """Report writes until ``patches`` are undone."""
         global _following, _hooked
         if not _hooked:
             sys.addaudithook(_audit)
@@ -53,8 +53,8 @@ class FilesWritten:
         return result
 
     def heard(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Note the file of an event, if it is one that writes a file."""
-        if self._telling:
+        """Report the file of an audit event, if the event writes one."""
+        if self._calling:
             return
         if event == "open":
             path, _, flags = arguments
@@ -70,11 +70,11 @@ class FilesWritten:
         if path.startswith(_ELSEWHERE) or "__pycache__" in path:
             return
         self._num += 1
-        self._telling = True
+        self._calling = True
         try:
-            self._told(path, is_checkpoint=is_checkpoint)
+            self._listener(path, is_checkpoint=is_checkpoint)
         finally:
-            self._telling = False
+            self._calling = False
 
 
 _following: FilesWritten | None = None
@@ -82,7 +82,7 @@ _hooked = False
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    """Pass events on while a run is followed; an audit hook cannot be removed."""
+    """Pass events on while a run is traced; an audit hook cannot be removed."""
     if _following is not None:
         _following.heard(event, arguments)
 

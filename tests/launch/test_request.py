@@ -1,0 +1,32 @@
+"""A request as one word of a command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mezzo.launch.request import Request
+
+
+@pytest.mark.parametrize(
+    ("name", "in_a_file"),
+    [
+        ("a", False),
+        ("数据", True),
+        ("a" * 8, True),
+    ],  # the second has 75,000 characters, in 135,000 bytes
+)
+def test_a_request_beyond_the_systems_limit_is_in_a_file(name: str, in_a_file: bool, tmp_path: Path) -> None:
+    request = Request(
+        target="train.py",
+        kind="script",
+        arguments=(name,) * 15_000,
+        policy=None,
+        record_path=str(tmp_path / "record.json"),
+        command=("mezzo",),
+    )
+    word = request.packed()
+    assert word.startswith("@") is in_a_file
+    assert len(word.encode()) < 131_072
+    assert Request.unpacked(word) == request
