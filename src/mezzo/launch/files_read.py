@@ -79,7 +79,8 @@ class FilesRead:
         # A file system with a resolution of one or two seconds: the file may have been written that much later.
         coarse = written == int(written)
         begins = self._since_s - (2.0 if coarse else FILE_CLOCK_TICK_S)
-        return begins <= written < (int(self._before_s) if coarse else self._before_s)
+        ends = self._before_s - FILE_CLOCK_TICK_S  # this run's own first file may be dated a tick before the run
+        return begins <= written < (int(ends) if coarse else ends)
 
 
 def _is_cache(path: str) -> bool:
