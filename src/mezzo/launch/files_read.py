@@ -79,8 +79,7 @@ class FilesRead:
         # A file system with a resolution of one or two seconds: the file may have been written that much later.
         coarse = written == int(written)
         begins = self._since_s - (2.0 if coarse else FILE_CLOCK_TICK_S)
-        ends = self._before_s - FILE_CLOCK_TICK_S  # this run's own first file may be dated a tick before the run
-        return begins <= written < (int(ends) if coarse else ends)
+        return begins <= written < (int(self._before_s) if coarse else self._before_s)
 
 
 def _is_cache(path: str) -> bool:
@@ -117,7 +116,8 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 def files_read(since_s: float | None) -> Iterator[FilesRead]:
     """Record the files that the code inside reads and that were written since a Unix time; None records none."""
     global _watching, _hooked
-    files = FilesRead(since_s=0.0 if since_s is None else since_s, before_s=time.time())
+    # The run's own first file may be dated a tick before the run.
+    files = FilesRead(since_s=0.0 if since_s is None else since_s, before_s=time.time() - FILE_CLOCK_TICK_S)
     if since_s is None:
         yield files
         return
