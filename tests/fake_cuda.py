@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo import devices
 from mezzo.engine import casting, graphs, onepass, preparation, session
+from mezzo.engine.gradients import all_parameters
 from mezzo.engine.kernels import reference
-from mezzo.engine.parameters import all_parameters
 
 READS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "item")
 """Operations whose result the host waits for."""

@@ -187,6 +187,11 @@ def python_name(op: str) -> str:
 _FAMILY_OF_OP = {python_name(op): family for family in FAMILIES for op in family.ops}
 
 
+def is_listed(name: str) -> bool:
+    """Return whether ``name`` is that of a family or of an operation of one."""
+    return name in BY_NAME or ALIASES.get(name, name).removeprefix("linalg_") in _FAMILY_OF_OP
+
+
 def resolve(name: str) -> tuple[str, ...]:
     """Return the operations that a family's or an operation's ``name`` stands for.
 
@@ -198,15 +203,14 @@ def resolve(name: str) -> tuple[str, ...]:
     """
     if name in BY_NAME:
         return BY_NAME[name].ops
-    plain = ALIASES.get(name, name).removeprefix("linalg_")
-    family = _FAMILY_OF_OP.get(plain)
-    if family is None:
+    if not is_listed(name):
         known = nearest(name, [*BY_NAME, *_FAMILY_OF_OP], listed=BY_NAME)
         raise PolicyError(
             f"unknown operation or family {name!r}; {known}, and the operations in them",
             hint="name a family such as 'softmax' or an operation such as 'log_softmax'",
         )
-    return tuple(op for op in family.ops if python_name(op) == plain)
+    plain = ALIASES.get(name, name).removeprefix("linalg_")
+    return tuple(op for op in _FAMILY_OF_OP[plain].ops if python_name(op) == plain)
 
 
 def assign(lower: tuple[str, ...], fp32: tuple[str, ...], widest: tuple[str, ...]) -> dict[str, Precision]:

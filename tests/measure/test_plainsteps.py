@@ -29,7 +29,7 @@ def test_steps_hold_what_was_taken_down_and_read_the_device_at_the_end() -> None
     recorder.loss(-math.inf)
     recorder.close(skipped=True, scale=512.0)
     recorder.close(skipped=False, scale=512.0)
-    assert (len(recorder), Scalar.reads) == (3, 0)
+    assert (recorder.num_closed, Scalar.reads) == (3, 0)
     steps = recorder.steps()
     assert Scalar.reads == 2
     assert steps.loss[0] == 1.5

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine import arguments, checks
-from mezzo.engine.gradients import put_back, set_aside
-from mezzo.engine.parameters import parameters_of, trained_by
+from mezzo.engine.gradients import parameters_of, put_back, set_aside, trained_by
 from mezzo.engine.session import Session
 from mezzo.engine.shards import is_shared
 from mezzo.engine.window import Reduction

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from mezzo.engine.gradients import gradients_of
-from mezzo.engine.parameters import trained_by
+from mezzo.engine.gradients import gradients_of, trained_by
 from mezzo.engine.scaling import bear
 from mezzo.errors import PolicyError, SessionError
 from mezzo.formats import FP16, FP32

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from mezzo.engine.checks import warn
+from mezzo.engine.gradients import parameters_of, trained_by
 from mezzo.engine.onepass import OnePass
-from mezzo.engine.parameters import parameters_of, trained_by
 from mezzo.errors import SessionError
 from mezzo.formats import FP16, FP32, FP64
 from mezzo.policy import Policy

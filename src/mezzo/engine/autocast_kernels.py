@@ -34,7 +34,8 @@ from mezzo.engine.registration import Op
 from mezzo.formats import FP32, Format
 from mezzo.oplists import Precision
 
-_CASTABLE = (*HALF, FP32.dtype)  # FP64 is never cast: code that asks for it needs it
+_FP32 = FP32.dtype
+_CASTABLE = (*HALF, _FP32)  # FP64 is never cast: code that asks for it needs it
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class CastTable:
             keeps_kernels: whether torch's own kernels run for operations without a rule; otherwise these are not cast.
         """
         self.rules = dict(rules)
-        self.device_type, self.low = device_type, low
+        self.device_type, self.low, self._low = device_type, low, low.dtype
         self.casts_operands, self.keeps_kernels = casts_operands, keeps_kernels
         self.number = _numbered(self)
         registration.register(device_type, self.rules, open_table, all_of_torchs=not keeps_kernels)
@@ -104,25 +105,25 @@ class CastTable:
             return rule.emulation(*args, **kwargs)
         elif rule.precision == "fp32":
             if kwargs.get("dtype") is None:  # an explicit dtype (softmax, sum, ...) is the author's own choice
-                args, kwargs = self._cast(args, FP32.dtype), self._cast(kwargs, FP32.dtype)
+                args, kwargs = self._cast(args, _FP32), self._cast(kwargs, _FP32)
         elif rule.precision == "widest" and len(_dtypes((*args, *kwargs.values()))) > 1:
-            args, kwargs = self._cast(args, FP32.dtype), self._cast(kwargs, FP32.dtype)
+            args, kwargs = self._cast(args, _FP32), self._cast(kwargs, _FP32)
         return registration.call_op(op, args, kwargs)
 
     def cast_weight(self, weight: Tensor) -> Tensor:
         """Return a weight in the lower format; each weight is cast once while a region is open."""
-        low = self.low.dtype  # a thread without an open region keeps no casts
-        return _LOCAL.casts.of(weight, low) if _LOCAL.open.depth else weight.to(low)
+        # A thread without an open region keeps no casts.
+        return _LOCAL.casts.of(weight, self._low) if _LOCAL.open.depth else weight.to(self._low)
 
     def _casts(self, operands: Sequence[Any]) -> bool:
         return all(t.dtype in _CASTABLE and t.device.type == self.device_type for t in operands if t is not None)
 
     def _lower(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            low = self.low.dtype
+            low = self._low
             if value.dtype is low or value.dtype not in _CASTABLE or value.device.type != self.device_type:
                 return value
-            if value.requires_grad and value.is_leaf and type(value) in _PLAIN and value.dtype is FP32.dtype:
+            if value.requires_grad and value.is_leaf and type(value) in _PLAIN and value.dtype is _FP32:
                 return self.cast_weight(value)
             return value.to(low)
         if isinstance(value, (list, tuple)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine.gradients import worst
+from mezzo.engine.gradients import parameters_of, worst
 from mezzo.engine.master import NoMasters
+from mezzo.engine.stephooks import have_hooks
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, SessionError
 from mezzo.policy import Policy
 
@@ -101,14 +101,14 @@ def may_lose_updates(policy: Policy, optimizers: Sequence[torch.optim.Optimizer]
     return policy.casting == "model" and not policy.master_weights and not stochastic
 
 
-def snapshot(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def snapshot(models: Iterable[nn.Module]) -> list[Tensor]:
     """Return copies of the trained weights."""
-    return [p.detach().clone() for p in parameters if p.requires_grad]
+    return [p.detach().clone() for p in parameters_of(models) if p.requires_grad]
 
 
-def warn_of_lost_updates(before: list[Tensor], parameters: Iterable[nn.Parameter], policy: Policy) -> None:
+def warn_of_lost_updates(before: list[Tensor], models: Iterable[nn.Module], policy: Policy) -> None:
     """Warn when most weights did not change in an update since the ``snapshot`` before it."""
-    after = [p.detach() for p in parameters if p.requires_grad]
+    after = [p.detach() for p in parameters_of(models) if p.requires_grad]
     total = sum(t.numel() for t in before)
     same = sum(int((a == b).sum()) for a, b in zip(before, after, strict=True))
     if total and same > total / 2:
@@ -118,21 +118,23 @@ def warn_of_lost_updates(before: list[Tensor], parameters: Iterable[nn.Parameter
         )
 
 
-def check_loss(loss: Any, *, first: bool) -> None:
-    """Refuse a loss that cannot be differentiated or, before the first update, is not finite (waits for the device then)."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        frozen = isinstance(loss, Tensor) and not loss.requires_grad
-        raise SessionError(
-            f"backward() got {_describe(loss)}; a loss is one number that depends on the model",
-            hint="compute it from the model's output, outside torch.no_grad(), with parameters that require gradients"
-            if frozen
-            else "pass the mean loss of the micro-batch, computed from the model's output",
-        )
-    if first and not math.isfinite(loss.item()):
-        raise NonFiniteLossError(
-            f"the loss is {loss.item()} before the first update",
-            hint="no loss scale can help: check the data and the forward pass, and compare with policy fp32",
-        )
+def no_loss(given: Any) -> SessionError:
+    """Return the error for a backward pass of something that is not one number computed from the model."""
+    frozen = isinstance(given, Tensor) and not given.requires_grad
+    return SessionError(
+        f"backward() got {_describe(given)}; a loss is one number that depends on the model",
+        hint="compute it from the model's output, outside torch.no_grad(), with parameters that require gradients"
+        if frozen
+        else "pass the mean loss of the micro-batch, computed from the model's output",
+    )
+
+
+def first_loss_not_finite(loss: str) -> NonFiniteLossError:
+    """Return the error for a first loss that is not finite; ``loss`` says what it is."""
+    return NonFiniteLossError(
+        f"the loss is {loss} before the first update",
+        hint="no loss scale can help: check the data and the forward pass, and compare with policy fp32",
+    )
 
 
 def check_backward(weight: float | None, loss_id: int, num_losses: int, *, unscaled: bool) -> None:
@@ -192,10 +194,17 @@ def refuse_half_gradients(gradients: Sequence[Tensor]) -> None:
         )
 
 
-def refuse_half_gradients_to_hooks(gradients: Sequence[Tensor]) -> None:
-    """Refuse to pass 16-bit gradients to step hooks: they still carry the loss scale."""
+def shown_to_hooks(optimizers: Sequence[torch.optim.Optimizer], gradients: Sequence[Tensor]) -> bool:
+    """Return whether step hooks will see these gradients; refuse 16-bit ones, which still carry the loss scale.
+
+    Raises:
+        SessionError: a gradient that a hook would see is in 16 bits.
+    """
+    if not have_hooks(optimizers):
+        return False
     if any(g.element_size() == 2 for g in gradients):
         raise SessionError(
             "a step hook was registered after the session was built, whose optimizers read 16-bit gradients as they are; allowed: before",
             hint="register hooks before Session(...): the update then shows them true gradients in FP32",
         )
+    return True

@@ -39,7 +39,7 @@ from mezzo.engine.gradients import all_finite, gradients_of
 from mezzo.engine.replicas import Replica
 from mezzo.engine.shards import is_shared, local, parts
 from mezzo.engine.window import Window
-from mezzo.errors import NonFiniteLossError, SessionError
+from mezzo.errors import SessionError
 from mezzo.explain import Choice
 from mezzo.formats import FP32, FP64
 from mezzo.policy import Policy
@@ -58,8 +58,12 @@ class OneProcess:
         """Return the choices made for several processes."""
         return []
 
-    check_loss = staticmethod(checks.check_loss)
-    """Refuses a value that cannot be a loss, and a ``first`` loss that is not finite."""
+    def check_loss(self, loss: Any, *, first: bool) -> None:
+        """Refuse what is no loss and, before the first update, a loss that is not finite; only then does it wait for the device."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise checks.no_loss(loss)
+        if first and not math.isfinite(value := loss.item()):
+            raise checks.first_loss_not_finite(str(value))
 
     def unit(self, weight: float | None) -> float:
         """Return the unit in which weights are counted; 0 for the first of each window."""
@@ -178,8 +182,8 @@ class Processes(OneProcess):
             replica.format = format_of_reduction(policy)
 
     def check_loss(self, loss: Any, *, first: bool) -> None:
-        """Refuse a value that cannot be a loss; when the window closes, all processes learn whether the first loss was finite."""
-        checks.check_loss(loss, first=False)
+        """Refuse what is no loss; when the window closes, all processes learn whether the first loss was finite."""
+        super().check_loss(loss, first=False)
         for replica in self._replicas:
             if replica.model._join_config.enable:
                 raise _in_join()
@@ -299,11 +303,8 @@ class Processes(OneProcess):
     def _check_first_loss(self, first: Tensor) -> None:
         loss, self._first_loss = first.item(), None
         if not self._everywhere(math.isfinite(loss)):
-            where = f"is {loss}" if not math.isfinite(loss) else f"is {loss} here and not finite in another process"
-            raise NonFiniteLossError(
-                f"the loss {where} before the first update",
-                hint="no loss scale can help: check the data and the forward pass, and compare with policy fp32",
-            )
+            elsewhere = " here and not finite in another process" if math.isfinite(loss) else ""
+            raise checks.first_loss_not_finite(f"{loss}{elsewhere}")
 
 
 def _in_join() -> SessionError:

@@ -56,15 +56,12 @@ class Emulation:
     recipe: str | None = None
     """How 8-bit operands are scaled; None for 16-bit ones."""
     run: Op = field(compare=False)
-    made: ClassVar[bool] = False
-    """Whether this process has created any."""
-
-    def __post_init__(self) -> None:
-        """Record for observers that this process has emulations."""
-        Emulation.made = True
+    ran: ClassVar[bool] = False
+    """Whether this process has run any: without one, counters need not ask whether an operation belongs to one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the emulation; meanwhile ``running()`` returns it to observers."""
+        Emulation.ran = True
         before, _LOCAL.running = _LOCAL.running, self
         try:
             return self.run(*args, **kwargs)
@@ -77,11 +74,6 @@ class _Local(threading.local):
 
 
 _LOCAL = _Local()
-
-
-def is_used() -> bool:
-    """Return whether this process has emulated anything, or may do so."""
-    return Emulation.made
 
 
 def running() -> Emulation | None:

@@ -1,4 +1,4 @@
-"""The gradients of many parameters: their norm, scaling them, and setting them aside."""
+"""The parameters that are trained, and their gradients: the norm, scaling and setting aside."""
 
 from __future__ import annotations
 
@@ -13,6 +13,27 @@ from mezzo.formats import FP32
 
 _FP32 = FP32.dtype
 _ZERO_GRAD = torch.optim.Optimizer.zero_grad
+
+
+def parameters_of(models: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of all models, each once."""
+    return list(dict.fromkeys(p for model in models for p in model.parameters()))
+
+
+def trained_by(optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    """Return the parameters of all groups of all optimizers."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def all_parameters(models: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    """Return the models' parameters and those that only an optimizer has."""
+    return list(dict.fromkeys([*parameters_of(models), *trained_by(optimizers)]))
+
+
+def trained_leaves(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the leaves that one optimizer updates."""
+    groups = getattr(optimizer, "param_groups", ())  # missing if its constructor failed
+    return [p for group in groups for p in group["params"] if p.is_leaf]
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -59,14 +80,11 @@ def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return [[t for t in tensors if t.device == device] for device in devices]
 
 
-def multiply(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply ``tensors``, on any devices, by one number in place."""
-    if (
-        tensors
-        and factor.is_cpu
-        and factor.dtype is _FP32
-        and False not in [t.is_cpu and t.dtype is _FP32 for t in tensors]
-    ):
+def multiply(tensors: list[Tensor], factor: Tensor | None) -> None:
+    """Multiply ``tensors``, on any devices, by one number in place; None for 1."""
+    if not tensors or factor is None:
+        return
+    if factor.is_cpu and factor.dtype is _FP32 and False not in [t.is_cpu and t.dtype is _FP32 for t in tensors]:
         # One operation; foreach on a CPU runs one for each tensor. The products are equal to the bit.
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.empty_like(factor), factor)
         return
@@ -75,12 +93,13 @@ def multiply(tensors: list[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(tensors, factor)
         return
     for here in by_device(tensors):
-        if here:
-            torch._foreach_mul_(here, factor.to(here[0].device))
+        torch._foreach_mul_(here, factor.to(here[0].device))
 
 
 def clamp(tensors: list[Tensor], largest: float) -> None:
     """Bring every element to at most ``largest`` in magnitude, in place."""
+    if not tensors:  # torch takes no empty list
+        return
     torch._foreach_clamp_min_(tensors, -largest)
     torch._foreach_clamp_max_(tensors, largest)
 

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mezzo.engine.cudagraphs import graphs_for, refusal
+from mezzo.engine.gradients import all_parameters
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.onepass import OnePass
-from mezzo.engine.parameters import all_parameters
 from mezzo.engine.preparation import ONE_PASS
 from mezzo.engine.progress import Progress
 from mezzo.engine.schedules import Schedules

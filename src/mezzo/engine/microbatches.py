@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mezzo.engine.gradients import put_back, set_aside
-from mezzo.engine.parameters import all_parameters
+from mezzo.engine.gradients import all_parameters, put_back, set_aside
 from mezzo.engine.randomness import AllStates
 from mezzo.errors import SessionError
 from mezzo.explain import Choice

@@ -24,25 +24,22 @@ class Progress:
         self.windows = 0
         """Updates, skipped ones included."""
         self.skips = torch.zeros((), device=device)
-        self._norm = torch.full((), math.nan, device=device)
-        self._factor: Tensor | None = None
-        """The factor by which ``_norm`` must still be multiplied, once a loop reads it; None for 1."""
+        self.last: tuple[Tensor, Tensor | None] = torch.full((), math.nan, device=device), None
+        """The norm of the last gradients as they were, and the factor that unscales and averages them (None for 1)."""
         self.floor = FloorWatch(device, together=together)
 
     @property
     def norm(self) -> Tensor:
-        """The norm of the last update's gradients, unscaled and before clipping."""
-        if self._factor is not None:
-            self._norm, self._factor = self._norm * self._factor, None
-        return self._norm
+        """The norm of the last update's gradients, unscaled and before clipping; multiplied only if a loop reads it."""
+        norm, factor = self.last
+        if factor is not None:
+            norm = norm * factor
+            self.last = norm, None
+        return norm
 
     @norm.setter
     def norm(self, norm: Tensor) -> None:
-        self._norm, self._factor = norm, None
-
-    def took(self, norm: Tensor, factor: Tensor | None) -> None:
-        """Record the norm of gradients that ``factor`` unscales and averages; None for 1."""
-        self._norm, self._factor = norm, factor
+        self.last = norm, None
 
     def in_place(self) -> Iterable[Tensor]:
         """Return the tensors that an update changes in place."""

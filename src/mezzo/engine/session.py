@@ -27,33 +27,40 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from mezzo.engine import arguments, checks
 from mezzo.engine.casting import Casting
 from mezzo.engine.descriptions import session_text
 from mezzo.engine.direct_pass import DirectPasses
 from mezzo.engine.distributed import processes_for
-from mezzo.engine.firstwindows import FirstWindows, NoWatch
-from mezzo.engine.gradients import clamp, clip_factor, drop_gradients, multiply, put_back, set_aside, total_norm, wide
+from mezzo.engine.gradients import (
+    all_parameters,
+    clamp,
+    clip_factor,
+    drop_gradients,
+    multiply,
+    put_back,
+    set_aside,
+    total_norm,
+    trained_by,
+    wide,
+)
 from mezzo.engine.graphs import CapturedStep, Parts
 from mezzo.engine.guardrails.session_guard import SessionGuard
+from mezzo.engine.loop_checks import FirstWindows, NoWatch, Ownership
 from mezzo.engine.microbatches import MicroBatch, MicroBatches
 from mezzo.engine.onepass import OnePass, norm_by_kernels
-from mezzo.engine.ownership import Ownership
-from mezzo.engine.parameters import all_parameters, parameters_of, trained_by
 from mezzo.engine.preparation import choose_update, explained, listed, prepare
 from mezzo.engine.progress import Progress
 from mezzo.engine.scaling import scale_for
 from mezzo.engine.schedules import Schedules
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.snapshots.resumable import Resumable, Snapshots
-from mezzo.engine.stephooks import have_hooks
 from mezzo.engine.window import Learned, Reduction, Window
 from mezzo.explain import Choices
 from mezzo.policy import Policy
 from mezzo.records import GuardAction, Guardrails
-
-Optimizer = torch.optim.Optimizer
 
 
 class Session(Resumable):
@@ -121,7 +128,7 @@ class Session(Resumable):
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
         self.processes.reduce_in(self.policy)
         self._ownership = Ownership(self.models)
-        self._passes = DirectPasses(torch.autograd.backward)
+        self._passes, self._backward_region = DirectPasses(torch.autograd.backward), self.casting.backward()
         self._schedules = Schedules(self.schedulers, self.device)
         self._progress = Progress(self.device, together=self.processes.several)
         self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
@@ -194,7 +201,7 @@ class Session(Resumable):
         if self.casting.table is None:  # nothing to set, and a context is five calls
             self._passes.from_loss(scaled, retain_graph=retain_graph)
             return
-        with self.casting.backward():
+        with self._backward_region:
             self._passes.from_loss(scaled, retain_graph=retain_graph)
 
     def capture(
@@ -233,10 +240,9 @@ class Session(Resumable):
         gradients = self._gradients(self.optimizers)
         checks.refuse_half_gradients(gradients)
         reduced = self._reduce(gradients)
-        if reduced.factor is not None:
-            multiply(gradients, reduced.factor)
+        multiply(gradients, reduced.factor)
         self._window.unscaled = reduced
-        self._progress.took(reduced.norm, reduced.factor)
+        self._progress.last = reduced.norm, reduced.factor
 
     def update(self, *optimizers: Optimizer) -> None:
         """Close the window: clip, step the optimizers or skip, step the schedulers, drop the gradients.
@@ -255,12 +261,12 @@ class Session(Resumable):
         if self.schedulers:
             self._schedules.settle()
         chosen = checks.known(optimizers, self.optimizers) if optimizers else self.optimizers
-        before = checks.snapshot(parameters_of(self.models)) if self._watch_rounding else None
+        before = checks.snapshot(self.models) if self._watch_rounding else None
         skipped = self._update_on_device(chosen)
         self._close(chosen, skipped)
         if before is not None and not bool(skipped):
             self._watch_rounding = False
-            checks.warn_of_lost_updates(before, parameters_of(self.models), self.policy)
+            checks.warn_of_lost_updates(before, self.models, self.policy)
 
     def _update_on_device(self, chosen: list[Optimizer], *, rehearsal: bool = False) -> Tensor | bool:
         """Enqueue a whole update; return a value above 0 if it is skipped, as every update of a rehearsal is."""
@@ -273,7 +279,7 @@ class Session(Resumable):
             norm, factor = reduced.norm, reduced.factor
         else:  # the gradients may have changed since, or include some that are not updated
             norm, factor = self.processes.norm(gradients, self._norm_here), None
-        self._progress.took(norm, factor)
+        self._progress.last = norm, factor
         if self.clip_norm is not None:
             factor = clip_factor(self._progress.norm, self.clip_norm, factor)
         learned = self._window.learned(self.scales, reduced.found)
@@ -322,9 +328,8 @@ class Session(Resumable):
 
     def _by_step(self, chosen: list[Optimizer], gradients: list[Tensor], factor: Tensor | None) -> None:
         """Unscale and clip the gradients, and call the optimizers' own steps."""
-        if factor is not None:
-            multiply(gradients, factor)
-        if gradients and self.clip_value is not None:
+        multiply(gradients, factor)
+        if self.clip_value is not None:
             clamp(gradients, self.clip_value)
         for optimizer in chosen:
             optimizer.step()
@@ -374,10 +379,7 @@ class Session(Resumable):
     def _reduce(self, gradients: list[Tensor]) -> Reduction:
         """Read all gradients once."""
         norm = self.processes.norm(gradients, self._norm_here, self._window)
-        on_device = self._one_pass
-        if on_device and have_hooks(self.optimizers):
-            checks.refuse_half_gradients_to_hooks(gradients)
-            on_device = False
+        on_device = self._one_pass and not checks.shown_to_hooks(self.optimizers, gradients)
         found, overflowed = None, None if on_device else False
         if self.scales[0].checks and (on_device or self._window.found):
             found = self._window.overflowed(norm)
@@ -395,6 +397,4 @@ class Session(Resumable):
     def _norm_here(self, gradients: list[Tensor]) -> Tensor:
         if not gradients:
             return self._zero
-        if self._one_pass:
-            return norm_by_kernels(gradients, self.device)
-        return total_norm(gradients).to(self.device)
+        return norm_by_kernels(gradients, self.device) if self._one_pass else total_norm(gradients).to(self.device)

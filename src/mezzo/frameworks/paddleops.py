@@ -13,11 +13,6 @@ from mezzo import oplists
 from mezzo.oplists import Precision
 from mezzo.policy import Policy
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 OPS: dict[str, tuple[str, ...]] = {
     family: tuple(names.split())
     for family, names in {
@@ -94,13 +89,14 @@ OPERATORS = {
 }
 """Operators of ``paddle.Tensor`` that bypass ``paddle._C_ops``, with the operation that each performs."""
 
-PADDLE_WHITE = _names("conv2d einsum matmul_v2 linear_v2 flash_attn")
-PADDLE_BLACK = _names(
+PADDLE_WHITE = frozenset(("conv2d", "einsum", "matmul_v2", "linear_v2", "flash_attn"))
+_BLACK = (
     "tan acos asin sinh cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt pow reduce_sum mean reduce_mean "
     "reduce_prod cumprod cumsum dist frobenius_norm renorm group_norm layer_norm softmax softplus log_softmax "
     "softmax_with_cross_entropy sigmoid_cross_entropy_with_logits nll_loss huber_loss linear_interp_v2 "
     "nearest_interp_v2 bilinear_interp_v2 bicubic_interp_v2 trilinear_interp_v2 lookup_table_v2"
 )
+PADDLE_BLACK = frozenset(_BLACK.split())
 
 _LOSSES = ("loss", "binary_cross_entropy", "sum", "mean")
 """Families that make up a loss in Paddle: its gradient starts as large as the loss scale, which may exceed FP16."""

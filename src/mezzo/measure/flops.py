@@ -32,13 +32,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.autocast_kernels import is_off_inside
-from mezzo.engine.emulation import running
+from mezzo.engine.emulation import Emulation, running
 from mezzo.engine.emulation_nodes import is_recomputed, stands_for
 from mezzo.engine.fp32products import runs_in_tf32
-from mezzo.formats import E4M3, FP8_PAIRS, FP32, FP64, TF32, format_of
+from mezzo.formats import E4M3, FORMATS, FP8_PAIRS, FP32, FP64, TF32
 
 Count: TypeAlias = Callable[..., int]
-_HELD = tuple(fmt for pair in FP8_PAIRS.values() for fmt in pair)
+_HELD = frozenset(fmt.dtype for pair in FP8_PAIRS.values() for fmt in pair)
+_NAMES = {fmt.dtype: fmt.name for fmt in FORMATS.values() if fmt is not TF32}
+_FP32_BYTES = FP32.dtype.itemsize
 _WIDE = frozenset((FP32.name, TF32.name, FP64.name, "complex64", "complex128"))
 aten: Any = torch.ops.aten
 
@@ -115,23 +117,27 @@ class OperandFormats:
         operand = _operand(args)
         if _holds_8_bits(operand):
             return E4M3.name
-        found = format_of(operand.dtype)
-        if found is FP32 and runs_in_tf32(op, operand):
+        name = _NAMES.get(operand.dtype)
+        if name == FP32.name and runs_in_tf32(op, operand):
             return TF32.name
-        return found.name if found is not None else str(operand.dtype).removeprefix("torch.")
+        return name or str(operand.dtype).removeprefix("torch.")
 
     def computed_again(self) -> bool:
         """Return whether the emulated device would not run the operation."""
+        if not Emulation.ran:
+            return False
         node = torch._C._current_autograd_node()
         return is_recomputed(node) and self._inside() is None
 
     def recomputing(self) -> Any:
         """Return the emulated operation's graph node, if its backward pass is running a graph of its own; else None."""
-        node = self._inside()
+        node = self._inside() if Emulation.ran else None
         return node if is_recomputed(node) else None
 
     def emulated(self) -> str | None:
         """Return the format that the running operation emulates, or None."""
+        if not Emulation.ran:
+            return None
         found = stands_for(self._inside() or torch._C._current_autograd_node())
         if found is not None:
             return found
@@ -141,7 +147,7 @@ class OperandFormats:
 
 def is_narrow(value: Any) -> bool:
     """Return whether a value is a tensor of floating-point numbers below 32 bits."""
-    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < FP32.dtype.itemsize
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < _FP32_BYTES
 
 
 def lowered(by_format: Mapping[str, int]) -> bool:
@@ -163,7 +169,7 @@ def _holds_8_bits(operand: Tensor) -> bool:
     # torchao's operands claim to be BF16 and hold 8-bit values: E4M3, or E5M2 for gradients, which count as E4M3 as
     # under emulation.
     held = getattr(operand, "_data", None)
-    return isinstance(held, Tensor) and format_of(held.dtype) in _HELD
+    return isinstance(held, Tensor) and held.dtype in _HELD
 
 
 def _matmul(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:

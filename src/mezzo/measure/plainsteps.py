@@ -32,7 +32,9 @@ class PlainSteps:
         self.reports = Reports()
         """Reports of the latest numbers while the script runs."""
 
-    def __len__(self) -> int:
+    @property
+    def num_closed(self) -> int:
+        """Number of closed steps."""
         return len(self._loss)
 
     def loss(self, loss: SupportsFloat) -> None:

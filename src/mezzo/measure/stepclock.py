@@ -28,9 +28,8 @@ class StepClock:
     """A clock that times each step."""
 
     def __init__(self) -> None:
-        self._device: torch.device | None = None
-        self.uses_events = False
-        """Whether the run trains on a GPU whose queue is timed, so that ``mark`` has an event to record."""
+        self.device: torch.device | None = None
+        """The device that the run trains on, once known; the queue of a GPU is timed."""
         self.ended: Mark | None = None
         """The last mark of the open step."""
         self._last = self._mark()
@@ -46,15 +45,6 @@ class StepClock:
         self._free: list[Any] = []
         """Events to reuse."""
 
-    @property
-    def device(self) -> torch.device | None:
-        """The device that the run trains on, once known."""
-        return self._device
-
-    @device.setter
-    def device(self, device: torch.device) -> None:
-        self._device, self.uses_events = device, device.type == "cuda"
-
     def mark(self) -> None:
         """Record the time of an update; the last one before the step closes counts."""
         self.ended = self._mark(None if self.ended is None else self.ended[2])
@@ -67,7 +57,7 @@ class StepClock:
     def add(self, *ends: Mark) -> None:
         """Add the times of the steps that ended at ``ends``."""
         begins, self._last = (self._last, *ends[:-1]), ends[-1]
-        if self.uses_events:
+        if self.device is not None and self.device.type == "cuda":
             first = len(self._time_ms)
             for step, (last, now) in enumerate(zip(begins, ends, strict=True), start=first):
                 if last[2] is not None and now[2] is not None:
@@ -113,9 +103,9 @@ class StepClock:
 
     def _recorded(self, event: Any) -> Any:
         """Return an event at the end of the queue; None off GPUs and while the script captures a graph."""
-        if not self.uses_events or torch.cuda.is_current_stream_capturing():
+        if self.device is None or self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return None
         if event is None:
             event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(torch.cuda.current_stream(self.device))
         return event

@@ -40,7 +40,7 @@ class StepRecorder:
         self._scale: list[Kept | float | None] = []
         self._skipped: list[Kept | bool] = []
         self.num_closed = 0
-        """Number of closed steps, as ``len`` but without a call."""
+        """Number of closed steps; a plain value, because hooks read it in every step."""
         self._open_loss: Losses = ()
         self._open_weight = 1.0
         self._open_norms: tuple[Kept, ...] = ()
@@ -59,15 +59,11 @@ class StepRecorder:
         self.reports = Reports()
         """Reports of the latest numbers while the script runs."""
 
-    def __len__(self) -> int:
-        return self.num_closed
-
     def anew(self) -> StepRecorder:
         """Return an empty recorder to replace this one, with its reports and device."""
         other = StepRecorder()
         other.reports = self.reports
-        if self.clock.device is not None:
-            other.clock.device = self.clock.device
+        other.clock.device = self.clock.device
         return other
 
     def loss(self, loss: Tensor, *, reached: Owners | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import sysconfig
 from pathlib import Path
 from types import FrameType
@@ -98,6 +99,11 @@ def own_line(frame: FrameType | None) -> tuple[str, bool]:
             through = through or f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return through, bool(through)
+
+
+def running_line() -> str:
+    """Return the line outside libraries that is running now."""
+    return own_line(sys._getframe(1))[0]
 
 
 def own_place(frame: FrameType | None) -> int:

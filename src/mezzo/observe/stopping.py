@@ -5,6 +5,3 @@ from __future__ import annotations
 
 class StopScript(SystemExit):
     """The end of a script after its last observed or wanted step: exit code 0, and silent in a thread."""
-
-    def __init__(self) -> None:
-        super().__init__(0)

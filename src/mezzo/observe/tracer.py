@@ -27,8 +27,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.engine import emulation
 from mezzo.engine.autocast_kernels import flat_tensors
+from mezzo.engine.emulation import Emulation
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
 from mezzo.measure.flops import COUNTS, OperandFormats
 from mezzo.observe.backward_nodes import BackwardNodes, ThreadNodes
@@ -61,7 +61,6 @@ class Tracer(TorchDispatchMode):
         super().__init__()
         self.trace = Trace()
         self._formats = formats
-        self._emulates = emulation.is_used()
         self._device_type = device_type
         self._flags = flags or SimpleNamespace(recomputing=False)
         self._local = ThreadNodes()
@@ -127,7 +126,6 @@ class Tracer(TorchDispatchMode):
         outer = local.entry
         if outer is None:
             self.trace.roots.setdefault(module)
-            self._emulates = emulation.is_used()
         autocast = torch.is_autocast_enabled(self._device_type)
         again = _node_running() is not None
         local.again += again
@@ -191,7 +189,7 @@ class Tracer(TorchDispatchMode):
                 self._note((func, entry, node, *_both(args, result), False, again, None, "", True, False, (), ""))
                 return result
             by_policy = whose == "policy"
-        if self._emulates:
+        if Emulation.ran:
             if kind != _COUNTED:
                 hidden = self._formats.emulated() is not None
             elif not again and self._formats.computed_again():
@@ -255,7 +253,7 @@ class Tracer(TorchDispatchMode):
         return product
 
     def _format(self, func: Any, args: Sequence[Any]) -> str:
-        if not self._emulates and self._device_type == "cpu":
+        if not Emulation.ran and self._device_type == "cpu":
             known = _NAMES.get(args[0].dtype) if type(args[0]) is Tensor else None
             if known is not None:
                 return known

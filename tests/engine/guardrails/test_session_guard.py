@@ -15,8 +15,8 @@ from torch import nn
 import mezzo
 from fake_cuda import Linear, Operations, fake_gpus, step
 from mezzo.engine.checks import PrecisionWarning
-from mezzo.engine.firstwindows import NoWatch
 from mezzo.engine.guardrails.arrivals import Arrivals, Row
+from mezzo.engine.loop_checks import NoWatch
 from mezzo.errors import GuardError
 
 

@@ -308,7 +308,7 @@ def test_autocast_as_a_decorator_and_inside_a_module_stays_what_it_is() -> None:
 def trained(policy: str, pattern: list[bool]) -> Ran:
     """Train one parameter with gradients that are infinite where ``pattern`` says so."""
     model = nn.Linear(2, 1)
-    model.weight.register_hook(lambda g: g * torch.inf if pattern[len(run.recorder)] else g)
+    model.weight.register_hook(lambda g: g * torch.inf if pattern[run.recorder.num_closed] else g)
     with switched(Policy.parse(policy)) as (run, counted):
         sgd = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in pattern:
@@ -587,7 +587,7 @@ def test_models_and_optimizers_are_not_kept_alive() -> None:
             model(torch.ones(2, 2)).sum().backward()
             sgd.step()
         assert (len(run.roots), len(run.optimizers)) == (1, 1)
-    assert len(run.recorder) == 3
+    assert run.recorder.num_closed == 3
 
 
 def test_patches_put_back_inherited_and_computed_attributes() -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from mezzo.engine.gradients import all_parameters, trained_by
 from mezzo.engine.onepass import OnePass
-from mezzo.engine.parameters import all_parameters, trained_by
 from mezzo.engine.replicas import bare
 from mezzo.engine.snapshots.background import Copies
 from mezzo.engine.snapshots.randomness import random_states, set_random_states

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine.parameters import trained_by
+from mezzo.engine.gradients import trained_by
 from mezzo.engine.shards import is_shared, local, shared_as
 from mezzo.errors import SnapshotError
 

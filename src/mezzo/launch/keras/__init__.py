@@ -141,7 +141,7 @@ class KerasTraining(WithoutPyTorch):
         """The number of updates."""
         if self._run.backend is not None:
             self._run.backend.collect()
-        return len(self._run.steps)
+        return self._run.steps.num_closed
 
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""

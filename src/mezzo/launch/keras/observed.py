@@ -225,7 +225,7 @@ class ObservedKeras:
             return
         (skipped, scale), self._pending = self._pending, None
         self.recorder.close(skipped=skipped, scale=scale)
-        self.observer.step_closed(len(self.recorder))
+        self.observer.step_closed(self.recorder.num_closed)
         self.updates = []
 
 

@@ -94,9 +94,9 @@ class TensorFlowBackend(Backend):
         counts = {"before": before, "after": after, "accumulates": accumulates}
         self._ledger.update(norm=norm, scale=scale, batch=batch, owner=owner, **counts)
         if tf.executing_eagerly():
-            num = len(self._run.steps)
+            num = self._run.steps.num_closed
             self._ledger.collect()
-            if len(self._run.steps) > num:
+            if self._run.steps.num_closed > num:
                 self._stop_counting()
                 self._start_counting()
             return
@@ -173,7 +173,7 @@ class TensorFlowBackend(Backend):
     # --- operations by format --------------------------------------------------------------------------------------------------
 
     def _count_graph(self) -> None:
-        if self._counted or self._graph is None or not len(self._run.steps):
+        if self._counted or self._graph is None or not self._run.steps.num_closed:
             return
         self._counted = True
         try:
@@ -182,7 +182,7 @@ class TensorFlowBackend(Backend):
             why = f"the graph of the step cannot be read: {type(error).__name__}: {error}"
             self._run.note_left_alone("operations counted", "none", why)
             return
-        self._run.flops, self._run.counted_on_step = self._labelled(found.flops), len(self._run.steps)
+        self._run.flops, self._run.counted_on_step = self._labelled(found.flops), self._run.steps.num_closed
         self._run.activations_bytes = found.activations_bytes
         if found.loops:
             why = "the number of iterations is not in the graph: the body counts once"
@@ -201,7 +201,7 @@ class TensorFlowBackend(Backend):
         if self._counting is not None and not self._counted:
             self.finish()
             self._run.flops = self._labelled(self._counting)
-            self._run.counted_on_step = len(self._run.steps) if self._run.flops else None
+            self._run.counted_on_step = self._run.steps.num_closed if self._run.flops else None
             why = "what TensorFlow's tape keeps outside traced functions is not visible"
             self._run.note_left_alone("activations", "not known", why)
 

@@ -161,7 +161,7 @@ class TorchBackend(Backend):
         self.finish()
         self._run.flops = dict(self._flops.by_format)
         self._run.activations_bytes = self._saved.peak_bytes
-        self._run.counted_on_step = len(self._run.steps) + 1 if self._run.flops else None
+        self._run.counted_on_step = self._run.steps.num_closed + 1 if self._run.flops else None
         policy = self._run.policy
         half = policy is not None and policy.compute == FP16.name
         if half and FP32.name in self._run.flops and self.device_type() == "cpu":

@@ -198,7 +198,7 @@ class KerasRun:
             self.steps.close(skipped=skipped, scale=known, norm=norm, made_by=frozenset([owner]))
             if skipped and scale < floor:
                 raise ScaleFloorError(
-                    f"gradients overflow at the loss scale's floor of {floor:g}, update {len(self.steps)}",
+                    f"gradients overflow at the loss scale's floor of {floor:g}, update {self.steps.num_closed}",
                     hint="try --policy bf16, which has FP32's range, or keep layers in FP32 (fp32_modules=...)",
                 )
         if len(losses) > 1:

@@ -63,7 +63,7 @@ class StepObserver(ABC):
     @property
     def open_step(self) -> int:
         """The number of the step that is open."""
-        return len(self.run.steps) + 1
+        return self.run.steps.num_closed + 1
 
     @property
     def observing(self) -> bool:

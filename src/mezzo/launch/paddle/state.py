@@ -216,7 +216,7 @@ class PaddleRun:
     @property
     def num_updates(self) -> int:
         """The number of updates, including the open one."""
-        return len(self.steps) + self._stepped
+        return self.steps.num_closed + self._stepped
 
     def backward_from(self, losses: Sequence[Any], given: Sequence[Any]) -> None:
         """Record a backward pass: it closes the open update, and its losses belong to the next one.
@@ -251,7 +251,7 @@ class PaddleRun:
             value = loss.detach().astype(FP32.dtype_name).reshape([])
             if self.script_scaler is not None:
                 return value / self.script_scaler._scale.reshape([])
-            if not len(self.steps) and not self.steps.has_loss() and not bool(value.isfinite()):
+            if not self.steps.num_closed and not self.steps.has_loss() and not bool(value.isfinite()):
                 raise NonFiniteLossError(
                     f"the loss is {float(value)} before the first update",
                     hint="no loss scale can help: check the data and the forward pass; compare with --policy fp32",
@@ -312,14 +312,14 @@ class PaddleRun:
         if self.observer is not None:
             loss_finite, norm_finite = self.steps.last_is_finite()
             self.observer.step_closed(
-                len(self.steps),
+                self.steps.num_closed,
                 loss_finite=loss_finite or not has_loss,
                 gradients_finite=norm_finite or not has_norm,
                 skipped=skipped,
             )
         if floor:
             raise ScaleFloorError(
-                f"gradients overflow at the loss scale's floor of {self.scale.value:g}, update {len(self.steps)}",
+                f"gradients overflow at the loss scale's floor of {self.scale.value:g}, update {self.steps.num_closed}",
                 hint="try --policy bf16, which has FP32's range, or keep modules in FP32 (fp32_modules=...)",
             )
 

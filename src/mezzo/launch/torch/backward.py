@@ -25,8 +25,7 @@ from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.direct_pass import DirectPasses
-from mezzo.engine.gradients import all_finite
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import all_finite, trained_leaves
 from mezzo.engine.scaling import Scale
 from mezzo.engine.transforms import unwrapped
 from mezzo.errors import NonFiniteLossError
@@ -276,7 +275,7 @@ class BackwardPasses:
         for watcher in run.watchers:
             watcher.backward_begins()
         recorder = run.recorder
-        needs_reach = recorder.apart.needs_reach or run.owners.may_need_reach(len(recorder))
+        needs_reach = recorder.apart.needs_reach or run.owners.may_need_reach(recorder.num_closed)
         reached = run.owners.reached(leaves_of(outputs)) if needs_reach else None
         given = given_gradients(outputs, given)
         for loss, gradient in zip(outputs, given, strict=False):  # torch itself refuses other lengths

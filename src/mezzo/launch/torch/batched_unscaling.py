@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import _HookMixin
 
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import trained_leaves
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
 

@@ -67,7 +67,7 @@ class UpdatesByHand:
         run = self._run
         for watcher in tuple(run.watchers):
             try:
-                watcher.step_closed(len(run.recorder))
+                watcher.step_closed(run.recorder.num_closed)
             except StopScript:
                 if not self._may_be_trials():
                     raise

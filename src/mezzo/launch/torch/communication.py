@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.engine.emulated_world import EmulatedWorld
 from mezzo.engine.exchange import refuse_world, set_hook
-from mezzo.engine.gradients import gradients_of
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import gradients_of, trained_leaves
 from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS
 from mezzo.launch.patches import Patches

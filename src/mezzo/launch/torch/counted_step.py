@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from mezzo.engine.checkpointing import KeptProducts
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import trained_leaves
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.inductor_graphs import INDUCTOR, SEEN_BACKENDS, InductorGraphs
 from mezzo.launch.torch.state import Run

@@ -35,7 +35,6 @@ from mezzo.engine.half import HALF
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run
-from mezzo.launch.torch.thread_state import NO_ROOT
 
 _FP32 = FP32.dtype
 
@@ -112,10 +111,15 @@ class ForwardRegions:
             if run.changed is not None:
                 args, kwargs = run.changed.called(module, args, kwargs)
             root = local.root
-            parameter = root.parameter() if root.module() is module and root.policy is run.applied else None
-            if parameter is None or parameter.device != root.device:
+            if (
+                root is None
+                or root.module() is not module
+                or root.policy is not run.applied
+                or (parameter := root.parameter()) is None
+                or parameter.device != root.device
+            ):
                 root = run.root_of(module, args)
-            local.depth, local.outermost, local.root = 1, module, NO_ROOT  # its region may be open once at a time
+            local.depth, local.outermost, local.root = 1, module, None  # its region may be open once at a time
             direct = is_torchs and not run.compiles and module._compiled_call_impl is None
             forward = module._call_impl if direct else functools.partial(original, module)
             try:

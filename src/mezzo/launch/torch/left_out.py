@@ -20,8 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from mezzo.engine.gradients import all_finite, not_finite, total_norm
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import all_finite, not_finite, total_norm, trained_leaves
 from mezzo.observe.skips import Update
 
 if TYPE_CHECKING:

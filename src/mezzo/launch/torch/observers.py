@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from torch.autograd.profiler import profile
+
 from mezzo.launch.patches import Patches
-from mezzo.launch.torch.script_profiles import note_script_profiles
 from mezzo.launch.torch.state import Run
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.listed_formats import JudgedFormats
@@ -55,5 +59,25 @@ def begin_observing(settings: AnySettings, run: Run, patches: Patches) -> None:
 
     begin()
     run.by_hand.observe_anew = anew
-    note_script_profiles(observer, patches)
+    _note_script_profiles(observer, patches)
     patches.on_undo(lambda: observer().close())
+
+
+def _note_script_profiles(observer: Callable[[], Observer], patches: Patches) -> None:
+    """Tell the current observer when the script itself uses torch's profiler, of which a process has one.
+
+    ``torch.profiler.profile`` makes one of these as well, at its warm-up.
+    """
+
+    def prepare(original: Callable[..., Any], self: Any) -> Any:
+        observer().profile_begins(self)
+        return original(self)
+
+    def leave(original: Callable[..., Any], self: Any, *error: Any) -> Any:
+        try:
+            return original(self, *error)
+        finally:
+            observer().profile_ended(self)
+
+    patches.around(profile, "_prepare_trace", prepare)
+    patches.around(profile, "__exit__", leave)

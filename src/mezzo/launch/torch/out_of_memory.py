@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import trained_leaves
 from mezzo.launch.torch.state import Run
 from mezzo.measure.memory import optimizer_bytes, total_bytes
 from mezzo.measure.memory_settings import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, memory_settings

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import trained_leaves
 
 _SEARCHED_UPDATES = 3
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mezzo.engine.firstwindows import in_fp32
+from mezzo.engine.loop_checks import in_fp32
 from mezzo.engine.scaling import DynamicScale
 from mezzo.engine.session import Session
 from mezzo.launch.patches import Patches

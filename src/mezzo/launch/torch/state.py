@@ -13,8 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine import conversion, fp8_torchao
 from mezzo.engine.casting import Casting
-from mezzo.engine.gradients import not_finite
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import not_finite, trained_leaves
 from mezzo.engine.scaling import NoScale, Scale, scale_for
 from mezzo.errors import ScaleFloorError, UnsupportedFormatError
 from mezzo.launch.step_limit import StepLimit
@@ -25,7 +24,7 @@ from mezzo.launch.torch.owners import OptimizerOwners
 from mezzo.launch.torch.premade import PremadeOptimizers
 from mezzo.launch.torch.script_graphs import ScriptGraphs
 from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
-from mezzo.launch.torch.thread_state import NO_ROOT, Root, ThreadState
+from mezzo.launch.torch.thread_state import Root, ThreadState
 from mezzo.measure.steps import NORMS_APART, StepRecorder
 from mezzo.observe.lint.observer import Lint
 from mezzo.observe.module_names import ModuleTree
@@ -38,6 +37,9 @@ from mezzo.records import OWN_16_BITS, Reason
 if TYPE_CHECKING:
     from mezzo.launch.torch.guarding import ScriptGuard
     from mezzo.launch.torch.model_changes import ChangedModels
+
+_GONE = ref(nn.Parameter())
+"""A reference to a parameter that no longer exists."""
 
 
 class Run:
@@ -159,7 +161,7 @@ class Run:
         region = None if casting is None else casting.region()
         parameter = next(module.parameters(), None)
         if parameter is None:
-            return NO_ROOT._replace(casting=casting, region=region)
+            return Root(ref(module), _GONE, None, self.applied, casting, region)
         return Root(ref(module), ref(parameter), parameter.device, self.applied, casting, region)
 
     def record_root(self, module: nn.Module, args: Any) -> str:
@@ -179,7 +181,7 @@ class Run:
     def begin_on(self, device: torch.device) -> None:
         """Set the device that the script trains on: the first one, or the first that is not a CPU; fixed after the first update."""
         known = self.device_type
-        if known == device.type or len(self.recorder) or (known is not None and device.type == "cpu"):
+        if known == device.type or self.recorder.num_closed or (known is not None and device.type == "cpu"):
             return
         self.device_type = device.type
         self.recorder.clock.device = device
@@ -194,9 +196,10 @@ class Run:
         if not self.applied.lowers:
             return
         self._leave_sparse_embeddings(module)
-        matched = conversion.matching_patterns(module, self.applied.fp32_modules)
+        policy, matched = self.applied, conversion.matching_patterns(module, self.applied.fp32_modules)
         self._unmatched -= matched
-        policy = self.applied.replace(fp32_modules=tuple(matched))
+        if len(matched) < len(policy.fp32_modules):
+            policy = policy.replace(fp32_modules=tuple(matched))
         self._use_fp8_units(module, policy, device.type)
         if policy.casting == "model":
             conversion.cast_model(module, policy, device.type)
@@ -284,7 +287,7 @@ class Run:
     @property
     def num_updates(self) -> int:
         """The number of updates, including the open one."""
-        return len(self.recorder) + self.stepped
+        return self.recorder.num_closed + self.stepped
 
     def evaluated(self, norm: Tensor | None) -> None:
         """Record an update with gradients of this norm, without a check."""
@@ -385,7 +388,7 @@ class Run:
     def floor_error(self) -> ScaleFloorError:
         """Return the error of gradients that overflow at the scale's floor."""
         return ScaleFloorError(
-            f"gradients overflow at the loss scale's floor of {self.scale.value():g}, update {len(self.recorder)}",
+            f"gradients overflow at the loss scale's floor of {self.scale.value():g}, update {self.recorder.num_closed}",
             hint="try --policy bf16, which has FP32's range, or keep modules in FP32 (fp32_modules=...)",
         )
 

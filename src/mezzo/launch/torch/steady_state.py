@@ -17,13 +17,16 @@ import torch
 
 from mezzo.launch.torch.batched_unscaling import BatchedUnscaling
 from mezzo.launch.torch.steady_scaler import SteadyScaler
-from mezzo.launch.torch.thread_state import nothing
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.state import Run
 
 EVERY_NORM = 100
 """First steps whose gradient norms are all computed, even if no loss scale needs them."""
+
+
+def _nothing() -> None:
+    """Return None, as a weak reference to an object that is gone does."""
 
 
 class Steady:
@@ -36,9 +39,9 @@ class Steady:
         self.batched = BatchedUnscaling(run)
         self.own = SteadyScaler(run)
         """The script's own GradScaler."""
-        self.optimizer: Callable[[], torch.optim.Optimizer | None] = nothing
+        self.optimizer: Callable[[], torch.optim.Optimizer | None] = _nothing
         """Returns the script's only optimizer while the run is steady; None otherwise."""
-        self._last: Callable[[], torch.optim.Optimizer | None] = nothing
+        self._last: Callable[[], torch.optim.Optimizer | None] = _nothing
         """Returns the optimizer that stepped last; None until one has."""
 
     def update_made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -71,7 +74,7 @@ class Steady:
         """Record everything again."""
         if self._run.stepped:
             self._run.made_by |= self.made_by
-        self.optimizer = self._last = nothing
+        self.optimizer = self._last = _nothing
         self.made_by = frozenset()
         self.own.end()
 

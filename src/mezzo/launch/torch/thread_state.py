@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import nn
@@ -14,25 +14,18 @@ from mezzo.engine.casting import Casting
 from mezzo.policy import Policy
 
 
-def nothing() -> None:
-    """Return None, like a dead weak reference."""
-
-
 class Root(NamedTuple):
     """A module called from outside any module, and what its next call in the same thread needs."""
 
-    module: Callable[[], nn.Module | None]
-    parameter: Callable[[], nn.Parameter | None]
-    """Returns its first parameter."""
-    device: torch.device
+    module: ref[nn.Module]
+    parameter: ref[nn.Parameter]
+    """Its first parameter; for a module without parameters one that is gone, so that every call finds its device anew."""
+    device: torch.device | None
     """That parameter's."""
     policy: Policy | None
     """The policy as applied to the script at that call."""
     casting: Casting | None
     region: AbstractContextManager[Any] | None
-
-
-NO_ROOT = Root(nothing, nothing, torch.device("cpu"), None, None, None)
 
 
 class ThreadState(threading.local):
@@ -42,7 +35,7 @@ class ThreadState(threading.local):
     """1 inside a module or a compiled function, else 0."""
     outermost: nn.Module | None = None
     """The module that was called from outside any module, while it runs under a policy."""
-    root = NO_ROOT
+    root: Root | None = None
     """The module that was called last from outside any module: the same one is usually called repeatedly."""
     stepping = False
     """Whether an optimizer is making its step."""

@@ -204,7 +204,7 @@ class Updates:
             torch.set_autocast_enabled(run.device_type or "cpu", True)
         if run.steady.optimizer() is optimizer and not (run.in_closure or run.skips):
             clock = run.recorder.clock
-            if clock.uses_events or run.recorder.num_closed % CPU_TIMES_APART == 0:
+            if run.device_type == "cuda" or run.recorder.num_closed % CPU_TIMES_APART == 0:
                 clock.mark()
             else:  # the same without the CPU time and two calls
                 clock.ended = (perf_counter(), None, None)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.shards import is_shared
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run

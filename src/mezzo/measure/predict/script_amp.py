@@ -16,7 +16,7 @@ from unittest.mock import patch
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
-from mezzo.engine.firstwindows import in_fp32
+from mezzo.engine.loop_checks import in_fp32
 from mezzo.engine.session import Session
 
 

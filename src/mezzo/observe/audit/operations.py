@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from mezzo import oplists
-from mezzo.engine.parameters import all_parameters
+from mezzo.engine.gradients import all_parameters
 from mezzo.formats import FP8_PAIRS
 from mezzo.observe.audit.merged import AuditRow
 from mezzo.observe.module_names import Names

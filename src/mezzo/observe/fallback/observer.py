@@ -22,8 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
-from mezzo.engine.gradients import put_back, set_aside
-from mezzo.engine.parameters import trained_by
+from mezzo.engine.gradients import put_back, set_aside, trained_by
 from mezzo.engine.shards import is_shared
 from mezzo.formats import FP32
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors, measured_path

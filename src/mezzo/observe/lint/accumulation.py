@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import trained_leaves
 from mezzo.observe.lint.gradients import BackwardPass, Held
 from mezzo.observe.lint.noticed import ENOUGH, Noticed
 

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import trained_leaves
 from mezzo.observe.lint.by_hand import AverageView, ByHand, GradientView
 from mezzo.observe.lint.gradients import Gradients, Held
-from mezzo.observe.lint.noticed import Noticed, running_line
+from mezzo.observe.lint.noticed import Noticed
 from mezzo.observe.lint.scalers import Scalers
 from mezzo.observe.observer import ObservedRun
+from mezzo.observe.source_lines import running_line
 
 _INSPECTED = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
 """The inspected updates: a script may average every tenth update only."""
@@ -36,12 +37,14 @@ class HandWork:
 
     @property
     def _inspects(self) -> bool:
-        return len(self._run.recorder) + 1 in _INSPECTED
+        return self._run.recorder.num_closed + 1 in _INSPECTED
 
     @property
     def over(self) -> bool:
         """Whether no update is being inspected, and none will be."""
-        return len(self._run.recorder) > max(_INSPECTED) and not (self._mode.on or self._watched or self._averages)
+        return self._run.recorder.num_closed > max(_INSPECTED) and not (
+            self._mode.on or self._watched or self._averages
+        )
 
     def watch_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Inspect calls on scaled gradients from now on."""
@@ -130,5 +133,5 @@ class HandWork:
 
     def _averaged(self, parameter: Tensor) -> None:
         if not self._averages:
-            self._average_at = len(self._run.recorder) + 1, running_line()
+            self._average_at = self._run.recorder.num_closed + 1, running_line()
         self._averages.append(parameter)

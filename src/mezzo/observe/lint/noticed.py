@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from mezzo.observe.limits import MOST_LISTED
 from mezzo.observe.lint.rules import BY_CODE
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ObservedRun
-from mezzo.observe.source_lines import own_line
+from mezzo.observe.source_lines import running_line
 from mezzo.records import Finding
 
 ENOUGH = 2
@@ -62,7 +61,7 @@ class Noticed:
                 gain=misuse.harm,
                 fix=misuse.fix,
                 lines=[line] if line else [],
-                step=len(self._run.recorder) + 1 if step is None else step,
+                step=self._run.recorder.num_closed + 1 if step is None else step,
                 count=count,
             )
             return
@@ -75,11 +74,6 @@ class Noticed:
     def findings(self) -> list[Finding]:
         """Return all misuse found, the gravest first."""
         return sorted(self._seen.values(), key=lambda f: (_ORDER.index(f.severity), f.code))
-
-
-def running_line() -> str:
-    """Return the script's line that is running now."""
-    return own_line(sys._getframe(1))[0]
 
 
 def _named(roots: Iterable[nn.Module], parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[str]:

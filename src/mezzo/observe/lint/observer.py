@@ -19,19 +19,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.session import Session
 from mezzo.formats import BF16, FP16
 from mezzo.observe.lint.accumulation import Accumulation
 from mezzo.observe.lint.gradients import BackwardPass, Gradients, Held
 from mezzo.observe.lint.handwork import HandWork
 from mezzo.observe.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
-from mezzo.observe.lint.noticed import Noticed, running_line
+from mezzo.observe.lint.noticed import Noticed
 from mezzo.observe.lint.scalers import Scalers
 from mezzo.observe.lint.schedules import LearningRates
 from mezzo.observe.lint.weights import Statistics, check_average
 from mezzo.observe.observer import ObservedRun
-from mezzo.observe.source_lines import own_line, own_place
+from mezzo.observe.source_lines import own_line, own_place, running_line
 from mezzo.records import Finding
 
 _AWAKE_UPDATES = 64
@@ -75,11 +75,11 @@ class Lint:
     @property
     def awake(self) -> bool:
         """Whether gradients are checked."""
-        return len(self._run.recorder) < _AWAKE_UPDATES and self._num_passes < _AWAKE_PASSES
+        return self._run.recorder.num_closed < _AWAKE_UPDATES and self._num_passes < _AWAKE_PASSES
 
     @property
     def _step(self) -> int:
-        return len(self._run.recorder) + 1
+        return self._run.recorder.num_closed + 1
 
     @property
     def _optimizers(self) -> list[Optimizer]:
@@ -151,7 +151,7 @@ class Lint:
         """Return whether the script itself uses FP16 anywhere, so that its graph is worth searching."""
         if self._run.applied is not None:
             return False
-        first = len(self._run.recorder) < _WALKS
+        first = self._run.recorder.num_closed < _WALKS
         weights = (p for o in self._optimizers for p in trained_leaves(o)) if first else ()
         return _FP16 in self._formats or any(p.dtype == FP16.dtype for p in weights)
 

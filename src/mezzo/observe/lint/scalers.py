@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.optim import Optimizer
 
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import trained_leaves
 from mezzo.formats import FP16
 from mezzo.observe.lint.gradients import Gradients, Held, Scaled
 from mezzo.observe.lint.losses import found_in, sequences_of

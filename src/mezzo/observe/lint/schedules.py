@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 from torch.optim import Optimizer
 
 from mezzo.observe.lint.gradients import Gradients, Held
-from mezzo.observe.lint.noticed import ENOUGH, Noticed, running_line
+from mezzo.observe.lint.noticed import ENOUGH, Noticed
+from mezzo.observe.source_lines import running_line
 
 
 class LearningRates:

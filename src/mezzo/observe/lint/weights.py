@@ -22,18 +22,16 @@ class Statistics:
     def __init__(self, noticed: Noticed) -> None:
         self._noticed = noticed
         self._num_inspections = 0
-        self._marks: dict[tuple[nn.Module, str], tuple[int, int]] = {}
-
-    @property
-    def done(self) -> bool:
+        self.done = False
         """Whether nothing is left to inspect."""
-        return self._num_inspections == 2
+        self._marks: dict[tuple[nn.Module, str], tuple[int, int]] = {}
 
     def inspect(self, roots: Iterable[nn.Module], *, line: str) -> None:
         """Inspect all modules, called in ``line``, after an update; the second call finds the buffers that changed."""
         if self.done:
             return
         self._num_inspections += 1
+        self.done = self._num_inspections == 2
         modules = [module for root in roots for module in root.modules() if module.training]
         norms = [module for module in modules if isinstance(module, _NormBase) and _is_half(module.running_mean)]
         if self._num_inspections == 1 and norms:

@@ -281,12 +281,12 @@ def _for_range(found: DiagnoseRecord) -> list[Offer]:
 def _operation(found: DiagnoseRecord) -> list[Offer]:
     name = found.op.rsplit(".", maxsplit=1)[-1]
     policy = _policy(found)
-    if policy is None or not policy.lowers:
+    if policy is None or not policy.lowers or not oplists.is_listed(name):
         return []
     try:
         lists = {field: tuple(n for n in getattr(policy, field) if n != name) for field in ("lower", "widest")}
         changed = policy.replace(fp32=tuple(dict.fromkeys((*policy.fp32, name))), **lists)
-    except PolicyError:  # no op list has the operation
+    except PolicyError:  # another list has its family
         return []
     return [Offer(f"compute {name} in FP32", f'policy = "{changed}"', changed)] if changed != policy else []
 

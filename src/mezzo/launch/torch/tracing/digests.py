@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mezzo.engine.parameters import trained_leaves
+from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.snapshots.randomness import random_states
 from mezzo.launch.torch.weights_digest import digest
 from mezzo.measure.resumption.trace import Moment, ObjectState, OptimizerState

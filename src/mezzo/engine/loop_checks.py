@@ -1,23 +1,26 @@
-"""Checks of a session's first windows, for loops that would silently train wrongly.
+"""Checks of the loop around a session, for loops that would silently train wrongly.
 
-A wrong loop is wrong from its first step, so only three windows are checked: identities, formats and version counters of
+A wrong loop is wrong from its first step, so only three windows are checked in full: identities, formats and version counters of
 tensors, and once the last operations of the loss. Nothing is read from the device, with one exception: if the very last
 operation multiplies or divides the loss by one number, that number.
+
+To the end, a session notices that another session has taken its model, or that the model was cast or moved.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from mezzo.engine.checks import warn
-from mezzo.engine.parameters import parameters_of, trained_by
+from mezzo.engine.gradients import parameters_of, trained_by
 from mezzo.errors import SessionError
 from mezzo.formats import FP32
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
     from mezzo.engine.session import Session
 
 Region: TypeAlias = AbstractContextManager[Any]
+
+_LIVE: WeakSet[Ownership] = WeakSet()
 
 WINDOWS = 3
 """Number of checked windows: mistakes of one window show in the next, and the first update may be skipped."""
@@ -265,6 +270,44 @@ def _is_a_square(node: Any) -> bool:
 def _is_a_sum(node: Any) -> bool:
     """Return whether an operation sums over samples, so that dividing by their number makes a mean."""
     return bool(node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", 1) == 2)
+
+
+class Ownership:
+    """The parameters with which a session was built, which no other session may train, and the models' formats and devices."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Take the parameters over from any session that has them.
+
+        That is an error only if the other session continues to train: rerunning a notebook cell builds its session again.
+        """
+        self.lost = False
+        """Whether another session has the model now."""
+        self._parameters = {p for p in parameters_of(models) if p.requires_grad}  # a frozen part may serve several
+        for other in list(_LIVE):
+            if not self._parameters.isdisjoint(other._parameters):
+                other.lost = True
+        _LIVE.add(self)
+        floating = ([p for p in model.parameters() if p.is_floating_point()] for model in models)
+        self._first = [(held[0], held[0].dtype, held[0].device) for held in floating if held]
+        """One parameter of each model: casting or moving a model affects all of them."""
+
+    def check_formats(self) -> None:
+        """Refuse a model that was cast or moved since the session was built.
+
+        Raises:
+            SessionError: it was.
+        """
+        for parameter, dtype, device in self._first:
+            if parameter.dtype is not dtype:
+                raise SessionError(
+                    f"the model's weights are {parameter.dtype}, and were {dtype} when the session was built",
+                    hint="remove model.half() and the like: the policy casts; evaluate a copy (copy.deepcopy(model).half())",
+                )
+            if parameter.device != device:
+                raise SessionError(
+                    f"the model is on {parameter.device}, and was on {device} when the session was built",
+                    hint="move the model first, then build optimizer and session",
+                )
 
 
 def in_fp32(construct: Callable[..., None]) -> Callable[..., None]:
