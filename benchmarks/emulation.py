@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from benchmarks.harness import interleave, median_ms, ratio, report, spread
 from benchmarks.models import digits_cnn, small_transformer
 from mezzo import Policy
-from mezzo.engine.casting import Casting
+from mezzo.engine.casts.casting import Casting
 
 ROUNDS = 15
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from benchmarks.harness import interleave, median_ms, ratio, report, spread, summary
 from benchmarks.models import bert_base_shapes
 from mezzo import AdamW, DynamicScale
-from mezzo.engine import onepass
 from mezzo.engine.gradients import not_finite
 from mezzo.engine.kernels import fused
 from mezzo.engine.kernels.choice import choose
+from mezzo.engine.optimizers import one_pass as module
 
 Shapes = list[tuple[int, ...]]
 IDEAL_BYTES = 30
@@ -112,7 +112,7 @@ def one_pass(shapes: Shapes, kernels: object | None, **settings: Any) -> Callabl
         norm: Tensor = chosen.sum_of_squares([w.grad for w in weights]).sqrt()  # type: ignore[attr-defined]
         found, inverse = not_finite(norm), scale.inverse()
         coefficient = torch.clamp(CLIP / (norm * inverse + 1e-6), max=1.0)
-        with mock.patch.object(onepass, "choose", return_value=(chosen, "")):
+        with mock.patch.object(module, "choose", return_value=(chosen, "")):
             optimizer.update((coefficient * inverse).float(), found)
         scale.update(found)
 

@@ -16,7 +16,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from helpers_backward import WAYS, backward_in
-from mezzo.engine.fp32products import fp32_products_as_they_were
+from mezzo.engine.matrix_units.fp32_products import fp32_products_as_they_were
 
 if not torch.cuda.is_available():
     # Its interpreter runs kernels on a CPU. Triton decides when it is imported, so before any test does.
@@ -108,7 +108,7 @@ def _fp32_products_stay() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prediction beside every comparison would trace its script four times; a test that wants it puts the function back."""
-    for place in ("real_gpus", "check_record"):
+    for place in ("predictions.real_gpus", "check_record"):
         monkeypatch.setattr(f"mezzo.cli.{place}.predicted_for", lambda *_, **__: None)
 
 

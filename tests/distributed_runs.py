@@ -1,4 +1,4 @@
-"""Training runs for tests/engine/test_distributed.py: each in one process on all the data, or in two on a half of it each.
+"""Training runs for tests/engine/processes/test_distributed.py: each in one process on all the data, or in two on a half of it each.
 
 Run as a script, this is one of the two processes: ``python distributed_runs.py RANK FOLDER`` takes every run of ``RUNS`` and
 leaves what it found in ``FOLDER``.

@@ -1,4 +1,4 @@
-"""Reductions of real processes for tests/engine/test_exchange.py: ``python exchange_runs.py RANK FOLDER`` is one of three.
+"""Reductions of real processes for tests/engine/processes/test_exchange.py: ``python exchange_runs.py RANK FOLDER`` is one of three.
 
 In each scene the gradient of a process is known, because the loss is the product of a weight of zeros and a vector: see ``gradient``.
 """

@@ -12,19 +12,20 @@ import warnings
 from collections.abc import Iterator
 from unittest import mock
 
-from mezzo.measure.predict import script_process, scripted
+from mezzo.measure.predict.script import process as script_process
+from mezzo.measure.predict.script import tapes
 
 
 @contextlib.contextmanager
 def traced_in_forks() -> Iterator[None]:
     """Trace scripts in forks of this process instead of a new one, whose imports take longer than what it traces."""
-    with mock.patch.object(scripted, "_run", _in_a_fork):
+    with mock.patch.object(tapes, "_run", _in_a_fork):
         yield
 
 
 def _in_a_fork(words: list[str], environment: dict[str, str], script: str, deadline_s: float | None) -> tuple[str, int]:
     """Return what ``script_process`` prints for ``words``, and its exit code."""
-    assert words[1:3] == ["-m", "mezzo.measure.predict.script_process"]
+    assert words[1:3] == ["-m", "mezzo.measure.predict.script.process"]
     with tempfile.TemporaryFile() as printed:
         with warnings.catch_warnings():  # from Python 3.12 on, of threads beside this one
             warnings.simplefilter("ignore", DeprecationWarning)

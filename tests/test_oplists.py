@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from mezzo import oplists
-from mezzo.engine.registration import find_op
+from mezzo.engine.casts.registration import find_op
 from mezzo.errors import PolicyError
 from mezzo.oplists import ALIASES, FAMILIES, Precision, assign, python_name, resolve
 

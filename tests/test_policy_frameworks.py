@@ -11,7 +11,7 @@ import pytest
 from mezzo import Policy, PolicyError
 from mezzo.explain import Choice
 from mezzo.frameworks import keras, paddle
-from mezzo.frameworks.paddlelines import in_paddle
+from mezzo.frameworks.paddle_lines import in_paddle
 from mezzo.observe.nonfinite import fixes
 
 KERAS = {

@@ -17,7 +17,7 @@ import pytest
 from helpers_launch import children_in_this_process
 from mezzo import cli
 from mezzo.cli import results
-from mezzo.cli.folders import new_folder
+from mezzo.cli.options.folders import new_folder
 from mezzo.cli.script import Script
 from mezzo.cli.words import WORDS
 from mezzo.launch.request import Request, policy_text

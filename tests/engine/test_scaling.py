@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mezzo import DynamicScale, NoScale, PolicyError, StaticScale
 from mezzo.devices import this_device
-from mezzo.engine.casting import Casting
+from mezzo.engine.casts.casting import Casting
 from mezzo.engine.scaling import KnownScale, scale_for
 from mezzo.policy import Policy
 

@@ -29,7 +29,7 @@ from mezzo import (
     Session,
     SessionError,
 )
-from mezzo.engine.fp32products import fp32_products_as_they_were
+from mezzo.engine.matrix_units.fp32_products import fp32_products_as_they_were
 from mezzo.policy import PRESETS
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

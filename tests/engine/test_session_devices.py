@@ -14,10 +14,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo import SessionError
-from mezzo.engine import onepass
 from mezzo.engine.arguments import device_of
 from mezzo.engine.gradients import multiply, total_norm
 from mezzo.engine.kernels import fused, gpu
+from mezzo.engine.optimizers import one_pass
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.engine.session import Session
 
@@ -110,7 +110,7 @@ def test_each_devices_own_kernels_take_its_norm(monkeypatch: pytest.MonkeyPatch)
         asked.append(device_type)
         return fused, "chosen by the test"
 
-    monkeypatch.setattr(onepass, "choose", choose)
+    monkeypatch.setattr(one_pass, "choose", choose)
     spread: Any = SimpleNamespace(_one_pass=True, device=torch.device("cuda:0"))
     norm = Session._norm_here(spread, on("cuda:1", "cpu", "cuda:0", "cuda:1"))
     assert asked == ["cuda", "cpu", "cuda"]

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mezzo
-from mezzo.engine import gradients, onepass, session
+from mezzo.engine import gradients, session
 from mezzo.engine.kernels import fused
+from mezzo.engine.optimizers import one_pass
 from mezzo.engine.scaling import StaticScale
 from mezzo.observe import tensors as values
 
@@ -33,7 +34,7 @@ def without_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make the CPU such a device, with the kernels that MPS and XPU have."""
     for module in (fused, gradients):
         monkeypatch.setattr(module, "has_fp64", lambda device: False)
-    for module in (onepass, session):
+    for module in (one_pass, session):
         monkeypatch.setattr(module, "choose", lambda device_type: (fused, "as on a device without FP64"), raising=False)
     with WithoutFloat64():
         yield

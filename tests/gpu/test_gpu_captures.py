@@ -15,7 +15,7 @@ from paths import TESTS
 
 sys.path.insert(0, str(TESTS / "engine"))
 
-from test_graphs import batches, built, eager_step, everything, loss_of
+from test_captured_step import batches, built, eager_step, everything, loss_of
 
 POLICIES = ["fp32", "tf32", "bf16", "fp16", "bf16-master", "fp16-master", "bf16-pure", "fp16-pure"]
 BROKEN = {

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mezzo.engine.casting import Casting
+from mezzo.engine.casts.casting import Casting
 from mezzo.launch.torch import switched
 from mezzo.measure.flops import FlopCounter
 from mezzo.policy import Policy

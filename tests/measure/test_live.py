@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.measure.live import Latest, Reports
-from mezzo.measure.plainsteps import PlainSteps
+from mezzo.measure.plain_steps import PlainSteps
 from mezzo.measure.steps import StepRecorder
 
 

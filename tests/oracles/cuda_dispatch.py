@@ -154,7 +154,7 @@ def table(low: torch.dtype) -> dict[str, str]:
 
 def compare(policy: str, *, samples: int = MAX_SAMPLES) -> tuple[int, list[str]]:
     """Return how many samples agree with CUDA under ``policy`` on the CPU, and what does not."""
-    from mezzo.engine.casting import Casting
+    from mezzo.engine.casts.casting import Casting
     from mezzo.policy import Policy
 
     casting = Casting.of(Policy.parse(policy), "cpu")

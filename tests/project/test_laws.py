@@ -108,6 +108,7 @@ PINNED_EXPORTS = [
 ]
 MAX_EXPORTS = 25
 
+MAX_FILES_IN_FOLDER = 20
 MAX_FILE_LINES = 400
 MAX_BODY_LINES = 60
 MEDIAN_BODY_LINES = 12
@@ -296,6 +297,16 @@ def long_files(sources: dict[str, str]) -> dict[str, int]:
 def long_bodies(sources: dict[str, str]) -> dict[str, int]:
     sizes = [(f"{path}::{name}", n) for path, source in sources.items() for name, n in body_lines(source)]
     return {place: n for place, n in sizes if n > MAX_BODY_LINES}
+
+
+def full_folders(sources: dict[str, str]) -> dict[str, int]:
+    """Return the folders with too many files to see at a glance; such a hall needs wings."""
+    sizes = Counter(path.rpartition("/")[0] for path in sources if not path.endswith("__init__.py"))
+    return {folder: size for folder, size in sizes.items() if size > MAX_FILES_IN_FOLDER}
+
+
+def test_no_folder_is_full() -> None:
+    assert full_folders(SOURCES) == {}
 
 
 def test_long_files_are_the_listed_ones() -> None:
@@ -557,8 +568,8 @@ TREES: list[tuple[dict[str, str], list[str], list[str]]] = [
     ({"report/__init__.py": "from .b import x\n", "report/b.py": ""}, [], []),
     ({"engine/a.py": "from mezzo import __version__\n"}, ["engine/a.py:1 imports mezzo"], []),
     (
-        {"engine/a.py": "import importlib\nimportlib.import_module('mezzo.cli.run')\n"},
-        ["engine/a.py:2 imports mezzo.cli.run"],
+        {"engine/a.py": "import importlib\nimportlib.import_module('mezzo.cli.commands.run')\n"},
+        ["engine/a.py:2 imports mezzo.cli.commands.run"],
         [],
     ),
     (
@@ -669,6 +680,12 @@ def test_a_test_that_mirrors_nothing_is_found() -> None:
         "engine/test_loops.py",
         "motor/test_session.py",
     ]
+
+
+def test_a_full_folder_is_found() -> None:
+    hall = {f"engine/room{number}.py": "" for number in range(MAX_FILES_IN_FOLDER)} | {"engine/__init__.py": ""}
+    assert full_folders(hall) == {}
+    assert full_folders(hall | {"engine/one_more.py": ""}) == {"engine": MAX_FILES_IN_FOLDER + 1}
 
 
 def test_sizes_beyond_the_limits_are_found() -> None:

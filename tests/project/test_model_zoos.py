@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mezzo.measure.predict.memory import predict_memory
+from mezzo.measure.predict.memory.of_tape import predict_memory
 from mezzo.measure.predict.recorder import Recorder
 from paths import ROOT
 

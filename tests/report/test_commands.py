@@ -206,7 +206,7 @@ WRITERS = {
     # the files that write words as a shell line, and which command that is
     "cli/live_log.py": "the command as typed, for a tracker",
     "cli/patches.py": "patch(1)",
-    "cli/report.py": "mezzo report on the folder as typed",
+    "cli/commands/report.py": "mezzo report on the folder as typed",
     "cli/results.py": "mezzo report on the record",
     "cli/script.py": "identities",
     "cli/standins.py": "the script's own command",

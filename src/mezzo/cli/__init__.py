@@ -8,7 +8,7 @@ from typing import Annotated, cast
 
 import typer
 
-from mezzo.cli import (
+from mezzo.cli.commands import (
     audit,
     check,
     compare,
@@ -23,7 +23,7 @@ from mezzo.cli import (
     tune,
     watch,
 )
-from mezzo.cli.completion import ScriptCommand
+from mezzo.cli.options.completion import ScriptCommand
 from mezzo.cli.ranks import in_ranks
 from mezzo.cli.script import with_groups
 from mezzo.cli.usage import usage_error

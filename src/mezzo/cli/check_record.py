@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mezzo.cli.budget import Budget, clock
 from mezzo.cli.machines import Machine, how_placed
-from mezzo.cli.real_gpus import predicted_for
+from mezzo.cli.predictions.real_gpus import predicted_for
 from mezzo.cli.script import Script
 
 if TYPE_CHECKING:

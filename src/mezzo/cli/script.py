@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import typer
 
-from mezzo.cli import options, results
-from mezzo.cli.folders import new_folder, resumed_folder
+from mezzo.cli import results
+from mezzo.cli.options import shared as options
+from mezzo.cli.options.folders import new_folder, resumed_folder
 from mezzo.cli.progress import shown
 from mezzo.cli.standins import stand_in_for
 from mezzo.cli.words import resuming, target_of, typed, typed_before

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mezzo.compat.driven import Driven
 from mezzo.compat.regions import ModelRegion
-from mezzo.engine.conversion import to_format, unwrap, wrap, wrapped_by
+from mezzo.engine.casts.conversion import to_format, unwrap, wrap, wrapped_by
 from mezzo.errors import SessionError
 from mezzo.formats import FP32
 from mezzo.policy import Policy

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from mezzo.engine import arguments, checks
 from mezzo.engine.gradients import parameters_of, put_back, set_aside, trained_by
+from mezzo.engine.processes.shards import is_shared
 from mezzo.engine.session import Session
-from mezzo.engine.shards import is_shared
 from mezzo.engine.window import Reduction
 from mezzo.errors import SessionError
 from mezzo.launch.schedules import ScriptSchedules

@@ -25,8 +25,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from mezzo.compat.driven import Driven
-from mezzo.engine.conversion import cast_ends, fp32_modules, to_format, wrap
-from mezzo.engine.replicas import bare
+from mezzo.engine.casts.conversion import cast_ends, fp32_modules, to_format, wrap
+from mezzo.engine.processes.replicas import bare
 from mezzo.errors import SessionError
 from mezzo.formats import FP32
 from mezzo.policy import Policy

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from mezzo.engine.casting import Casting
+from mezzo.engine.casts.casting import Casting
 from mezzo.policy import Policy
 
 

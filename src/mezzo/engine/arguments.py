@@ -10,7 +10,7 @@ from torch import nn
 
 from mezzo.engine.checks import warn
 from mezzo.engine.gradients import parameters_of, trained_by
-from mezzo.engine.onepass import OnePass
+from mezzo.engine.optimizers.one_pass import OnePass
 from mezzo.errors import SessionError
 from mezzo.formats import FP16, FP32, FP64
 from mezzo.policy import Policy

@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from mezzo.engine.autocast_kernels import weight_casts
-from mezzo.engine.conversion import unwrap, wrap
+from mezzo.engine.casts.autocast_kernels import weight_casts
+from mezzo.engine.casts.conversion import unwrap, wrap
 from mezzo.engine.randomness import HostStates
 from mezzo.errors import SessionError
 

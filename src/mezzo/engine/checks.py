@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine.gradients import parameters_of, worst
-from mezzo.engine.master import NoMasters
-from mezzo.engine.stephooks import have_hooks
+from mezzo.engine.optimizers.master_weights import NoMasters
+from mezzo.engine.optimizers.step_hooks import have_hooks
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, SessionError
 from mezzo.policy import Policy
 

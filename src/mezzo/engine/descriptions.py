@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from mezzo.formats import FORMATS
 
 if TYPE_CHECKING:
-    from mezzo.engine.onepass import OnePass
+    from mezzo.engine.optimizers.one_pass import OnePass
     from mezzo.engine.session import Session
 
 _NO_EFFECT = ("foreach", "capturable", "differentiable", "fused")

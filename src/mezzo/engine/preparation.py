@@ -9,13 +9,16 @@ import torch
 from torch import nn
 
 from mezzo.devices import this_device
-from mezzo.engine import arguments, checks, conversion, fp8_torchao, replicas
-from mezzo.engine.casting import Casting
-from mezzo.engine.fp32products import set_fp32_products
+from mezzo.engine import arguments, checks
+from mezzo.engine.casts import conversion
+from mezzo.engine.casts.casting import Casting
 from mezzo.engine.kernels.choice import choose
-from mezzo.engine.master import NoMasters, masters_for
-from mezzo.engine.onepass import OnePass
-from mezzo.engine.stephooks import have_hooks, step_is_own
+from mezzo.engine.matrix_units import fp8_torchao
+from mezzo.engine.matrix_units.fp32_products import set_fp32_products
+from mezzo.engine.optimizers.master_weights import NoMasters, masters_for
+from mezzo.engine.optimizers.one_pass import OnePass
+from mezzo.engine.optimizers.step_hooks import have_hooks, step_is_own
+from mezzo.engine.processes import replicas
 from mezzo.explain import Choice
 from mezzo.policy import Policy
 

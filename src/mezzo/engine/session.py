@@ -30,10 +30,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.engine import arguments, checks
-from mezzo.engine.casting import Casting
+from mezzo.engine.casts.casting import Casting
 from mezzo.engine.descriptions import session_text
 from mezzo.engine.direct_pass import DirectPasses
-from mezzo.engine.distributed import processes_for
 from mezzo.engine.gradients import (
     all_parameters,
     clamp,
@@ -46,12 +45,13 @@ from mezzo.engine.gradients import (
     trained_by,
     wide,
 )
-from mezzo.engine.graphs import CapturedStep, Parts
+from mezzo.engine.graphs.captured_step import CapturedStep, Parts
 from mezzo.engine.guardrails.session_guard import SessionGuard
 from mezzo.engine.loop_checks import FirstWindows, NoWatch, Ownership
-from mezzo.engine.microbatches import MicroBatch, MicroBatches
-from mezzo.engine.onepass import OnePass, norm_by_kernels
+from mezzo.engine.micro_batches import MicroBatch, MicroBatches
+from mezzo.engine.optimizers.one_pass import OnePass, norm_by_kernels
 from mezzo.engine.preparation import choose_update, explained, listed, prepare
+from mezzo.engine.processes.distributed import processes_for
 from mezzo.engine.progress import Progress
 from mezzo.engine.scaling import scale_for
 from mezzo.engine.schedules import Schedules

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from mezzo.engine import checks
-from mezzo.engine.replicas import bare
+from mezzo.engine.processes.replicas import bare
 from mezzo.errors import SessionError
 
 if TYPE_CHECKING:

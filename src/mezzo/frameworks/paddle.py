@@ -17,7 +17,7 @@ from mezzo.devices import Device
 from mezzo.errors import PolicyError, nearest
 from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_left_out
 from mezzo.formats import BF16, FP16
-from mezzo.frameworks import paddleops
+from mezzo.frameworks import paddle_ops
 from mezzo.policy import PRESETS, Policy
 
 NO_EFFECT = "Paddle's AMP has no effect on a CPU: it turns itself off without a GPU"
@@ -69,7 +69,7 @@ def to_paddle(policy: Policy) -> PaddlePrecision:
         PolicyError: Paddle has no such format.
     """
     check(policy)
-    white, black = paddleops.custom_lists(policy) if policy.lowers else ([], [])
+    white, black = paddle_ops.custom_lists(policy) if policy.lowers else ([], [])
     # A policy that casts nothing names a format as well, because Paddle asks for one.
     low = policy.storage.dtype_name if policy.lowers else FP16.dtype_name
     auto_cast = {
@@ -157,9 +157,9 @@ def _base(settings: dict[str, Any]) -> Policy:
 
 
 def _with_lists(policy: Policy, settings: dict[str, Any]) -> Policy:
-    ops = [op for ops in paddleops.OPS.values() for op in ops]
-    known = sorted({*ops, *map(paddleops.amp_name, ops)})
-    chosen = paddleops.precisions(policy)
+    ops = [op for ops in paddle_ops.OPS.values() for op in ops]
+    known = sorted({*ops, *map(paddle_ops.amp_name, ops)})
+    chosen = paddle_ops.precisions(policy)
     changed: dict[str, tuple[str, ...]] = {}
     for setting, precision in (("custom_white_list", "lower"), ("custom_black_list", "fp32")):
         found: set[str] = set()
@@ -169,7 +169,7 @@ def _with_lists(policy: Policy, settings: dict[str, Any]) -> Policy:
                     f"{setting} names {given!r}, which is in no family of a policy; {nearest(str(given), known)}",
                     hint="leave it out, or name one of them",
                 )
-            found |= {op for op in ops if given in (op, paddleops.amp_name(op))}
+            found |= {op for op in ops if given in (op, paddle_ops.amp_name(op))}
         changed[precision] = _policy_names({op for op in found if chosen[op] != precision})
     return policy.replace(**changed)
 
@@ -177,7 +177,7 @@ def _with_lists(policy: Policy, settings: dict[str, Any]) -> Policy:
 def _policy_names(ops: set[str]) -> tuple[str, ...]:
     """Return a policy's names for operations of Paddle: whole families, and single ones under a name that torch has, too."""
     names = set()
-    for family, members in paddleops.OPS.items():
+    for family, members in paddle_ops.OPS.items():
         named = ops & set(members)
         whole = len(named) == len(members) or not all(map(_is_policy_name, named))
         names |= ({family} if whole else named) if named else set()
@@ -310,7 +310,7 @@ def _left_out(policy: Policy) -> list[Choice]:
 
 def _unlisted(policy: Policy) -> list[Choice]:
     why = "no operation of Paddle stands for it"
-    unknown = [(f"{lst} list", name, why) for lst, name in paddleops.unknown_to_paddle(policy)]
+    unknown = [(f"{lst} list", name, why) for lst, name in paddle_ops.unknown_to_paddle(policy)]
     promoted = "auto_cast has no such list: an operation that it does not list runs in FP32 if an operand is FP32"
-    unknown += [("widest list", name, promoted) for name in policy.widest if paddleops.listed_by(name)]
+    unknown += [("widest list", name, promoted) for name in policy.widest if paddle_ops.listed_by(name)]
     return [Choice(what=what, value=f"{NOT_HONOURED}: {name}", reason=reason) for what, name, reason in unknown]

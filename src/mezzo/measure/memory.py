@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from mezzo.engine.emulation_nodes import inside
-from mezzo.engine.shards import local
+from mezzo.engine.matrix_units.emulation_nodes import inside
+from mezzo.engine.processes.shards import local
 
 
 class SavedTensors:

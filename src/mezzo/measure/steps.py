@@ -17,8 +17,8 @@ from mezzo.engine.guardrails.alarms import Seen
 from mezzo.measure.apart import LossesApart, Owners
 from mezzo.measure.live import Reports
 from mezzo.measure.numbers import CHUNK, Kept, Numbers
-from mezzo.measure.plainsteps import known_scales
-from mezzo.measure.stepclock import Mark, StepClock
+from mezzo.measure.plain_steps import known_scales
+from mezzo.measure.step_clock import Mark, StepClock
 from mezzo.records import Loss, Steps
 
 Losses = tuple[Kept, ...]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from mezzo.engine.conversion import in_fp32, module_names, wrap
+from mezzo.engine.casts.conversion import in_fp32, module_names, wrap
 from mezzo.observe.nested_names import SCRIPT
 
 _WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.engine.casting import Casting
+from mezzo.engine.casts.casting import Casting
 from mezzo.engine.scaling import Scale
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.module_names import ModuleTree

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine.casting import Casting
-from mezzo.engine.conversion import in_fp32, to_format, wrap
+from mezzo.engine.casts.casting import Casting
+from mezzo.engine.casts.conversion import in_fp32, to_format, wrap
 from mezzo.policy import Policy
 
 _LEFT = ("lower", "fp32", "widest", "arithmetic", "op_lists", "loss_scale", "init_scale")

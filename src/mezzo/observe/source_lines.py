@@ -26,13 +26,16 @@ _INSTALLED = ("site-packages", "dist-packages")
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _PASSED_THROUGH = (
     *(str(Path(_TORCH, *parts)) for parts in (("_tensor.py",), ("_ops.py",), ("library.py",), ("utils", "_pytree.py"))),
-    str(Path(_MEZZO, "engine", "registration.py")),
+    str(Path(_MEZZO, "engine", "casts", "registration.py")),
     str(Path(_MEZZO, "observe", "nonfinite", "propagation.py")),
     str(Path(_MEZZO, "observe", "lint", "by_hand.py")),
     str(Path(_KERAS, "src", "backend", "torch", "core.py")),
 )
 """Python files between the caller of an operation and the operation itself."""
-_ENGINE = ("autocast_kernels", "conversion", "emulation", "fp8_", "kernels", "onepass", "optimizers")
+_ENGINE = (
+    *("casts/autocast_kernels", "casts/conversion", "matrix_units/emulation", "matrix_units/fp8_", "kernels"),
+    *("optimizers/one_pass", "optimizers/adamw_and_sgd"),
+)
 _APEX = ("optimizers", "amp/optimizers", "amp/function_mode", "amp/casts")
 _POLICY = (
     *(str(Path(_MEZZO, "engine", name)) for name in _ENGINE),

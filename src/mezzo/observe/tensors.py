@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mezzo.devices import has_fp64
-from mezzo.engine.shards import local
+from mezzo.engine.processes.shards import local
 from mezzo.formats import format_of
 from mezzo.observe.trace import Region
 from mezzo.records import Operand

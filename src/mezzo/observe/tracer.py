@@ -27,8 +27,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.engine.autocast_kernels import flat_tensors
-from mezzo.engine.emulation import Emulation
+from mezzo.engine.casts.autocast_kernels import flat_tensors
+from mezzo.engine.matrix_units.emulation import Emulation
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
 from mezzo.measure.flops import COUNTS, OperandFormats
 from mezzo.observe.backward_nodes import BackwardNodes, ThreadNodes

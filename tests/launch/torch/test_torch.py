@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler, optimizer
 from torch.overrides import _get_current_function_mode_stack
 
 from helpers_launch import AS_IS, PLAIN, Ran, ran
-from mezzo.engine.casting import Casting
+from mezzo.engine.casts.casting import Casting
 from mezzo.errors import NonFiniteLossError, PolicyError, ScaleFloorError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch import switched

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mezzo
 from mezzo.engine import checkpointing
-from mezzo.engine.casting import Casting
+from mezzo.engine.casts.casting import Casting
 from mezzo.measure.checkpointing.plan import CheckpointPlan
 from mezzo.policy import Policy
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mezzo.errors import UsageError
 from mezzo.gpus import gpu_named
-from mezzo.measure.predict.memory import DRIVER_BYTES
+from mezzo.measure.predict.memory.of_tape import DRIVER_BYTES
 from mezzo.measure.predict.plan import (
     Tapes,
     check_policies,

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from mezzo.measure.predict.cuda_operators import cuda_operators
-from mezzo.measure.predict.packed import longest_sequences
-from mezzo.measure.predict.script_process import recorded
-from mezzo.measure.predict.scripted import ScriptTape, TapeRequest
+from mezzo.measure.predict.script.packed import longest_sequences
+from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 from mezzo.measure.predict.tape import TrainingTape
 
 STEPS, BATCH, WIDTH, HIDDEN, LAYERS = 7, 4, 5, 6, 2

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mezzo.measure.predict import script_recorder
-from mezzo.measure.predict.script_process import recorded
-from mezzo.measure.predict.scripted import TapeRequest
+from mezzo.measure.predict.script import recorder as script_recorder
+from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.tapes import TapeRequest
 from mezzo.measure.predict.stand_ins import numbers_read, stand_ins
 from mezzo.measure.predict.training import record_training
 

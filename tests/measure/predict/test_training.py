@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine.casting import Casting
+from mezzo.engine.casts.casting import Casting
 from mezzo.measure.memory import SavedTensors
-from mezzo.measure.predict.memory import bytes_by_kind, predict_memory
+from mezzo.measure.predict.memory.of_tape import bytes_by_kind, predict_memory
 from mezzo.measure.predict.named import NamedModel, named_model
 from mezzo.measure.predict.tape import Shape, TrainingTape
 from mezzo.measure.predict.training import ZeroGrad, record_training

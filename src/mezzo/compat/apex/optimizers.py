@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch
-from mezzo.engine.onepass import OnePass
-from mezzo.engine.optimizers import SGD, AdamW
+from mezzo.engine.optimizers.adamw_and_sgd import SGD, AdamW
+from mezzo.engine.optimizers.one_pass import OnePass
 
 _CORRECTED = 2.0**23
 """A number of steps after which Adam's bias corrections are 1 in every precision, and which FP32 still counts from."""

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mezzo.engine.agreement import Agreement
 from mezzo.engine.checks import PrecisionWarning
 from mezzo.engine.guardrails.alarms import Alarms, Seen
 from mezzo.engine.guardrails.arrivals import Arrivals
 from mezzo.engine.guardrails.good_snapshots import newest_good
 from mezzo.engine.guardrails.remedies import POLICY, UNCHANGED, apply_remedy
+from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.snapshots.contents import set_contents
 from mezzo.engine.snapshots.folder import SavedSnapshot
 from mezzo.engine.snapshots.of_ranks import OfAll, folder_of, read_together

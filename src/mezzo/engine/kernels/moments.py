@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mezzo.engine.kernels import eightbit
+from mezzo.engine.kernels import eight_bit
 from mezzo.engine.kernels.noise import round_to_bf16
 from mezzo.formats import BF16, FP32
 
@@ -24,19 +24,19 @@ def flat(tensor: Tensor) -> Tensor:
 def begun(kind: str, parameter: Tensor) -> Tensor:
     """Return a moment of zeros for ``parameter``."""
     if kind == "8bit":
-        return torch.zeros(eightbit.packed_bytes(parameter.numel()), dtype=torch.uint8, device=parameter.device)
+        return torch.zeros(eight_bit.packed_bytes(parameter.numel()), dtype=torch.uint8, device=parameter.device)
     return torch.zeros_like(parameter, dtype=KINDS[kind], memory_format=torch.preserve_format)
 
 
 def opened(kept: Tensor, count: int, *, signed: bool) -> Tensor:
     """Return a moment of ``count`` elements as flat FP32; an FP32 one itself, without a copy."""
-    return eightbit.unpack(kept, count, signed=signed) if kept.dtype is torch.uint8 else flat(kept).float()
+    return eight_bit.unpack(kept, count, signed=signed) if kept.dtype is torch.uint8 else flat(kept).float()
 
 
 def closed(values: Tensor, kind: torch.dtype, noise: Tensor, *, signed: bool) -> Tensor:
     """Return flat FP32 ``values`` in a format of ``KINDS``, rounded by ``noise``."""
     if kind is torch.uint8:
-        return eightbit.pack(values, noise, signed=signed)
+        return eight_bit.pack(values, noise, signed=signed)
     return round_to_bf16(values, noise) if kind is BF16.dtype else values
 
 

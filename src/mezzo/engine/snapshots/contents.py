@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine.gradients import all_parameters, trained_by
-from mezzo.engine.onepass import OnePass
-from mezzo.engine.replicas import bare
+from mezzo.engine.optimizers.one_pass import OnePass
+from mezzo.engine.processes.replicas import bare
 from mezzo.engine.snapshots.background import Copies
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.sharded import Shard, placed, placed_model, placed_optimizer

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mezzo.engine.replicas import bare
+from mezzo.engine.processes.replicas import bare
 from mezzo.engine.snapshots.choosing import contents_at
 from mezzo.engine.snapshots.folder import saved_in
 from mezzo.engine.snapshots.randomness import random_states

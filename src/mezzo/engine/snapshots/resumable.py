@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mezzo.engine.agreement import Agreement
+from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.choosing import RefusedSnapshot, load_first
 from mezzo.engine.snapshots.contents import contents_of, set_contents

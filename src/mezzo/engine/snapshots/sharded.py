@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine.gradients import trained_by
-from mezzo.engine.shards import is_shared, local, shared_as
+from mezzo.engine.processes.shards import is_shared, local, shared_as
 from mezzo.errors import SnapshotError
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mezzo.engine.shards import is_shared
+from mezzo.engine.processes.shards import is_shared
 from mezzo.engine.snapshots.sharded import Shard, shard_of
 from mezzo.errors import SnapshotError
 

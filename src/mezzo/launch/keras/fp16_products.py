@@ -1,7 +1,8 @@
 """FP16 products of Keras on PyTorch on a CPU, recorded by observers as products in FP16.
 
-There Keras casts FP16 operands to FP32, multiplies, and casts back, with the result of a 16-bit unit. ``mezzo.engine.emulation`` computes
-the same numbers, forward and backward, and names the format and the operation that it emulates.
+There Keras casts FP16 operands to FP32, multiplies, and casts back, with the result of a 16-bit unit.
+``mezzo.engine.matrix_units.emulation`` computes the same numbers, forward and backward, and names the format and the operation
+that it emulates.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mezzo.engine.emulation import Emulation
-from mezzo.engine.emulation_nodes import matmul as emulated_matmul
+from mezzo.engine.matrix_units.emulation import Emulation
+from mezzo.engine.matrix_units.emulation_nodes import matmul as emulated_matmul
 from mezzo.formats import FP16
 from mezzo.launch.patches import Patches
 

@@ -51,7 +51,7 @@ class Layers:
     def check_patterns(self) -> None:
         """Raise if a pattern of the policy has matched no layer before the first update."""
         if self._unmatched:
-            from mezzo.engine.conversion import no_such_module
+            from mezzo.engine.casts.conversion import no_such_module
 
             raise no_such_module(sorted(self._unmatched)[0], self._names)
 

@@ -12,7 +12,7 @@ from weakref import WeakSet
 from mezzo.errors import ScaleFloorError
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
-from mezzo.measure.plainsteps import PlainSteps
+from mezzo.measure.plain_steps import PlainSteps
 from mezzo.policy import Policy
 from mezzo.records import Effective, Reason
 

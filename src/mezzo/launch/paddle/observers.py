@@ -10,17 +10,17 @@ from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettin
 def observer_for(settings: AnySettings, run: PaddleRun) -> StepObserver:
     """Return the observer that ``settings`` ask for; only its module is imported."""
     if isinstance(settings, DiagnoseSettings):
-        from mezzo.launch.paddle.nonfinite import NonFinite
+        from mezzo.launch.paddle.nonfinite.observer import NonFinite
 
         return NonFinite(settings, run)
     if isinstance(settings, RangesSettings):
-        from mezzo.launch.paddle.ranges import Ranges
+        from mezzo.launch.paddle.ranges.observer import Ranges
 
         return Ranges(settings, run)
     if isinstance(settings, FallbackSettings):
-        from mezzo.launch.paddle.fallback import Fallback
+        from mezzo.launch.paddle.fallback.observer import Fallback
 
         return Fallback(settings, run)
-    from mezzo.launch.paddle.audit import Audit
+    from mezzo.launch.paddle.audit.observer import Audit
 
     return Audit(settings, run)

@@ -21,7 +21,7 @@ from typing import Any
 import paddle
 
 from mezzo.formats import TF32
-from mezzo.frameworks import paddleops
+from mezzo.frameworks import paddle_ops
 from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.paddle.surveys import format_name
 from mezzo.launch.paddle.tape import tensors
@@ -43,12 +43,12 @@ class Operations:
     def install(self, patches: Patches) -> None:
         """Replace the operations that are rounded or counted until ``patches`` are undone."""
         policy = self._run.applied
-        chosen = {} if policy is None or not policy.lowers else paddleops.precisions(policy)
+        chosen = {} if policy is None or not policy.lowers else paddle_ops.precisions(policy)
         lower = {op for op, precision in chosen.items() if precision == "lower"}
         for op in sorted(lower | set(_COUNTS)):
             if hasattr(paddle._C_ops, op):
                 patches.wrap(paddle._C_ops, op, functools.partial(self._around, op, op in lower))
-        for name, op in paddleops.OPERATORS.items():
+        for name, op in paddle_ops.OPERATORS.items():
             if op in lower or op in _COUNTS:
                 patches.wrap(paddle.Tensor, name, functools.partial(self._around, op, op in lower))
 

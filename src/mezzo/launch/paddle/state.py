@@ -16,12 +16,12 @@ import paddle
 from mezzo.devices import Device, cpu_name
 from mezzo.errors import NonFiniteLossError, PolicyError, ScaleFloorError, nearest
 from mezzo.formats import FP32
-from mezzo.frameworks import paddleops
+from mezzo.frameworks import paddle_ops
 from mezzo.frameworks.paddle import NO_EFFECT, arithmetic_on, check
 from mezzo.launch.paddle.layer_names import LayerNames, bare_name
 from mezzo.launch.paddle.rounding import rounder
 from mezzo.launch.paddle.scaling import HostScale
-from mezzo.measure.plainsteps import PlainSteps
+from mezzo.measure.plain_steps import PlainSteps
 from mezzo.policy import Policy
 from mezzo.records import Reason
 
@@ -74,7 +74,7 @@ class PaddleRun:
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
         self.policy = policy
-        self.applied = None if policy is None else paddleops.for_scripts(policy)
+        self.applied = None if policy is None else paddle_ops.for_scripts(policy)
         """The policy by operations: the script's parameters stay FP32, and are the masters if the policy has any."""
         self.scale = HostScale(policy)
         self.steps = UpdateSteps()

@@ -24,7 +24,7 @@ from typing import Any, Protocol, cast
 import paddle
 from paddle.autograd import PyLayer
 
-from mezzo.frameworks import paddleops
+from mezzo.frameworks import paddle_ops
 from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.patches import Patches
 
@@ -32,7 +32,7 @@ _MEZZO = str(Path(__file__).parents[2]) + os.sep
 _PADDLE = str(Path(paddle.__file__).parent) + os.sep
 """With a separator: paddlenlp is no part of Paddle."""
 _OPERATORS = {
-    **paddleops.OPERATORS,
+    **paddle_ops.OPERATORS,
     "__rpow__": "elementwise_pow",
     "__rmatmul__": "matmul",
     "__sub__": "subtract",
@@ -54,7 +54,7 @@ _RANDOM = frozenset(
     )
 )
 """Operations whose results depend on the state of the random number generator."""
-_POSSIBLE = frozenset(op for ops in paddleops.OPS.values() for op in ops)
+_POSSIBLE = frozenset(op for ops in paddle_ops.OPS.values() for op in ops)
 """Operations that a policy may round."""
 _UNSEEN = ("legacy", "_run_custom_op", "_run_python_op")
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
-from mezzo.frameworks.paddlelines import in_paddle
+from mezzo.frameworks.paddle_lines import in_paddle
 from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.ranks.requests import files_of_ranks
 from mezzo.launch.request import Request

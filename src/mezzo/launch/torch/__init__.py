@@ -16,22 +16,22 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.request_parts import GuardRequest, ModelChanges, SnapshotRequest, TraceRequest
 from mezzo.launch.seeds import shift_seeds
 from mezzo.launch.step_limit import StepLimit
-from mezzo.launch.torch.backward import BackwardPasses
-from mezzo.launch.torch.communication import Communication
-from mezzo.launch.torch.counted_step import CountedStep
+from mezzo.launch.torch.counting.counted_step import CountedStep
+from mezzo.launch.torch.counting.weights_digest import WeightsDigest
 from mezzo.launch.torch.forward import ForwardRegions
-from mezzo.launch.torch.joining import refuse_join
-from mezzo.launch.torch.lint_hooks import report_to_lint
-from mezzo.launch.torch.model_changes import ChangedModels
+from mezzo.launch.torch.gradients.backward import BackwardPasses
+from mezzo.launch.torch.models.communication import Communication
+from mezzo.launch.torch.models.joining import refuse_join
+from mezzo.launch.torch.models.model_changes import ChangedModels
 from mezzo.launch.torch.observers import begin_observing
-from mezzo.launch.torch.own_amp import replace_amp
+from mezzo.launch.torch.script_amp.lint_hooks import report_to_lint
+from mezzo.launch.torch.script_amp.own_amp import replace_amp
+from mezzo.launch.torch.script_amp.tf32_switches import keep_fp32_products
 from mezzo.launch.torch.sessions import record_sessions
 from mezzo.launch.torch.state import Run
-from mezzo.launch.torch.tf32_switches import keep_fp32_products
-from mezzo.launch.torch.updates import Updates
+from mezzo.launch.torch.updates.optimizer_steps import Updates
 from mezzo.launch.torch.warned_lines import at_script_line
 from mezzo.launch.torch.watching import Watch, watched
-from mezzo.launch.torch.weights_digest import WeightsDigest
 from mezzo.measure.environment import environment
 from mezzo.measure.live import Latest, Report
 from mezzo.observe.observer import Observer

@@ -28,10 +28,10 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
 
-from mezzo.engine.autocast_kernels import open_table
-from mezzo.engine.casting import Casting
-from mezzo.engine.conversion import to_format
-from mezzo.engine.half import HALF
+from mezzo.engine.casts.autocast_kernels import open_table
+from mezzo.engine.casts.casting import Casting
+from mezzo.engine.casts.conversion import to_format
+from mezzo.engine.casts.half import HALF
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run

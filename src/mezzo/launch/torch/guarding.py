@@ -3,7 +3,7 @@
 Only what the recorder keeps anyway is read, and nothing from the device: on a CPU the numbers' memory itself, after every step; in the
 steady state, in which a step records little, after every 32nd. On a GPU the numbers are sent to the host every 32 steps without
 waiting, and are read once they have arrived, so that an alarm comes up to about 64 steps late. In several processes all act on an
-alarm of any of them, after the same step: about once a second they exchange their alarms (``engine.agreement``).
+alarm of any of them, after the same step: about once a second they exchange their alarms (``engine.processes.agreement``).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from mezzo.engine.agreement import Agreement, are_several
 from mezzo.engine.guardrails.alarms import Alarms, Seen
+from mezzo.engine.processes.agreement import Agreement, are_several
 from mezzo.errors import GuardError
 from mezzo.launch.request_parts import GuardRequest
 from mezzo.launch.torch.state import Run

@@ -11,20 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.engine import conversion, fp8_torchao
-from mezzo.engine.casting import Casting
+from mezzo.engine.casts import conversion
+from mezzo.engine.casts.casting import Casting
 from mezzo.engine.gradients import not_finite, trained_leaves
+from mezzo.engine.matrix_units import fp8_torchao
 from mezzo.engine.scaling import NoScale, Scale, scale_for
 from mezzo.errors import ScaleFloorError, UnsupportedFormatError
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.applied_policy import for_scripts
-from mezzo.launch.torch.by_hand import UpdatesByHand
-from mezzo.launch.torch.left_out import LeftOutUpdates
-from mezzo.launch.torch.owners import OptimizerOwners
+from mezzo.launch.torch.counting.script_graphs import ScriptGraphs
 from mezzo.launch.torch.premade import PremadeOptimizers
-from mezzo.launch.torch.script_graphs import ScriptGraphs
 from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
 from mezzo.launch.torch.thread_state import Root, ThreadState
+from mezzo.launch.torch.updates.by_hand import UpdatesByHand
+from mezzo.launch.torch.updates.left_out import LeftOutUpdates
+from mezzo.launch.torch.updates.owners import OptimizerOwners
 from mezzo.measure.steps import NORMS_APART, StepRecorder
 from mezzo.observe.lint.observer import Lint
 from mezzo.observe.module_names import ModuleTree
@@ -36,10 +37,9 @@ from mezzo.records import OWN_16_BITS, Reason
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.guarding import ScriptGuard
-    from mezzo.launch.torch.model_changes import ChangedModels
+    from mezzo.launch.torch.models.model_changes import ChangedModels
 
-_GONE = ref(nn.Parameter())
-"""A reference to a parameter that no longer exists."""
+_GONE = ref(nn.Parameter())  # to a parameter that no longer exists
 
 
 class Run:

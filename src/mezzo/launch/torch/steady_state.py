@@ -15,8 +15,8 @@ from weakref import ref
 
 import torch
 
-from mezzo.launch.torch.batched_unscaling import BatchedUnscaling
-from mezzo.launch.torch.steady_scaler import SteadyScaler
+from mezzo.launch.torch.gradients.batched_unscaling import BatchedUnscaling
+from mezzo.launch.torch.script_amp.steady_scaler import SteadyScaler
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.state import Run

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from mezzo.engine.casting import Casting
+from mezzo.engine.casts.casting import Casting
 from mezzo.policy import Policy
 
 

@@ -11,7 +11,7 @@ import torch
 
 from mezzo.gpus import find_gpu
 from mezzo.launch.patches import Patches
-from mezzo.launch.torch.counted_step import CountedStep
+from mezzo.launch.torch.counting.counted_step import CountedStep
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.waiting import ScriptWaits
 from mezzo.measure.environment import usable_cores

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mezzo.engine import checkpointing
-from mezzo.engine.casting import Casting
+from mezzo.engine.casts.casting import Casting
 from mezzo.engine.checkpointing import Keeps
 from mezzo.errors import UsageError
 from mezzo.measure.checkpointing.blocks import blocks_of, outermost

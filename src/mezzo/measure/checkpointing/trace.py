@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.checkpointing import PRODUCTS
-from mezzo.engine.emulation_nodes import inside
+from mezzo.engine.matrix_units.emulation_nodes import inside
 from mezzo.engine.randomness import HostStates
 from mezzo.errors import SessionError
 from mezzo.measure.checkpointing.attributes import Attributes

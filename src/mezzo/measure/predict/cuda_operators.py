@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mezzo.engine.half import HALF
+from mezzo.engine.casts.half import HALF
 from mezzo.measure.predict.recurrent_layers import recurrent_layers
 
 aten: Any = torch.ops.aten

@@ -1,7 +1,8 @@
 """Linear layers in FP8: which products of a 16-bit tape run in 8 bits, and the cost of the casts around them.
 
-Layers are chosen as Mezzo's FP8 policy chooses them (``engine.fp8_torchao``): sizes in multiples of 16, large enough, not the last.
-Weights, gradients and saved activations stay in 16 bits, so memory is that of BF16. For each of a layer's three products::
+Layers are chosen as Mezzo's FP8 policy chooses them (``engine.matrix_units.fp8_torchao``): sizes in multiples of 16, large
+enough, not the last. Weights, gradients and saved activations stay in 16 bits, so memory is that of BF16. For each of a layer's
+three products::
 
     product = as in ``time``, at the FP8 peak, with operands of one byte
     casts   = (rows x depth + depth x columns) x (2 + 2 + 1) bytes / bandwidth + 4 launches
@@ -20,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mezzo.engine.fp8_torchao import stays_in_16_bits
+from mezzo.engine.matrix_units.fp8_torchao import stays_in_16_bits
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.constants import Constants
 from mezzo.measure.predict.tape import CostedOperation

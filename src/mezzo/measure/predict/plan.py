@@ -10,9 +10,9 @@ import numpy as np
 
 from mezzo.errors import UsageError, nearest
 from mezzo.gpus import Gpu
-from mezzo.measure.predict.calibrate import Calibration
+from mezzo.measure.predict.calibration.calibrate import Calibration
 from mezzo.measure.predict.constants import fitted
-from mezzo.measure.predict.memory import (
+from mezzo.measure.predict.memory.of_tape import (
     CUBLAS_WORKSPACE_BYTES,
     CUBLAS_WORKSPACE_HOPPER_BYTES,
     DRIVER_BYTES,

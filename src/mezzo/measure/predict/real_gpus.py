@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from mezzo.errors import MezzoError
 from mezzo.gpus import Gpu
-from mezzo.measure.predict.calibrate import calibration_of, rates_used
+from mezzo.measure.predict.calibration.calibrate import calibration_of, rates_used
 from mezzo.measure.predict.plan import PREDICTED, predict, to_record
-from mezzo.measure.predict.script_plan import script_plan
+from mezzo.measure.predict.script.plan import script_plan
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, RealGpus, Reason
 

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mezzo.gpus import Gpu
-from mezzo.measure.predict.calibrate import Calibration
+from mezzo.measure.predict.calibration.calibrate import Calibration
+from mezzo.measure.predict.calibration.rates import MachineRates
 from mezzo.measure.predict.constants import Constants, fitted
 from mezzo.measure.predict.fp8 import CASTS, fp8_bounds, fp8_layers
-from mezzo.measure.predict.rates import MachineRates
 from mezzo.measure.predict.sharding import GpuGroup
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.time import Array, Card, Columns, longer_of, operation_bounds

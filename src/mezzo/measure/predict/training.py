@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from mezzo.engine.casting import Casting
-from mezzo.engine.conversion import cast_model
-from mezzo.engine.master import MasterWeights, NoMasters
+from mezzo.engine.casts.casting import Casting
+from mezzo.engine.casts.conversion import cast_model
+from mezzo.engine.optimizers.master_weights import MasterWeights, NoMasters
 from mezzo.measure.checkpointing.plan import plan_for
 from mezzo.measure.checkpointing.trace import trace
 from mezzo.measure.predict.cuda_operators import cuda_operators

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from mezzo.errors import MezzoError
 from mezzo.gpus import Gpu
 from mezzo.measure.checkpointing.wanted import bytes_text
-from mezzo.measure.predict.calibrate import calibration_of
-from mezzo.measure.predict.memory import predict_memory
+from mezzo.measure.predict.calibration.calibrate import calibration_of
+from mezzo.measure.predict.memory.of_tape import predict_memory
 from mezzo.measure.predict.plan import PREDICTED, failure, impossible, predict, recorded_as, to_record
-from mezzo.measure.predict.script_plan import ScriptPlan, script_plan
+from mezzo.measure.predict.script.plan import ScriptPlan, script_plan
 from mezzo.measure.tune.configurations import Configuration
 from mezzo.records import AS_IS, Reason
 

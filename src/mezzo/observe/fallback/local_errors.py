@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mezzo.engine.conversion import to_format
+from mezzo.engine.casts.conversion import to_format
 from mezzo.measure.flops import FlopCounter
 from mezzo.observe.fallback.evidence import LocalError, fitting_scale
 from mezzo.observe.limits import FITTING

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_map_only
 
 from mezzo.engine.gradients import put_back, set_aside, trained_by
-from mezzo.engine.shards import is_shared
+from mezzo.engine.processes.shards import is_shared
 from mezzo.formats import FP32
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors, measured_path
 from mezzo.observe.fallback.local_errors import Bench, Calls

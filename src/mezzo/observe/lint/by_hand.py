@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils import _device
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.engine.half import HALF
-from mezzo.engine.shards import local
+from mezzo.engine.casts.half import HALF
+from mezzo.engine.processes.shards import local
 from mezzo.observe.tensors import region, storage
 from mezzo.observe.trace import Region
 

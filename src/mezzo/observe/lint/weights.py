@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from mezzo.engine.half import HALF
+from mezzo.engine.casts.half import HALF
 from mezzo.observe.lint.noticed import Noticed
 from mezzo.observe.tensors import format_name
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mezzo.engine.emulation import running
+from mezzo.engine.matrix_units.emulation import running
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite.operation_names import public_name
 from mezzo.observe.source_lines import script_line

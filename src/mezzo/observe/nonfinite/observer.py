@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.engine.agreement import are_several
 from mezzo.engine.gradients import parameters_of, trained_by
+from mezzo.engine.processes.agreement import are_several
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.effective import Lowering

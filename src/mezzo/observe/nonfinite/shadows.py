@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mezzo.engine.half import HALF
+from mezzo.engine.casts.half import HALF
 from mezzo.formats import BF16, FP16, FP32
 from mezzo.observe.tensors import storage
 

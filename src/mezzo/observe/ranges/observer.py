@@ -27,10 +27,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mezzo.engine.casts.transforms import unwrapped
 from mezzo.engine.gradients import trained_by
 from mezzo.engine.kernels import exponents
-from mezzo.engine.shards import local
-from mezzo.engine.transforms import unwrapped
+from mezzo.engine.processes.shards import local
 from mezzo.formats import BF16, FP16
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.casts import Counts

@@ -21,9 +21,9 @@ from torch.overrides import _len_torch_function_stack, _pop_mode, _push_mode  # 
 
 from mezzo.compat.apex.amp import lists
 from mezzo.compat.apex.amp.function_mode import CastMode
-from mezzo.engine.autocast_kernels import CastRule
-from mezzo.engine.casting import Casting
-from mezzo.engine.conversion import to_format
+from mezzo.engine.casts.autocast_kernels import CastRule
+from mezzo.engine.casts.casting import Casting
+from mezzo.engine.casts.conversion import to_format
 from mezzo.formats import FP16, FP32
 from mezzo.oplists import Precision
 

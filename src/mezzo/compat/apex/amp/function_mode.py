@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from mezzo import oplists
-from mezzo.engine.autocast_kernels import CastRule, CastTable, WeightCasts
-from mezzo.engine.casting import Casting, rules_for
-from mezzo.engine.emulation import emulation
+from mezzo.engine.casts.autocast_kernels import CastRule, CastTable, WeightCasts
+from mezzo.engine.casts.casting import Casting, rules_for
+from mezzo.engine.matrix_units.emulation import emulation
 from mezzo.formats import Format
 from mezzo.launch.torch.direct_calls import ENTERED
 from mezzo.policy import Policy

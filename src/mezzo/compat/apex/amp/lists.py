@@ -13,7 +13,7 @@ from typing import Any
 
 from mezzo import oplists
 from mezzo.compat.apex.amp.function_mode import find_function, python_rules
-from mezzo.engine.autocast_kernels import CastRule
+from mezzo.engine.casts.autocast_kernels import CastRule
 from mezzo.policy import Policy
 
 POLICY = Policy.parse("fp16:fp32=gelu+var+grid_sample:widest=add+mul+div")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from mezzo.compat.apex.amp.state import warn_or_err
 from mezzo.compat.regions import ModelRegion
-from mezzo.engine.casting import Casting
-from mezzo.engine.conversion import wrap
-from mezzo.engine.half import HALF
+from mezzo.engine.casts.casting import Casting
+from mezzo.engine.casts.conversion import wrap
+from mezzo.engine.casts.half import HALF
 from mezzo.formats import BF16, FP16, FP32
 from mezzo.policy import Policy
 

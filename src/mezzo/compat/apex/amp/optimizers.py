@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from mezzo.compat.apex.amp.handle import clear_cache, disable_casts
 from mezzo.compat.apex.amp.scaler import LossScaler
 from mezzo.compat.apex.amp.state import maybe_print
+from mezzo.engine.casts.half import HALF
 from mezzo.engine.gradients import put_back, set_aside
-from mezzo.engine.half import HALF
-from mezzo.engine.master import MasterWeights
+from mezzo.engine.optimizers.master_weights import MasterWeights
 from mezzo.formats import FP32
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mezzo.compat.apex.amp.handle import AmpHandle
     from mezzo.compat.apex.amp.levels import Properties
     from mezzo.compat.apex.amp.scaler import LossScaler
-    from mezzo.engine.casting import Casting
+    from mezzo.engine.casts.casting import Casting
 
 
 class AmpState:

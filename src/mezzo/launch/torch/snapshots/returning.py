@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.engine.agreement import Agreement
 from mezzo.engine.guardrails.good_snapshots import newest_good
 from mezzo.engine.guardrails.remedies import apply_remedy
+from mezzo.engine.processes.agreement import Agreement
 from mezzo.launch.torch.policy_change import fall_back
 from mezzo.launch.torch.snapshots.passes import frames_of_script
 from mezzo.launch.torch.snapshots.variables import SETTERS, objects_in

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.snapshots.randomness import random_states
-from mezzo.launch.torch.weights_digest import digest
+from mezzo.launch.torch.counting.weights_digest import digest
 from mezzo.measure.resumption.trace import Moment, ObjectState, OptimizerState
 
 _NOT_SETTINGS = ("params", "initial_lr")

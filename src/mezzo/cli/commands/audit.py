@@ -1,0 +1,56 @@
+"""``mezzo audit``: which operation ran in which format in chosen steps, and what is worth changing."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from mezzo.cli.options import shared as options
+from mezzo.cli.script import Script, run_and_finish
+from mezzo.errors import UsageError
+
+
+def audit(
+    script: Script,
+    policy: Annotated[
+        str, options.policy_option("Precision policy to run the script under, or as-is for its own precision.")
+    ] = "as-is",
+    steps: Annotated[
+        str, typer.Option(help="Training steps to record, from 1: 3, or 3,10, or 3-5. The script stops after them.")
+    ] = "3",
+) -> None:
+    """Record every operation of chosen training steps with its format, module and phase, and report findings.
+
+    The script runs unedited. Under torchrun, srun or mpirun it runs in all processes, and one record has the findings of all.
+    """
+    from mezzo.launch.runner import observe_child
+    from mezzo.observe.settings import AuditSettings
+
+    asked = options.asked_policy(policy)
+    record, stop = run_and_finish(
+        script,
+        observe_child,
+        policy=asked,
+        policy_typed=options.typed_name(policy, asked),
+        name="audit",
+        observe=AuditSettings(steps=_numbers(steps)),
+    )
+    raise typer.Exit(stop.exit_code or (record.run.exit_code if record.kind == "audit" else 1))
+
+
+def _numbers(steps: str) -> tuple[int, ...]:
+    """Return the steps that a text such as ``3,10-12`` names, ascending."""
+    found: set[int] = set()
+    for part in steps.split(","):
+        match = re.fullmatch(r"\s*([1-9]\d*)\s*(?:-\s*([1-9]\d*)\s*)?", part)
+        first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
+        if not 1 <= first <= last < first + options.MOST_OBSERVED_STEPS:
+            raise UsageError(
+                f"--steps {steps!r} is not a list of steps; allowed: numbers from 1, such as 3 or 3,10 or 3-5, "
+                f"and ranges of at most {options.MOST_OBSERVED_STEPS:,} steps",
+                hint="type: --steps 3",
+            )
+        found.update(range(first, last + 1))
+    return tuple(sorted(found))

@@ -1,0 +1,232 @@
+"""``mezzo compare``: one script under several policies, interleaved, with a verdict on each."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from itertools import chain, count
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from mezzo.cli import results
+from mezzo.cli.compare_runs import begun, left_to_run, run_all
+from mezzo.cli.options import completion
+from mezzo.cli.options import shared as options
+from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.options.model_changes import changes_of
+from mezzo.cli.predictions import real_gpus
+from mezzo.cli.script import Script
+from mezzo.errors import PolicyError, ScriptError, UsageError, nearest
+from mezzo.launch.process.command_signals import stoppable
+
+if TYPE_CHECKING:
+    from mezzo.launch.request import Request
+    from mezzo.policy import Policy
+    from mezzo.records import Row, RunRecord
+
+_FAILED = 1
+"""Exit code for a verdict that ``--fail-on`` lists."""
+
+
+def compare(
+    script: Script,
+    policies: Annotated[
+        str,
+        typer.Option(
+            autocompletion=completion.policies,
+            help="Policies, separated by commas. The baseline is fp32 if listed, else the first. "
+            f"Presets: {options.PRESETS_HELP}",
+        ),
+    ] = "fp32,bf16,fp16",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per policy, each with its own seed.")] = 3,
+    margin: Annotated[
+        float,
+        typer.Option(
+            min=1e-9,
+            help="Largest difference that still counts as equivalent, as a share of the baseline's final loss or metric. "
+            "The baseline's own seed-to-seed spread replaces it where that is wider.",
+        ),
+    ] = 0.02,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=1e-9,
+            help="Stop a run that takes longer; its row says so. [default: 20 times the longest run so far, at least 600]",
+        ),
+    ] = None,
+    fail_on: Annotated[
+        str,
+        typer.Option(
+            metavar="VERDICTS",
+            autocompletion=completion.verdicts,
+            help="Verdicts for exit code 1, separated by commas; different and undecided are not listed by default. "
+            "not_equivalent stands for all five; none for none.",
+        ),
+    ] = "diverged,stopped_learning,failed",
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="GPUs to predict speed and memory for, separated by commas, or none. "
+            "[default: t4, a100-80gb, h100-sxm and rtx-4090, if this machine has no GPU]",
+        ),
+    ] = None,
+    checkpoint: options.Checkpoint = None,
+    metric: options.Metric = None,
+    jobs: Jobs = None,
+    on: On = None,
+) -> None:
+    """Compare a training script across precision policies: speed, memory, loss, and a verdict on each.
+
+    Policies and seeds are interleaved, so that a drift of the machine affects all of them alike.
+
+    To continue a comparison that was stopped, type the same command with the same --out; --resume also repeats runs that failed, and
+    accepts more seeds or policies.
+
+    Exit code 1 if a policy gets a verdict that --fail-on lists.
+
+    Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
+    """
+    from mezzo.launch.several.resuming import with_digest
+    from mezzo.launch.several.side_by_side import one_after_another
+    from mezzo.measure.compare import compare as judge
+
+    options.check_metric(metric)
+    failing, gpus = _failing(fail_on), real_gpus.named_gpus(gpu)
+    asked = _with_checkpointed(_asked(policies), checkpoint)
+    changes_of(script, checkpoint=checkpoint or "")
+    baseline = "fp32" if "fp32" in asked else next(iter(asked))
+    script.check(*(one.policy for one in asked.values()))
+    engine = engine_of(jobs, on)
+    folder = script.folder("compare")
+    finished = begun(script, folder, metric=metric, policies=",".join(asked), seeds=str(seeds))
+    requests = _requests(script, asked, seeds, folder=folder, metric=metric, since_s=finished.since_s)
+    requests = [with_digest(request, finished.identity) for request in requests]
+    with stoppable() as stop:
+        before, left = left_to_run(requests)
+        alone = len(left) < 2 and engine is one_after_another  # one run shares its imports with none
+        with nullcontext() if alone else engine.opened(folder):
+            runs = run_all(left, timeout_s=timeout, engine=engine, before=before)
+        runs.sort(key=lambda r: ([*asked].index(r.compared_as), r.seed))
+        rows: list[Row] = []
+        if any(run.compared_as == baseline for run in runs):
+            record = judge(runs, baseline=baseline, margin=margin, command=list(script.command))
+            if not stop.stopped:
+                record = record.model_copy(update={"real_gpus": real_gpus.predicted_for(script, runs, gpus)})
+            script.finish(record, folder)
+            rows = [row for row in record.rows if row.verdict in failing]
+        if stop.stopped:
+            done = f"{len(runs)} of {len(requests)} runs"
+            script.say_stopped(f"stopped by {stop.name} after {done}; their records are", folder)
+        else:
+            finished.end()
+            _check_baseline([run for run in runs if run.compared_as == baseline], asked[baseline].name, folder)
+    if rows and not stop.stopped:
+        found = ", ".join(f"{row.policy_shown} {row.verdict.replace('_', ' ')}" for row in rows)
+        results.note(f"exit code {_FAILED}, because of --fail-on {fail_on}: {found}")
+    raise typer.Exit(stop.exit_code or (_FAILED if rows else 0))
+
+
+def _failing(text: str) -> set[str]:
+    """Return the verdicts of ``--fail-on``."""
+    from mezzo.records import FAILING, NOT_EQUIVALENT
+
+    named = [part.strip().replace("-", "_").replace(" ", "_") for part in text.split(",")]
+    if named == ["none"]:
+        return set()
+    groups: dict[str, tuple[str, ...]] = {NOT_EQUIVALENT: FAILING, **{verdict: (verdict,) for verdict in FAILING}}
+    for name in named:
+        if name not in groups:
+            raise UsageError(
+                f"--fail-on {text!r} names {name!r}; {nearest(name, [*groups, 'none'])}",
+                hint=f"type: --fail-on diverged,stopped_learning,failed; or --fail-on {NOT_EQUIVALENT} for all that are not equivalent",
+            )
+    return {verdict for name in named for verdict in groups[name]}
+
+
+class _Asked(NamedTuple):
+    """A policy of a comparison."""
+
+    policy: Policy | None
+    name: str
+    """As it was typed."""
+    checkpoint: str = ""
+    """The plan of activation checkpointing; empty for none."""
+
+
+def _asked(policies: str) -> dict[str, _Asked]:
+    """Return the policies of a comparison by the text that their records carry; two names of one policy are one."""
+    from mezzo.launch.request import policy_text
+
+    named = [p.strip() for p in policies.split(",")]
+    if not all(named):
+        full = ",".join(filter(None, named)) or "fp32,bf16,fp16"
+        raise PolicyError(f"--policies {policies!r} contains an empty policy name", hint=f"type: --policies {full}")
+    asked: dict[str, _Asked] = {}
+    for name in named:
+        policy = options.asked_policy(name)
+        first = asked.setdefault(policy_text(policy), _Asked(policy, name))
+        if first.name != name:
+            results.note(
+                f"{name} and {first.name} are the same policy, {policy_text(policy)}: it runs once, as {first.name}"
+            )
+    return asked
+
+
+def _with_checkpointed(asked: dict[str, _Asked], checkpoint: str | None) -> dict[str, _Asked]:
+    """Return the policies, each followed by itself with checkpointing, by what a comparison tells their runs apart by."""
+    from mezzo.records import varied
+
+    if checkpoint is None:
+        return asked
+    both = [(text, one._replace(checkpoint=plan)) for text, one in asked.items() for plan in ("", checkpoint)]
+    return {varied(text, one.checkpoint): one for text, one in both}
+
+
+def _folders(asked: dict[str, _Asked]) -> dict[str, str]:
+    """Return the prefix of each policy's run names: two policies may differ only in characters that a folder's name cannot have."""
+    from mezzo.launch.several.compared_runs import folder_name
+
+    found: dict[str, str] = {}
+    for text, one in asked.items():
+        plain = folder_name(f"{one.name}-{one.checkpoint}" if one.checkpoint else one.name)
+        names = chain([plain], (f"{plain}_{number}" for number in count(2)))
+        found[text] = next(name for name in names if name not in found.values())
+    return found
+
+
+def _requests(
+    script: Script, asked: dict[str, _Asked], seeds: int, *, folder: Path, metric: str | None, since_s: float
+) -> list[Request]:
+    """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
+    from mezzo.launch.several.compared_runs import named_arguments
+
+    texts, folders = [*asked], _folders(asked)
+    requests = []
+    for seed in range(seeds):
+        first = seed % len(texts)
+        for text in texts[first:] + texts[:first]:
+            run = f"{folders[text]}-seed{seed}"
+            requests.append(
+                script.request(
+                    asked[text].policy,
+                    policy_typed=options.typed_name(asked[text].name, asked[text].policy),
+                    folder=folder / run,
+                    arguments=named_arguments(script.arguments or (), run),
+                    seed=seed,
+                    metric=metric,
+                    models=changes_of(script, checkpoint=asked[text].checkpoint),
+                    compared_since_s=since_s,
+                )
+            )
+    return requests
+
+
+def _check_baseline(own: list[RunRecord], name: str, folder: Path) -> None:
+    if all(r.error or not len(r.steps) for r in own):
+        raise ScriptError(
+            f"no run of the baseline {name} succeeded: {own[0].error or 'it recorded no step'}",
+            hint=own[0].hint or f"run the script by itself first; what it printed is in {folder}/*/output.log",
+        )

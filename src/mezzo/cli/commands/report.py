@@ -1,0 +1,196 @@
+"""``mezzo report``: existing records, as text and as pages; a folder as an index of all records below it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from difflib import get_close_matches
+from itertools import chain, count
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mezzo.cli import results
+from mezzo.cli.options import completion
+from mezzo.cli.options import shared as options
+from mezzo.cli.options.folders import check_folder
+from mezzo.errors import UsageError
+
+_INDEX = "index.html"
+
+
+def report(
+    records: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RECORD...",
+            autocompletion=completion.record,
+            help="record.json files written by any command, or a folder such as runs/.",
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write each page there instead of beside its record.")
+    ] = None,
+    log_to: options.LogTo = None,
+    as_json: options.Json = False,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the pages on this machine (127.0.0.1 only) until Ctrl-C.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", min=0, max=65535, help="Port for --serve; 0 for any free port.")
+    ] = 0,
+) -> None:
+    """Show records in the terminal and write each as a self-contained HTML page; for a folder, write an index of all records in it."""
+    folders = [path for path in records if path.is_dir() and not (path / "record.json").is_file()]
+    if folders:
+        _refuse_mixed(records, folders, out=out, log_to=log_to, as_json=as_json)
+        page = _index(folders[0])
+    else:
+        page = _report(records, out=out, log_to=log_to, as_json=as_json)
+    if serve:
+        _serve(page, port=port, show=show)
+    elif show:
+        _open(page.resolve().as_uri())
+
+
+def _refuse_mixed(
+    records: Sequence[Path], folders: Sequence[Path], *, out: Path | None, log_to: Sequence[str] | None, as_json: bool
+) -> None:
+    folder = shlex.quote(str(folders[0]))
+    if len(records) > 1:
+        raise UsageError(
+            f"{folders[0]} is a folder, and {len(records)} paths were given; allowed: one folder, or records",
+            hint=f"type: mezzo report {folder}",
+        )
+    given = (("--out", out is not None), ("--log-to", bool(log_to)), ("--json", as_json))
+    for option, is_given in given:
+        if is_given:
+            raise UsageError(
+                f"{option} goes with records, and {folders[0]} is a folder, whose index is written into it",
+                hint=f"type: mezzo report {folder}",
+            )
+
+
+def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | None, as_json: bool) -> Path:
+    """Show ``records`` and write their pages; return the page to open: the one of all comparisons, or the first."""
+    from mezzo.records import CompareRecord, read_record
+    from mezzo.report.html import write_html, write_together
+    from mezzo.report.text import render, render_together
+
+    if as_json and len(records) > 1:
+        raise UsageError(
+            f"--json accepts one record; {len(records)} were given",
+            hint=f"type: mezzo report --json {shlex.quote(str(records[0]))}, and the same for each of the others",
+        )
+    records = [path / "record.json" if path.is_dir() else path for path in records]
+    for path in records:
+        _check(path)
+    check_folder(out, "--out")
+    found = list(zip(_pages(records, out), map(read_record, records), strict=True))
+    for page, record in found:
+        write_html(record, page)
+    compared = [record for _, record in found if isinstance(record, CompareRecord)]
+    folder = out or Path(os.path.commonpath([path.resolve().parent for path in records]))
+    together = len(compared) > 1 and not as_json
+    if together:
+        write_together(compared, folder / "together.html")
+    with results.readers_may_go():
+        screen = results.console()
+        for page, record in found:
+            if as_json:
+                print(record.model_dump_json(indent=1))
+                continue
+            render(record, screen, files=f"report: {page}")
+        if together:
+            render_together(compared, screen)
+            screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)
+    for path, (page, record) in zip(records, found, strict=True):
+        results.track(record, path, page, log_to)
+    return folder / "together.html" if together else found[0][0]
+
+
+def _index(folder: Path) -> Path:
+    """Write the index of ``folder`` and the pages that are missing or older than their records; return the index."""
+    from mezzo.errors import RecordError
+    from mezzo.report.html import write_html, write_index
+    from mezzo.report.index import entries as lines
+    from mezzo.report.index.sheet import index_sheet
+    from mezzo.report.terminal import print_index
+
+    paths = lines.find_records(folder)
+    if not paths:
+        raise UsageError(
+            f"there is no record.json in {folder} or below it",
+            hint="pass the folder that mezzo commands write to, as in: mezzo report runs/",
+        )
+    check_folder(folder, "RECORD")
+    entries, drawn = [], 0
+    for path, record in lines.read_all(paths):
+        if not isinstance(record, RecordError) and lines.outdated(path):
+            write_html(record, lines.page_of(path))
+            drawn += 1
+        entries.append(lines.entry_of(path, record, folder))
+    sheet = index_sheet(entries, folder)
+    write_index(sheet, folder / _INDEX)
+    if drawn:
+        results.note(f"{drawn} of {len(paths)} pages were missing or older than their records, and were written")
+    with results.readers_may_go():
+        screen = results.console()
+        print_index(sheet, screen)
+        screen.print(f"index: {folder / _INDEX}", soft_wrap=True)
+    return folder / _INDEX
+
+
+def _open(address: str) -> None:
+    import webbrowser
+
+    if not webbrowser.open(address):
+        results.note(f"no browser could be started; open {address}")
+
+
+def _serve(page: Path, *, port: int, show: bool) -> None:
+    from mezzo.report.index.serve import address_of, serving
+
+    folder = page.resolve().parent
+    try:
+        with serving(folder, port=port) as server:
+            address = address_of(server) + ("" if page.name == _INDEX else page.name)
+            print(f"serving {folder} at {address} (Ctrl-C to stop)", flush=True)
+            if show:
+                _open(address)
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                print()
+    except OSError as error:
+        raise UsageError(
+            f"--port {port} cannot be used: {error.strerror}", hint="leave --port out to use any free port"
+        ) from None
+
+
+def _pages(records: list[Path], out: Path | None) -> list[Path]:
+    """Return the path of each record's page: beside the record, or in ``out`` under the name of the record's folder."""
+    from mezzo.report.index.entries import page_of
+
+    pages: list[Path] = []
+    for path in records:
+        if out is None:
+            pages.append(page_of(path))
+        else:
+            name = path.resolve().parent.name
+            names = chain([name], (f"{name}-{number}" for number in count(2)))
+            pages.append(next(page for page in (out / f"{name}.html" for name in names) if page not in pages))
+    return pages
+
+
+def _check(path: Path) -> None:
+    """Refuse a path that is not a file, and suggest the record that may have been meant."""
+    if path.is_file():
+        return
+    beside = [str(p) for folder in (path.parent, path.parent.parent) for p in sorted(folder.glob("*/record.json"))]
+    near = get_close_matches(str(path), beside, n=1)
+    hint = f"type: mezzo report {shlex.quote(near[0])}" if near else "pass the record.json that a mezzo command wrote"
+    raise UsageError(f"there is no record {str(path)!r}", hint=hint)

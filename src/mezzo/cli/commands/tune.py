@@ -1,0 +1,304 @@
+"""``mezzo tune``: the fastest configuration of a script on this machine, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mezzo.cli.budget import Budget, clock, seconds_of
+from mezzo.cli.machines import check_times, how_placed, machine_of
+from mezzo.cli.options import shared as options
+from mezzo.cli.options.clusters import Jobs, On, engine_of
+from mezzo.cli.predictions.real_gpus import NONE
+from mezzo.cli.predictions.ruled_out import gpu_of, predicted_out
+from mezzo.cli.progress import shown
+from mezzo.cli.resumed import finished_before
+from mezzo.cli.script import Script, check_pytorch
+from mezzo.errors import UsageError, nearest
+from mezzo.launch.process.command_signals import Stopped, stoppable
+
+if TYPE_CHECKING:
+    from mezzo.devices import Device
+    from mezzo.launch.several.side_by_side import Engine
+    from mezzo.launch.several.tune import Tune
+    from mezzo.measure.tune.answer import BestTrial
+    from mezzo.measure.tune.configurations import Changes, Configuration
+    from mezzo.records import Reason, RunRecord, TuneRecord
+
+_CHANGES = "channels-last,compile"
+_VARY = "type: --vary batch-size=32,64,128"
+
+
+def tune(
+    script: Script,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUES",
+            help="Values to try for an option of the script, such as batch-size=32,64,128. May be repeated.",
+        ),
+    ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(help="Policies to try, separated by commas. [default: those that this device computes natively]"),
+    ] = None,
+    changes: Annotated[
+        str,
+        typer.Option(
+            help="Changes to the models to try: channels-last, compile, channels-last+compile, separated by commas; or none."
+        ),
+    ] = _CHANGES,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLANS",
+            help="Activation checkpointing to try: full, every-2, selective, or the memory to keep for the backward pass, such as 12GiB, "
+            "separated by commas.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The most memory that a configuration may take, such as 12GiB.")
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The GPU to train on later, or none: configurations predicted not to fit there, or to be much slower, are not run. "
+            "[default: this machine's]",
+        ),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="Time for everything, such as 90s, 10m or 1h.", show_default=True)
+    ] = "10m",
+    steps: Annotated[
+        int, typer.Option(min=10, help="Steps of each run of the first round; finalists run four times as many.")
+    ] = 20,
+    repeats: Annotated[int, typer.Option(min=2, help="Runs of each finalist, each with its own seed.")] = 3,
+    jobs: Jobs = None,
+    on: On = None,
+) -> None:
+    """Find the fastest way to run a training script on this machine, and the command for it.
+
+    Runs the script, unedited, for a few steps in every combination of precision policy, values of its own options (--vary), memory
+    layout, torch.compile and activation checkpointing (--checkpoint). The fastest are run longer and repeated beside the script as it is
+    now, and must train like FP32.
+
+    Ctrl-C keeps what is finished: the same command with the same --out continues from there. Exit code 0: there is an answer (to keep
+    the script as it is is one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
+    """
+    from mezzo.gpus import gpu_named
+    from mezzo.measure.checkpointing.wanted import bytes_of_text
+    from mezzo.measure.tune.configurations import grid
+
+    time_left, varied, changed = Budget(seconds_of(budget)), _varied(vary or []), _changes(changes)
+    limit_bytes, plans = None if memory is None else bytes_of_text(memory, option="--memory"), _plans(checkpoint)
+    asked_gpu = gpu if gpu in (None, NONE) else gpu_named(str(gpu))
+    asked = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
+    script.check(*(options.asked_policy(name) for name in asked or []))
+    check_pytorch(
+        script.target,
+        as_module=script.as_module,
+        command="tune",
+        hint="mezzo compare measures policies in every framework",
+    )
+    engine = engine_of(jobs, on)
+    check_times(engine)
+    folder = script.folder("tune")
+    with stoppable() as stop, shown() as progress:
+        time_left.console = progress.console
+        try:
+            with engine.opened(folder):
+                here = machine_of(engine, folder).device
+                notes, chosen = _policies(here, asked)
+                configurations = grid(chosen, varied, changed, script.arguments or [], checkpoints=plans)
+                out_of_play = predicted_out(script, configurations, gpu_of(asked_gpu, here), limit_bytes, time_left)
+                tuning = _tuning(script, folder, time_left, configurations, (steps, repeats, limit_bytes), engine)
+                tuning.known = replace(tuning.known, ruled_out=out_of_play.reasons)
+                left_out = [*notes, *out_of_play.notes, *how_placed(engine)]
+                record, code = _tuned(script, tuning, time_left, left_out)
+        except Stopped as stopped:
+            script.say_stopped(f"stopped by {stop.name}; what is finished is kept", folder)
+            raise typer.Exit(stopped.exit_code) from None
+        script.finish(record, folder)
+    raise typer.Exit(stop.exit_code or code)
+
+
+# --- what was typed ------------------------------------------------------------------------------------------------------------
+
+
+def _varied(texts: list[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        name, listed = name.strip().lstrip("-"), [value.strip() for value in values.split(",")]
+        if not (name and equals and all(listed)):
+            raise UsageError(f"--vary {text!r}; allowed: an option of the script and its values", hint=_VARY)
+        found.setdefault(name, []).extend(listed)
+    return found
+
+
+def _changes(text: str) -> list[Changes]:
+    from mezzo.measure.tune.configurations import CHANGES
+
+    names = [name.strip() for name in text.split(",")]
+    if names == ["none"]:
+        return []
+    for name in names:
+        if name not in CHANGES:
+            raise UsageError(
+                f"--changes {text!r} names {name!r}; {nearest(name, [*CHANGES, 'none'])}",
+                hint=f"type: --changes {_CHANGES}",
+            )
+    return [CHANGES[name] for name in names]
+
+
+def _plans(text: str | None) -> list[str]:
+    from mezzo.measure.checkpointing.wanted import check_wanted
+
+    return [] if text is None else [check_wanted(one) for one in text.split(",")]
+
+
+# --- before the first run ------------------------------------------------------------------------------------------------------
+
+
+def _policies(here: Device, asked: list[str] | None) -> tuple[list[Reason], list[str]]:
+    """Return what is left out, with reasons, and the policies to try beside the script's own precision."""
+    from mezzo.formats import BF16, E4M3, FP16, TF32
+    from mezzo.launch.request import policy_text
+    from mezzo.records import Reason
+
+    if asked is not None:
+        return [], [policy_text(options.asked_policy(name)) for name in asked]
+    left_out, native = [], []
+    for name, fmt in {"tf32": TF32, "bf16": BF16, "fp16": FP16, "fp8": E4M3}.items():
+        found = here.support(fmt)
+        if found.level == "native":
+            native.append(name)
+            continue
+        slow = "; emulated, it is never faster" if found.level == "emulated" else ""
+        left_out.append(Reason(what=name, value="left out", reason=f"{here.name}: {found.reason}{slow}"))
+    return left_out, native
+
+
+def _tuning(
+    script: Script,
+    folder: Path,
+    budget: Budget,
+    configurations: list[Configuration],
+    limits: tuple[int, int, int | None],
+    engine: Engine,
+) -> Tune:
+    from mezzo.launch.several.plan import MARGIN
+    from mezzo.launch.several.tune import Tune
+    from mezzo.launch.several.waves import Waves
+    from mezzo.measure.tune.plan import TuneState
+
+    steps, repeats, memory_bytes = limits
+    finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))
+    if len(finished):
+        budget.say(f"{len(finished)} finished runs of the interrupted search are used again")
+    finished.write()
+    budget.say(f"{len(configurations)} configurations, the script as it is among them")
+    known = TuneState(
+        configurations=tuple(configurations), steps=steps, repeats=repeats, memory_bytes=memory_bytes, margin=MARGIN
+    )
+    return Tune(
+        known=known,
+        budget_s=max(budget.seconds - budget.spent_s, 1.0),
+        folder=folder,
+        finished=finished,
+        waves=Waves(engine, finished.identity),
+        make_request=script.request,
+        arguments=tuple(script.arguments or ()),
+        say=budget.say,
+    )
+
+
+# --- after the last run --------------------------------------------------------------------------------------------------------
+
+
+def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason]) -> tuple[TuneRecord, int]:
+    """Run what is needed; return the record and the exit code."""
+    from mezzo.measure.tune.answer import answered
+    from mezzo.measure.tune.plan import Trial
+    from mezzo.records import TuneRecord
+
+    known = tuning.run()
+    found = answered(known)
+    tuning.finished.forget()
+    command, why = _next(script, found, budget)
+    first = known.runs.get(Trial(known.now, 0))
+    assert first is not None
+    record = TuneRecord(
+        command=list(script.command),
+        script=script.target,
+        decision=found.decision,
+        chosen=found.chosen.name,
+        why=found.why,
+        next_command=command,
+        next_why=why,
+        rows=found.rows,
+        trials=tuning.trials,
+        memory_limit_bytes=known.memory_bytes,
+        budget_s=budget.seconds,
+        steps=known.steps,
+        repeats=known.repeats,
+        notes=[*_hints(known.runs.values()), *left_out, *_limits(known.steps)],
+        environment=first.environment,
+        duration_s=budget.spent_s,
+    )
+    if found.decision == "failed":
+        return record, first.exit_code or 1
+    return record, 0 if found.decision in ("use", "keep") else 1
+
+
+def _hints(runs: Iterable[RunRecord]) -> list[Reason]:
+    """Return what to do about the errors of runs."""
+    from mezzo.records import Reason
+
+    found = {run.hint: str(run.error).splitlines()[0] for run in runs if run.hint}
+    return [Reason(what="to fix it", value=hint, reason=error) for hint, error in found.items()]
+
+
+def _limits(steps: int) -> list[Reason]:
+    from mezzo.measure.tune.plan import TIMES_LONGER
+    from mezzo.records import Reason
+
+    judged = f"the first {TIMES_LONGER * steps} steps of each seed"
+    return [
+        Reason(what="judged by", value=judged, reason="mezzo compare judges whole runs"),
+        Reason(
+            what="not tried",
+            value="CUDA graphs of whole steps",
+            reason="a captured step needs its batch at fixed addresses and may read no number on the host, so only the script can "
+            "capture it: session.capture",
+        ),
+    ]
+
+
+def _next(script: Script, found: BestTrial, budget: Budget) -> tuple[str, str]:
+    """Return the command to type next, and what it does."""
+    from mezzo.measure.advice import asks_for_a_gpu
+    from mezzo.records import AS_IS
+
+    typed = script.retyped
+    if found.decision == "undecided":
+        more = f"{-(-int(3 * budget.seconds) // 60)}m"
+        return typed.under("tune", budget=more), f"has more time than {clock(budget.seconds)}"
+    chosen = found.chosen
+    typed = replace(typed, arguments=tuple(chosen.arguments(script.arguments or [])))
+    if found.decision == "use":
+        given = ({"channels-last": ""} if chosen.channels_last else {}) | ({"compile": ""} if chosen.compiles else {})
+        given |= {"checkpoint": chosen.checkpoint} if chosen.checkpoint else {}
+        if chosen.policy == AS_IS and not given:
+            return typed.alone(), "trains this way, without Mezzo"
+        return typed.under("run", policy=chosen.policy, **given), "trains this way, with the script unedited"
+    if found.decision == "keep":
+        return typed.alone(), "runs the script as it is"
+    if any(asks_for_a_gpu(row.reason) for row in found.rows):
+        return typed.under("predict"), "predicts how fast it would be on other GPUs"
+    return typed.alone(), "shows what fails, without Mezzo"

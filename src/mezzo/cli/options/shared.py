@@ -1,0 +1,144 @@
+"""Options that several commands share, with checks that run before anything else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from mezzo.cli.options import completion
+from mezzo.cli.options.folders import check_folder
+from mezzo.cli.words import RESUME, check_arguments
+from mezzo.errors import UsageError
+
+if TYPE_CHECKING:
+    from mezzo.policy import Policy
+
+Target: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCRIPT", autocompletion=completion.script, help="The training script (with -m: the name of a module)."
+    ),
+]
+Arguments: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[ARGS]...", callback=check_arguments, help="The script's own arguments."),
+]
+AsModule: TypeAlias = Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, as python -m does.")]
+Metric: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REGEX", help="Read a number from the script's output: the first group, as in 'acc=([0-9.]+)'."
+    ),
+]
+Out: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder for record and report; a folder beside it if it contains another command's results. "
+        "[default: a new folder under runs/]",
+    ),
+]
+
+Resume: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        RESUME,
+        help="Continue in the folder of --out: run only what is missing or failed there. Refused if the script, its arguments or a "
+        "version changed.",
+    ),
+]
+
+
+def _check_destinations(texts: list[str] | None) -> list[str] | None:
+    if texts:
+        from mezzo.report.tracking import destination
+
+        for found in map(destination, texts):
+            check_folder(Path(found.folder) if found.folder else None, "--log-to tensorboard:")
+    return texts
+
+
+LogTo: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--log-to",
+        metavar="TRACKER",
+        callback=_check_destinations,
+        help="Also log the results to tensorboard, wandb or mlflow, or to a place there, such as tensorboard:DIR. May be repeated.",
+    ),
+]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
+
+
+PRESETS_HELP = "fp32, tf32, fp16, bf16, fp8; fp16-master and bf16-master keep FP32 master weights, fp16-pure and bf16-pure have none."
+"""The presets, for the help of options that accept policies."""
+
+
+def _check_checkpoint(text: str | None) -> str | None:
+    from mezzo.measure.checkpointing.wanted import check_wanted
+
+    return None if text is None else check_wanted(text)
+
+
+Checkpoint: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PLAN",
+        callback=_check_checkpoint,
+        help="Activation checkpointing of the script's models: full, every-2, selective, or the memory to keep for the backward pass, "
+        "such as 12GiB.",
+    ),
+]
+
+
+def policy_option(text: str) -> Any:
+    """Return the option of one policy with ``text`` as its help."""
+    return typer.Option(autocompletion=completion.policy, help=text)
+
+
+MOST_OBSERVED_STEPS = 100_000
+"""Most steps in one range to record or inspect: an observed step takes about a second, and every number some memory."""
+_LARGEST_SEED = 2**32 - 1
+
+
+def asked_policy(text: str) -> Policy | None:
+    """Return the policy of an option; None for ``as-is``, the script's own precision."""
+    from mezzo.policy import Policy
+    from mezzo.records import AS_IS
+
+    return None if text == AS_IS else Policy.of(text)
+
+
+def typed_name(text: str, policy: Policy | None) -> str:
+    """Return a policy as typed; empty if the record's own text is the same."""
+    from mezzo.launch.request import policy_text
+
+    return "" if text.strip() == policy_text(policy) else text.strip()
+
+
+def check_seed(seed: int | None) -> None:
+    """Refuse a seed that NumPy would refuse."""
+    if seed is not None and not 0 <= seed <= _LARGEST_SEED:
+        raise UsageError(
+            f"--seed {seed}; allowed: 0 to {_LARGEST_SEED}, the range that NumPy accepts",
+            hint=f"type: --seed {min(abs(seed), _LARGEST_SEED)}",
+        )
+
+
+def check_metric(pattern: str | None) -> None:
+    """Refuse a metric's pattern that is not a regular expression with a group."""
+    if pattern is None:
+        return
+    example = "as in --metric 'acc=([0-9.]+)'"
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise UsageError(
+            f"--metric {pattern!r} is not a regular expression: {error}",
+            hint=f"escape literal brackets and dots with a backslash, and put the number in a group, {example}",
+        ) from None
+    if groups == 0:
+        raise UsageError(f"--metric {pattern!r} has no group", hint=f"put the number in brackets, {example}")

@@ -1,0 +1,196 @@
+"""What ``mezzo predict`` traces: a model by name, or a script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mezzo.cli import results
+from mezzo.cli.script import check_pytorch, keep_input_for
+from mezzo.errors import MezzoError, UsageError, nearest
+
+if TYPE_CHECKING:
+    from mezzo.measure.predict.named import NamedModel
+    from mezzo.measure.predict.plan import Tapes
+    from mezzo.records import Reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByName:
+    """A model by name, with options for what a script would decide itself."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIBRARY:NAME", help="timm:NAME, torchvision:NAME or transformers:NAME. Nothing is downloaded."
+        ),
+    ] = None
+    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence, with --model.  [default: 128]")] = (
+        None
+    )
+    image: Annotated[
+        int | None, typer.Option(min=1, help="Height and width of images, with --model.  [default: 224]")
+    ] = None
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="With --model: adamw, adam, sgd (with momentum), adagrad, rmsprop or adafactor.  [default: adamw]"
+        ),
+    ] = None
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLANS",
+            help="With --model: also predict checkpointed: full, every-2, selective, or the memory to keep for the backward pass, "
+            "such as 12GiB.",
+        ),
+    ] = None
+
+    @property
+    def plans(self) -> list[str]:
+        """The plans of activation checkpointing, beside none."""
+        return [one.strip() for one in (self.checkpoint or "").split(",") if one.strip()]
+
+    @property
+    def trained_by(self) -> str:
+        """The optimizer."""
+        return self.optimizer or "adamw"
+
+    def built(self) -> NamedModel:
+        """Return the model, without numbers.
+
+        Raises:
+            UsageError: there is no such model, or a size does not belong to it.
+        """
+        from mezzo.measure.predict.named import named_model
+
+        return named_model(str(self.model), image=self.image, sequence=self.sequence)
+
+
+def check_target(target: str | None, by_name: ByName, *, as_module: bool) -> None:
+    """Check that either a script or a model is named, with options that belong to it."""
+    from mezzo.measure.predict import named
+
+    model, optimizer = by_name.model, by_name.optimizer
+    if (target is None) == (model is None):
+        given = "neither" if target is None else f"the script {target!r} and --model {model!r}"
+        raise UsageError(
+            f"predict needs a script or a model, and not both; it was given {given}",
+            hint="type mezzo predict train.py, or mezzo predict --model timm:resnet50",
+        )
+    if target is None and as_module:
+        raise UsageError(f"-m belongs to a script, not to --model {model}", hint="leave it out")
+    if optimizer is not None and optimizer not in named.OPTIMIZERS:
+        raise UsageError(
+            f"--optimizer {optimizer!r} cannot be predicted; {nearest(optimizer, named.OPTIMIZERS)}",
+            hint="type --optimizer adamw, or predict your own script, which has its own optimizer",
+        )
+    own = {name: value for name, value in vars(by_name).items() if value is not None and target is not None}
+    for name, value in own.items():
+        if name == "checkpoint":
+            raise UsageError(
+                f"--{name} {value} belongs to --model, and {target} is a script",
+                hint="call mezzo.checkpoint(model, sample, ...) in the script: its step is then predicted as it is",
+            )
+        raise UsageError(
+            f"--{name} {value} belongs to --model; {target} has its own",
+            hint=f"leave it out, or put it after {target} if it is the script's own argument",
+        )
+    if target is not None and not as_module and not Path(target).is_file():
+        near = sorted(
+            path.name for path in (Path(target).parent if Path(target).parent.is_dir() else Path()).glob("*.py")
+        )
+        raise UsageError(
+            f"there is no script {target!r}; {nearest(Path(target).name, near) if near else 'the folder has no scripts'}",
+            hint="check the path; for a model by name, type --model timm:resnet50",
+        )
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What was traced, by recorded policy."""
+
+    name: str
+    size: str
+    unit: str
+    batch: int
+    optimizer: str
+    tapes: dict[str, Tapes]
+    assumptions: list[Reason]
+    channels_last: bool | None = None
+    """Whether images are stored channels-last; None where there are none."""
+    checkpoint: str = ""
+    """The plan of activation checkpointing; empty where everything is kept."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """The error of a script, by the recorded policy under which it fails."""
+
+
+def of_model(
+    by_name: ByName, policies: list[str], *, batch: int, channels_last: bool, checkpoint: str | None = None
+) -> Traced:
+    """Return the tapes of a model by name, checkpointed by a plan if one is given."""
+    from mezzo.measure.predict import named, plan
+    from mezzo.measure.predict.stand_ins import numbers_read
+
+    model, optimizer, found = str(by_name.model), by_name.trained_by, by_name.built()
+    tapes: dict[str, Tapes] = {}
+    for policy in plan.to_record(policies):
+        how = f", checkpointed: {checkpoint}" if checkpoint else ""
+        results.note(f"tracing {model} in {_for(policy, policies)}{how}")
+        tape_of = partial(
+            named.tape_of, found, policy, optimizer=optimizer, channels_last=channels_last, checkpoint=checkpoint
+        )
+        try:
+            tapes[policy] = plan.Tapes.record(tape_of, batch)
+        except MezzoError:
+            raise
+        except Exception as error:  # a library's constructors and forward passes raise what they like
+            raise _untraceable(model, policy, error) from error
+    layout = channels_last if found.unit == "images" else None
+    lines = list(dict.fromkeys(line for pair in tapes.values() for line in pair.one.read_at))
+    assumed = [numbers_read("model", lines)] if lines else []
+    return Traced(model, found.size, found.unit, batch, optimizer, tapes, assumed, layout, checkpoint or "")
+
+
+def _for(recorded: str, policies: list[str]) -> str:
+    """Return the policies that a trace serves."""
+    from mezzo.measure.predict.plan import recorded_as
+
+    return ", ".join([name for name in policies if recorded_as(name) == recorded] or [f"{recorded}, the baseline"])
+
+
+def _untraceable(model: str, policy: str, error: Exception) -> UsageError:
+    why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if isinstance(error, MemoryError) or "allocate memory" in str(error):
+        return UsageError(
+            f"{model} does not fit this machine's memory: its constructor reads numbers, so its weights must be made ({why})",
+            hint="predict on a machine with more memory, or name a smaller model of the family",
+        )
+    if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
+        why = f"its control flow depends on numbers: {why}"
+    return UsageError(
+        f"one step of {model} cannot be traced without numbers in {policy}: {why}",
+        hint="check --image and --sequence; a model whose control flow depends on its data cannot be predicted",
+    )
+
+
+def of_script(target: str, arguments: list[str], policies: list[str], batch: int | None, as_module: bool) -> Traced:
+    """Return the tapes of a script."""
+    from mezzo.measure.predict import plan
+    from mezzo.measure.predict.script.plan import script_plan
+    from mezzo.measure.predict.script.tapes import hint_under
+
+    hint = f"type mezzo check --gpu a100-80gb {target}: from counted FLOPs and bytes it says at most how much faster it would be"
+    check_pytorch(target, as_module=as_module, command="predict", hint=hint)
+    keep_input_for(target, as_module=as_module)
+    results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
+    found = script_plan(target, arguments, plan.to_record(policies), batch=batch, as_module=as_module)
+    failures = [plan.failure(policy, found.refused) for policy in policies]
+    if all(failures):
+        raise UsageError(f"{target} {failures[0]}", hint=hint_under(policies[0]))
+    return Traced(name=target, size="the script's own inputs", **vars(found))

@@ -1,0 +1,135 @@
+"""Apply a policy to the operations of a region of code.
+
+``torch.autocast`` is two things: a state (on or off, in which dtype; nestable, kept by activation checkpointing for
+its recompute, guarded by torch.compile) and an implementation (C++ kernels with one fixed list per device). The state
+remains torch's. Where the policy differs from torch's kernels, our kernels replace them while the region is
+open (``engine.casts.autocast_kernels``). So a nested ``torch.autocast(enabled=False)`` in a model works as always, and
+``torch.is_autocast_enabled`` is right.
+
+Three ways, chosen once by ``Casting.choose`` with its reason:
+
+``kernels``  the policy equals the device's kernels: autocast's state and torch's kernels, none of ours
+``overlay``  torch's kernels, and ours for the operations that the policy changes
+``table``    only ours: portable lists on a device with other lists, or emulated arithmetic
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from mezzo import oplists
+from mezzo.devices import Device, this_device
+from mezzo.engine.casts.autocast_kernels import AutocastRegion, CastRule, CastTable
+from mezzo.engine.casts.registration import Op, find_op
+from mezzo.engine.matrix_units.emulation import Emulation, emulation, fft
+from mezzo.explain import Choice
+from mezzo.formats import FP16
+from mezzo.policy import Policy
+
+Way = Literal["none", "kernels", "overlay", "table"]
+
+
+class Casting:
+    """A policy applied on one kind of device; ``region()`` is the context in which a forward pass runs."""
+
+    def __init__(self, policy: Policy, device: Device) -> None:
+        self.policy = policy
+        self.device_type = device.kind
+        self._dtype = policy.storage.dtype
+        self.arithmetic, _ = policy.arithmetic_on(device)
+        self.way, reason = self.choose()
+        self.choice = Choice(what="casting", value=self.way, reason=reason)
+        self.table = None if self.way in ("none", "kernels") else self._table()
+
+    @classmethod
+    def of(cls, policy: Policy, device_type: str) -> Casting:
+        """Return the casting of ``policy`` on this machine's device of torch type ``device_type``."""
+        return cls(policy, this_device(device_type))
+
+    @property
+    def emulates(self) -> bool:
+        """Whether 16-bit or 8-bit arithmetic is emulated, so that times say nothing about a device that has it."""
+        return self.arithmetic == "emulated"
+
+    def choose(self) -> tuple[Way, str]:
+        """Return how the policy is applied, and why."""
+        policy = self.policy
+        if not policy.lowers:
+            return "none", "the policy casts nothing"
+        if self.emulates:
+            return "table", "emulated arithmetic replaces the device's kernels"
+        if policy.casting == "model":
+            return "none", "weights and inputs are cast; operations run in their operands' format"
+        if policy.op_lists == "device":
+            if policy.lower or policy.fp32 or policy.widest:
+                return "overlay", "the device's lists, changed by the policy's own"
+            return "kernels", "the policy asks for the device's own lists"
+        if self.device_type != "cuda":
+            return "table", f"torch's lists for {self.device_type} differ from the portable ones"
+        if policy.lower or policy.fp32 or policy.widest:
+            return "overlay", "CUDA's kernels follow the portable lists, changed by the policy's own"
+        return "kernels", "CUDA's kernels follow the portable lists"
+
+    def _table(self) -> CastTable:
+        overlay = self.way == "overlay"
+        return CastTable(
+            rules_for(self.policy, emulate=self.emulates, overlay=overlay),
+            device_type=self.device_type,
+            low=self.policy.storage,
+            casts_operands=self.policy.casting == "ops",
+            keeps_kernels=overlay,
+        )
+
+    def region(self) -> AbstractContextManager[None]:
+        """Return the context of a forward pass under the policy; regions nest."""
+        if self.way == "none":
+            return nullcontext()
+        if self.table is None and torch.compiler.is_dynamo_compiling():
+            return torch.autocast(self.device_type, dtype=self._dtype)  # Dynamo traces this context and not ours
+        return AutocastRegion(self.table, self.device_type, self._dtype, enabled=True)
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context of a backward pass, in which activation checkpointing recomputes under the policy.
+
+        Autocast itself is off, as torch requires for backward passes; checkpointing turns it on around each recompute.
+        """
+        if self.table is None:
+            return nullcontext()
+        return AutocastRegion(self.table, self.device_type, self._dtype, enabled=False)
+
+
+def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastRule]:
+    """Return the rules of the operations that the policy's lists name and this torch has.
+
+    Args:
+        policy: its lists, and whether it computes linear layers in FP8.
+        emulate: whether the lower-precision operations are emulated.
+        overlay: whether only the operations that the policy itself names get rules; torch's kernels cast the rest.
+    """
+    chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
+    recipe = (policy.fp8_recipe, policy.fp8_formats) if policy.compute == "fp8" else None
+    rules: dict[Op, CastRule] = {}
+    for family in oplists.FAMILIES:
+        for name in family.ops:
+            precision, op = chosen[name], find_op(name)
+            if op is None:
+                continue
+            if precision == "follow":
+                if family.name == "fft" and not overlay:
+                    rules[op] = CastRule("follow", Emulation(name=name, format=FP16.name, run=fft(op)))
+                continue
+            if overlay and precision == family.precision:
+                continue
+            if policy.casting == "model" and precision != "lower":
+                continue
+            rule = CastRule(precision)
+            if emulate and precision == "lower" and family.precision == "lower":
+                base = name.split(".")[0]
+                run = emulation(op, base, low=policy.storage.name, family=family.name, float8=recipe)
+                rule = replace(rule, emulation=run, keeps_weight=recipe is not None and base == "linear")
+            rules[op] = rule
+    return rules

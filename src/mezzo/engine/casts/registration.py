@@ -1,0 +1,110 @@
+"""Register Python kernels over torch's own at autocast's dispatch keys.
+
+A kernel stays for the life of the process. It consults the open cast table first. If no table is open, or the table has no rule, it
+does what torch would have done: call torch's kernel or, if torch has none, continue below autocast. Nothing in this file
+casts, so casts by torch's own kernels are attributed to the script's line, as without our kernels.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mezzo.engine.casts import compiling
+
+Op: TypeAlias = Any
+"""A ``torch._ops.OpOverload``."""
+
+
+class CastRules(Protocol):
+    """A cast table, as kernels use it."""
+
+    device_type: str
+    keeps_kernels: bool
+
+    def rule(self, op: Op) -> Any:
+        """Return the rule for ``op`` in the current state; None if it has none."""
+
+    def answer(self, op: Op, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return the result of ``op`` under ``rule``; autocast is off."""
+
+
+_LOCK = threading.Lock()
+_REGISTERED: dict[str, set[Op]] = {}
+_LIBRARIES: list[torch.library.Library] = []  # a library's kernels are removed when it is garbage-collected
+
+
+def register(
+    device_type: str, ops: Iterable[Op], table: Callable[[], CastRules | None], *, all_of_torchs: bool
+) -> None:
+    """Register kernels for ``ops`` and, if asked, for all that torch casts on the device; ``table`` returns the open cast table."""
+    key = f"Autocast{device_type.upper()}"
+    with _LOCK:
+        done = _REGISTERED.setdefault(device_type, set())
+        torchs = {find_op(name) for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
+        needed = ({*ops, *torchs} if all_of_torchs else {*ops}) - done - {None}
+        if not needed:
+            return
+        if not _LIBRARIES:
+            compiling.trace_as_eager()
+        library = torch.library.Library("aten", "IMPL")  # kept below
+        _LIBRARIES.append(library)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
+            for op in needed:
+                native = torch.library.get_kernel(op, key) if op in torchs else None
+                library.impl(op, _kernel(op, key, device_type, table, native), key, with_keyset=True)
+        done |= needed
+
+
+def find_op(name: str) -> Op:
+    """Return the operation named ``name`` in the op lists; None if this torch lacks it."""
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    packet = getattr(torch.ops.aten, base, None)
+    return getattr(packet, overload or "default", None)
+
+
+_ATEN: Any = torch.ops.aten
+_ARITHMETIC = frozenset(
+    (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.div.Tensor_mode, _ATEN.rsub.Tensor)
+)
+"""Operations that accept a number for a tensor: C++ wraps the 2 of ``x * 2``, and a Python kernel gets the number again."""
+
+
+def call_op(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call ``op`` with the arguments that a kernel received."""
+    if len(args) > 1 and not isinstance(args[1], Tensor) and op in _ARITHMETIC:
+        return op.overloadpacket(*args, **kwargs)
+    return op(*args, **kwargs)
+
+
+def _kernel(
+    op: Op, key: str, device_type: str, open_table: Callable[[], CastRules | None], native: Any
+) -> Callable[..., Any]:
+    below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+    autocast = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    exclude = torch._C._ExcludeDispatchKeyGuard
+    takes_numbers = op in _ARITHMETIC
+
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        table = open_table()
+        if table is not None and table.device_type != device_type:
+            table = None
+        rule = None if table is None else table.rule(op)
+        if table is not None and rule is not None:
+            with exclude(autocast):
+                return table.answer(op, rule, args, kwargs)
+        if native is not None and (table is None or table.keeps_kernels):
+            return native.call_boxed(keyset, *args, **kwargs)
+        if takes_numbers:
+            with exclude(autocast):
+                return call_op(op, args, kwargs)
+        # Autocast stays on for the parts of a composite operation.
+        return op.redispatch(keyset & below, *args, **kwargs)
+
+    return call

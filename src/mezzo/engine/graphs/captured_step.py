@@ -1,0 +1,312 @@
+"""A whole training step as CUDA graphs: forward, backward, loss scaling, clipping and the update in one replay.
+
+A small step spends its time launching kernels one by one. A graph launches a recorded step as a whole. Values that differ
+between replays must be on the device, at fixed addresses:
+
+* inputs are copied into the captured memory; the returned loss is a copy;
+* loss scale, growth tracker, found_inf, norm, clip coefficient and step counts are there anyway (``scaling``, ``kernels``);
+* learning rate and other settings of a group are at the head of the kernels' tables and are sent again when they change;
+* dropout and similar operations advance, because torch's generator has a new offset for every replay.
+
+Two graphs share a memory pool: one adds up a micro-batch's gradients, the other also updates. With ``accumulate=1`` there is
+only the second, and its gradients are written, not added. Graphs that share a pool may overwrite each other's memory, so
+tensors that outlive a replay (gradients of a window, tables, norm and flag) are allocated outside.
+
+Before the capture the step is rehearsed (on the stream of ``cudagraphs``): kernels compile and the optimizer's state is allocated,
+but the update skips. Buffers, scales and generators are then restored, so that the first replay is the first step.
+
+Limits: one process, one loss scale, mezzo's optimizers; random numbers from torch's default generator; no host reads in the
+forward pass or the loss; module hooks and Python side effects run only at the capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mezzo.engine.gradients import all_parameters
+from mezzo.engine.graphs.cuda_graphs import graphs_for, refusal
+from mezzo.engine.kernels.choice import choose
+from mezzo.engine.optimizers.one_pass import OnePass
+from mezzo.engine.optimizers.step_hooks import have_hooks
+from mezzo.engine.preparation import ONE_PASS
+from mezzo.engine.progress import Progress
+from mezzo.engine.schedules import Schedules
+from mezzo.engine.window import Window
+from mezzo.errors import MezzoError, SessionError
+from mezzo.explain import Choice
+
+if TYPE_CHECKING:
+    from mezzo.engine.session import Session
+
+REHEARSALS = 3
+"""Steps before a capture: cuDNN and cuBLAS choose kernels in the first, workspaces settle by the third."""
+
+
+class Parts(NamedTuple):
+    """The private parts of a session that a captured step needs."""
+
+    window: Window
+    progress: Progress
+    schedules: Schedules
+    way_of_updating: Choice
+    open_window: Callable[[], None]
+    differentiate: Callable[[Tensor, float], None]
+    """Runs a backward pass, given a loss and its share of the window."""
+    update: Callable[..., Tensor | bool]
+    """Enqueues the update of the given optimizers; returns a value above 0 if it is skipped."""
+    close: Callable[..., None]
+    """Finishes an update on the host."""
+
+
+class CapturedStep:
+    """A session's training step as CUDA graphs; ``Session.capture`` makes it.
+
+    A call with a micro-batch replaces ``autocast``, the forward pass and ``step``, and returns the loss (or the results of
+    ``compute_loss``, the loss first) in new memory.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        parts: Parts,
+        compute_loss: Callable[..., Any],
+        examples: tuple[Any, ...],
+        *,
+        other_shapes: Literal["error", "eager"],
+    ) -> None:
+        self._session, self._parts = session, parts
+        self._compute_loss, self._other_shapes = compute_loss, other_shapes
+        self._graphs = graphs_for(session.device)
+        leaves, self._structure = pytree.tree_flatten(examples)
+        self._inputs = [x.detach().to(session.device, copy=True) if isinstance(x, Tensor) else x for x in leaves]
+        self._replays: dict[bool, tuple[Callable[[], None], Any]] = {}
+        """Each graph's replay, and its outputs in the memory that it writes, by whether it updates."""
+        self._norm, self._flag = torch.zeros_like(parts.progress.norm), torch.zeros((), device=session.device)
+        self._held: list[tuple[nn.Parameter, Tensor]] = []
+        self._tables: list[Any] = []
+        self._kernels = _kernels_of(session, parts)
+        session.masters.follow()  # outside of the graphs
+        with _as_before(session, parts):
+            self._rehearse()
+            try:
+                self._capture()
+            except (torch.OutOfMemoryError, MezzoError):
+                raise  # their messages say what is wrong
+            except RuntimeError as error:
+                raise refusal(error) from error
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Train on one micro-batch, and update at the end of the window.
+
+        Raises:
+            SessionError: inputs differ from those captured in more than their values, or settings that were compiled in changed.
+        """
+        leaves, structure = pytree.tree_flatten(inputs)
+        difference = self._difference(leaves, structure)
+        if difference is not None:
+            return self._eager(inputs, difference)
+        session, parts, window = self._session, self._parts, self._parts.window
+        if window.unscaled or window.weighted:
+            raise SessionError(
+                "captured step in a window that was unscaled or has micro-batches of given weights",
+                hint="call update() to close that window first",
+            )
+        if self._replaced != _replaced(session):
+            raise SessionError(
+                "optimizer state that the captured step knows was replaced, as load_state_dict() does",
+                hint="load first, then capture; or capture once more",
+            )
+        self._restore_gradients()
+        for mine, given in zip(self._inputs, leaves, strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given, non_blocking=True)
+        window.share(None, 0)
+        window.calls += 1
+        if window.calls < session.accumulate:
+            return self._replayed(updates=False)
+        parts.schedules.settle()
+        session.masters.follow()
+        for table in self._tables:
+            table.refresh()
+        result = self._replayed(updates=True)
+        parts.progress.norm = self._norm.clone()
+        parts.close(session.optimizers, self._flag, keep_gradients=bool(self._held))
+        return result
+
+    def _restore_gradients(self) -> None:
+        """Restore the gradients that the graphs add to, if an update or backward pass outside the graphs replaced them."""
+        for parameter, gradient in self._held:
+            if parameter.grad is not gradient:
+                gradient.zero_() if parameter.grad is None else gradient.copy_(parameter.grad)
+                parameter.grad = gradient
+
+    def _replayed(self, *, updates: bool) -> Any:
+        replay, outputs = self._replays[updates]
+        replay()
+        return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, outputs)
+
+    def _difference(self, leaves: list[Any], structure: Any) -> str | None:
+        """Return how inputs differ from the captured ones; None if only in their values."""
+        if structure != self._structure:
+            return f"inputs are arranged as {structure}; captured: {self._structure}"
+        for mine, given in zip(self._inputs, leaves, strict=True):
+            if isinstance(mine, Tensor) is not isinstance(given, Tensor):
+                return f"an input is of type {type(given).__name__}; captured: {type(mine).__name__}"
+            if not isinstance(mine, Tensor):
+                if given is not mine and given != mine:
+                    return f"an input that is no tensor is {given!r}; captured: {mine!r}"
+            elif mine.shape != given.shape or mine.dtype is not given.dtype:
+                return f"an input is {given.dtype} of shape {tuple(given.shape)}; captured: {mine.dtype} of {tuple(mine.shape)}"
+        return None
+
+    def _eager(self, inputs: tuple[Any, ...], difference: str) -> Any:
+        if self._other_shapes == "error":
+            raise SessionError(
+                f"captured step: {difference}",
+                hint="pad the batch or drop the last one of an epoch (drop_last=True), capture once more for this shape, "
+                "or capture with other_shapes='eager' to run such batches without a graph",
+            )
+        device = self._session.device
+        moved = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, inputs)
+        outputs = self._forward(moved)
+        self._session.step(_loss_of(outputs))
+        return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
+
+    def _forward(self, inputs: tuple[Any, ...]) -> Any:
+        # Opened inside the capture, so that each replay casts each weight once, from its current value.
+        with self._session.autocast():
+            return self._compute_loss(*inputs)
+
+    def _run(self) -> Any:
+        """Enqueue forward and backward pass of the captured inputs; return the results of the forward pass."""
+        outputs = self._forward(pytree.tree_unflatten(self._inputs, self._structure))
+        window = self._parts.window
+        self._parts.differentiate(_loss_of(outputs), window.share(None, 0))
+        window.calls += 1
+        return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, outputs)
+
+    def _run_and_update(self) -> Any:
+        outputs = self._run()
+        skipped = self._parts.update(self._session.optimizers)
+        assert isinstance(skipped, Tensor)
+        self._flag.copy_(skipped)
+        self._norm.copy_(self._parts.progress.norm)
+        if self._held:
+            torch._foreach_zero_([gradient for _, gradient in self._held])
+        else:
+            _drop_gradients(self._session)
+        return outputs
+
+    def _rehearse(self) -> None:
+        session, parts = self._session, self._parts
+        with self._graphs.rehearsal():
+            for number in range(REHEARSALS):
+                parts.open_window()
+                outputs = self._forward(pytree.tree_unflatten(self._inputs, self._structure))
+                session.processes.check_loss(_loss_of(outputs), first=number == 0)
+                parts.differentiate(_loss_of(outputs), parts.window.share(None, 0))
+                trained = [p for p in _trained(session) if p.grad is not None]
+                if number + 1 < REHEARSALS:
+                    _drop_gradients(session)
+            with self._kernels.recording() as rehearsed:
+                parts.update(session.optimizers, rehearsal=True)
+            self._tables = rehearsed
+        if session.accumulate > 1:
+            self._held = [(p, torch.zeros_like(p.grad)) for p in trained if p.grad is not None]
+        _drop_gradients(session)
+
+    def _capture(self) -> None:
+        session, window = self._session, self._parts.window
+        for parameter, gradient in self._held:
+            parameter.grad = gradient
+        if session.accumulate > 1:
+            self._parts.open_window()
+            self._replays[False] = self._graphs.capture(self._run)
+        self._parts.open_window()
+        for _ in range(session.accumulate - 1):  # the earlier micro-batches: the average is over a full window
+            window.share(None, 0)
+            window.calls += 1
+        with self._kernels.recording(self._tables) as self._tables:
+            self._replays[True] = self._graphs.capture(self._run_and_update)
+        for table in self._tables:
+            table.send()
+        self._replaced = _replaced(session)
+        torch._foreach_zero_([*(gradient for _, gradient in self._held), self._flag])
+
+
+def _loss_of(outputs: Any) -> Any:
+    return outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+
+
+def _replaced(session: Session) -> list[Any]:
+    return [optimizer.replaced for optimizer in session.optimizers if isinstance(optimizer, OnePass)]
+
+
+def _trained(session: Session) -> list[nn.Parameter]:
+    return all_parameters(session.models, session.optimizers)
+
+
+def _drop_gradients(session: Session) -> None:
+    for parameter in _trained(session):
+        parameter.grad = None
+
+
+@contextmanager
+def _as_before(session: Session, parts: Parts) -> Iterator[None]:
+    """Restore the state that rehearsing and capturing change: buffers, scales, counts and the window."""
+    places = [*(b for model in session.models for b in model.buffers()), *parts.progress.in_place()]
+    for scale in session.scales:
+        places += [value for value in vars(scale).values() if isinstance(value, Tensor)]
+    saved, norm = [place.clone() for place in places], parts.progress.norm
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for place, value in zip(places, saved, strict=True):
+                place.copy_(value)
+        parts.progress.norm = norm
+        parts.open_window()
+        _drop_gradients(session)
+
+
+def _kernels_of(session: Session, parts: Parts) -> ModuleType:
+    """Return the kernels that can be captured.
+
+    Raises:
+        SessionError: this session's steps cannot be captured.
+    """
+    kernels, reason = choose(session.device.type)
+    wrong = None
+    if parts.window.calls:
+        wrong = f"{parts.window.calls} backward passes of an open window", "call update() first"
+    elif session.processes.several:
+        wrong = "several processes", "train with step(loss)"
+    elif session.policy.world > 1:
+        wrong = f"an emulated reduction over {session.policy.world} processes", "train with step(loss)"
+    elif len({p.device for p in _trained(session)}) > 1:
+        wrong = "parameters on several devices", "train with step(loss): a graph is captured on one device"
+    elif len(session.scales) > 1:
+        wrong = f"num_losses={len(session.scales)}", "add the losses up, or train with backward and update"
+    elif parts.way_of_updating.value != ONE_PASS:
+        wrong = (
+            parts.way_of_updating.reason,
+            "use mezzo.AdamW or mezzo.SGD and clip_norm: their updates need no host",
+        )
+    elif have_hooks(session.optimizers):
+        wrong = "step hooks of an optimizer", "remove them, or train with step(loss): a replay calls nothing in Python"
+    elif not hasattr(kernels, "recording"):
+        wrong = reason, "install a Triton that works here: its kernels take settings from the device"
+    if wrong is not None:
+        what, hint = wrong
+        raise SessionError(
+            f"capture() with {what}; allowed: one process, one loss scale, one-pass updates by Triton kernels, a closed window",
+            hint=hint,
+        )
+    return kernels

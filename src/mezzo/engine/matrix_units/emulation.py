@@ -1,0 +1,281 @@
+"""Emulate the arithmetic of 16-bit matrix units in FP32.
+
+A matrix unit reads 16-bit operands, multiplies them exactly (a product of two 11-bit significands fits FP32's 24
+bits), adds in FP32 and rounds each result once. So rounding the operands, multiplying in FP32 and rounding the result
+gives the same numbers up to the order of the FP32 sums: at least 99.7% of elements are bit-identical to those of native
+half kernels, the rest differ by one unit in the last place (``benchmarks/emulation.py``). The gradients with respect
+to both operands are such products too and are rounded likewise, and so are gradients of gradients.
+
+For the backward pass the 16-bit operands are kept, as on a GPU: FP32 copies are temporary. Operations with
+a closed-form gradient (linear, matmul, convolution, attention on a CPU) keep only that; for the rest (``einsum``,
+``addmm``, recurrent layers, attention with dropout) the backward pass runs the forward again, from the same state of
+the random number generator: one more product in FP32 instead of twice the memory.
+
+Code that is being traced (torch.compile) or transformed (torch.func) gets casts around the FP32 operation instead,
+which gives the same numbers: what is kept is then the partitioner's or the transform's choice.
+
+Covered: products, convolutions, attention, recurrent layers; results beyond the format's range become infinite and
+those below its smallest subnormal zero, as on a GPU. Not covered: split-k sums in FP16, FP16 accumulation, the 16-bit
+hidden state between the time steps of a recurrent layer, and the 16-bit probabilities inside fused attention kernels.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mezzo.engine.matrix_units.emulation_nodes import (
+    Convolution,
+    FlashAttention,
+    Linear,
+    Op,
+    by_casts,
+    general,
+    is_sparse,
+    is_traced,
+    matmul,
+)
+from mezzo.engine.matrix_units.fp8_emulated import LINEAR
+from mezzo.formats import FP8_PAIRS, FP16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulation:
+    """One operation, computed as a 16-bit or 8-bit matrix unit would; called with the operation's arguments."""
+
+    name: str
+    """The operation's name in torch."""
+    format: str
+    """Name of the format that the unit multiplies in."""
+    recipe: str | None = None
+    """How 8-bit operands are scaled; None for 16-bit ones."""
+    run: Op = field(compare=False)
+    ran: ClassVar[bool] = False
+    """Whether this process has run any: without one, counters need not ask whether an operation belongs to one."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the emulation; meanwhile ``running()`` returns it to observers."""
+        Emulation.ran = True
+        before, _LOCAL.running = _LOCAL.running, self
+        try:
+            return self.run(*args, **kwargs)
+        finally:
+            _LOCAL.running = before
+
+
+class _Local(threading.local):
+    running: Emulation | None = None
+
+
+_LOCAL = _Local()
+
+
+def running() -> Emulation | None:
+    """Return the emulation that computes a forward pass in this thread."""
+    return _LOCAL.running
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Emulate ``torch.nn.functional.linear`` on 16-bit tensors."""
+    if weight.dim() == 1 or is_traced() or is_sparse(x, weight):  # one output feature, without a dimension of its own
+        result: Tensor = general(F.linear, x, weight, bias)
+        return result
+    y: Tensor = Linear.apply(x, weight, bias)
+    return y
+
+
+def _mm(input: Tensor, mat2: Tensor) -> Tensor:
+    if input.dim() != 2 or mat2.dim() != 2:
+        return torch.mm(input, mat2)  # torch raises
+    return matmul(input, mat2)
+
+
+def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
+    if input.dim() != 3 or mat2.dim() != 3 or len(input) != len(mat2):
+        return torch.bmm(input, mat2)
+    return matmul(input, mat2)
+
+
+def _mv(input: Tensor, vec: Tensor) -> Tensor:
+    if input.dim() != 2 or vec.dim() != 1:
+        return torch.mv(input, vec)
+    return matmul(input, vec)
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, settings: Sequence[Any]) -> Tensor:
+    spatial = weight.dim() - 2
+    stride, padding, dilation, output_padding, groups = settings
+    if isinstance(padding, str):
+        x, padding = _resolve_padding(x, weight, padding, _each(dilation, spatial))
+    batched = x if x.dim() == spatial + 2 else x.unsqueeze(0)
+    lists = [_each(value, spatial) for value in (stride, padding, dilation)]
+    settings = (*lists, transposed, _each(output_padding, spatial), groups)
+    if is_traced():
+        y: Tensor = by_casts(torch.ops.aten.convolution, batched, weight, bias, *settings)
+    else:
+        y = Convolution.apply(batched, weight, bias, settings)
+    return y if batched is x else y.squeeze(0)
+
+
+def _each(value: int | Sequence[int], spatial: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * spatial if len(values) == 1 else values
+
+
+def _resolve_padding(x: Tensor, weight: Tensor, padding: str, dilation: list[int]) -> tuple[Tensor, list[int]]:
+    if padding == "valid":
+        return x, [0]
+    total = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
+    if any(t % 2 for t in total):  # torch puts the odd row at the end
+        extra = [side for t in reversed(total) for side in (0, t % 2)]
+        x = F.pad(x, extra)
+    return x, [t // 2 for t in total]
+
+
+def _conv(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
+    return _convolution(input, weight, bias, False, (stride, padding, dilation, 0, groups))
+
+
+def _conv_transpose(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Tensor:
+    settings = (stride, padding, dilation, output_padding, groups)
+    return _convolution(input, weight, bias, True, settings)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Emulate ``torch.nn.functional.scaled_dot_product_attention`` on 16-bit tensors."""
+    shapes_fit = query.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]
+    mask_fits = attn_mask is None or (not attn_mask.requires_grad and attn_mask.dim() in (2, 4))
+    flash = shapes_fit and mask_fits and query.shape[-1] == value.shape[-1] and query.numel() > 0
+    if dropout_p == 0.0 and flash and query.device.type == "cpu" and not is_traced():
+        mask = None if attn_mask is None else _additive(attn_mask)
+        y: Tensor = FlashAttention.apply(query, key, value, mask, is_causal, scale)
+        return y
+    result: Tensor = general(
+        F.scaled_dot_product_attention,
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        draws=dropout_p > 0.0,
+    )
+    return result
+
+
+def _additive(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return mask.float()
+
+
+def _convolve(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    transposed: bool,
+    output_padding: Any,
+    groups: int,
+    *_: Any,
+) -> Tensor:
+    return _convolution(input, weight, bias, transposed, (stride, padding, dilation, output_padding, groups))
+
+
+def _recurrent(op: Op) -> Op:
+    def layer(*args: Any, **kwargs: Any) -> Any:
+        # Arguments end with ..., num_layers, dropout, train, bidirectional[, batch_first]; cells have none of these.
+        draws = any(isinstance(a, float) and a > 0.0 for a in args)
+        return general(op, *args, draws=draws, keeps=True, **kwargs)  # the gates of every time step
+
+    return layer
+
+
+def fft(op: Op) -> Op:
+    """Return a Fourier transform that takes and returns FP16, or its complex format, as CUDA's does and a CPU's does not."""
+
+    def transform(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if x.dtype not in (FP16.dtype, torch.complex32):
+            result: Tensor = op(x, *args, **kwargs)
+            return result
+        wide: Tensor = op(x.to(torch.complex64) if x.is_complex() else x.float(), *args, **kwargs)
+        return wide.to(torch.complex32 if wide.is_complex() else FP16.dtype)
+
+    return transform
+
+
+def _through(op: Op) -> Op:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return general(op, *args, **kwargs)
+
+    return call
+
+
+SPECIAL: dict[str, Op] = {
+    "linear": linear,
+    "matmul": matmul,
+    "mm": _mm,
+    "bmm": _bmm,
+    "mv": _mv,
+    "conv1d": _conv,
+    "conv2d": _conv,
+    "conv3d": _conv,
+    "conv_transpose1d": _conv_transpose,
+    "conv_transpose2d": _conv_transpose,
+    "conv_transpose3d": _conv_transpose,
+    "convolution": _convolve,
+    "_convolution": _convolve,
+    "scaled_dot_product_attention": attention,
+}
+
+
+def emulation(op: Op, name: str, *, low: str, family: str, float8: tuple[str, str] | None) -> Emulation:
+    """Return the emulation of torch's ``op``.
+
+    Args:
+        op: the torch function; the emulation takes its arguments, with 16-bit tensors.
+        name: its name without overload (``linear``).
+        low: name of the 16-bit format.
+        family: its family in the op lists.
+        float8: the recipe and the pair of formats of linear layers in FP8; None if they stay in 16 bits.
+    """
+    if float8 is not None and name == "linear":
+        return Emulation(name=name, format=FP8_PAIRS[float8[1]][0].name, recipe=float8[0], run=LINEAR[float8])
+    run = _recurrent(op) if family == "rnn" else SPECIAL.get(name) or _through(op)
+    return Emulation(name=name.strip("_"), format=low, run=run)

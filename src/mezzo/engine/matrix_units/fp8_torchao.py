@@ -1,0 +1,183 @@
+"""Linear layers in FP8 on a GPU's own matrix units, by torchao's float8 training.
+
+torchao computes the three products of a linear layer with 8-bit operands; weights, gradients and saved activations are
+unchanged. It has its own class for such layers. A layer is converted in place, by changing its class and settings: it
+remains the same object for the model, its hooks and the optimizer, with the same parameters and names, so state dicts
+do not change.
+
+FP8 pays only for large products, because rounding costs a pass over every operand. So these layers stay in BF16, each with
+its reason in ``Session.explain``: layers whose sizes are not multiples of 16, which FP8 matrix units require; layers
+smaller than those for which torchao measured a gain (on H100s); the last linear layer, whose errors reach the loss
+directly; layers with their own code, whose results another class would change; and those that the policy keeps in FP32.
+
+The number of rows (samples times positions) must also be a multiple of 16, because the gradient of the weight sums
+over them. An odd batch is padded with zero rows, which change no largest magnitude and no sum.
+
+Outside the session's region a layer computes as it did before, like every other operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mezzo.engine.casts import conversion
+from mezzo.errors import UnsupportedFormatError
+from mezzo.explain import Choice
+from mezzo.formats import FP32, FP64
+from mezzo.policy import Policy
+
+_MULTIPLE = 16
+_SIZES = "a size is no multiple of 16, which FP8 matrix units ask for"
+_TOO_SMALL = {
+    "tensorwise": "too small to gain: no more than 1024 outputs and 4096 inputs (torchao's measurements on H100s)",
+    "rowwise": "too small to gain: no more than 2048 outputs, 1024 inputs, or 4096 outputs and 2048 inputs together "
+    "(torchao's measurements on H100s)",
+}
+_LAST = "the last linear layer: its errors reach the loss undamped"
+_OWN_CODE = "it has code of its own, which a layer in FP8 would not run"
+_OTHER_DTYPE = "its weight is in a format that is never cast"
+_IN_FP32 = "the policy keeps it in FP32"
+
+
+def convert(models: Sequence[nn.Module], policy: Policy) -> int:
+    """Convert the linear layers of ``models`` that gain from FP8, in place, and return their number.
+
+    Args:
+        models: before their weights are cast.
+        policy: one that computes in FP8, on a device that has it.
+
+    Raises:
+        UnsupportedFormatError: torchao cannot be imported.
+    """
+    reasons = [_reasons(model, policy) for model in models]
+    chosen = [layer for of_model in reasons for _, layer, reason in of_model if reason is None]
+    config = _config(policy) if chosen else None
+    for layer in chosen:
+        _convert_layer(layer, config, policy)
+    return len(chosen)
+
+
+def layer_choices(models: Sequence[nn.Module], policy: Policy, *, emulated: bool) -> list[Choice]:
+    """Return which linear layers of ``models`` compute in FP8 under ``policy``, and why the others do not."""
+    if policy.compute != "fp8":
+        return []
+    reasons = [_reasons(model, policy) for model in models]
+    every = [reason for of_model in reasons for _, _, reason in of_model]
+    gaining = f"{every.count(None)} of {len(every)} linear layers"
+    if emulated:
+        reason = f"emulation has no shapes to avoid; on a GPU with FP8 units {gaining} would compute in FP8"
+        return [Choice(what="fp8 layers", value="all linear layers", reason=reason)]
+    reason = f"torchao's {policy.fp8_recipe} recipe on the GPU's FP8 units"
+    return [Choice(what="fp8 layers", value=gaining, reason=reason), *_left_alone(reasons)]
+
+
+def _reasons(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Linear, str | None]]:
+    """Return every linear layer by name, with the reason why it is left alone, or None."""
+    names = conversion.module_names(model) or {"the model": model}
+    layers = {name: module for name, module in names.items() if isinstance(module, nn.Linear)}
+    in_fp32 = {inner for kept in conversion.fp32_modules(model, policy) for inner in kept.modules()}
+    last = next(reversed(layers.values()), None)
+    return [
+        (name, layer, _IN_FP32 if layer in in_fp32 else _LAST if layer is last else _why_not(layer, policy))
+        for name, layer in layers.items()
+    ]
+
+
+def _why_not(layer: nn.Linear, policy: Policy) -> str | None:
+    plain = type(layer) is nn.Linear and "forward" not in vars(layer) and not any(layer.children())
+    if not plain and not _computes_in_fp8(layer):
+        return _OWN_CODE
+    if layer.weight.dtype not in (FP32.dtype, policy.storage.dtype):
+        return _OTHER_DTYPE
+    return stays_in_16_bits(layer.out_features, layer.in_features, policy.fp8_recipe)
+
+
+def stays_in_16_bits(outputs: int, inputs: int, recipe: str) -> str | None:
+    """Return why a linear layer of these sizes is not computed in FP8; None if it is."""
+    if outputs % _MULTIPLE or inputs % _MULTIPLE:
+        return _SIZES
+    return _TOO_SMALL[recipe] if _too_small(outputs, inputs, recipe) else None
+
+
+def _too_small(outputs: int, inputs: int, recipe: str) -> bool:
+    # The sizes of torchao's own filter, which is not yet a stable part of its interface.
+    if recipe == "tensorwise":
+        return outputs <= 1024 and inputs <= 4096
+    return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
+
+
+def _left_alone(reasons: Iterable[list[tuple[str, nn.Linear, str | None]]]) -> list[Choice]:
+    """Return one choice per reason; layers of one size whose names differ only in numbers are grouped."""
+    by_reason: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for name, layer, reason in (one for of_model in reasons for one in of_model):
+        if reason is not None:
+            alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), f"({layer.in_features} to {layer.out_features})"
+            by_reason.setdefault(reason, {}).setdefault(alike, []).append(name)
+    return [
+        Choice(what="not in fp8", value=", ".join(_together(*group) for group in groups.items()), reason=reason)
+        for reason, groups in by_reason.items()
+    ]
+
+
+def _together(alike: tuple[str, str], names: list[str]) -> str:
+    pattern, sizes = alike
+    return f"{names[0]} {sizes}" if len(names) == 1 else f"{len(names)} x {pattern} {sizes}"
+
+
+def _config(policy: Policy) -> Any:
+    """Return torchao's settings for the policy's recipe."""
+    try:
+        from torchao.float8 import Float8LinearConfig
+    except ImportError as error:
+        raise UnsupportedFormatError(
+            f"policy {policy!s} computes linear layers in FP8 with torchao, which cannot be imported ({error})",
+            hint="pip install 'mezzo[fp8]'; or set arithmetic=emulated for FP8's numerics without its speed, or use policy bf16",
+        ) from None
+    return Float8LinearConfig.from_recipe_name(policy.fp8_recipe)
+
+
+def _convert_layer(layer: nn.Linear, config: Any, policy: Policy) -> None:
+    """Change ``layer`` to torchao's class and settings, with a forward that uses them only in the session's region."""
+    from torchao.float8 import convert_to_float8_training
+
+    known = _computes_in_fp8(layer)
+    twin = convert_to_float8_training(layer, config=config)
+    layer.__class__ = type(twin)
+    vars(layer).update({name: value for name, value in vars(twin).items() if name not in _OF_ANY_MODULE})
+    if not known:
+        conversion.wrap(layer, _in_fp8, layer, policy.storage.dtype)
+
+
+_OF_ANY_MODULE = {*vars(nn.Module()), "forward"}
+
+
+def _computes_in_fp8(layer: nn.Module) -> bool:
+    forward = vars(layer).get("forward")
+    while isinstance(forward, functools.partial):  # a wrapper that casts the inputs may be outside
+        if forward.func is _in_fp8:
+            return True
+        forward = forward.args[0] if forward.args else None
+    return False
+
+
+def _in_fp8(call: Any, layer: nn.Linear, low: torch.dtype, input: Tensor) -> Tensor:
+    kind = input.device.type
+    here = torch.is_autocast_enabled(kind) or layer.weight.dtype is low  # a cast model has no region to ask
+    if not here or input.dtype is FP64.dtype or input.numel() == 0:
+        return F.linear(input, layer.weight, layer.bias)
+    with torch.autocast(kind, enabled=False):  # torchao's layer would check the GPU's autocast and cast again
+        x = input.to(low)
+        missing = -(x.numel() // x.shape[-1]) % _MULTIPLE
+        if missing == 0:
+            y: Tensor = call(x)
+            return y
+        rows = x.reshape(-1, x.shape[-1])
+        padded: Tensor = call(F.pad(rows, (0, 0, 0, missing)))
+        return padded[: len(rows)].reshape(*x.shape[:-1], -1)

@@ -1,0 +1,1 @@
+"""Several processes that train one model: what they exchange, and where they must agree."""

@@ -1,0 +1,400 @@
+"""Several processes that train one model: the values on which they must agree, and when they communicate.
+
+Every process must find the same loss scale, the same norm and the same answer to "skip this update?", or their weights drift
+apart. Two ways to distribute training are supported:
+
+``DistributedDataParallel``  every process has the whole model. The last backward pass of an accumulation window averages the
+    gradients while it runs; earlier ones exchange nothing. Averaged gradients are bit-identical everywhere, and so is everything
+    derived from them: no further communication is needed. Gradients that no backward pass averaged (a window closed early, several backward
+    passes from one forward pass, several loss scales) are averaged when the window closes, without overlap.
+``fully_shard``  every process has its shard of each tensor, and each backward pass averages the shards' gradients: gradients stay
+    sharded, and a short window needs nothing special. With replicas of the shards (a mesh of two dimensions) the all-reduce
+    among replicas waits for the window's last backward pass. At the update one all-reduce of one number computes the norm, which
+    also shows whether a gradient is not finite.
+
+Weights (``backward(weight=...)``) may differ between processes: gradients are divided by the sum over all of them. The sum is one more
+number in that all-reduce, or has its own. Weights are counted in a unit: the first weight of the first process, sent once.
+
+Limits: all processes call the session in the same way (with weights, or without); an exception that only one of them
+raises, for example in its data loader, leaves the others waiting. ``DistributedDataParallel.join`` covers none of the session's own
+communication.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mezzo.devices import has_fp64
+from mezzo.engine import checks
+from mezzo.engine.gradients import all_finite, gradients_of
+from mezzo.engine.processes.emulated_world import EmulatedWorld
+from mezzo.engine.processes.exchange import format_of_reduction, refuse_other_formats, refuse_world, use_in_hooks
+from mezzo.engine.processes.replicas import Replica
+from mezzo.engine.processes.shards import is_shared, local, parts
+from mezzo.engine.window import Window
+from mezzo.errors import SessionError
+from mezzo.explain import Choice
+from mezzo.formats import FP32, FP64
+from mezzo.policy import Policy
+
+
+class OneProcess:
+    """A session's only process, which has all gradients."""
+
+    several = False
+    sharded = False
+    """Whether models' parameters are shards, which ``fully_shard`` gathers into whole tensors for a forward pass."""
+    group: Any = None
+    """The process group, if there are several processes; None for all."""
+
+    def explain(self) -> list[Choice]:
+        """Return the choices made for several processes."""
+        return []
+
+    def check_loss(self, loss: Any, *, first: bool) -> None:
+        """Refuse what is no loss and, before the first update, a loss that is not finite; only then does it wait for the device."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise checks.no_loss(loss)
+        if first and not math.isfinite(value := loss.item()):
+            raise checks.first_loss_not_finite(str(value))
+
+    def unit(self, weight: float | None) -> float:
+        """Return the unit in which weights are counted; 0 for the first of each window."""
+        return 0.0
+
+    def expect(self, calls: int) -> None:
+        """Prepare for the next backward pass of a window that has had ``calls`` of them."""
+
+    def ran(self, calls: int) -> None:
+        """Register a backward pass, the ``calls``-th of its window, and prepare for the next."""
+
+    def collect(self) -> None:
+        """Average gradients over the processes if no backward pass did."""
+
+    def reduce_in(self, policy: Policy) -> None:
+        """Reduce gradients from now on in the format that ``policy`` names; call it after weights were cast."""
+
+    gradients: Callable[[Iterable[Tensor]], list[Tensor]] = staticmethod(gradients_of)
+    """Returns the gradients of parameters; for sharded ones, this process's part."""
+
+    def norm(
+        self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor], window: Window | None = None
+    ) -> Tensor:
+        """Return the norm over all processes of the gradients that ``gradients()`` returned.
+
+        Args:
+            gradients: these gradients, or the same in another format.
+            take: returns the norm of a list of tensors.
+            window: receives the totals of all processes' weights and losses.
+        """
+        return take(gradients)
+
+    def all_finite(self, gradients: list[Tensor]) -> bool:
+        """Return whether the gradients that ``gradients()`` returned are finite in every process; waits for the device."""
+        return all_finite(gradients)
+
+
+class Emulated(OneProcess):
+    """The only process, with gradients rounded as if several had reduced them (``reduce=bf16:world=384``)."""
+
+    def __init__(self, trained: Sequence[nn.Parameter], policy: Policy) -> None:
+        self._trained, self._world = trained, EmulatedWorld(policy)
+        self._due = False
+
+    def explain(self) -> list[Choice]:
+        """Return that processes are emulated, and the error of their rounding so far."""
+        value = f"{self._world.size}, emulated"
+        error = self._world.error()
+        reason = "only the rounding of their reduction is: this process has the gradients of all"
+        if error is not None:
+            reason += f"; so far it changes the gradients by {error:.1e} of their norm (median of the updates)"
+        return [Choice(what="processes", value=value, reason=reason)]
+
+    def ran(self, calls: int) -> None:
+        """Register a backward pass, whose gradients must be reduced."""
+        self._due = True
+
+    def collect(self) -> None:
+        """Reduce the window's gradients, once."""
+        if self._due:
+            self._world.reduce(gradients_of(self._trained))
+            self._due = False
+
+
+class Processes(OneProcess):
+    """The processes of ``DistributedDataParallel`` or ``fully_shard``."""
+
+    several = True
+
+    def __init__(
+        self,
+        replicas: list[DistributedDataParallel],
+        roots: list[Any],
+        *,
+        group: Any,
+        device: torch.device,
+        accumulate: int,
+        num_losses: int,
+    ) -> None:
+        """Create the processes of a session.
+
+        Args:
+            replicas: the ``DistributedDataParallel`` modules.
+            roots: the modules that ``fully_shard`` was called on.
+            group: the process group; None for all processes.
+            device: the session's device.
+            accumulate: backward passes in a window.
+            num_losses: losses with their own scales.
+        """
+        self._replicas = [Replica(model) for model in replicas]
+        self._roots = roots
+        self.sharded = bool(roots)
+        self._replicated_shards = any(parts(p) < p.device_mesh.size() for p in _shared(roots))
+        self.group, self._size = group, dist.get_world_size(group)
+        self._wide = FP64.dtype if has_fp64(device) else FP32.dtype
+        self._device, self._accumulate, self._several_scales = device, accumulate, num_losses > 1
+        self._unit = 0.0
+        self._copies: list[int] = []
+        self._first_loss: Tensor | None = None
+        self._reduces, self._held_back = True, False
+
+    def explain(self) -> list[Choice]:
+        """Return how many processes there are, and when they exchange gradients."""
+        if self.sharded:
+            reason = "every backward pass averages the shards' gradients; one all-reduce an update for the norm"
+        elif self._several_scales:
+            reason = "gradients are averaged at the update: losses have scales of their own"
+        else:
+            reason = "the last backward pass of a window averages the gradients"
+        return [Choice(what="processes", value=str(self._size), reason=reason)]
+
+    def reduce_in(self, policy: Policy) -> None:
+        """Exchange gradients in the format that ``policy`` names, during backward passes and between them."""
+        use_in_hooks([replica.model for replica in self._replicas], policy)
+        for replica in self._replicas:
+            replica.format = format_of_reduction(policy)
+
+    def check_loss(self, loss: Any, *, first: bool) -> None:
+        """Refuse what is no loss; when the window closes, all processes learn whether the first loss was finite."""
+        super().check_loss(loss, first=False)
+        for replica in self._replicas:
+            if replica.model._join_config.enable:
+                raise _in_join()
+        if first:
+            self._first_loss = loss.detach()
+
+    def unit(self, weight: float | None) -> float:
+        """Return the unit in which weights are counted: the first process's first weight; its broadcast waits for the device once."""
+        if weight is not None and not self._unit:
+            unit = torch.full((), float(weight), dtype=self._wide, device=self._device)
+            dist.broadcast(unit, group=self.group, group_src=0)
+            self._unit = unit.item()
+        return self._unit
+
+    def expect(self, calls: int) -> None:
+        """Let the next backward pass exchange gradients if it completes a full window; so does every one after it."""
+        for replica in self._replicas:
+            replica.expect(exchange=calls + 1 >= self._accumulate and not self._several_scales)
+        if self._replicated_shards:
+            # Gradients with different scales must not be summed before they have one scale.
+            self._reduces = calls + 1 >= self._accumulate or self._several_scales
+            for root in self._roots:
+                root.set_requires_all_reduce(self._reduces, recurse=False)
+
+    def ran(self, calls: int) -> None:
+        """Record whether the backward pass exchanged gradients, and prepare for the next."""
+        for replica in self._replicas:
+            replica.ran()
+        self._held_back = self._replicated_shards and not self._reduces
+        if self._accumulate > 1:  # otherwise every backward pass exchanges
+            self.expect(calls)
+
+    def collect(self) -> None:
+        """Average the gradients that no backward pass averaged.
+
+        Raises:
+            NonFiniteLossError: the very first loss was not finite in some process.
+            SessionError: shards of several replicas were not reduced yet, which only a backward pass can do.
+        """
+        if self._first_loss is not None:
+            self._check_first_loss(self._first_loss)
+        if self._held_back:
+            raise SessionError(
+                f"update() before the window's {self._accumulate} backward passes, on a mesh that replicates shards: "
+                "fully_shard keeps their sum to itself until the last",
+                hint="drop the last, shorter window of an epoch, or shard over a mesh of one dimension",
+            )
+        for replica in self._replicas:
+            if not replica.averaged:
+                replica.average()
+
+    def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return this process's part of the gradients of ``parameters``."""
+        found = gradients_of(parameters)
+        if not self.sharded:
+            return found
+        self._copies = [self._size // parts(g) for g in found]
+        return [local(g) for g in found]
+
+    def norm(
+        self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor], window: Window | None = None
+    ) -> Tensor:
+        """Return the norm over all processes, the same in each; replicated gradients count once."""
+        if not self.sharded and (window is None or not (window.weighted or window.found)):
+            return take(gradients)  # nothing to exchange: averaged gradients are the same everywhere
+        numbers: list[Tensor] = []
+        if self.sharded:
+            squares, dtype = self._squares_here(gradients, take)
+            numbers.append(squares)
+        else:
+            norm = take(gradients)
+            dtype = norm.dtype
+        losses = [] if window is None else sorted(window.found)
+        if window is not None:
+            if window.weighted:
+                numbers.append(torch.full((), window.sum_of_shares(), dtype=self._wide, device=self._device))
+            numbers += [window.found[loss].to(self._wide) for loss in losses]
+        sums = self._sums(numbers)
+        if self.sharded:
+            norm = sums.pop(0).sqrt().to(dtype)
+        if window is not None:
+            window.mean_total = (sums.pop(0) / self._size).to(dtype) if window.weighted else None
+            window.found = {loss: (found > 0).float() for loss, found in zip(losses, sums, strict=True)}
+        return norm
+
+    def _squares_here(
+        self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor]
+    ) -> tuple[Tensor, torch.dtype]:
+        """Return this process's part of the sum of squares, in FP64 if the device has it, and the format of a norm.
+
+        If ``n`` processes have a gradient, each contributes 1/n of it.
+        """
+        held: dict[int, list[Tensor]] = {}
+        for copies, gradient in zip(self._copies, gradients, strict=True):
+            held.setdefault(copies, []).append(gradient)
+        norms = {copies: take([g for g in some if g.numel()]) for copies, some in held.items()} or {1: take([])}
+        squares = [norm.to(self._wide).square() / copies for copies, norm in norms.items()]
+        return torch.stack(squares).sum(), next(iter(norms.values())).dtype
+
+    def _sums(self, numbers: list[Tensor]) -> list[Tensor]:
+        if not numbers:
+            return []
+        sums = torch.stack(numbers)
+        dist.all_reduce(sums, group=self.group)
+        return list(sums)
+
+    def all_finite(self, gradients: list[Tensor]) -> bool:
+        """Return whether the gradients that ``gradients()`` returned are finite in every process; waits for the device."""
+        here = all_finite(gradients)
+        return self._everywhere(here) if self.sharded else here
+
+    def _everywhere(self, here: bool) -> bool:
+        count = torch.tensor(float(here), device=self._device)
+        dist.all_reduce(count, group=self.group)
+        return count.item() == self._size
+
+    def _check_first_loss(self, first: Tensor) -> None:
+        loss, self._first_loss = first.item(), None
+        if not self._everywhere(math.isfinite(loss)):
+            elsewhere = " here and not finite in another process" if math.isfinite(loss) else ""
+            raise checks.first_loss_not_finite(f"{loss}{elsewhere}")
+
+
+def _in_join() -> SessionError:
+    return SessionError(
+        "a session in join(), where a process without batches makes no updates and answers nothing that a session exchanges; "
+        "allowed: as many backward passes in every process",
+        hint="give each process as many batches (DistributedSampler, drop_last=True) and leave join() out",
+    )
+
+
+def processes_for(
+    models: Sequence[nn.Module],
+    trained: Sequence[nn.Parameter],
+    policy: Policy,
+    *,
+    accumulate: int,
+    num_losses: int,
+) -> OneProcess:
+    """Return the processes that train the models: several for ``DistributedDataParallel`` or ``fully_shard``.
+
+    Args:
+        models: the session's models.
+        trained: the parameters of models and optimizers.
+        policy: the session's policy.
+        accumulate: backward passes in a window.
+        num_losses: losses with their own scales.
+
+    Raises:
+        SessionError: parameters would drift apart, or the policy cannot be applied to shards.
+        PolicyError: the policy emulates processes, and there are several.
+    """
+    alone: OneProcess = Emulated(trained, policy) if policy.world > 1 else OneProcess()
+    if not (dist.is_available() and dist.is_initialized()):
+        return alone
+    modules = list(dict.fromkeys(m for model in models for m in model.modules()))
+    replicas = [m for m in modules if isinstance(m, DistributedDataParallel)]
+    roots = [m for m in modules if hasattr(m, "set_requires_all_reduce")]
+    if not replicas and not roots:
+        return alone
+    if policy.world > 1 and dist.get_world_size() == 1:
+        refuse_other_formats(roots, policy, reduces=False)
+        return alone
+    _refuse_left_out(replicas, trained)
+    refuse_world(policy)
+    refuse_other_formats(roots, policy)
+    if roots and policy.casting == "model":
+        raise SessionError(
+            f"policy {policy!s} casts weights, and fully_shard's are shards of FP32 weights",
+            hint=f"use policy {policy.compute}: with mp_policy=MixedPrecisionPolicy(param_dtype={policy.storage.dtype}) "
+            "the shards are the FP32 masters of 16-bit weights",
+        )
+    return Processes(
+        replicas,
+        roots,
+        group=_group(replicas, _shared(roots)),
+        device=trained[0].device,
+        accumulate=accumulate,
+        num_losses=num_losses,
+    )
+
+
+def _shared(roots: Iterable[nn.Module]) -> list[Any]:
+    return list(dict.fromkeys(p for root in roots for p in root.parameters() if is_shared(p)))
+
+
+def _refuse_left_out(replicas: list[DistributedDataParallel], trained: Iterable[nn.Parameter]) -> None:
+    kept = {p for m in replicas for n, p in m.module.named_parameters() if n not in m.parameters_to_ignore}
+    for parameter in trained:
+        if parameter.requires_grad and parameter not in kept and not is_shared(parameter):
+            raise SessionError(
+                f"a parameter of shape {tuple(parameter.shape)} belongs to this process alone, beside others that several share: "
+                "the processes would train it apart",
+                hint="wrap the whole model, call fully_shard on the outermost module too, and build optimizers after that",
+            )
+
+
+def _group(replicas: Iterable[DistributedDataParallel], shared: Iterable[Any]) -> Any:
+    """Return the group of processes that train together: the largest group of any part; None for all processes."""
+    groups = {dist.get_world_size(m.process_group): m.process_group for m in replicas}
+    meshes = {p.device_mesh.size(): p.device_mesh for p in shared}
+    largest = max([*groups, *meshes])
+    if largest == dist.get_world_size():
+        return None
+    if largest in groups:
+        return groups[largest]
+    mesh = meshes[largest]
+    if mesh.ndim > 1:
+        raise SessionError(
+            f"the model is sharded over {largest} of {dist.get_world_size()} processes on a mesh of {mesh.ndim} dimensions; "
+            "allowed: all processes, or a mesh of one dimension",
+            hint="make the mesh of all processes, or of one dimension",
+        )
+    return mesh.get_group()

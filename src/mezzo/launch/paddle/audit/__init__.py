@@ -1,0 +1,1 @@
+"""``mezzo audit`` of a Paddle script."""

@@ -1,0 +1,1 @@
+"""``mezzo fallback`` of a Paddle script: what one run measures."""

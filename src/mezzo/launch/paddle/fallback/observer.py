@@ -1,0 +1,149 @@
+"""Compare the gradients of a Paddle script's first steps between precisions: one run of a fallback search.
+
+Optimizers leave the weights as they are, so that all steps use the script's initial ones: step k is then the same computation in every
+run, on batch k. The gradients compared are those in the parameters before a step's first update: unscaled, before any clipping.
+
+The three kinds of runs are those of PyTorch's search (``mezzo.observe.fallback.observer``): the ``reference`` in FP32, which also measures
+every layer on its own; ``noise``, in FP32 with every layer's output moved by one unit in the last place; and ``check``, in lower precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+from mezzo.formats import FP32
+from mezzo.launch.paddle.fallback.local_errors import FirstCall, measured
+from mezzo.launch.paddle.layer_names import LayerNames
+from mezzo.launch.paddle.observing import StepObserver
+from mezzo.launch.paddle.state import PaddleRun, dense, mapped
+from mezzo.launch.paddle.surveys import array_of
+from mezzo.launch.paddle.tape import Listener, Tape
+from mezzo.launch.patches import Patches
+from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors, measured_path
+from mezzo.observe.settings import FallbackSettings
+from mezzo.records import RunRecord
+
+REFERENCE_GRADIENTS = "reference.npz"
+"""Name of the file with the reference's gradients, by step and parameter."""
+
+
+class Fallback(StepObserver, Listener):
+    """An observer of the first steps' gradients, under which weights stay as they are; the tape keeps the operations."""
+
+    kind = "fallback"
+
+    def __init__(self, settings: FallbackSettings, run: PaddleRun) -> None:
+        super().__init__(run, steps=settings.steps)
+        self._settings = settings
+        run.holds_updates = True
+        self._tape = Tape(run, self)
+        self._calls: dict[int, FirstCall] = {}
+        self._gradients: dict[str, Any] = {}
+        self._reference: dict[str, Any] = {}
+        self._compared: list[StepErrors] = []
+        self._local: list[LocalError] = []
+        self._fresh: dict[str, Any] = {}
+        self._problem = ""
+        self._signs = np.random.Generator(np.random.PCG64(0))  # its own, so the script's random numbers stay the same
+        if settings.role != "reference":
+            with np.load(Path(settings.folder) / REFERENCE_GRADIENTS) as kept:
+                self._reference = dict(kept)
+
+    def install(self, patches: Patches) -> None:
+        """Wrap layers, and record operations, until ``patches`` are undone."""
+        self._tape.install(patches)
+        patches.around(paddle.nn.Layer, "__call__", self._call)
+
+    def begin(self) -> None:
+        """Record the first step of the reference, to measure layers."""
+        self._tape.on = self._settings.role == "reference" and not self._compared
+
+    def end(self) -> None:
+        """Stop recording."""
+        self._tape.on = False
+        self._tape.clear()
+        self._calls = {}
+
+    def judge(self, norm: Any | None) -> None:
+        """Keep the gradients of all parameters, and measure every layer of the first step on its own."""
+        names = LayerNames(self._tape.roots)
+        held = [p for root in names.tops for p in root.parameters() if p.grad is not None and not p.stop_gradient]
+        with self.run.own_work(), self._tape.paused():
+            self._fresh = {names.parameter(p): array_of(dense(p.grad)) for p in held}
+            if self._settings.role == "reference" and not self._compared:
+                calls = [call for call in self._calls.values() if any(g is not None for g in call.gradients)]
+                self._local = measured(calls, self._tape.operations, names, self._settings.policy)
+
+    def decide(self, step: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:
+        """Compare the step's gradients with the reference's; end the script if no more are needed."""
+        fresh, self._fresh = self._fresh, {}
+        if self._settings.role == "reference":
+            self._gradients |= {f"{step} {name}": gradient for name, gradient in fresh.items()}
+            errors = {name: 0.0 if np.isfinite(g).all() else math.inf for name, g in fresh.items()}
+        else:
+            errors = self._errors(step, fresh)
+        self._compared.append(StepErrors(step=step, errors=errors))
+        one_is_enough = self._settings.role == "check" and not self._settings.all_steps
+        if one_is_enough and math.isfinite(self._compared[-1].worst[0]):
+            self._waiting = []
+
+    def _errors(self, step: int, fresh: dict[str, Any]) -> dict[str, float]:
+        """Return the relative error of every gradient that is in the reference and not zero there."""
+        errors = {}
+        for key, exact in self._reference.items():
+            number, _, name = key.partition(" ")
+            if int(number) != step or name in self._settings.ignored:
+                continue
+            whole = float(np.linalg.norm(exact.astype(np.float64)))
+            if name not in fresh or fresh[name].shape != exact.shape:
+                errors[name] = math.inf
+            elif whole > 0:
+                apart = float(np.linalg.norm(fresh[name].astype(np.float64) - exact))
+                errors[name] = apart / whole if math.isfinite(apart) else math.inf
+        return errors
+
+    def closure_met(self, optimizer: str) -> None:
+        """Record that the gradients cannot be compared."""
+        self._problem = f"{optimizer} moves the weights inside its step, which calls a closure"
+
+    # --- layers --------------------------------------------------------------------------------------------------------------------------
+
+    def _call(self, original: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if self._settings.role == "noise" and paddle.is_grad_enabled():
+            return mapped(original(layer, *args, **kwargs), self._moved)
+        if not self._tape.on or id(layer) in self._calls or not paddle.is_grad_enabled():
+            return original(layer, *args, **kwargs)
+        known = self._calls[id(layer)] = FirstCall(layer, len(self._tape.operations))
+        output = original(layer, *args, **kwargs)
+        known.returned(output, len(self._tape.operations))
+        return output
+
+    def _moved(self, tensor: Any) -> Any:
+        """Return an FP32 tensor with every element moved by about one unit in its last place, 1 and -1 towards 0; others as they are."""
+        if tensor.dtype != paddle.float32:
+            return tensor
+        signs = self._signs.integers(0, 2, tensor.shape) * 2.0 - 1.0
+        with self.run.own_work():
+            # Probabilities and cosines stay in their range.
+            signs = np.where(np.abs(tensor.numpy()) == 1.0, -1.0, signs)
+            return tensor * paddle.to_tensor((1.0 + FP32.eps * signs).astype(np.float32), place=tensor.place)
+
+    # --- the measurements ----------------------------------------------------------------------------------------------------------------
+
+    def too_short(self) -> bool:
+        """Return whether no gradient was compared."""
+        return not self._compared
+
+    def record(self, run: RunRecord) -> RunRecord:
+        """Write the measurements to the folder; return the run's own record."""
+        if self._settings.role == "reference":
+            np.savez(Path(self._settings.folder) / REFERENCE_GRADIENTS, **self._gradients)
+        found = Measured(local=self._local, steps=self._compared, problem=self._problem)
+        measured_path(self._settings).write_text(found.model_dump_json(), encoding="utf-8")
+        return run

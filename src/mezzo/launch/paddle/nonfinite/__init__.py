@@ -1,0 +1,1 @@
+"""``mezzo diagnose`` of a Paddle script: what one run records."""

@@ -1,0 +1,1 @@
+"""``mezzo ranges`` of a Paddle script."""

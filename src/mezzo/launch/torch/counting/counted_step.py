@@ -1,0 +1,253 @@
+"""Inspect the second step of a run: which formats its operations ran in, and the bytes of each kind.
+
+The second step, because in the first the optimizer has no state yet; and only one step, because counting costs time (the
+first tenth of the steps is left out of all timing). Code that Inductor compiled runs compiled in that step, too
+(``inductor_graphs.py``). It runs eagerly there under an emulated policy, which cannot be told from the FP32 operations that it
+computes with, and with a backend whose graphs are not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from mezzo.engine.checkpointing import KeptProducts
+from mezzo.engine.gradients import trained_leaves
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.counting.inductor_graphs import INDUCTOR, SEEN_BACKENDS, InductorGraphs
+from mezzo.launch.torch.state import Run
+from mezzo.measure import memory
+from mezzo.measure.cuda_peaks import CudaPeaks
+from mezzo.measure.effective import Counted, effective
+from mezzo.measure.flops import FlopCounter
+from mezzo.measure.watch.operations import OperationTimes
+from mezzo.measure.watch.verdict import OperationWork
+from mezzo.records import Effective, Memory
+
+_UPDATES_WEIGHED = 2  # the first successful update creates the optimizer's state
+
+
+_NOTHING_COUNTED = Counted(by_format={}, num_lowered=None, outside=0, switched_off=0, step=None)
+
+
+class CountedStep:
+    """The counts of one step's operations and bytes."""
+
+    def __init__(self, run: Run, *, in_region: Callable[[], bool]) -> None:
+        self._run, self._in_region = run, in_region
+        self._saved = memory.SavedTensors()
+        self._peaks = CudaPeaks()
+        self._flops: FlopCounter | None = None
+        self._graphs = InductorGraphs()
+        self._backends: set[str] = set()
+        """Backends that the script has compiled with; "" for one without a name."""
+        self._times = OperationTimes()
+        self._num_timed = 0
+        """Operations of the counted step; later ones belong to the next."""
+        self._stack: contextlib.ExitStack | None = None
+        self._due = self._over = self._compiled = self._forced_eager = False
+        self._counted_step: int | None = None
+        """Number of the counted step."""
+        self._weighed: Counter[int] = Counter()
+        """Number of updates at which bytes were counted, by the identity of the optimizer; skipped updates do not count."""
+        self._when_over: list[Callable[[], Any]] = []
+        self._counted = _NOTHING_COUNTED
+        self._bytes: dict[str, int] = {}
+        """Bytes by kind; empty until the first update."""
+
+    def install(self, patches: Patches) -> None:
+        """Set the hooks until ``patches`` are undone."""
+        self._run.watchers.append(self)
+        patches.around(torch.utils.checkpoint, "checkpoint", self._checkpoint)
+        patches.on_undo(self._end)
+        patches.around(torch, "compile", functools.partial(self._compile, patches))
+
+    def began_anew(self) -> None:
+        """Forget what was counted: it was no step of the script's training."""
+        self._end()
+        self._saved, self._times, self._flops = memory.SavedTensors(), OperationTimes(), None
+        self._due = self._over = self._compiled = self._forced_eager = False
+        self._counted_step, self._num_timed, self._bytes = None, 0, {}
+        self._weighed.clear()
+        self._counted = _NOTHING_COUNTED
+
+    def when_over(self, action: Callable[[], Any]) -> None:
+        """Call ``action`` once nothing more is to be counted in this run."""
+        self._when_over.append(action)
+
+    def done(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether nothing more is to be counted in this run, which has only this optimizer."""
+        counted = self._flops is not None and self._stack is None
+        return counted and not self._when_over and self._weighed[id(optimizer)] >= _UPDATES_WEIGHED
+
+    def step_closed(self, num_steps: int) -> None:
+        """End the count after the counted step."""
+        self._over = self._counted_step is not None and num_steps >= self._counted_step
+        self._begin_or_end()
+
+    def backward_begins(self) -> None:
+        """Count what the forward pass kept."""
+        if self._stack is not None:
+            self._saved.backward_begins()
+
+    def backward_ended(self) -> None:
+        """Drop what the backward pass freed; begin to count if the first update was made inside it.
+
+        The counts so far are kept: if the script's own GradScaler skips the step, no update follows.
+        """
+        if self._stack is not None:
+            self._saved.backward_ended()
+            self._keep_counts()
+        self._begin_or_end()
+
+    def compiled_ended(self) -> None:
+        """Begin or end the count if that fell inside a compiled function."""
+        self._begin_or_end()
+
+    def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Begin to count after the first update; keep the counts at the following ones until the step closes.
+
+        A step closes at the next backward pass: what runs until then is the next step's forward pass, or an evaluation.
+        """
+        self._weigh(id(optimizer))
+        if self._flops is None:
+            self._due = True
+            self._begin_or_end()
+        else:
+            self._keep_counts()
+
+    def _keep_counts(self) -> None:
+        if self._flops is not None and self._stack is not None and not self._over:
+            self._counted = Counted(
+                by_format=dict(self._flops.by_format),
+                in_updates=dict(self._flops.in_updates),
+                num_lowered=self._flops.num_lowered,
+                outside=self._flops.outside_region,
+                switched_off=self._flops.switched_off,
+                step=self._counted_step,
+                uncounted=dict(self._graphs.uncounted),
+            )
+            self._num_timed = len(self._times.operations)
+
+    def operations(self) -> list[OperationWork]:
+        """Return the operations of the counted step with their times; none if the script compiles code."""
+        return [] if self._compiled else self._times.operations[: self._num_timed]
+
+    @property
+    def was_compiled(self) -> bool:
+        """Whether the script compiles code, so that not every operation of the counted step was timed."""
+        return self._compiled
+
+    def memory(self) -> Memory:
+        """Return the bytes of the inspected step, and the allocator's peaks over the run, all devices together."""
+        peaks = self._peaks.read(self._run.num_updates)
+        several = sum(size > 0 for size in peaks.allocated) > 1
+        return Memory(
+            parameters_bytes=self._bytes.get("parameters"),
+            gradients_bytes=self._bytes.get("gradients"),
+            optimizer_bytes=self._bytes.get("optimizer"),
+            activations_bytes=self._saved.peak_bytes,
+            cuda_allocated_bytes=sum(peaks.allocated) if peaks.allocated else None,
+            cuda_reserved_bytes=sum(peaks.reserved) if peaks.reserved else None,
+            cuda_allocated_bytes_by_device=list(peaks.allocated) if several else [],
+        )
+
+    def effective(self) -> Effective:
+        """Return the formats of the counted step, and what was left alone."""
+        policy, emulates = self._run.began or (self._run.applied, self._run.emulates)
+        return effective(
+            self._counted,
+            policy,
+            emulates=emulates,
+            left_alone=[*self._run.left_alone.values(), *self._run.graphs.notes()],
+        )
+
+    def _parameters(self) -> Iterable[Tensor]:
+        for root in list(self._run.roots):
+            yield from root.parameters()
+        for optimizer in list(self._run.optimizers):
+            yield from trained_leaves(optimizer)
+
+    def _weigh(self, stepped: int) -> None:
+        """Count the bytes of parameters, gradients and optimizer state at the first updates of each optimizer.
+
+        Of each, because an optimizer whose first updates are skipped has no state for longer than the others.
+        """
+        counted = self._flops is not None and self._stack is None
+        if counted and self._weighed[stepped] >= _UPDATES_WEIGHED:
+            while self._when_over:
+                self._when_over.pop()()
+            return
+        self._weighed[stepped] += not self._run.skips
+        parameters = list(self._parameters())
+        optimizers = list(self._run.optimizers)
+        found = {
+            "parameters": memory.total_bytes(parameters),
+            "gradients": memory.total_bytes(p.grad for p in parameters if p.grad is not None),
+            "optimizer": sum(memory.optimizer_bytes(optimizer) for optimizer in optimizers),
+        }
+        self._bytes = {kind: max(found[kind], self._bytes.get(kind, 0)) for kind in found}
+
+    def _begin_or_end(self) -> None:
+        """Begin or end the count if that is due and possible here."""
+        # Autograd and compiled code restore the modes they found; compiled code cannot switch to eager half-way either.
+        if self._run.in_backward or self._run.in_compiled:
+            return
+        if self._over:
+            self._end()
+        elif self._due:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._due, self._counted_step = False, self._run.num_updates + 1
+        run = self._run
+        self._flops = FlopCounter(
+            in_region=self._in_region, in_step=lambda: run.local.stepping, inside=lambda: run.inside
+        )
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(self._graphs.counted(self._flops))
+        self._compiled = run.compiles
+        seen = run.compiles and self._backends <= SEEN_BACKENDS and not run.emulates
+        self._forced_eager = run.compiles and not seen
+        if "torch._dynamo" in sys.modules and not seen:
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.enter_context(self._times)
+        self._stack.enter_context(self._flops)
+        self._saved.start(self._parameters())
+        self._stack.callback(self._saved.stop)
+
+    def _end(self) -> None:
+        if self._stack is not None:
+            self._stack.close()
+            self._stack = None
+            if self._forced_eager:
+                self._peaks.reset(self._run.num_updates)
+
+    def _compile(self, patches: Patches, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        backend = kwargs.get("backend", INDUCTOR)
+        if backend == INDUCTOR and INDUCTOR not in self._backends:
+            self._graphs.install(patches)
+        self._backends.add(backend if isinstance(backend, str) else "")
+        return original(*args, **kwargs)
+
+    def _contexts(self, context_fn: Callable[[], Any]) -> Any:
+        """Return the contexts of a checkpointed call, and count the products that it keeps."""
+        first, second = context_fn()
+        if isinstance(first, KeptProducts):
+            self._saved.keep_later(first.tensors)
+        return first, second
+
+    def _checkpoint(self, original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if self._stack is not None and torch.is_grad_enabled():
+            self._saved.keep([args, getattr(function, "keywords", None)])
+            if "context_fn" in kwargs:
+                kwargs["context_fn"] = functools.partial(self._contexts, kwargs["context_fn"])
+        return original(function, *args, **kwargs)

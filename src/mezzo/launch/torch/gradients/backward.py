@@ -1,0 +1,387 @@
+"""Scale a script's gradients inside its backward passes, so that the script never sees a scaled one.
+
+``torch.autograd.backward`` (every ``loss.backward()`` ends there) starts from ``gradient * scale`` instead of
+``gradient``, so the loss that the script logs is not scaled. Every leaf of the graph has a hook that divides by the scale
+before the gradient is added to ``.grad``, so clipping, accumulation, gradient penalties and DDP's all-reduce see
+unscaled gradients. The leaves are found by walking the graph, since a missed leaf would get a gradient 65536
+times too large. That costs about a microsecond per node, only if the loss is scaled.
+
+``torch.autograd.grad`` is scaled and its results are unscaled at once: penalties built on them keep their graph.
+If these are not the gradients of an update, the pass has a scale of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.utils.hooks import unserializable_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mezzo.engine.casts.transforms import unwrapped
+from mezzo.engine.direct_pass import DirectPasses
+from mezzo.engine.gradients import all_finite, trained_leaves
+from mezzo.engine.scaling import Scale
+from mezzo.errors import NonFiniteLossError
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.direct_calls import ENTERED
+from mezzo.launch.torch.gradients.batched_unscaling import ACCUMULATES
+from mezzo.launch.torch.gradients.gradient_views import UnscaledViews
+from mezzo.launch.torch.gradients.passed import given_gradients, listed, reusable, weighted
+from mezzo.launch.torch.models.communication import Communication
+from mezzo.launch.torch.state import Run, scale_on_device
+
+
+class BackwardPasses:
+    """Replacements for torch's two entries to the backward pass."""
+
+    def __init__(self, run: Run, communication: Communication) -> None:
+        self._run, self._communication = run, communication
+        self._inverse: Tensor | None = None
+        """Factor of gradients at the leaves; None outside a scaled ``backward``."""
+        self._hooked = WeakTensorKeyDictionary()
+        self._hook_numbers: set[int] = set()
+        """Ids of our own hooks: 30 times faster than inspecting what is hooked."""
+        self._views = UnscaledViews(lambda: self._inverse, on_hook=run.steady.batched.give_up)
+
+    def install(self, patches: Patches) -> None:
+        """Replace both entries until ``patches`` are undone."""
+        patches.wrap(torch.autograd, "backward", self._backward)
+        patches.wrap(torch.autograd, "grad", self._grad)
+        for name in ("backward", "grad"):  # a compiled step with a backward pass inside must not trace our replacements
+            disable = functools.partial(patches.wrap, torch.autograd, name, torch.compiler.disable)
+            self._run.before_compiling.append(disable)
+        if self._run.applied is not None and self._run.applied.loss_scale != "none":
+            self._views.install(patches)
+            self._run.steady.batched.install(patches, self._unhook_leaf)
+        patches.on_undo(self._unhook)
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        run_engine = ENTERED.get(original, original)  # under a function mode, torch's own would call this replacement
+        run, steady, batched, own = self._run, self._run.steady, self._run.steady.batched, self._run.steady.own
+        run_steady = DirectPasses(run_engine) if original in ENTERED else run_engine
+
+        @functools.wraps(original)
+        def backward(
+            tensors: Any,
+            grad_tensors: Any = None,
+            retain_graph: bool | None = None,
+            create_graph: bool = False,
+            grad_variables: Any = None,
+            inputs: Any = None,
+        ) -> None:
+            rest = retain_graph, create_graph, grad_variables, inputs
+            begins = run.stepped and grad_tensors is None and not (run.in_backward or run.in_closure)
+            optimizer, start = steady.optimizer() if begins else None, None
+            if optimizer is not None and run.scale.checks:
+                usual = inputs is None and not (retain_graph or create_graph)
+                if usual and run.found is False and run.scale.calm > 0:
+                    start = batched.start_of(tensors, optimizer)
+                optimizer = None if start is None else optimizer
+            loss: Any = tensors
+            also: tuple[Any, ...] = ()
+            if optimizer is not None and own.scaler is not None:
+                optimizer = optimizer if tensors is own.scaled else None
+                loss, also = own.taken()
+            if optimizer is not None and run.recorder.turn(loss, also):
+                run.stepped = run.open_skipped = False
+                if start is not None:
+                    run.found = None
+                    run.scale.calm -= 1
+                if run.limit is not None or (run.guard is not None and run.recorder.num_closed >= run.guard.due):
+                    run.check_limit()
+                run.in_backward = True
+                try:
+                    run_steady(tensors, start, *rest)
+                finally:
+                    run.in_backward = False
+                    if start is not None:
+                        batched.unscale(optimizer, self._unscaled_now)
+                return
+            batched.forget()
+            self._pass_in_full(run_engine, tensors, grad_tensors, rest)
+
+        return backward
+
+    def _pass_in_full(
+        self, run_engine: Callable[..., Any], tensors: Any, grad_tensors: Any, rest: tuple[Any, Any, Any, Any]
+    ) -> None:
+        """Run a backward pass with all hooks; ``rest`` are the arguments of ``torch.autograd.backward`` after outputs and gradients."""
+        run, (retain_graph, create_graph, _, inputs) = self._run, rest
+        if run.apart:
+            with run.graphs.unrecorded():
+                run_engine(tensors, grad_tensors, *rest)
+            return
+        tensors, grad_tensors = reusable(tensors), reusable(grad_tensors)
+        outputs = listed(tensors)
+        if run.premade:
+            run.premade.reached(leaves_of([t for t in outputs if isinstance(t, Tensor)]), run.num_updates)
+        if run.in_backward or False in [isinstance(t, Tensor) for t in outputs]:
+            self._hook_recomputed(outputs)
+            run_engine(tensors, grad_tensors, *rest)
+            return
+        self._begin(outputs, grad_tensors)
+        run.lint.backward_begins(outputs, grad_tensors, keeps_graph=bool(retain_graph or create_graph))
+        by_hand = [] if run.optimizers else [leaf for leaf in leaves_of(outputs) if leaf.requires_grad]
+        run.by_hand.reached(by_hand)
+        casting = run.main_casting
+        before = self._communication.before_backward(
+            lambda: [leaf for leaf in leaves_of(outputs) if isinstance(leaf, torch.nn.Parameter)]
+        )
+        if run.scale.checks:
+            with self._scaling(outputs, inputs), self._under_policy():
+                run_engine(outputs, self._scaled(outputs, grad_tensors, run.scale), *rest)
+        elif casting is not None and casting.table is not None:
+            with self._under_policy():
+                run_engine(outputs, grad_tensors, *rest)
+        else:  # nothing to set, so three contexts need not be entered
+            run.in_backward = True
+            try:
+                run_engine(outputs, grad_tensors, *rest)
+            finally:
+                self._end()
+        self._communication.after_backward(before)
+        run.lint.backward_ended()
+        if by_hand and not run.optimizers:  # a backward pass inside this one may have reached one
+            run.by_hand.made([p.grad for p in by_hand if p.grad is not None])
+
+    def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        run_engine = ENTERED.get(original, original)
+
+        @functools.wraps(original)
+        def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if self._run.apart:
+                with self._run.graphs.unrecorded():
+                    return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
+            outputs, inputs, grad_outputs = reusable(outputs), reusable(inputs), reusable(grad_outputs)
+            roots, leaves = listed(outputs), listed(inputs)
+            tracing = torch._guards.TracingContext.try_get() is not None  # torch.compile is deriving a backward pass
+            if tracing or self._run.in_backward or not all(isinstance(t, Tensor) for t in (*roots, *leaves)):
+                with self._inside_node():
+                    return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
+            if self._run.premade:
+                self._run.premade.reached(leaves_of(roots), self._run.num_updates)
+            self._note_transformed(roots, leaves)
+            if not self._trains(leaves, args, kwargs):
+                return self._inner_gradients(run_engine, roots, inputs, grad_outputs, *args, **kwargs)
+            self._begin(roots, grad_outputs)
+            if not self._run.optimizers:
+                self._run.by_hand.reached(leaves)
+            with self._under_policy():
+                found = run_engine(roots, inputs, self._scaled(roots, grad_outputs, self._run.scale), *args, **kwargs)
+            found = self._unscaled(found, self._run.scale)
+            self._communication.reduce([g for g in listed(found) if g is not None])
+            if not self._run.optimizers:
+                self._run.by_hand.made([g for g in listed(found) if g is not None])
+            return found
+
+        return grad
+
+    def _note_transformed(self, roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        """Record the loss whose gradients ``torch.func`` computes; under ``vmap`` its mean over the samples.
+
+        The gradients belong to an update if they are of an optimizer's parameters, or of detached ones that share their memory.
+        """
+        if not retrieve_all_functorch_interpreters() or len(roots) != 1 or roots[0].numel() != 1:
+            return
+        own = {p.data_ptr() for o in self._run.optimizers for p in trained_leaves(o)}
+        if any(unwrapped(leaf).data_ptr() in own for leaf in leaves):
+            self._run.transformed.append(unwrapped(roots[0]).detach().mean())
+
+    def _inner_gradients(
+        self, run_engine: Callable[..., Any], roots: list[Tensor], inputs: Any, given: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return gradients that the script computes with, as in a penalty.
+
+        An overflow would make the loss itself infinite, which skipping an update cannot mend. So these passes have
+        a loss scale of their own, and a pass that overflows is repeated with a smaller one.
+        """
+        scale = self._run.inner_scale
+        batched = _is_vmapped()
+        if batched and scale.checks:
+            why = "no value can be read there, so small ones may become 0 in FP16; BF16 needs no scale"
+            self._run.note_left_alone("loss scale", "gradients inside torch.func.vmap", why)
+        if not scale.checks or batched or kwargs.get("is_grads_batched"):
+            with self._under_policy():
+                return run_engine(roots, inputs, given, *args, **kwargs)
+        kwargs.pop("retain_graph", None)  # the graph is kept, so that the pass can be repeated
+        while True:
+            with self._under_policy():
+                found = run_engine(roots, inputs, self._scaled(roots, given, scale), True, *args[1:], **kwargs)
+            found = self._unscaled(found, scale)
+            overflow = not all_finite(g.detach() for g in listed(found) if g is not None)
+            if not overflow or scale.at_floor() or not all_finite(roots):
+                return found
+            scale.updated(skipped=True)
+
+    def _unscaled_now(self, gradient: Tensor) -> Tensor:
+        return unscaled(gradient, self._run.scale.inverse())
+
+    @contextmanager
+    def _scaling(self, outputs: Sequence[Tensor], inputs: Any) -> Iterator[None]:
+        leaves = leaves_of(outputs)
+        self._hook_leaves(leaves)
+        self._inverse = self._run.scale.inverse()
+        try:
+            if inputs is None and not self._views.any_retained:
+                yield
+            else:
+                with self._views.of_inner_gradients(inputs):
+                    yield
+            self._run.left_out.pass_ended(leaves)
+        finally:
+            self._inverse = None
+
+    @contextmanager
+    def _under_policy(self) -> Iterator[None]:
+        self._run.in_backward = True
+        casting = self._run.main_casting
+        try:
+            if casting is None or casting.table is None:
+                yield
+            else:
+                with casting.backward():
+                    yield
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._run.in_backward = False
+        for watcher in self._run.watchers:
+            watcher.backward_ended()
+
+    @contextmanager
+    def _inside_node(self) -> Iterator[None]:
+        """Tell watchers which graph node runs a backward pass of its own."""
+        node = torch._C._current_autograd_node()
+        before = self._run.inside
+        self._run.inside = node if before is None else before
+        try:
+            yield
+        finally:
+            self._run.inside = before
+
+    def _begin(self, outputs: Sequence[Tensor], given: Any) -> None:
+        """Note the losses, each times the gradient that is given for it: WGANs start from -1."""
+        run = self._run
+        run.close_update()
+        run.left_out.pass_begins()
+        for watcher in run.watchers:
+            watcher.backward_begins()
+        recorder = run.recorder
+        needs_reach = recorder.apart.needs_reach or run.owners.may_need_reach(recorder.num_closed)
+        reached = run.owners.reached(leaves_of(outputs)) if needs_reach else None
+        given = given_gradients(outputs, given)
+        for loss, gradient in zip(outputs, given, strict=False):  # torch itself refuses other lengths
+            if loss.numel() == 1:
+                if not recorder.has_any_loss and not run.scaled_by_script:
+                    _refuse_infinite(loss)
+                true = self._true_loss(loss) if run.scaled_by_script else loss
+                recorder.loss(weighted(true, gradient), reached=reached)
+
+    def _true_loss(self, loss: Tensor) -> Tensor:
+        """Return a loss without the scale of the script's scaler."""
+        scale = scale_on_device(self._run.script_scaler)
+        return loss.detach() / (scale.to(loss.device) if isinstance(scale, Tensor) else scale)
+
+    def _scaled(self, outputs: Sequence[Tensor], given: Any, scale: Scale) -> Any:
+        if not scale.checks:
+            return given
+        pairs = zip(outputs, given_gradients(outputs, given), strict=True)
+        return [scale.scale(torch.ones_like(t) if g is None else g).to(t) for t, g in pairs]
+
+    def _unscaled(self, found: Any, scale: Scale) -> Any:
+        if not scale.checks:
+            return found
+        change = functools.partial(unscaled, inverse=scale.inverse())
+        if isinstance(found, dict):
+            return {key: None if g is None else change(g) for key, g in found.items()}
+        return tuple(None if g is None else change(g) for g in found)
+
+    # --- leaves ----------------------------------------------------------------------------------------------------------------
+
+    def _hook_leaves(self, leaves: Sequence[Tensor]) -> None:
+        for leaf in leaves:
+            hooks = leaf._backward_hooks
+            if hooks is None or self._hook_numbers.isdisjoint(hooks):
+                earlier = dict(hooks or {})
+                if hooks is not None:
+                    hooks.clear()  # autograd only uses the insertion order
+                handle = self._hooked[leaf] = leaf.register_hook(self._unscale)
+                self._hook_numbers.add(handle.id)
+                if hooks is not None:  # after ours: a hook that clips must see the unscaled gradient
+                    hooks.update(earlier)
+
+    def _unhook_leaf(self, leaf: Tensor) -> None:
+        handle = self._hooked.pop(leaf, None)
+        if handle is not None:
+            handle.remove()
+            self._hook_numbers.discard(handle.id)
+
+    def _hook_recomputed(self, outputs: Sequence[Any]) -> None:
+        """Hook the leaves of a backward pass inside a backward pass, which the walk through the outer graph does not reach.
+
+        Its other leaves are detached inputs: their gradients continue into the outer graph and must stay scaled.
+        """
+        if self._inverse is None:
+            return
+        leaves = leaves_of([t for t in outputs if isinstance(t, Tensor)])
+        self._hook_leaves([t for t in leaves if isinstance(t, torch.nn.Parameter) or self._run.owns([t])])
+
+    def _unhook(self) -> None:
+        for handle in self._hooked.values():
+            handle.remove()
+
+    @unserializable_hook  # type: ignore[untyped-decorator] # torch.save of a whole tensor would warn about it
+    def _unscale(self, gradient: Tensor) -> Tensor | None:
+        return None if self._inverse is None else unscaled(gradient, self._inverse)
+
+    def _trains(self, leaves: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Return whether gradients from ``torch.autograd.grad`` are those of an update."""
+        if kwargs.get("create_graph") or True in args[1:2] or torch.compiler.is_compiling():
+            return False
+        return self._run.owns(leaves) if self._run.optimizers else all(t.is_leaf for t in leaves)
+
+
+def _is_vmapped() -> bool:
+    """Return whether ``torch.func.vmap`` runs the code that asks, at any level."""
+    return any(one.key() == TransformType.Vmap for one in retrieve_all_functorch_interpreters())
+
+
+def _refuse_infinite(loss: Tensor) -> None:
+    if not bool(loss.detach().isfinite()):
+        raise NonFiniteLossError(
+            f"the loss is {loss.item()} before the first update",
+            hint="no loss scale can help: check the data and the forward pass; compare with --policy fp32",
+        )
+
+
+def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves that a backward pass from ``outputs`` reaches."""
+    leaves = [t for t in outputs if t.grad_fn is None and t.requires_grad]
+    waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node: Any = waiting.pop()
+        if type(node) is ACCUMULATES:
+            leaves.append(node.variable)
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return leaves
+
+
+def unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:
+    """Return ``gradient * inverse``, with NaN for infinity: an overflow must survive a script's clamp of its gradients."""
+    if inverse is None:
+        return gradient
+    result = gradient * (inverse if inverse.device == gradient.device else inverse.to(gradient.device))
+    return result.add_(gradient, alpha=0) if result.layout is torch.strided else result

@@ -1,0 +1,166 @@
+"""Reduce a script's gradients, and gather its sharded weights, in the formats that the policy names.
+
+Several processes: ``DistributedDataParallel`` gets a communication hook before its first forward pass, unless the script
+registers one of its own; ``fully_shard`` gets a ``MixedPrecisionPolicy``. One process: its gradients are changed after every
+backward pass as the reduction over ``world`` processes would change them (``engine.processes.emulated_world``). ``DistributedDataParallel``
+does that, too, unless a script calls ``no_sync``: so if a script accumulates, every backward pass reduces what has been added up.
+Gathering computes nothing but a rounding of each weight, the same for any number of processes: ``fully_shard`` in a group of one
+process makes it, with the modules that the script shards.
+
+The loss scale is taken out of gradients before they are reduced (``backward``); in FP16 they are reduced with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from mezzo.engine.gradients import gradients_of, trained_leaves
+from mezzo.engine.processes.emulated_world import EmulatedWorld
+from mezzo.engine.processes.exchange import refuse_world, set_hook
+from mezzo.errors import PolicyError
+from mezzo.formats import FORMATS
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.state import Run
+from mezzo.policy import Policy
+from mezzo.records import Reason
+
+Before: TypeAlias = list[tuple[Tensor, Tensor | None, int]]
+"""Parameters, each with its gradient before a backward pass and the version of that."""
+
+_NO_GROUP = "no DistributedDataParallel and no fully_shard of several processes was met; world=N emulates N processes"
+_NO_SHARDS = "no fully_shard was met; in a group of one process it rounds weights as in one of many"
+_EXCHANGED = ("reduce", "gather")
+
+
+class Communication:
+    """The exchange of gradients and weights between a script's processes, real or emulated."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._policy = run.applied
+        self._world: EmulatedWorld | None = None
+        if self._policy is not None and self._policy.world > 1:
+            self._world = EmulatedWorld(self._policy, self._loss_scale)
+            run.measured = self.explanation
+
+    def install(self, patches: Patches) -> None:
+        """Apply the policy to models that the script replicates or shards, until ``patches`` are undone."""
+        policy = self._policy
+        if policy is None or not (named := [f for f in _EXCHANGED if getattr(policy, f) != "auto"]):
+            return
+        for field in named:
+            if field == "gather" or self._world is None:
+                why = _NO_GROUP if field == "reduce" else _NO_SHARDS
+                self._run.note_left_alone(field, getattr(policy, field), why)
+        if dist.is_available():
+            patches.around(DistributedDataParallel, "__init__", functools.partial(self._replicating, policy))
+            import torch.distributed.fsdp as fsdp
+
+            patches.around(fsdp, "fully_shard", functools.partial(self._sharding, policy))
+            patches.around(fsdp.FullyShardedDataParallel, "__init__", functools.partial(_refusing, policy))
+
+    # --- several processes -----------------------------------------------------------------------------------------------------
+
+    def _replicating(
+        self, policy: Policy, original: Callable[..., Any], model: DistributedDataParallel, *args: Any, **kwargs: Any
+    ) -> None:
+        original(model, *args, **kwargs)
+        if dist.get_world_size(model.process_group) > 1:
+            refuse_world(policy)
+
+            def before_forward(*_: Any) -> None:
+                handle.remove()
+                self._set_hook(model, policy)
+
+            handle = model.register_forward_pre_hook(torch.compiler.disable(before_forward))
+
+    def _set_hook(self, model: DistributedDataParallel, policy: Policy) -> None:
+        if policy.reduce == "auto":
+            return
+        self._run.left_alone.pop(f"reduce {policy.reduce}", None)  # what was said before any model was met
+        if model._comm_hooks:
+            self._run.note_left_alone("reduce", policy.reduce, "the script's own communication hook decides the format")
+            return
+        set_hook(model, policy, self._loss_scale)
+
+    def _sharding(self, policy: Policy, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        alone = dist.get_world_size() == 1  # then nothing is reduced, or an emulated world does it
+        if not alone:
+            refuse_world(policy)
+        if not alone and policy.reduce == "fp16" and policy.loss_scale != "none":
+            raise PolicyError(
+                f"policy {policy!s} reduces in fp16, and fully_shard reduces gradients whose loss scale was taken out: small ones "
+                "would be lost; allowed with fully_shard: fp32, bf16",
+                hint="use reduce=bf16, or a mezzo.Session in the script, which reduces scaled gradients",
+            )
+        fields = ("gather",) if alone else _EXCHANGED
+        dtypes = {f: FORMATS[v].dtype for f in fields if (v := getattr(policy, f)) != "auto"}
+        if not dtypes:
+            return original(module, *args, **kwargs)
+        given = kwargs.pop("mp_policy", MixedPrecisionPolicy())
+        changed = {"param_dtype": dtypes.get("gather", given.param_dtype)}
+        changed["reduce_dtype"] = dtypes.get("reduce", given.reduce_dtype)
+        for field in dtypes:
+            self._run.left_alone.pop(f"{field} {getattr(policy, field)}", None)
+        return original(module, *args, mp_policy=dataclasses.replace(given, **changed), **kwargs)
+
+    # --- one process -----------------------------------------------------------------------------------------------------------
+
+    def before_backward(self, parameters: Callable[[], Iterable[Tensor]]) -> Before | None:
+        """Return the gradients as they are before a backward pass; None if nothing is emulated.
+
+        Args:
+            parameters: returns those that the backward pass reaches, for a script without optimizers.
+        """
+        if self._world is None:
+            return None
+        held = [p for o in self._run.optimizers for p in trained_leaves(o)]
+        return [(p, p.grad, _version(p.grad)) for p in dict.fromkeys(held or parameters())]
+
+    def after_backward(self, before: Before | None) -> None:
+        """Reduce the gradients that a backward pass has changed since ``before``."""
+        if before is not None:
+            changed = [p for p, grad, version in before if p.grad is not grad or _version(p.grad) != version]
+            self.reduce(gradients_of(changed))
+
+    def reduce(self, gradients: Sequence[Tensor]) -> None:
+        """Change gradients in place as the reduction over an emulated world would."""
+        if self._world is not None:
+            self._world.reduce(gradients)
+
+    def explanation(self) -> list[Reason]:
+        """Return what an emulated reduction did to the gradients, as measured."""
+        error = None if self._world is None else self._world.error()
+        if error is None:
+            return []
+        reason = (
+            "of the gradients' norm, the median over all backward passes; the processes' shares are drawn at random"
+        )
+        return [Reason(what="rounding of the reduction", value=f"{error:.2g}", reason=reason)]
+
+    def _loss_scale(self) -> Tensor | None:
+        """Return the loss scale that was taken out of the gradients."""
+        scale = self._run.scale.on_device() if self._run.scale.checks else None
+        return scale if isinstance(scale, Tensor) else None
+
+
+def _refusing(policy: Policy, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    raise PolicyError(
+        f"policy {policy!s} sets formats of communication, and the script uses FullyShardedDataParallel; "
+        "allowed: DistributedDataParallel and fully_shard",
+        hint="use fully_shard, or leave reduce and gather out and pass mixed_precision=MixedPrecision(...) in the script",
+    )
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version

@@ -1,0 +1,1 @@
+"""A script's own mixed precision: replaced, recorded, checked."""

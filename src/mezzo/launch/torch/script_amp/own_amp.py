@@ -1,0 +1,180 @@
+"""Replace a script's own mixed precision: its ``torch.autocast`` and its ``GradScaler``.
+
+Under ``fp32`` both are turned off. Under another policy, the script's ``autocast`` becomes a region of that policy, an
+``autocast(enabled=False)`` stays as it is, and the scaler is turned off, because the policy scales the loss itself.
+A scaler that is off passes losses and steps through, so the script's calls stay valid. With ``as-is`` both are only
+recorded.
+
+Inside an autocast that was turned off, modules get their 16-bit arguments in FP32: a library that turns autocast on may cast the
+inputs as well (Lightning's Fabric does), and FP32 weights would not accept them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.autocast_mode import autocast
+from torch.amp.grad_scaler import GradScaler
+
+from mezzo.engine.casts.autocast_kernels import open_table
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.script_amp.steady_scaler import found_on_device
+from mezzo.launch.torch.state import Run
+
+
+def replace_amp(run: Run, patches: Patches) -> None:
+    """Replace or record the script's autocast and GradScaler until ``patches`` are undone."""
+    if run.applied is None:
+        for name, recording in (("scale", _record_scale), ("step", _record_step), ("update", _record_update)):
+            patches.around(GradScaler, name, functools.partial(recording, run))
+        patches.wrap(GradScaler, "_maybe_opt_step", _record_decision)
+        return
+    patches.wrap(autocast, "__init__", functools.partial(_in_policy, run))
+    patches.wrap(autocast, "__enter__", functools.partial(_with_table, run))
+    patches.wrap(autocast, "__exit__", functools.partial(_without_table, run))
+    patches.around(GradScaler, "__init__", _turned_off)
+
+
+def _dtype_under(run: Run) -> Callable[[], torch.dtype | None]:
+    """Return a function that returns the format of the policy's regions, None for FP32; the policy changes at a fallback only."""
+    known: Any = None
+    dtype: torch.dtype | None = None
+
+    def current() -> torch.dtype | None:
+        nonlocal known, dtype
+        if run.applied is not known:
+            known = run.applied
+            dtype = known.storage.dtype if known is not None and known.lowers else None
+        return dtype
+
+    return current
+
+
+def _in_policy(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    dtype_under = _dtype_under(run)
+
+    @functools.wraps(original)
+    def init(
+        self: Any,
+        device_type: str,
+        dtype_asked: Any = None,
+        enabled: bool = True,
+        cache_enabled: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        asked, dtype = kwargs.pop("dtype", dtype_asked), dtype_under()
+        on = enabled and dtype is not None
+        self._mezzo_turned_off, self._mezzo_left_off = enabled and not on, not enabled
+        original(self, device_type, dtype=dtype if on else asked, enabled=on, cache_enabled=cache_enabled, **kwargs)
+
+    return init
+
+
+def _with_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    dtype_under = _dtype_under(run)
+
+    @functools.wraps(original)
+    def enter(self: Any) -> Any:
+        if run.changed_policy is not None and self._enabled and run.applied is not None:  # made under the policy before
+            dtype = dtype_under()
+            self._enabled, self._mezzo_turned_off = dtype is not None, dtype is None
+            self.fast_dtype = dtype or self.fast_dtype
+        result = original(self)
+        self._mezzo_region = None
+        if getattr(self, "_mezzo_turned_off", False):
+            run.autocasts_off = True
+            run.local.autocasts_off += 1
+        if run.observer is not None and self.device == (run.device_type or self.device):
+            off = getattr(self, "_mezzo_left_off", not self._enabled)
+            self._mezzo_entered = run.observer.autocast_entered(off=off, in_module=run.local.depth > 0)
+        if self._enabled and not torch.compiler.is_compiling():
+            casting = run.casting(self.device)
+            if casting is not None and casting.table is not None and open_table() is None:
+                self._mezzo_region = casting.region()
+                self._mezzo_region.__enter__()
+        return result
+
+    return enter
+
+
+def _without_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def leave(self: Any, *error: Any) -> Any:
+        region = getattr(self, "_mezzo_region", None)
+        if region is not None:
+            region.__exit__(None, None, None)
+        run.local.autocasts_off -= getattr(self, "_mezzo_turned_off", False)
+        if run.observer is not None and hasattr(self, "_mezzo_entered"):
+            run.observer.autocast_left(self.__dict__.pop("_mezzo_entered"))
+        return original(self, *error)
+
+    return leave
+
+
+def _turned_off(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args[:5], **{**kwargs, "enabled": False})
+
+
+def _record_scale(run: Run, original: Callable[..., Any], self: Any, outputs: Any) -> Any:
+    if self.is_enabled():
+        run.record_scaler(self)
+    return original(self, outputs)
+
+
+def _record_step(run: Run, original: Callable[..., Any], self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if run.apart:  # in a capture, where nothing may be read
+        return original(self, optimizer, *args, **kwargs)
+    recorded = _RecordedStep(optimizer)
+    self._mezzo_recorded = recorded
+    try:
+        result = original(self, optimizer, *args, **kwargs)
+    finally:
+        del self._mezzo_recorded
+    if self.is_enabled():
+        skipped = _skipped(self, optimizer, recorded)
+        if skipped is True:
+            run.lint.skipped()
+        run.script_stepped(self, optimizer, skipped=skipped)
+    return result
+
+
+class _RecordedStep:
+    """A wrapper that records whether torch's scaler stepped an optimizer: reading the flag again would make the host wait twice."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.decided = self.stepped = False
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer."""
+        self.stepped = True
+        return self._optimizer.step(*args, **kwargs)
+
+
+def _record_decision(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step_or_skip(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        recorded = getattr(self, "_mezzo_recorded", None)
+        if recorded is None:
+            return original(self, optimizer, *args, **kwargs)
+        recorded.decided = True
+        return original(self, recorded, *args, **kwargs)
+
+    return step_or_skip
+
+
+def _skipped(scaler: Any, optimizer: Any, recorded: _RecordedStep) -> bool | Tensor:
+    """Return whether a step was skipped: a bool if the host knows, a device flag if the optimizer itself skips."""
+    if recorded.decided:
+        return not recorded.stepped
+    flag = found_on_device(scaler, optimizer)
+    return flag if getattr(optimizer, "_step_supports_amp_scaling", False) else bool(flag)
+
+
+def _record_update(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    run.scaled_by_script = False
+    return original(*args, **kwargs)

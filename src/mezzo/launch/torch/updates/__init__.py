@@ -1,0 +1,1 @@
+"""A script's updates: by optimizers, by hand, left out by the script itself."""

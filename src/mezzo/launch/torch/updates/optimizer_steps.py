@@ -1,0 +1,312 @@
+"""Hook a script's optimizers and schedulers: skip an update that overflowed, hold the schedule, repeat closures.
+
+A hook before every optimizer step computes the norm of its gradients and, if the loss is scaled, reads one flag: on
+overflow the gradients are set to None while the optimizer steps, so that a torch optimizer does nothing, not even
+increase its step count. Other optimizers may read a gradient without checking that it exists: their step is not called then,
+as under a GradScaler.
+
+torch's optimizers call their closure once, before they read the gradients: so the closure runs before the step, and the gradients are
+checked between the two. A closure that draws random numbers, accumulates or logs (Lightning's does all three) behaves
+as without a loss scale. LBFGS and optimizers that are not torch's call their closure at any time; an evaluation
+that overflows is repeated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mezzo.engine.gradients import all_finite, set_aside, total_norm
+from mezzo.engine.processes.shards import is_shared, norm_of_all
+from mezzo.launch.patches import Patches
+from mezzo.launch.schedules import ScriptSchedules
+from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.steady_state import EVERY_NORM
+from mezzo.measure.step_clock import CPU_TIMES_APART
+from mezzo.measure.steps import NORMS_APART
+from mezzo.observe.skips import Update
+
+Optimizer = torch.optim.Optimizer
+_MAX_EVALUATIONS = 64  # halving from 2**24 reaches the smallest floor sooner
+
+
+class Evaluated:
+    """A closure that has already run."""
+
+    evaluated = True
+    """Tells watchers that the step itself makes no backward passes."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def __call__(self) -> Any:
+        """Return what the closure returned."""
+        return self._result
+
+
+class Updates:
+    """Hooks before and after every optimizer step of a script."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._stepping: Optimizer | None = None
+        self._aside: list[tuple[torch.nn.Parameter, Tensor]] = []
+        self._made: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
+        """Number of updates of each optimizer, and how many of them were skipped."""
+        self._made_last = [0, 0]
+        """The same of the optimizer that stepped last in a way that was recorded in full."""
+        self._schedules = ScriptSchedules(self._updates_of, on_step=run.lint.scheduled)
+        self._casts_again = False
+        """Whether casting was turned off for the step that runs."""
+        self._first: set[type] = set()
+        """Classes of optimizers whose closures run before the step."""
+        self._passed_over: set[type] = set()
+        """Classes of optimizers whose step is not called in a skipped update."""
+
+    def install(self, patches: Patches) -> None:
+        """Set the hooks until ``patches`` are undone."""
+        handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
+
+        def remove() -> None:
+            for handle in handles:
+                handle.remove()
+
+        def shield() -> None:  # a compiled optimizer must not trace the hooks: they read the device
+            remove()
+            handles[:] = [
+                register_optimizer_step_pre_hook(torch.compiler.disable(self._before)),
+                register_optimizer_step_post_hook(torch.compiler.disable(self._after)),
+            ]
+
+        patches.on_undo(remove)
+        self._run.before_compiling.append(shield)
+        patches.around(Optimizer, "__init__", functools.partial(self._recording, patches))
+        if self._run.applied is not None and self._run.applied.loss_scale != "none":
+            patches.wrap(clip_grad, "_get_total_norm", functools.partial(_tolerating_overflow, self._run))
+        self._schedules.install(patches, LRScheduler)
+
+    def _recording(
+        self, patches: Patches, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        self._run.steady.end()
+        self._run.by_hand.optimizer_made()
+        self._run.optimizers[optimizer] = None
+        self._pass_over(patches, _stepping_class(optimizer))
+        original(optimizer, *args, **kwargs)
+        self._run.owners.made(optimizer)
+        stepping = _stepping_class(optimizer)
+        once = stepping.__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
+        if once and stepping not in self._first:
+            self._first.add(stepping)
+            patches.wrap(stepping, "step", _closure_first)
+
+    def _pass_over(self, patches: Patches, stepping: type) -> None:
+        """Do not call the step of an optimizer that is not torch's while its gradients are set aside; call before torch hooks its step."""
+        hooked = hasattr(vars(stepping)["step"], "hooked")
+        if hooked or stepping in self._passed_over or stepping.__module__.startswith("torch."):
+            return
+        self._passed_over.add(stepping)
+        run = self._run
+
+        def step(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if run.skips and _closure_of((optimizer, *args), kwargs) is None:
+                return None
+            return original(optimizer, *args, **kwargs)
+
+        patches.around(stepping, "step", step)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        run = self._run
+        if run.apart:
+            run.graphs.trains()
+            return None
+        if self._stepping is not None and self._stepping is not optimizer:
+            return None  # a wrapper that steps other optimizers: one update
+        self._stepping, self._casts_again = optimizer, False
+        run.local.stepping = True
+        if run.transformed:
+            run.begin_transformed()
+        if run.local.depth and _closure_of(args, kwargs) is None:
+            self._stop_casting()
+        finite: bool | None = None
+        if run.steady.optimizer() is optimizer and not kwargs and (len(args) == 1 or args[1:] == (None,)):
+            step = run.recorder.num_closed + 1
+            finite = run.steady.batched.finite(optimizer) if run.scale.checks else True
+            if finite and step > EVERY_NORM:  # what the rest would do, without its calls
+                if step % NORMS_APART == 0 and (norm := _norm(optimizer)) is not None:
+                    run.recorder.norm(norm)
+                run.stepped = True
+                run.skips = False
+                run.found = False
+                self._made_last[0] += 1
+                return None
+        if optimizer not in self._made:
+            run.steady.end()
+            run.optimizers[optimizer] = None  # a copy or an unpickled optimizer was never constructed
+            self._made[optimizer] = [0, 0]
+        self._made_last = self._made[optimizer]
+        closure = _closure_of(args, kwargs)
+        if closure is None or isinstance(closure, Evaluated):
+            run.lint.step_begins(optimizer)
+            self._decide(optimizer, finite if run.scale.checks else None)
+            run.stepping()
+            return None
+        run.close_update()
+        run.in_closure = True
+        again = self._until_finite(optimizer, closure)
+        rest = tuple(again if a is closure else a for a in args)
+        run.stepping()
+        return rest, {k: again if v is closure else v for k, v in kwargs.items()}
+
+    def _stop_casting(self) -> None:
+        """Turn casting off for a step inside a module's forward pass: a -master policy casts nearly all operations, the optimizer's too.
+
+        If the step raises, the end of the module's region restores autocast's state.
+        """
+        kind = self._run.device_type
+        if self._run.applied is not None and kind is not None and torch.is_autocast_enabled(kind):
+            torch.set_autocast_enabled(kind, False)
+            self._casts_again = True
+
+    def _decide(self, optimizer: Optimizer, finite: bool | None) -> None:
+        """Check an optimizer's gradients if nothing is known of them, and set them aside if the update is to be skipped."""
+        run = self._run
+        if run.left_out.lost(optimizer):
+            finite = False
+        norm = _norm(optimizer) if (run.scale.checks and finite is None) or run.takes_norm else None
+        if norm is not None and finite is False:
+            norm = norm - norm  # NaN, as where an overflow was noticed gradient by gradient
+        skip = run.updated(norm, finite=finite)
+        if skip:
+            self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
+        if run.observer is not None:
+            run.updates.append(Update(scaler=0, optimizer=id(optimizer), skipped=skip))
+        made = self._made[optimizer]
+        made[0] += 1
+        made[1] += skip
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping is not optimizer:
+            return
+        self._stepping = None
+        run = self._run
+        run.local.stepping = False
+        if self._casts_again:
+            torch.set_autocast_enabled(run.device_type or "cpu", True)
+        if run.steady.optimizer() is optimizer and not (run.in_closure or run.skips):
+            clock = run.recorder.clock
+            if run.device_type == "cuda" or run.recorder.num_closed % CPU_TIMES_APART == 0:
+                clock.mark()
+            else:  # the same without the CPU time and two calls
+                clock.ended = (perf_counter(), None, None)
+            return
+        if run.in_closure:
+            run.lint.closure_ended(optimizer)
+        run.in_closure = False
+        run.recorder.measures = True
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside = []
+        run.lint.step_ended(optimizer)
+        run.update_made(optimizer)
+
+    def _until_finite(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that lowers the loss scale and evaluates again until the gradients are finite.
+
+        The first evaluation that counts is recorded for the update, as an optimizer returns it.
+        """
+        run = self._run
+
+        def evaluate() -> Any:
+            for _ in range(_MAX_EVALUATIONS):
+                if run.recorder.measures:
+                    run.recorder.forget()
+                loss = closure()
+                # A loss that is itself infinite is left to the optimizer: a line search went too far.
+                lost = isinstance(loss, Tensor) and not bool(loss.isfinite().all())
+                gradients = _gradients(optimizer)
+                if not run.scale.checks or lost or all_finite(gradients):
+                    break
+                if run.scale.at_floor():
+                    raise run.floor_error()
+                run.scale.updated(skipped=True)
+            if run.recorder.measures:
+                note = run.evaluated if lost else run.updated
+                note(_norm(optimizer))
+                run.recorder.measures = False
+            return loss
+
+        return evaluate
+
+    def _updates_of(self, scheduler: Any) -> tuple[int, int]:
+        """Return the updates that a scheduler's optimizer made and skipped, even if another library wrapped the optimizer."""
+        optimizer: Any = getattr(scheduler, "optimizer", None)
+        while optimizer not in self._made and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = optimizer.optimizer  # its name in Fabric's and Accelerate's wrappers
+        if optimizer not in self._made:
+            return 0, 0
+        made, skipped = self._made[optimizer]
+        return made, skipped
+
+
+def _stepping_class(optimizer: Optimizer) -> type:
+    """Return the class that defines an optimizer's ``step``."""
+    return next(kind for kind in type(optimizer).__mro__ if "step" in vars(kind))
+
+
+def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a closure before the step, but not in a pre-step hook: the closure itself may set hooks."""
+
+    @functools.wraps(original)
+    def step(optimizer: Optimizer, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if closure is None and not args and not kwargs:
+            return original(optimizer)  # the usual call: the hooks then have no arguments to search
+        if closure is None or isinstance(closure, Evaluated) or torch.compiler.is_compiling():
+            return original(optimizer, closure, *args, **kwargs)
+        with torch.enable_grad():
+            result = closure()
+        return original(optimizer, Evaluated(result), *args, **kwargs)
+
+    return step
+
+
+def _tolerating_overflow(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Clip overflowed gradients without the error that a script may ask for: their update is skipped."""
+
+    @functools.wraps(original)
+    def norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
+        return original(tensors, norm_type, error_if_nonfinite and run.changed_policy is not None, foreach)
+
+    return norm
+
+
+def _closure_of(args: Any, kwargs: Any) -> Any:
+    """Return the closure that a step was given; None if there is none."""
+    return kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
+
+
+def _norm(optimizer: Optimizer) -> Tensor | None:
+    """Return the norm of an optimizer's gradients, unscaled if a fused optimizer is to unscale them itself."""
+    gradients = _gradients(optimizer)
+    if not gradients:
+        return None
+    shared = True in [type(g) is not Tensor and is_shared(g) for g in gradients]
+    norm = norm_of_all(gradients, total_norm) if shared else total_norm(gradients)
+    scale = getattr(optimizer, "grad_scale", None)
+    return norm if scale is None else norm / scale
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    found = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+    if True in [g.is_sparse for g in found]:
+        return [g.coalesce().values() if g.is_sparse else g for g in found]
+    return found

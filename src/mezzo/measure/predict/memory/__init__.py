@@ -1,0 +1,1 @@
+"""Memory of a tape on a GPU: tensors, allocator, cuDNN's workspaces."""

@@ -1,0 +1,1 @@
+"""Record the tape of an unmodified script, in a process of its own."""

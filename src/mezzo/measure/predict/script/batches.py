@@ -1,0 +1,78 @@
+"""The batches that a script's loaders yield: counted, and made at another size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from mezzo.engine.casts.transforms import unwrapped
+
+
+class ScriptBatches:
+    """Watches a script's loaders; those with batches of size ``own`` yield batches of size ``wanted`` instead."""
+
+    def __init__(self, *, own: int | None = None, wanted: int | None = None) -> None:
+        self._own, self._wanted = own, wanted
+        self.drawn: list[int] = []
+        """Samples of each batch drawn since ``restart``."""
+        self.loading: Callable[[], AbstractContextManager[None]] = nullcontext
+        """A context for each batch that a loader makes: its transforms, modules among them, are the host's work."""
+
+    def restart(self) -> list[int]:
+        """Return ``drawn``, and empty it."""
+        drawn, self.drawn = self.drawn, []
+        return drawn
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch for the block. Loaders run in this process: workers would not see fake tensors."""
+        made, sampled, following = DataLoader.__init__, BatchSampler.__init__, _BaseDataLoaderIter.__next__
+
+        def loader(own: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **settings: Any) -> None:
+            settings |= {name: 0 for name in ("num_workers", "timeout") if name in settings}
+            settings |= {name: None for name in ("prefetch_factor", "multiprocessing_context") if name in settings}
+            settings |= {name: False for name in ("persistent_workers", "pin_memory") if name in settings}
+            made(own, dataset, self._size(batch_size), *args, **settings)
+
+        def sampler(own: Any, source: Any, batch_size: int, drop_last: bool) -> None:
+            sampled(own, source, self._size(batch_size), drop_last)
+
+        def following_batch(own: Any) -> Any:
+            with self.loading():
+                batch = following(own)
+            size = first_size([batch])
+            if size is not None:
+                self.drawn.append(size)
+            return batch
+
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(DataLoader, "__init__", loader))
+            stack.enter_context(patch.object(BatchSampler, "__init__", sampler))
+            stack.enter_context(patch.object(_BaseDataLoaderIter, "__next__", following_batch))
+            yield
+
+    def _size(self, size: Any) -> Any:
+        return self._wanted if self._wanted is not None and size == self._own else size
+
+
+def first_size(values: Iterable[Any]) -> int | None:
+    """Return the first dimension of the first tensor inside ``values`` that has one; None if there is none."""
+    for value in values:
+        if isinstance(value, Tensor):
+            whole = unwrapped(value)  # inside vmap, value is one sample
+            if whole.dim():
+                return int(whole.shape[0])
+            continue
+        inside = value.values() if hasattr(value, "values") and callable(value.values) else value
+        if isinstance(inside, (str, bytes)) or not isinstance(inside, Iterable):
+            continue
+        found = first_size(inside)
+        if found is not None:
+            return found
+    return None

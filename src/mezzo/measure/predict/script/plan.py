@@ -1,0 +1,298 @@
+"""All tapes of a script that predictions need: one for each policy, at its own batch size and at half of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mezzo.errors import UsageError
+from mezzo.formats import FP32
+from mezzo.measure.predict.plan import Tapes
+from mezzo.measure.predict.script.batch_sources import batch_sources
+from mezzo.measure.predict.script.data import MOST_OPERATIONS
+from mezzo.measure.predict.script.gpu import GPU_TOLD
+from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
+from mezzo.measure.predict.stand_ins import numbers_read
+from mezzo.measure.predict.tape import TrainingTape, check_same_steps, grow_unevenly
+from mezzo.measure.predict.time import HALF_FORMATS
+from mezzo.records import Reason
+from mezzo.records.run import BATCH, OWN_SHARE
+
+_WRITE_BATCH = f"where an argument sets the size, write {BATCH} in its place, as in --batch-size {BATCH}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptPlan:
+    """The tapes of a script by recorded policy, and the facts about them."""
+
+    tapes: dict[str, Tapes]
+    refused: dict[str, str]
+    """The error of the script, by the recorded policy under which it fails."""
+    batch: int
+    """Samples of one batch; 1 where they are not known."""
+    unit: str
+    """``samples``, or ``steps`` where the samples of a batch are not known."""
+    optimizer: str
+    assumptions: list[Reason]
+    channels_last: bool | None
+    """Whether convolutions have channels-last weights or inputs; None without convolutions."""
+
+
+def script_plan(
+    script: str,
+    arguments: Sequence[str],
+    policies: Sequence[str],
+    *,
+    batch: int | None = None,
+    as_module: bool = False,
+    scaled: bool = True,
+    limit_s: float | None = None,
+    on_gpu: bool = True,
+) -> ScriptPlan:
+    """Return the tapes of a script.
+
+    Args:
+        script: its path; a module's name with ``as_module``.
+        arguments: its own arguments; ``{batch}`` stands for the size of a batch.
+        policies: the policies to record.
+        batch: the size of a batch to predict; None for the script's own.
+        as_module: whether ``script`` is run as ``python -m`` would.
+        scaled: whether to predict other batch sizes too, which takes a second tape for each policy.
+        limit_s: time after which tracing ends.
+        on_gpu: whether the prediction is for a GPU instead of this machine.
+
+    Raises:
+        UsageError: the script cannot be traced, or cannot have batches of size ``batch``.
+    """
+    if has_batch(arguments) and batch is None:
+        raise UsageError(
+            f"the script's arguments have {BATCH} and --batch is missing", hint="type: mezzo predict --batch 64 …"
+        )
+    named = batch if has_batch(arguments) else None
+    words = with_batch(arguments, named)
+    one = [
+        TapeRequest(script=script, arguments=words, policy=policy, as_module=as_module, gpu_there=on_gpu)
+        for policy in policies
+    ]
+    deadline_s = None if limit_s is None else time.monotonic() + limit_s
+    all_found = list(zip(one, recorded_tapes(one, deadline_s=deadline_s), strict=True))
+    refused = {asked.policy: made.error for asked, made in all_found if made.error}
+    first = [made for _, made in all_found if not made.error]
+    known = first[0]
+    there = on_gpu and not known.fails_with_gpu
+    one = [
+        replace(asked, numbers_first=known.numbers_first, gpu_there=there, launched=known.launched)
+        for asked, made in all_found
+        if not made.error
+    ]
+    size = named or known.batch
+    others, why = list[ScriptTape](), "it was not asked for"
+    if scaled or batch not in (None, size):
+        others, why = _others(one, known, named, arguments, deadline_s=deadline_s)
+    tapes: dict[str, Tapes] = {}
+    partners: Sequence[ScriptTape | None] = others or [None] * len(one)
+    for request, found, other in zip(one, first, partners, strict=True):
+        found_why, tapes[request.policy] = _paired(found, other, size=named)
+        why = why or found_why
+    if batch is not None and batch != size and any(pair.other is None for pair in tapes.values()):
+        own = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
+        raise UsageError(
+            f"--batch {batch} cannot be predicted for {script}: {why or 'other sizes do not follow'}; {own}",
+            hint=f"leave --batch out; {_WRITE_BATCH}",
+        )
+    followed = all(pair.other is not None for pair in tapes.values())
+    uneven = followed and any(grow_unevenly(pair.one, pair.other) for pair in tapes.values() if pair.other is not None)
+    at = others[0].size_at if others else ""
+    return ScriptPlan(
+        tapes=tapes,
+        refused=refused,
+        batch=batch or size or 1,
+        unit="samples" if size is not None else "steps",
+        optimizer=known.optimizer or "no optimizer",
+        assumptions=_assumptions(known, named, followed=followed, uneven=uneven, why=why, at=at),
+        channels_last=_layout(known),
+    )
+
+
+def _others(
+    requests: Sequence[TapeRequest],
+    known: ScriptTape,
+    named: int | None,
+    arguments: Sequence[str],
+    *,
+    deadline_s: float | None,
+) -> tuple[list[ScriptTape], str]:
+    """Return the tapes at another batch size, or why there are none."""
+    size = named or known.batch
+    if size is None:
+        return [], "the size of its batches differs within a step"
+    other = _other_size(size)
+    if named is None and not known.from_loader:
+        return _by_its_source(requests, known, size, other, deadline_s=deadline_s)
+    changes: dict[str, Any] = {"own_batch": size, "batch": other}
+    if named is not None:
+        changes = {"arguments": with_batch(arguments, other)}
+    made = [replace(request, steps=known.num_steps, **changes) for request in requests]
+    try:
+        found = _all_recorded(made, deadline_s)
+    except UsageError as error:
+        return [], f"at batch {other} {error.message}"
+    if named is not None:
+        _check_sizes(requests[0].script, known.tape, found[0].tape, sizes=sorted((size, other)))
+        for one in found:
+            if one.tape is not None:
+                one.tape.batch = other
+    elif found[0].batch != other:
+        return _by_its_source(requests, known, size, other, deadline_s=deadline_s)
+    return found, ""
+
+
+def _other_size(size: int) -> int:
+    """Return half of a batch; twice its size where half would be one sample, whose tensors need fewer copies."""
+    return size // 2 if size > 3 else 2 * size
+
+
+def _all_recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> list[ScriptTape]:
+    """Return the tapes of ``requests``, none of which failed or was traced without the GPU that the script saw at its own batch size.
+
+    Raises:
+        UsageError: one did.
+    """
+    found = recorded_tapes(requests, deadline_s=deadline_s)
+    for one in found:
+        if why := one.error or one.fails_with_gpu:
+            raise UsageError(f"{requests[0].script} fails: {why}", hint="predict its own batch size")
+    return found
+
+
+def _by_its_source(
+    requests: Sequence[TapeRequest], known: ScriptTape, size: int, other: int, *, deadline_s: float | None
+) -> tuple[list[ScriptTape], str]:
+    """Return the tapes with another number where the size of the script's batch is set, or that no such place was found."""
+    first = requests[0]
+    script, failed = "" if first.as_module else first.script, ""
+    files = {"modules": known.modules, "configurations": known.configurations}
+    for place in batch_sources(script, first.arguments, size, **files):
+        words = place.arguments(first.arguments, size=size, other=other)
+        changes: dict[str, Any] = {"arguments": words, "file": place.file, "numbers": place.numbers, "batch": other}
+        try:
+            found = _all_recorded([replace(one, steps=known.num_steps, **changes) for one in requests], deadline_s)
+        except UsageError as error:  # the number is not the batch's alone
+            if place.argument is not None and not failed:
+                failed = f"{place.where} seems to set it, and with {other} in place of {size} {error.message}"
+            continue
+        if found[0].batch == other and _only_the_batch_differs(known, found[0]):
+            return [replace(one, size_at=place.where) for one in found], ""
+    read = f", nor in {', '.join(Path(file).name for file in known.configurations)}" if known.configurations else ""
+    return [], failed or f"neither a DataLoader nor a number in the script{read} sets the size of its batch"
+
+
+def _only_the_batch_differs(one: ScriptTape, other: ScriptTape) -> bool:
+    """Return whether two tapes train the same weights on inputs that differ in their batch alone.
+
+    A number may set a layer's width or an image's height as well.
+    """
+    if one.tape is None or other.tape is None or one.batch is None or other.batch is None:
+        return False
+    if _sizes(one.tape, "parameters", "optimizer") != _sizes(other.tape, "parameters", "optimizer"):
+        return False
+    inputs = _sizes(one.tape, "inputs"), _sizes(other.tape, "inputs")
+    pairs = zip(*inputs, strict=True) if len(inputs[0]) == len(inputs[1]) else [(0, 1)]
+    return all(a == b or a * other.batch == b * one.batch for a, b in pairs)
+
+
+def _sizes(tape: TrainingTape, *kinds: str) -> list[int]:
+    return [block.size_bytes for block in tape.blocks if block.kind in kinds]
+
+
+def _check_sizes(script: str, one: TrainingTape | None, other: TrainingTape | None, *, sizes: Sequence[int]) -> None:
+    """Raise UsageError if the argument that should set the size of a batch changes nothing."""
+    if one is not None and other is not None and (one.blocks, one.operations) == (other.blocks, other.operations):
+        raise UsageError(
+            f"{script} has the same batch with {BATCH} = {sizes[0]} and {sizes[1]}: its arguments do not set the size",
+            hint=f"write {BATCH} in place of the argument that sets the size of a batch, as in --batch-size {BATCH}; if there is "
+            f"none, leave {BATCH} and --batch out",
+        )
+
+
+def _paired(one: ScriptTape, other: ScriptTape | None, *, size: int | None) -> tuple[str, Tapes]:
+    assert one.tape is not None  # recorded_tapes raises otherwise
+    if size is not None:
+        one.tape.batch = size
+    why, second = "", None if other is None else other.tape
+    if second is not None:
+        try:
+            check_same_steps(one.tape, second)
+        except UsageError:
+            why, second = f"it runs other operations at batch {second.batch} than at batch {one.tape.batch}", None
+    return why, Tapes(one.tape, second, num_batches=one.num_batches)
+
+
+def _own_precision(tape: TrainingTape | None) -> list[Reason]:
+    """Return a note on a script that computes in 16 bits under FP32, because it casts by itself."""
+    flops = Counter[str]()
+    for operation in tape.operations if tape is not None else ():
+        flops[operation.format] += operation.flops
+    found = [
+        f"{share:.0%} of the FLOPs in {name}"
+        for name in sorted(HALF_FORMATS)
+        if (share := flops[name] / max(1, flops.total())) > OWN_SHARE
+    ]
+    why = "it casts its model or its data itself, and no policy takes that back: the rows of fp32 and tf32 have it as well"
+    return [Reason(what="the script's own precision", value=", ".join(found), reason=why)] if found else []
+
+
+def _layout(known: ScriptTape) -> bool | None:
+    operations = known.tape.operations if known.tape is not None else []
+    return known.channels_last if any(op.name == "convolution" for op in operations) else None
+
+
+def _assumptions(
+    known: ScriptTape, named: int | None, *, followed: bool, uneven: bool, why: str, at: str
+) -> list[Reason]:
+    size, num = named or known.batch, known.num_batches
+    found = [numbers_read("script", known.read_at)]
+
+    def add(what: str, value: str, reason: str) -> None:
+        found.append(Reason(what=what, value=value, reason=reason))
+
+    if known.numbers_first:
+        slow = f"it runs over {MOST_OPERATIONS:,} operations before its first module: too slow without numbers"
+        add("data that the script prepares", "with numbers", slow)
+    if known.fails_with_gpu:
+        failure = f"where it is True, the script fails on this machine: {known.fails_with_gpu}"
+        add("torch.cuda.is_available()", "this machine's", failure)
+    elif known.told_of_gpu:
+        add("what the script is told of its GPU", GPU_TOLD, f"it asks {', '.join(known.told_of_gpu)}")
+    if known.launched:
+        each = "it reads a launcher's variables; each further GPU has a batch of its own"
+        add("processes", "the only one of its job", each)
+    if known.compiles:
+        add(", ".join(known.compiles), "left out", "compiled steps are not predicted")
+    found += _own_precision(known.tape) if known.policy == FP32.name else []
+    if known.sized_at:
+        lines = ", ".join(filter(None, known.sized_at)) or "in a library"
+        all_of_them = "a condition selects everything, and values are all different: less memory and time where not"
+        add("sizes that numbers decide", "the largest possible", f"{all_of_them}, at {lines}")
+    if size is None:
+        add("batch", "not known", f"speed is in steps a second; {_WRITE_BATCH}")
+        return found
+    source = "as --batch names it" if named else "what the DataLoader yields"
+    if not named and not known.from_loader:
+        source = "the first dimension of what the model is called with"
+    many = f", {num} of them an update" if num > 1 else ""
+    add("batch", f"{size} samples{many}", source)
+    if followed:
+        where = f"set by {at}; " if at else ""
+        sizes = " to ".join(map(str, sorted((size, _other_size(size)))))
+        how = f"{where}each operation's cost and each tensor's bytes grow evenly with the batch, as from {sizes}"
+        if uneven:
+            how += "; those of tensors that compare samples with each other, with its square"
+        add("other batch sizes", "follow", how)
+    else:
+        add("other batch sizes", "do not follow", f"{why}; {_WRITE_BATCH}")
+    return found

@@ -1,0 +1,365 @@
+"""Watch a script from inside its process and write its tape."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributions import Distribution
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from mezzo.engine.casts.conversion import cast_model
+from mezzo.engine.optimizers.master_weights import MasterWeights
+from mezzo.measure.predict.cuda_operators import cuda_operators
+from mezzo.measure.predict.recorder import Recorder, storage_key
+from mezzo.measure.predict.script.amp import own_amp_left_out
+from mezzo.measure.predict.script.batches import ScriptBatches, first_size
+from mezzo.measure.predict.script.copies import copies_without_numbers
+from mezzo.measure.predict.script.data import CountedFakeMode, before_first_module
+from mezzo.measure.predict.script.devices import gpu_on_cpu
+from mezzo.measure.predict.script.eager import compilation_left_out
+from mezzo.measure.predict.script.packed import longest_sequences
+from mezzo.measure.predict.script.processes import first_process_alone
+from mezzo.measure.predict.script.saves import saved_in_memory
+from mezzo.measure.predict.script.sizes import largest_sizes
+from mezzo.measure.predict.script.tapes import TapeRequest
+from mezzo.measure.predict.stand_ins import asking_frame, stand_ins
+from mezzo.measure.predict.tape import Kind, TrainingTape
+from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of, units_of
+from mezzo.policy import Policy
+
+_MOST_STEPS = 8
+"""Steps after which a whole batch is no longer waited for."""
+_MOST_BACKWARD = 512
+"""Backward passes of one update; a script that makes more would make them for ever."""
+_MOST_LINES = 5
+
+
+class Enough(BaseException):
+    """Stops the script: no handler of its own catches it."""
+
+
+class ScriptRecorder:
+    """Records the last of a few steps. A step with a smaller batch than the first, such as an epoch's last, is never the last."""
+
+    def __init__(self, request: TapeRequest, *, told_of_gpu: list[str] | None = None) -> None:
+        """Start before the script's first line; ``told_of_gpu`` receives the name of each function that told it of a GPU."""
+        self.recorder = Recorder(batch=1)
+        self.num_events = 0
+        """Of the tape, at the end of the last step. The script's end frees the rest, in no order that repeats."""
+        self.recorder.recording = False
+        self.batches = ScriptBatches(own=request.own_batch, wanted=request.batch)
+        self.read_at: list[str] = []
+        """Lines of the script that asked for a number."""
+        self.sized_at: list[str] = []
+        """Lines of the script where the size of a result depends on numbers."""
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.sizes: list[list[int]] = []
+        """Samples of each batch of each step."""
+        self.from_loader = False
+        """Whether ``sizes`` are those of a loader's batches; otherwise the first dimension of what the model is called with."""
+        self.channels_last = False
+        """Whether a model or its inputs are stored channels-last."""
+        self._request, self._policy, self._told_of_gpu = request, Policy.parse(request.policy), told_of_gpu
+        self.compiles: list[str] = []
+        """Functions with which the script compiles, which were left out."""
+        self._region = region_of(self._policy)
+        self._num_backward = 0
+        """Since the last update."""
+        self._hosts = False
+        """Whether a loader makes a batch."""
+        self.batches.loading = self._by_host
+        self._open = ExitStack()
+        self._models: list[nn.Module] = []
+        self._known: set[int] = set()
+        self._on_gpu: dict[int, weakref.ref[Tensor]] = {}
+        """What the script moved to its GPU since the model's last call, by storage."""
+        self._masters: list[MasterWeights] = []
+
+    @property
+    def tape(self) -> TrainingTape:
+        """The tape so far."""
+        return self.recorder.tape
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps have ended."""
+        return max(0, len(self.tape.step_starts) - self.recorder.recording)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the training in the block."""
+        own_backward, own_call = torch.autograd.backward, nn.Module.__call__
+        request, fake = self._request, CountedFakeMode()
+
+        def backward(*args: Any, **kwargs: Any) -> None:
+            self._backward_begins()
+            own_backward(*args, **kwargs)
+            self._backward_ended()
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # Not a hook: a hook would run when the module's forward, which casting wraps, has been looked up.
+            self._called(module, args, kwargs, fake)
+            return own_call(module, *args, **kwargs)
+
+        hooks = [
+            register_optimizer_step_pre_hook(self._optimizer_begins),
+            register_optimizer_step_post_hook(self._optimizer_ended),
+        ]
+        try:
+            with ExitStack() as stack:
+                watched: list[AbstractContextManager[Any]] = [
+                    patch.object(torch.autograd, "backward", backward),
+                    patch.object(nn.Module, "__call__", call),
+                    patch.object(nn.Module, "_apply", _converted),
+                    patch.object(Distribution, "_validate_args", False),  # by conditions on numbers
+                    stand_ins(self._note_line, some_are_real=request.numbers_first),
+                    self.batches.watching(),
+                    own_amp_left_out(),
+                    gpu_on_cpu(self._told_of_gpu, there=request.gpu_there, moved=self._moved),
+                    first_process_alone(launched=request.launched),
+                    compilation_left_out(self._note_compilation),
+                    saved_in_memory(),
+                    cuda_operators(),
+                    largest_sizes(self._note_size),
+                    longest_sequences(self._note_size),
+                    copies_without_numbers(),
+                ]
+                for one in watched:
+                    stack.enter_context(one)
+
+                def without_numbers() -> None:
+                    stack.enter_context(self.recorder)
+                    stack.enter_context(fake)
+
+                if not request.numbers_first:
+                    without_numbers()
+                first = without_numbers if request.numbers_first else fake.stop_counting
+                stack.enter_context(before_first_module(first))
+                yield
+        finally:
+            self._open.close()
+            for hook in hooks:
+                hook.remove()
+
+    # --- the parts of a step -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _by_host(self) -> Iterator[None]:
+        """Leave out what the block runs."""
+        recording, self.recorder.recording, self._hosts = self.recorder.recording, False, True
+        try:
+            yield
+        finally:
+            self.recorder.recording, self._hosts = recording, False
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any, fake: FakeTensorMode) -> None:
+        if self._hosts:
+            return
+        if not self.recorder.recording:
+            if not (module.training and torch.is_grad_enabled()):
+                return
+            self.recorder.recording = True
+            self._adopt(module)
+            if not self.tape.step_starts:
+                self._own_what_else_is_there(fake)
+            self.recorder.step_begins()
+            self.sizes.append([])
+        elif self.recorder.phase == "forward":
+            if id(module) not in self._known:  # a second model of the same step
+                self._adopt(module)
+                self.recorder.phase = "forward"
+                self._open.enter_context(modules_named(module, self.recorder))
+            return
+        elif not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:
+            return  # called while gradients are computed, as by activation checkpointing
+        self._forward_begins(module, args, kwargs)
+
+    def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        drawn = self.batches.restart()
+        self.from_loader = self.from_loader or bool(drawn)
+        self.sizes[-1] += drawn[-1:] if drawn else filter(None, [first_size([args, kwargs])])
+        self._adopt(module)
+        tensors = [t for t in (*tree_leaves((args, kwargs)), *module.parameters()) if isinstance(t, Tensor)]
+        self.channels_last = self.channels_last or any(map(_is_channels_last, tensors))
+        self.recorder.phase = "inputs"
+        self.recorder.own((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "inputs")
+        self._own_moved()
+        self.recorder.phase = "forward"
+        self._open.enter_context(self._region())
+        self._open.enter_context(modules_named(module, self.recorder))
+
+    def _adopt(self, module: nn.Module) -> None:
+        """Allocate a model that is called for the first time, cast as the policy says."""
+        if id(module) in self._known:
+            return
+        self._known |= {id(part) for part in module.modules()}
+        self._models.append(module)
+        if self._policy.casting == "model":
+            if self._policy.master_weights:
+                self._masters.append(MasterWeights(module.parameters()))
+            cast_model(module, self._policy, "cpu")
+        self.recorder.phase = "setup"
+        for unit, size in units_of(module).items():
+            self.tape.units[unit] = self.tape.units.get(unit, 0) + size
+        for tensors, kind in _weights(module):
+            self.recorder.own(tensors, kind)
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """Return what lies on the GPU of a tensor that was moved: a part of a larger one in host memory is a tensor of its own there."""
+        if self.recorder.recording and self.recorder.phase != "optimizer":
+            return tensor  # inside a model
+        known = self._on_gpu.get(storage_key(tensor))
+        if self.recorder.knows(tensor) or (known is not None and known() is not None):
+            return tensor
+        if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+            recording, self.recorder.recording = self.recorder.recording, False
+            tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            self.recorder.recording = recording
+        self._on_gpu.pop(storage_key(tensor), None)  # of a storage that is gone: the order is that of this one
+        self._on_gpu[storage_key(tensor)] = weakref.ref(tensor)
+        return tensor
+
+    def _own_moved(self) -> None:
+        """Allocate what was moved to the GPU and is not known yet, as the labels of a batch."""
+        there = [tensor for made in self._on_gpu.values() if (tensor := made()) is not None]
+        self.recorder.own((tensor for tensor in there if not self.recorder.knows(tensor)), "inputs")
+        self._on_gpu.clear()
+
+    def _own_what_else_is_there(self, fake: FakeTensorMode) -> None:
+        """Allocate what lies on the GPU beside the model: models that are not trained, as averages and teachers, and data."""
+        self.recorder.phase = "setup"
+        gc.collect()
+        found = (one for one in gc.get_objects() if issubclass(type(one), nn.Module) and id(one) not in self._known)
+        for module in sorted(found, key=_told_apart):  # the collector's order differs from run to run
+            for tensors, kind in _weights(module):
+                self.recorder.own((t for t in tensors if isinstance(t, FakeTensor) and t.fake_mode is fake), kind)
+        self._own_moved()
+
+    def _backward_begins(self) -> None:
+        self._open.close()
+        self._num_backward += 1
+        if self._num_backward > _MOST_BACKWARD:
+            raise RuntimeError(
+                f"{_MOST_BACKWARD} backward passes and no update: a condition on a number, of which there are none, keeps it away"
+            )
+        if self.recorder.recording:
+            self.recorder.phase = "backward"
+            self.tape.backward_starts.append(len(self.tape.events))
+
+    def _backward_ended(self) -> None:
+        parameters = (p for model in self._models for p in model.parameters())
+        self.recorder.label((p.grad for p in parameters if p.grad is not None), "gradients")
+        if self.recorder.recording:
+            self.recorder.phase = "optimizer"  # clipping and the like
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.recorder.phase = "optimizer"
+        self._num_backward = 0
+        if self.recorder.recording:
+            self.tape.optimizer_starts.append(len(self.tape.events))
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+            own = {id(p) for model in self._models for p in model.parameters()}
+            for masters in self._masters:
+                masters.begin([optimizer])
+                held = (masters.held(p) for model in self._models for p in model.parameters())
+                self.recorder.own((p for p in held if id(p) not in own), "optimizer")
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused"):
+                group["foreach"] = True
+            if group.get("capturable", False):  # for CUDA graphs, which are left out; torch refuses it on a CPU
+                group["capturable"] = False
+        for masters in self._masters:
+            masters.pull_gradients()
+
+    def _optimizer_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self.recorder.recording:
+            return
+        for masters in self._masters:
+            masters.push()
+            for model in self._models:
+                free_gradients(masters, model)
+        self.recorder.label(optimizer_state(optimizer), "optimizer")
+        self.recorder.recording = False
+        self.num_events = len(self.tape.events)
+        if self._is_last():
+            raise Enough
+
+    def _is_last(self) -> bool:
+        if self._request.steps is not None:
+            return self.num_steps == self._request.steps
+        whole = self.sizes[-1] == self.sizes[0]
+        return self.num_steps >= STEPS and (whole or self.num_steps == _MOST_STEPS)
+
+    # --- numbers, of which there are none ----------------------------------------------------------------------------------------
+
+    def _note_compilation(self, name: str) -> None:
+        if name not in self.compiles:
+            self.compiles.append(name)
+
+    def _note_size(self) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename != self._request.script:
+            frame = frame.f_back
+        self._note("" if frame is None else _line_of(frame), self.sized_at)
+
+    def _note_line(self) -> None:
+        frame = asking_frame()
+        if frame is not None and frame.f_code.co_filename == self._request.script:
+            self._note(_line_of(frame), self.read_at)
+
+    @staticmethod
+    def _note(line: str, lines: list[str]) -> None:
+        if line not in lines and len(lines) < _MOST_LINES:
+            lines.append(line)
+
+
+def _line_of(frame: FrameType) -> str:
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _told_apart(module: nn.Module) -> str:
+    """Return what sorts modules in the same way in every run."""
+    return f"{type(module).__qualname__} {[tuple(p.shape) for p in module.parameters()]}"
+
+
+def _weights(module: nn.Module) -> tuple[tuple[list[Tensor], Kind], ...]:
+    """Return the parameters and the buffers of a module, with their kinds."""
+    return (list(module.parameters()), "parameters"), (list(module.buffers()), "buffers")
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return last and not tensor.is_contiguous()
+
+
+def _converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Return ``module`` with ``fn`` applied to its tensors, as ``Module._apply`` does, which cannot swap fake tensors."""
+    made: dict[int, Any] = {}
+
+    def of(tensor: Tensor) -> Any:
+        if id(tensor) not in made:
+            with torch.no_grad():
+                new = fn(tensor)
+            same = new is tensor or not isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = (new if same else nn.Parameter(new.detach(), tensor.requires_grad), tensor)
+        return made[id(tensor)][0]
+
+    for part in module.modules() if recurse else [module]:
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[name] = of(tensor)
+    return module

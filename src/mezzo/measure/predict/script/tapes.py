@@ -1,0 +1,261 @@
+"""Tapes of unmodified scripts, recorded in a process of their own (``script_process``).
+
+The size of a batch is that of what a ``DataLoader`` yields; other sizes follow from a tape at half the size, which the loader is
+made to yield. For a script without loaders, its arguments, its text and the files that it reads are searched for the size.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mezzo.errors import UsageError
+from mezzo.formats import FP32, FP64
+from mezzo.measure.advice import advice_for
+from mezzo.measure.predict.tape import TrainingTape
+from mezzo.measure.predict.training import STEPS
+from mezzo.records.run import BATCH, refuses_format
+
+ONLY_PROCESS: Mapping[str, str] = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+"""The environment variables that a launcher sets for the only process of a job."""
+_TAIL = 4
+_MOST_DOUBLE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class TapeRequest:
+    """One tape to record."""
+
+    script: str
+    arguments: Sequence[str]
+    policy: str
+    as_module: bool = False
+    own_batch: int | None = None
+    """Size of the loaders that yield batches of ``batch`` instead; None to leave them as they are."""
+    batch: int | None = None
+    steps: int | None = None
+    file: str = ""
+    """The file of ``numbers``: the script, a module of its own or a configuration."""
+    numbers: Sequence[tuple[int, int]] = ()
+    """The numbers in ``file`` that become ``batch``, as ``BatchSource`` has them."""
+    numbers_first: bool = False
+    """Whether the script has numbers until it builds its first module: preparing its data without them would take too long."""
+    gpu_there: bool = True
+    """Whether the script is told that there is a GPU; otherwise it is told what is true on this machine."""
+    launched: bool = False
+    """Whether it is told what a launcher tells the only process of a job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptTape:
+    """What one request recorded."""
+
+    tape: TrainingTape | None
+    """None where the script never finished two steps."""
+    batch: int | None = None
+    """Samples of one batch."""
+    num_batches: int = 1
+    """Batches of one update."""
+    num_steps: int = 0
+    from_loader: bool = False
+    size_at: str = ""
+    """What sets the size of a batch in the script, where that is no loader."""
+    modules: Sequence[str] = ()
+    """The Python files of its own that the script imports."""
+    configurations: Sequence[str] = ()
+    """Other files of settings that it reads."""
+    channels_last: bool = False
+    optimizer: str = ""
+    read_at: Sequence[str] = field(default_factory=list)
+    sized_at: Sequence[str] = field(default_factory=list)
+    """Lines where the size of a result depends on numbers; an empty one is not the script's own."""
+    error: str = ""
+    """Why the script failed."""
+    exited: bool = False
+    """Whether it ended itself with an exit code."""
+    numbers_first: bool = False
+    """Whether it had numbers until it built its first module."""
+    slow_data: bool = False
+    """Whether it was stopped because preparing its data without numbers takes too long."""
+    needs_numbers: bool = False
+    """Whether it failed because the size of a result depends on numbers."""
+    told_of_gpu: Sequence[str] = ()
+    """What told it of a GPU, as functions of ``torch.cuda``."""
+    launched: bool = False
+    """Whether it was told what a launcher tells the only process of a job, since it fails without."""
+    policy: str = ""
+    compiles: Sequence[str] = ()
+    """Functions by which it compiles, which were left out."""
+    fails_with_gpu: str = ""
+    """Why it failed when it was told of a GPU; it was then told what is true on this machine."""
+
+
+def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None = None) -> list[ScriptTape]:
+    """Return the tapes of ``requests``, recorded in a process of their own.
+
+    A script that needs a launcher's variables gets those of the only process of a job. One that fails because it was told of a GPU
+    runs again and is told the truth. If FP32, the baseline of all, has a tape, a policy under which the script fails has none.
+
+    Args:
+        requests: what to record.
+        deadline_s: the time of ``time.monotonic`` at which recording ends.
+
+    Raises:
+        UsageError: the script does not exist, cannot be traced, not in time, or ended before its second step.
+    """
+    for request in requests:
+        if not request.as_module and not Path(request.script).is_file():
+            raise UsageError(f"there is no script {request.script!r}", hint="check the path")
+    found, output = _recorded(requests, deadline_s)
+    if all(one.error.endswith(tuple(f"KeyError: {name!r}" for name in ONLY_PROCESS)) for one in found):
+        requests = [replace(request, launched=True) for request in requests]
+        found, output = _recorded(requests, deadline_s)
+    if not any(one.tape for one in found) and all(one.told_of_gpu for one in found):
+        again, _ = _recorded([replace(request, gpu_there=False) for request in requests], deadline_s)
+        if any(one.tape for one in again):
+            why = found[0].error or "it never trains"
+            found = [replace(one, fails_with_gpu=why) for one in again]
+    trains = any(one.tape for request, one in zip(requests, found, strict=True) if request.policy == FP32.name)
+    for request, one in zip(requests, found, strict=True):
+        if one.error and not trains:
+            raise _failed(request, one, output)
+        if one.tape is None and not one.error:
+            raise UsageError(
+                f"{request.script} never trains: it ended after {one.num_steps} of {STEPS} optimizer steps on a model in training mode",
+                hint="name the script that trains, with the arguments that make it train for two steps",
+            )
+        if one.tape is not None:
+            _check_formats(request.script, one.tape)
+    return found
+
+
+def _recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> tuple[list[ScriptTape], str]:
+    """Return what each request recorded, and what the process printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "requests"
+        place.write_bytes(pickle.dumps(list(requests)))
+        words = [sys.executable, "-m", "mezzo.measure.predict.script.process", str(place)]
+        # One process is traced: with a launcher's variables a script would wait for the others.
+        alone = {name: value for name, value in os.environ.items() if name not in ONLY_PROCESS}
+        output, code = _run(words, alone, requests[0].script, deadline_s)
+        found: list[ScriptTape] = []
+        for number, request in enumerate(requests):
+            made = place.with_name(f"tape{number}")
+            if not made.exists():
+                raise _died(request, output, code)
+            found.append(pickle.loads(made.read_bytes()))
+    return found, output
+
+
+def _run(words: list[str], environment: dict[str, str], script: str, deadline_s: float | None) -> tuple[str, int]:
+    """Return what the process printed and its exit code; its forks end with it, however this function ends."""
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"{script} was not traced in the time that was left",
+            hint="mezzo predict traces it without a limit; what a script prepares after it has built its model takes longest",
+        ) from None
+    finally:
+        if process.poll() is None:
+            _kill(process)
+    return output, process.returncode
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.kill()
+    process.communicate()
+
+
+def _died(request: TapeRequest, output: str, code: int) -> UsageError:
+    last = "\n".join(output.splitlines()[-_TAIL:])
+    causes = {  # by signal
+        9: "it was killed, as by a machine that is out of memory",
+        11: "native code of its own, as an optimizer's kernels, reads the memory of tensors, which have none here",
+    }
+    ended = (why for number, why in causes.items() if f"ended by signal {number}" in output or code == -number)
+    cause = next(ended, "")
+    return UsageError(
+        f"{request.script} cannot be traced without numbers: {cause or 'it ended with:' + chr(10) + last}",
+        hint="predict its model by name with --model, or keep what reads numbers out of the first two steps",
+    )
+
+
+def _check_formats(script: str, tape: TrainingTape) -> None:
+    """Raise UsageError for a training with products in float64, whose rates the table of GPUs lacks."""
+    counted = sum(operation.flops for operation in tape.operations)
+    double = sum(operation.flops for operation in tape.operations if operation.format == FP64.name)
+    if double > _MOST_DOUBLE * counted:
+        raise UsageError(
+            f"{script} cannot be predicted: {double / counted:.0%} of its FLOPs are in float64, and GPUs are listed without its rates",
+            hint="convert model and data to float32 (model.float(), torch.set_default_dtype), or measure it with mezzo run",
+        )
+
+
+def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
+    if one.exited:  # as argparse ends a script that does not know an option
+        printed = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing")
+        return UsageError(
+            f"{request.script} ended before it trained: {one.error} ({printed})",
+            hint="check the script's own arguments; run it by itself with them first",
+        )
+    missing = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", one.error)
+    if missing is not None:
+        return UsageError(
+            f"{request.script} imports {missing[1]!r}, which is not installed here: {one.error}",
+            hint=f"install it for {sys.executable}, or run the script by itself first",
+        )
+    if one.needs_numbers:
+        return UsageError(
+            f"{request.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",
+            hint="pass the size where it takes one, as output_size= of repeat_interleave or num_classes= of one_hot, "
+            "or predict the model by name with --model",
+        )
+    if "SparseTensorImpl" in one.error:
+        return UsageError(
+            f"{request.script} cannot be predicted: its gradients are sparse, and what they take depends on numbers ({one.error})",
+            hint="trace it with sparse=False in its nn.Embedding, which is the most that it takes, or measure it with mezzo run",
+        )
+    if (advice := advice_for(one.error)) or request.policy == "fp32" or not refuses_format(one.error):
+        return UsageError(
+            f"{request.script} cannot be traced without numbers: {one.error}",
+            hint=advice or "run it by itself first; if it works, predict its model by name with --model",
+        )
+    return UsageError(f"{request.script} fails under {request.policy}: {one.error}", hint=hint_under(request.policy))
+
+
+def hint_under(policy: str) -> str:
+    """Return what to do about a script that fails only under ``policy``."""
+    return f"find the modules that need FP32: mezzo fallback --policy {policy} …; or predict the rest: --policies fp32,tf32"
+
+
+def has_batch(arguments: Sequence[str]) -> bool:
+    """Return whether the arguments name the size of a batch."""
+    return any(BATCH in word for word in arguments)
+
+
+def with_batch(arguments: Sequence[str], batch: int | None) -> list[str]:
+    """Return the arguments with ``{batch}`` replaced."""
+    return [word.replace(BATCH, str(batch)) for word in arguments]

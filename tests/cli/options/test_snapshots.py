@@ -1,0 +1,75 @@
+"""``--snapshot`` and ``--resume``: what is refused before a script runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mezzo import cli
+from mezzo.cli.options.snapshots import seconds_of, snapshot_request
+from mezzo.cli.script import Script
+from mezzo.policy import Policy
+
+TIMES = [("30s", 30.0), ("5m", 300.0), ("1.5h", 5400.0), ("90", 90.0), (" 2m ", 120.0)]
+
+
+@pytest.mark.parametrize(("text", "seconds"), TIMES)
+def test_times(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+REFUSED = [
+    (
+        ["--snapshot", "often"],
+        "mezzo: --snapshot 'often'; allowed: a time, such as 30s, 5m or 1h\n  hint: type: --snapshot 5m\n",
+    ),
+    (
+        ["--snapshot", "-5m"],
+        "mezzo: --snapshot '-5m'; allowed: a time, such as 30s, 5m or 1h\n  hint: type: --snapshot 5m\n",
+    ),
+    (
+        ["--resume", "nowhere"],
+        "mezzo: --resume 'nowhere' has no folder snapshots; allowed: the folder of a run with --snapshot\n"
+        "  hint: find one with ls runs/*/snapshots; if --out names the same folder, a run that finds none starts from the beginning\n",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED)
+def test_what_cannot_be_used_is_refused_before_the_script_runs(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("open('ran', 'w')\n")
+
+    assert cli.main(["run", *words, "train.py"]) == 2
+
+    assert capsys.readouterr().err == message
+    assert not Path("ran").exists()
+
+
+def test_a_resumed_run_goes_on_in_the_folder_of_the_earlier_one(tmp_path: Path) -> None:
+    script = Script(
+        target="train.py", arguments=["--epochs", "3"], as_module=False, out=None, log_to=None, as_json=False
+    )
+    policy = Policy.parse("bf16")
+
+    fresh = snapshot_request(script, tmp_path / "new", "1m", None, policy=policy, seed=None)
+    resumed = snapshot_request(script, tmp_path / "newer", None, tmp_path / "new", policy=policy, seed=None)
+
+    assert snapshot_request(script, tmp_path, None, None, policy=policy, seed=None) is None
+    assert fresh is not None
+    assert resumed is not None
+    assert fresh.folder == resumed.folder == str(tmp_path / "new" / "snapshots")
+    assert (fresh.every_s, fresh.resume, resumed.every_s, resumed.resume) == (60.0, False, 300.0, True)
+    assert (
+        fresh.identity
+        == resumed.identity
+        == {
+            "script": "train.py",
+            "arguments": '["--epochs", "3"]',
+            "policy": "bf16",
+            "seed": "None",
+        }
+    )

@@ -1,0 +1,56 @@
+"""A traced script's own mixed precision does not change its tapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.tapes import TapeRequest
+
+SCRIPT = """
+import torch
+from torch import nn
+import mezzo
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{made}
+for _ in range(4):
+    optimizer.zero_grad()
+    {step}
+"""
+PLAIN = "model(torch.randn(8, 8)).square().mean().backward(); optimizer.step()"
+OWN = """with torch.autocast("cpu", dtype=torch.float16):
+        loss = model(torch.randn(8, 8)).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()"""
+SESSION = """with session.autocast():
+        loss = model(torch.randn(8, 8)).square().mean()
+    session.step(loss)"""
+
+
+@pytest.mark.parametrize(
+    ("made", "step"),
+    [
+        ("scaler = torch.amp.GradScaler('cpu')", OWN),
+        ("scaler = torch.amp.GradScaler('cpu', 65536.0, 2.0, 0.5, 2000, True)", OWN),
+        ("session = mezzo.Session(model, optimizer, policy='fp16')", SESSION),
+    ],
+)
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_products_are_those_of_the_script_without_it(made: str, step: str, policy: str, tmp_path: Path) -> None:
+    kinds = []
+    for name, words in (("plain.py", ("", PLAIN)), ("own.py", (made, step))):
+        path = tmp_path / name
+        path.write_text(SCRIPT.format(made=words[0], step=words[1]))
+        request = TapeRequest(script=str(path), arguments=(), policy=policy, steps=2)
+        tape = recorded(request).tape
+        assert tape is not None
+        kinds.append([(op.name, op.format, op.flops) for op in tape.operations if op.flops])
+    assert kinds[0] == kinds[1]
+    assert {form for _, form, _ in kinds[1]} == {policy}

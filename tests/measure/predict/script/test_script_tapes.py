@@ -1,0 +1,254 @@
+"""Scripts that are traced as they are: what their tapes hold, and what is said of those that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers_predict import traced_in_forks
+from mezzo.errors import UsageError
+from mezzo.measure.predict.memory.of_tape import bytes_by_kind
+from mezzo.measure.predict.script import tapes
+from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, recorded_tapes
+from mezzo.measure.predict.tape import TrainingTape
+from mezzo.measure.predict.training import record_training
+from mezzo.policy import Policy
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randint(0, 2, (64,)))
+loader = torch.utils.data.DataLoader(data, batch_size=int(sys.argv[1]), shuffle=True)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)).to("cpu")
+optimizer = torch.optim.AdamW(model.parameters())
+total = 0.0
+for epoch in range(100):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        if torch.isnan(loss):
+            raise SystemExit("the loss is not a number")
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        total += loss.item()
+        assert epoch == 0, "the script was not stopped"
+"""
+
+
+def _written(folder: Path, text: str) -> str:
+    path = folder / "train.py"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def _recorded_here(script: str, arguments: list[str], policy: str) -> TrainingTape | None:
+    return recorded(TapeRequest(script=script, arguments=arguments, policy=policy)).tape
+
+
+def _recorded(script: str, policy: str) -> TrainingTape:
+    tape = recorded_tapes([TapeRequest(script=script, arguments=[], policy=policy)])[0].tape
+    assert tape is not None
+    return tape
+
+
+def _called(policy: str) -> TrainingTape:
+    def loss(model: nn.Module, inputs: Any) -> tuple[Tensor, Any]:
+        return nn.functional.cross_entropy(model(inputs["x"]), inputs["y"]), None
+
+    return record_training(
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2)),
+        lambda n: {"x": torch.empty(n, 8), "y": torch.empty(n, dtype=torch.long)},
+        loss,
+        batch=4,
+        optimizer=partial(torch.optim.AdamW),
+        policy=Policy.parse(policy),
+    )
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16"])
+def test_a_script_has_the_tape_of_its_model(policy: str, tmp_path: Path) -> None:
+    tape = _recorded_here(_written(tmp_path, SCRIPT), ["4"], policy)
+    wanted = _called(policy)
+    assert tape is not None
+
+    def products(one: TrainingTape) -> list[tuple[Any, ...]]:
+        return [(op.name, op.phase, op.module, op.format, op.shape) for op in one.operations if op.flops]
+
+    assert products(tape) == products(wanted)
+    found, other = (bytes_by_kind(one, until=one.backward_starts[-1] - 1) for one in (tape, wanted))
+    for kind in ("parameters", "optimizer"):
+        assert found[kind] == other[kind]
+    assert abs(found["activations"] - other["activations"]) <= 8  # the script's loss is alive
+
+
+def test_a_larger_batch_computes_more(tmp_path: Path) -> None:
+    path = _written(tmp_path, SCRIPT)
+    flops = [sum(op.flops for op in tape.operations) for n in ("4", "8") if (tape := _recorded_here(path, [n], "fp32"))]
+    assert flops[1] == 2 * flops[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("print('hello')", "never trains: it ended after 0 of 2 optimizer steps"),
+        ("raise ValueError('no data')", "train.py:1: ValueError: no data"),
+        (
+            "import sys; sys.exit('usage: --data is missing')",
+            r"ended before it trained: exit code 1 \(usage: --data is missing\)",
+        ),
+        (
+            "import argparse; p = argparse.ArgumentParser(); p.add_argument('--lr'); p.parse_args(['--foo', '1'])",
+            r"exit code 2 \(train.py: error: unrecognized arguments: --foo 1\)",
+        ),
+        (
+            "import torch\nprint(torch.ones(3).repeat_interleave(torch.arange(3)).shape)",
+            "the size of a result depends on them at train.py:2",
+        ),
+        (
+            "import os\nos.kill(os.getpid(), 11)",
+            "native code of its own, as an optimizer's kernels, reads the memory of tensors",
+        ),
+        ("import os\nos.kill(os.getpid(), 9)", "it was killed, as by a machine that is out of memory"),
+    ],
+)
+def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None:
+    with traced_in_forks(), pytest.raises(UsageError, match=message):
+        _recorded(_written(tmp_path, text), "fp32")
+
+
+@pytest.mark.parametrize(
+    ("script", "policy", "message"),
+    [
+        ("nowhere.py", "fp32", "there is no script 'nowhere.py'"),
+    ],
+)
+def test_what_is_refused(script: str, policy: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        _recorded(script, policy)
+
+
+IN_A_JOB = """
+import os
+import torch
+if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    torch.distributed.init_process_group("gloo")  # waits for a second process, which never comes
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(torch.randn(16, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_is_traced_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text(IN_A_JOB, encoding="utf-8")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert _recorded(str(tmp_path / "train.py"), "fp32").step_starts
+
+
+TRAINED = """
+import torch
+from torch import nn
+model = nn.Sequential(SETUP)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(4):
+    model(INPUT).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("setup", "data", "policy", "message", "hint"),
+    [
+        (
+            "nn.Linear(8, 4, dtype=torch.float64)",
+            "torch.randn(16, 8, dtype=torch.float64)",
+            "fp32",
+            "100% of its FLOPs are in float64",
+            "convert model and data to float32",
+        ),
+        (
+            "nn.Embedding(9, 8, sparse=True), nn.Linear(8, 4)",
+            "torch.randint(0, 9, (16,))",
+            "fp32",
+            "its gradients are sparse",
+            "sparse=False in its nn.Embedding",
+        ),
+        (
+            "__import__('surely_not_here.part')",
+            "0",
+            "fp32",
+            "imports 'surely_not_here', which is not installed here: train.py:",
+            "install it for ",
+        ),
+        (
+            "nn.Linear(8, 4), type('M', (nn.Linear,), {'forward': lambda m, x: torch.zeros(x.shape).scatter("
+            "1, torch.zeros(16, 1, dtype=torch.int64), nn.functional.linear(x, m.weight))})(4, 1)",
+            "torch.randn(16, 8)",
+            "bf16",
+            r"fails under bf16: .*train.py:4: RuntimeError: .*dtype",
+            "mezzo fallback --policy bf16",
+        ),
+    ],
+)
+def test_what_a_trace_cannot_price_is_said(
+    setup: str, data: str, policy: str, message: str, hint: str, tmp_path: Path
+) -> None:
+    script = _written(tmp_path, TRAINED.replace("SETUP", setup).replace("INPUT", data))
+    with traced_in_forks(), pytest.raises(UsageError, match=message) as told:
+        _recorded(script, policy)
+    assert hint in told.value.hint
+
+
+GOOD = ScriptTape(tape=TrainingTape(batch=1), num_steps=2)
+BAD = ScriptTape(tape=None, error="train.py:3: RuntimeError: no kernel")
+TOLD = replace(BAD, told_of_gpu=["torch.cuda.is_available"])
+
+
+@pytest.mark.parametrize(
+    ("policies", "first", "again", "expected"),
+    [
+        (["fp32", "fp16"], [GOOD, BAD], [], [GOOD, BAD]),
+        (["fp32", "fp16"], [GOOD, TOLD], [], [GOOD, TOLD]),  # the GPU is not to blame
+        (["fp32", "fp16"], [BAD, GOOD], [], "train.py:3: RuntimeError: no kernel"),  # the baseline of all
+        (["fp32", "fp16"], [BAD, BAD], [], "train.py:3: RuntimeError: no kernel"),
+        (["fp16"], [BAD], [], "train.py:3: RuntimeError: no kernel"),
+        (["fp32"], [TOLD], [GOOD], [replace(GOOD, fails_with_gpu=BAD.error)]),
+        (["fp32", "fp16"], [TOLD, TOLD], [GOOD, BAD], [replace(one, fails_with_gpu=BAD.error) for one in (GOOD, BAD)]),
+        (["fp32"], [TOLD], [replace(BAD, error="other")], "train.py:3: RuntimeError: no kernel"),
+    ],
+)
+def test_what_is_kept_where_a_script_fails(
+    policies: list[str],
+    first: list[ScriptTape],
+    again: list[ScriptTape],
+    expected: list[ScriptTape] | str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is recorded while the script is told of a GPU, then what is recorded while it is told what is true."""
+
+    def recorded_now(requests: Sequence[TapeRequest], _: object) -> tuple[list[ScriptTape], str]:
+        return (first if requests[0].gpu_there else again), ""
+
+    monkeypatch.setattr(tapes, "_recorded", recorded_now)
+    script = _written(tmp_path, "")
+    requests = [TapeRequest(script=script, arguments=[], policy=policy) for policy in policies]
+    if isinstance(expected, str):
+        with pytest.raises(UsageError, match=expected):
+            recorded_tapes(requests)
+    else:
+        assert recorded_tapes(requests) == expected
