@@ -12,7 +12,7 @@ Two graphs share a memory pool: one adds up a micro-batch's gradients, the other
 only the second, and its gradients are written, not added. Graphs that share a pool may overwrite each other's memory, so
 tensors that outlive a replay (gradients of a window, tables, norm and flag) are allocated outside.
 
-Before the capture the step is rehearsed (on the stream of ``cudagraphs``): kernels compile and the optimizer's state is allocated,
+Before the capture the step is rehearsed (on the stream of ``cuda_graphs``): kernels compile and the optimizer's state is allocated,
 but the update skips. Buffers, scales and generators are then restored, so that the first replay is the first step.
 
 Limits: one process, one loss scale, mezzo's optimizers; random numbers from torch's default generator; no host reads in the

@@ -25,7 +25,7 @@ class Batch:
     steps: list[Tensor]
     """Number of updates of each parameter so far: FP32, no dimensions."""
     moments: dict[str, list[Tensor]] = field(default_factory=dict)
-    """By torch's name (``exp_avg``): FP32 or BF16 tensors of the weights' shapes, or 8-bit ones packed by ``eightbit``."""
+    """By torch's name (``exp_avg``): FP32 or BF16 tensors of the weights' shapes, or 8-bit ones packed by ``eight_bit``."""
     numbers: list[int] = field(default_factory=list)
     """Each parameter's number in its optimizer, which selects its random bits (``noise``)."""
     stochastic: bool = False

@@ -1,6 +1,6 @@
 """How Triton programs find their tensors, and the formats of weights, gradients and moments in memory.
 
-``noise`` and ``eightbit`` define the random bits and the 8-bit moments; this file does the same arithmetic on FP32's bits.
+``noise`` and ``eight_bit`` define the random bits and the 8-bit moments; this file does the same arithmetic on FP32's bits.
 """
 
 from __future__ import annotations

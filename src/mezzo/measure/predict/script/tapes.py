@@ -1,4 +1,4 @@
-"""Tapes of unmodified scripts, recorded in a process of their own (``script_process``).
+"""Tapes of unmodified scripts, recorded in a process of their own (``process``).
 
 The size of a batch is that of what a ``DataLoader`` yields; other sizes follow from a tape at half the size, which the loader is
 made to yield. For a script without loaders, its arguments, its text and the files that it reads are searched for the size.
