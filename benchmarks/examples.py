@@ -1,6 +1,6 @@
 """Every plain example under every policy on small data, and one table of verdicts: ``make examples``.
 
-The data are made by examples/small_data.py in the real file formats; sizes and steps are small, so a verdict says that a policy trains
+examples/small_data.py generates the data in the real file formats; sizes and steps are small, so a verdict says that a policy trains
 here, not how good it is. The table goes to docs/examples.md.
 """
 
@@ -46,13 +46,13 @@ EXAMPLES = [
     Example("diffusion.py", ("--data", "{data}/mnist", "--steps", "6", "--width", "8", "--batch-size", "16")),
     Example("cartpole.py", ("--updates", "12", "--ticks", "60")),
 ]
-"""What runs in Mezzo's own environment; timm, Keras and Paddle have theirs."""
+"""The examples that run in Mezzo's own environment; those of timm, Keras and Paddle have theirs."""
 
 
 def compare(
     example: Example, data: Path, out: Path, *, seeds: int, policies: Sequence[str] | None = None
 ) -> CompareRecord:
-    """Return the comparison of an example's policies; its exit code is not looked at, because a row says why."""
+    """Return the comparison of an example's policies; its exit code is ignored, because the rows have the reason."""
     arguments = [argument.format(data=data) for argument in example.arguments]
     chosen = ",".join(policies or example.policies)
     options = ["--policies", chosen, "--seeds", str(seeds), "--gpu", "none", "--out", str(out), "--fail-on", "failed"]

@@ -1,7 +1,7 @@
-"""Make the figures of the README: a recorded session, a picture of a report, and its table of figures, from the benchmarks' results.
+"""Generate the pictures and the table of the README: a recorded session, a picture of a report, and figures from the benchmarks' results.
 
-``make readme`` runs the benchmarks that count rather than time, takes both pictures again and writes the table. Times need a quiet
-machine and longer than a few minutes: the table takes them from the results that ``make bench`` left.
+``make readme`` runs the benchmarks that count rather than time, takes both pictures again and writes the table. Timing needs a quiet
+machine and more than a few minutes: the table has the times of the last ``make bench``.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WIDTH, HEIGHT = 1280, 1400
 
 Rows = dict[str, str]
-"""The figures of one benchmark, as text by its own words."""
+"""The figures of one benchmark as text, by the names of its rows."""
 
 
 class Line(NamedTuple):
-    """One row of the table: what, the benchmark, and the figures as text."""
+    """One row of the table: its description, the benchmark, and the function that returns its figures as text."""
 
     what: str
     benchmark: str
@@ -140,7 +140,7 @@ def table() -> str:
 
 
 def written(text: str) -> str:
-    """Return the README's ``text`` with the table made anew."""
+    """Return the README's ``text`` with the current table."""
     return with_table(text, BEGIN, END, table())
 
 
@@ -150,7 +150,7 @@ def unfair(record: CompareRecord) -> list[str]:
 
 
 def take_picture() -> None:
-    """Compare policies on the digits example and photograph the report."""
+    """Compare policies on the digits example and take a picture of the report."""
     browser = next((path for path in map(shutil.which, BROWSERS) if path), None)
     if browser is None:
         raise SystemExit(f"the picture is taken by one of {', '.join(BROWSERS)}: install one")

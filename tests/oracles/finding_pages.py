@@ -106,7 +106,7 @@ HOW = {
     "A604": _CALLS + "Here `scaler.step` found gradients of a loss that this scaler had not multiplied." + _FIRST,
     "A605": _CALLS + "The order of the scaler's calls is checked to the end of the run.",
     "A606": _CALLS
-    + "Here `update()` was called while scaled gradients waited for their step. The calls are checked to the end of the run.",
+    + "Here `update()` was called while scaled gradients waited for their step. The calls are checked to the end.",
     "A607": _GRAPH
     + "Here it was divided twice by k, the number of backward passes before the update (a half counts only if it is written as a division)."
     + _FIRST,
@@ -115,7 +115,7 @@ HOW = {
     + _FIRST,
     "A609": "Mezzo walks the graphs of the first two losses that nothing multiplied: here a node has FP16 gradients.",
     "A610": _CALLS
-    + "Here a scheduler stepped, although the scaler had skipped every update since its last step. The calls are checked to the end of the run.",
+    + "Here a scheduler stepped, although the scaler had skipped every update since its last step. The calls are checked to the end.",
     "A611": (
         f"Mezzo records the order of `backward()`, `scheduler.step()` and `optimizer.step()`: here {ENOUGH} "
         "updates had that order, or the scheduler's first two steps came from one line."
