@@ -1,1 +1,1 @@
-"""Measurements behind the figures in the documentation; ``python -m benchmarks`` runs those of a few minutes that need no GPU."""
+"""Measurements behind the figures in the documentation; ``python -m benchmarks`` runs those that take minutes and need no GPU."""

@@ -1,4 +1,4 @@
-"""Run benchmarks by name, without names those of ``harness.chosen``; or one with options of its own: ``host_time --device cuda``."""
+"""Run the named benchmarks, or without names those of ``harness.chosen``; or one with its own options: ``host_time --device cuda``."""
 
 import importlib
 import sys

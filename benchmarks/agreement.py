@@ -27,7 +27,7 @@ def same_trajectory(draw: random.Random) -> bool:
     }
     ours = mezzo.DynamicScale(init_scale, **chosen, min_scale=2.0**-149, max_scale=math.inf)
     theirs = torch.amp.GradScaler("cpu", init_scale=init_scale, **chosen)
-    theirs.scale(torch.ones(()))  # GradScaler makes its tensors on first use
+    theirs.scale(torch.ones(()))  # GradScaler creates its tensors on first use
     often = draw.random()
     for _ in range(UPDATES):
         found = torch.tensor(float(draw.random() < often))
@@ -43,13 +43,13 @@ Build = Callable[[], tuple[nn.Module, LossOf]]
 
 
 def weights_by_hand(build: Build, dtype: torch.dtype, clip: float | None) -> list[Tensor]:
-    """Return weights and buffers after 50 steps of the loop by hand."""
+    """Return weights and buffers after 50 steps of the hand-written loop."""
     model, loss_of = build()
     return _trained(model, step_by_hand(model, loss_of, dtype, clip, lr=LR))
 
 
 def weights_of_a_session(build: Build, policy: str, clip: float | None) -> list[Tensor]:
-    """Return the same of a session with torch's optimizer and torch's op lists for the device."""
+    """Return the same for a session with torch's optimizer and torch's op lists for the device."""
     model, loss_of = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     session = mezzo.Session(model, optimizer, policy=f"{policy}:op_lists=device:arithmetic=native", clip_norm=clip)

@@ -1,7 +1,7 @@
-"""Figures that articles on mixed precision repeat, beside public measurements and predictions: ``python -m benchmarks article_numbers``.
+"""Figures that articles on mixed precision repeat, compared with measurements and predictions: ``python -m benchmarks article_numbers``.
 
 Writes ``results/article_numbers.json`` and the tables of docs/article-numbers.md. timm and transformers build the models; nothing is
-downloaded, and no model is trained. ``article_measurements.csv`` holds the measurements, each with its source.
+downloaded, and no model is trained. ``article_measurements.csv`` contains the measurements, each with its source.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ SOURCES = {
     "NVIDIA/DeepLearningExamples": "NVIDIA",
     "huggingface/pytorch-image-models": "timm",
 }
-"""Repositories of measurements, by what people call them."""
+"""Repositories of measurements, with their usual names."""
 NEAR = 0.15
 """A claim agrees with a measurement that is at most this far from it: repeated public measurements of one setting differ by as much."""
 ABOVE = 0.15
-"""What cuDNN's workspaces and cache may add to predicted memory (docs/predict.md)."""
+"""The share that cuDNN's workspaces and cache may add to predicted memory (docs/predict.md)."""
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A figure as articles state it, as a range, without a batch, a layout or a script to check it by."""
+    """A figure as articles state it: a range, without a layout or a script with which it could be checked."""
 
     what: str
     model: str
@@ -69,7 +69,7 @@ SPEEDS = [
     Claim("BERT-base, A100", BERT, "a100-80gb", 32, (380, 420), (1000, 1200), 128),
     Claim("BERT-base, A100", BERT, "a100-80gb", 32, (380, 420), (1000, 1200), 384),
 ]
-"""Samples a second."""
+"""Samples per second."""
 MEMORY = [
     Claim("ResNet-50, batch 64, A100", RESNET, "a100-80gb", 64, (9.5, 10), (5, 5.5)),
     Claim("ResNet-50, batch 64, H100", RESNET, "h100-sxm", 64, (9.5, 10), (4.5, 5)),
@@ -78,7 +78,7 @@ MEMORY = [
 """GB, which may mean 10^9 or 2^30 bytes."""
 CIFAR = Claim("ResNet-50 on CIFAR-10, RTX 4090", "", "rtx-4090", 0, (22, 23), (15, 16))
 CIFAR_MASTER = (13.0, 13.5)
-"""GB with weights in FP16 and masters, as Apex's O2 had them."""
+"""GB with FP16 weights and FP32 masters, as under Apex's O2."""
 SETTINGS = {
     "FP32, TF32 off": ("fp32", False),
     "TF32": ("tf32", False),
@@ -101,7 +101,7 @@ def said(figure: float) -> str:
 
 
 def agreeing(claim: tuple[float, float], bands: dict[str, tuple[float, float]], unit: str = "") -> str:
-    """Return the names of the bands that a claim shares a value with; without any, on which side of all it lies."""
+    """Return the names of the bands that a claim overlaps; if there is none, on which side of all bands it is."""
     found = [name for name, (low, high) in bands.items() if overlaps(claim, low, high)]
     if found:
         return "; ".join(found)
@@ -153,12 +153,12 @@ def measured() -> list[dict[str, str]]:
 
 
 def around(figure: float) -> tuple[float, float]:
-    """Return what agrees with a single figure."""
+    """Return the range that agrees with a single figure."""
     return figure * (1 - NEAR), figure * (1 + NEAR)
 
 
 def measured_bands(claim: Claim) -> dict[str, tuple[float, float]]:
-    """Return what agrees with the public measurements of a claim's model on its GPU."""
+    """Return the ranges that agree with the public measurements of a claim's model on its GPU."""
     return {
         f"{row['setting']} as measured with {row['libraries']}": around(float(row["samples_per_s"]))
         for row in measured()
@@ -167,7 +167,7 @@ def measured_bands(claim: Claim) -> dict[str, tuple[float, float]]:
 
 
 def speed(claim: Claim) -> dict[str, Any]:
-    """Return what settings give a claimed throughput, by prediction and by measurement, and which speed-ups they allow."""
+    """Return the settings whose predictions or measurements agree with a claimed throughput, and the speed-ups that they allow."""
     settings = [name for name in SETTINGS if not (claim.size and "channels-last" in name)]
     found = {name: predicted(claim, name) for name in settings}
     bands = {name: (one.throughput_low, one.throughput_high) for name, one in found.items()}
@@ -193,7 +193,7 @@ def speed(claim: Claim) -> dict[str, Any]:
 
 
 def memory(claim: Claim) -> dict[str, Any]:
-    """Return the predicted memory of a claim as torch allocates and reserves it and as nvidia-smi shows it, in bytes."""
+    """Return the predicted memory of a claim in bytes: allocated, reserved, and as shown by nvidia-smi."""
     found = {"fp32": predicted(claim, "FP32, TF32 off"), "half": predicted(claim, "FP16")}
     kinds = {
         name: {"allocated": one.allocated_bytes, "reserved": one.reserved_bytes, "nvidia-smi": one.device_bytes}
@@ -216,7 +216,7 @@ def memory_agreeing(claim: tuple[float, float], kinds: dict[str, int]) -> str:
 
 
 def cifar() -> list[dict[str, Any]]:
-    """Return the batch at which nvidia-smi would show the claimed memory in FP32, and what 16 bits would take at that batch."""
+    """Return the batch at which nvidia-smi would show the claimed memory in FP32, and the memory of 16 bits at that batch."""
     wanted = sum(CIFAR.fp32) / 2 * 1e9
     rows = []
     for pixels, model in ((32, ""), (224, RESNET)):
@@ -248,7 +248,7 @@ def span(values: Sequence[float], unit: str = "") -> str:
 
 
 def speed_table(data: dict[str, Any]) -> str:
-    """Return what each claimed throughput agrees with."""
+    """Return the table of the settings that each claimed throughput agrees with."""
     rows = []
     for one in data["speeds"]:
         claimed, name = one["claimed"], f"{one['what']}, batch {one['batch']} (`{one['gpu']}`)"
@@ -297,7 +297,7 @@ def memory_table(data: dict[str, Any]) -> str:
 
 
 def cifar_table(data: dict[str, Any]) -> str:
-    """Return what 16 bits take at the batch that takes the claimed memory in FP32."""
+    """Return the table of the memory of 16 bits at the batch that takes the claimed memory in FP32."""
     claimed = CIFAR.half[0] / CIFAR.fp32[1], CIFAR.half[1] / CIFAR.fp32[0]
     masters = CIFAR_MASTER[0] / CIFAR.fp32[1], CIFAR_MASTER[1] / CIFAR.fp32[0]
     rows = [("claimed", "", span(CIFAR.fp32), *(f"{low:.0%} to {high:.0%}" for low, high in (claimed, masters)))]
@@ -308,7 +308,7 @@ def cifar_table(data: dict[str, Any]) -> str:
 
 
 def written(page: str, data: dict[str, Any]) -> str:
-    """Return the page with its tables made anew, each between ``<!-- NAME -->`` and ``<!-- end -->``."""
+    """Return the page with its tables replaced, each between ``<!-- NAME ... -->`` and ``<!-- end -->``."""
     made = {
         "speeds": speed_table(data),
         "predictions": prediction_table(data),
@@ -318,7 +318,7 @@ def written(page: str, data: dict[str, Any]) -> str:
     }
     for name, text in made.items():
         page = with_table(
-            page, f"<!-- {name}: made by python -m benchmarks article_numbers -->\n", "<!-- end -->", text
+            page, f"<!-- {name}: generated by python -m benchmarks article_numbers -->\n", "<!-- end -->", text
         )
     return page
 

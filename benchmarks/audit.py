@@ -1,6 +1,6 @@
 """The cost of an audit: a step under its tracer against the plain step, with torch's FlopCounterMode for comparison.
 
-The step is forward, backward and update. The trace is interpreted once, after the traced steps, and that is timed separately.
+The step is forward, backward and update. The trace is interpreted once, after the traced steps; this is timed separately.
 """
 
 from __future__ import annotations

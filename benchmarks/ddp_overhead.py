@@ -1,9 +1,9 @@
 """The cost of a Session's step under DistributedDataParallel against a hand-written DDP + GradScaler loop: CPU time, calls, collectives.
 
-Two gloo processes train the same models in turns, block by block, so that both loops see the same load. Counted is the CPU time of the
-threads that train: forward and backward pass, hooks and update run in a process's first thread. The time of gloo's threads depends on how
-long processes wait for each other, and is shown separately. A pair of blocks gives one ratio, of the sums over both processes. Both loops
-are built anew several times, because where their memory happens to be favours one or the other; the interval is that of the builds'
+Two gloo processes run both loops alternately, block by block, so that both see the same load. The CPU time counts the threads that
+train: forward and backward pass, hooks and update run in a process's first thread. The time of gloo's threads depends on how
+long processes wait for each other, and is shown separately. Each pair of blocks yields one ratio, of the sums over both processes. Both
+loops are rebuilt several times, because their placement in memory favours one or the other; the interval is that of the builds'
 medians. The hand-written loop against itself shows the smallest difference that can be resolved.
 """
 
@@ -37,7 +37,7 @@ class Setting(NamedTuple):
     policy: str
     clip: float | None = None
     second: str = "session"
-    """What is compared with the loop by hand: a session, or a second loop by hand."""
+    """The loop that is compared with the hand-written one: a session, or a second hand-written loop."""
 
 
 SETTINGS = {
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def joined(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the comparison over all processes: a pair's ratio is that of the sums over the processes."""
+    """Return the comparison over all processes: the ratio of a pair is that of the sums over the processes."""
     builds = []
     for build in range(len(ranks[0]["training_ms"])):
         pairs = zip(*(rank["training_ms"][build] for rank in ranks), strict=True)
@@ -97,7 +97,7 @@ def _rows(what: str, setting: Setting, one: dict[str, Any]) -> list[tuple[str, s
 
 
 def _loops(setting: Setting, *, session_first: bool) -> list[Loop]:
-    """Return 30 steps by hand, and 30 of what is compared with them."""
+    """Return 30 steps of the hand-written loop, and 30 of the loop compared with it."""
 
     def by_hand() -> Loop:
         model, loss_of = mlp()

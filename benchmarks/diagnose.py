@@ -60,7 +60,7 @@ def _steps(model: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], None
 @contextmanager
 def _diagnosed(numbers: tuple[int, ...], steps: Callable[[], None]) -> Iterator[None]:
     with switched(None, observe=DiagnoseSettings(steps=numbers)):
-        steps()  # the first step's own work is not timed
+        steps()  # the first step's one-time work is not timed
         yield
 
 

@@ -1,4 +1,4 @@
-"""Emulated 16-bit arithmetic: how fast against torch's own half kernels and FP32, and how often bit-identical."""
+"""Emulated 16-bit arithmetic: its speed against torch's own half kernels and FP32, and how often its results are bit-identical."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _cases(dtype: torch.dtype) -> Iterator[tuple[Callable[..., Tensor], tuple[Te
 
 
 def _agreement(dtype: torch.dtype, against: str) -> tuple[int, int, int]:
-    """Return how many elements are equal, within one unit in the last place, and there."""
+    """Return the numbers of elements that are equal, that are within one unit in the last place, and of all elements."""
     torch.manual_seed(0)
     region = Casting.of(Policy.parse("fp16" if dtype is torch.float16 else "bf16"), "cpu").region
     same = within = total = 0

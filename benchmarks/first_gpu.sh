@@ -3,9 +3,9 @@
 #
 #   bash benchmarks/first_gpu.sh [FOLDER]
 #
-# PYTHON names the interpreter (python3), MINUTES the benchmark's budget (6). Installs nothing: what is missing is a line that says so.
-# Every step leaves a log; steps.tsv has its exit code, and where.txt says what it was measured on. Exit code: 0 where every step that
-# ran is well, 1 where one is not, 3 where there is no GPU.
+# PYTHON names the interpreter (python3), MINUTES the benchmark's budget (6). Installs nothing: a step whose tool is missing is reported
+# as not run. Every step leaves a log; steps.tsv has its exit code, and where.txt describes the machine. Exit code: 0 if every step that
+# ran succeeded, 1 if one did not, 3 if there is no GPU.
 set -u
 
 cd "$(dirname "$0")/.."
@@ -14,9 +14,9 @@ MINUTES=${MINUTES:-6}
 OUT=${1:-runs/first-gpu/$(date -u +%Y%m%dT%H%M%S)}
 export PYTHONPATH="$PWD:$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 
-# name, seconds that it may take, what it needs beside torch, command
+# name, time limit in seconds, tool that it needs in addition to torch, command
 STEPS=(
-  # The machine's other packages may warn: their warnings are no errors here, as they are in CI.
+  # Other packages on the machine may warn: unlike in CI, warnings are not errors here.
   "tests|480|pytest|$PYTHON -m pytest -q -m gpu -p no:cacheprovider -o filterwarnings=default --continue-on-collection-errors tests"
   "sanitizer|180|compute-sanitizer|compute-sanitizer --tool memcheck --error-exitcode 9 $PYTHON -m benchmarks.contest.first kernels"
   "waits|120||$PYTHON -m benchmarks.contest.first waits"

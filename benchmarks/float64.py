@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def distances(decay: float, seed: int) -> tuple[float, float]:
-    """Return how far our and torch's FP32 weights end from float64's."""
+    """Return the distances of our and torch's final FP32 weights from float64's."""
     generator = torch.Generator().manual_seed(seed)
     start, goal = torch.randn(2, WEIGHTS, generator=generator)
     slopes = torch.logspace(-2, 1, WEIGHTS)

@@ -37,12 +37,12 @@ def colour(name: str) -> str:
 
 
 def label(number_format: Format) -> str:
-    """Return the name of a format as people write it."""
+    """Return the usual name of a format."""
     return NAMES.get(number_format.name, number_format.name.upper())
 
 
 def draw_reach(axes: Axes) -> None:
-    """Draw the powers of two that each format holds: dark where all mantissa bits are there, light where they run out."""
+    """Draw the powers of two that each format represents: dark with all mantissa bits, light where they run out."""
     for row, shown in enumerate(reversed(SHOWN)):
         least, normal, most = (math.log2(value) for value in (shown.min_subnormal, shown.min_normal, shown.max))
         axes.barh(row, most - normal, left=normal, height=0.55, color=colour(shown.name))
@@ -71,7 +71,7 @@ def draw_small_updates(axes: Axes) -> None:
 
 
 def ranges_of_digits(folder: Path) -> RangesRecord:
-    """Return what ``mezzo ranges`` records of the digits example."""
+    """Return the record of ``mezzo ranges`` for the digits example."""
     script = ROOT / "examples" / "digits.py"
     command = [sys.executable, "-m", "mezzo", "ranges", "--out", str(folder), str(script), "--epochs", "1"]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)

@@ -1,8 +1,8 @@
-"""Start the process that measures, and end it in time: ``python benchmarks/gpu.py --minutes 8``.
+"""Run the benchmark on one GPU within a time budget: ``python benchmarks/gpu.py --minutes 8``.
 
 Rows are on disk as soon as they are measured (``gpu-DATE.jsonl``, and a table in ``gpu-DATE.md``). A case that does not fit into the
-time left is a row that says so; name it with ``--only`` to measure it in another run. If a kernel destroys the GPU's context, the
-process is started again and continues with the next case.
+remaining time becomes a row that says so; name it with ``--only`` to measure it in another run. If a kernel destroys the GPU's context, the
+measuring process is started again and continues with the next case.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.contest.cases import LOST, plan  # noqa: E402
 from benchmarks.contest.results import Results  # noqa: E402
 
 MARGIN_S = 10.0
-"""Kept back to end the process and write the table."""
+"""Reserved to end the process and write the table."""
 
 
 def main(argv: list[str]) -> int:
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
 
 def supervise(command: list[str], results: Results, end: float, minutes: float) -> int:
-    """Run ``command`` until it ends or time does; again while it dies in another case each time."""
+    """Run ``command`` until it ends or the time is over; restart it as long as it dies in a different case each time."""
     seen = -1
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*SOURCES, os.environ.get("PYTHONPATH", "")])}
     while True:
@@ -87,7 +87,7 @@ def _parse(argv: list[str]) -> Any:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models: a test of this program, on a CPU")
-    parser.add_argument("--only", default="", help="regular expression: cases to run, beside the roofs")
+    parser.add_argument("--only", default="", help="regular expression: cases to run in addition to the roofs")
     parser.add_argument("--list", action="store_true", help="print the cases with their estimated seconds and stop")
     return parser.parse_args(argv)
 

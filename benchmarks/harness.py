@@ -1,7 +1,7 @@
-"""Time pieces of code against each other on a machine that is not quiet.
+"""Compare the times of pieces of code on a machine that is not quiet.
 
-Interleaved rounds: every piece runs once a round, in turn, and ratios are taken within a round, so that a machine that slows down slows
-all of them down. Times are CPU times of one thread, which the load of other processes changes least. Figures are medians, with the
+Rounds are interleaved: every piece runs once per round, and ratios are computed within a round, so that a slower machine slows down
+all pieces alike. Times are CPU times of one thread, which the load of other processes changes least. Figures are medians, with the
 smallest and the largest value.
 """
 
@@ -22,7 +22,7 @@ from mezzo.measure.environment import environment
 
 RESULTS = Path(__file__).parent / "results"
 Row = tuple[str, str, str]
-"""What was measured, what came out, and what it should be."""
+"""What was measured, the result, and the target."""
 OF_ONE_MACHINE: dict[str, Any] = {"folder": True, "variables": {"TORCHINDUCTOR_CACHE_DIR": True, "PYTHONPATH": True}}
 """The parts of the environment that are paths of this machine."""
 
@@ -54,25 +54,26 @@ def interleave(
 
 
 def ratio(times: Mapping[str, list[float]], of: str, to: str) -> dict[str, float]:
-    """Return median, least and largest of the ratio of two pieces, round by round."""
+    """Return median, smallest and largest ratio of two pieces, round by round."""
     return summary([a / b for a, b in zip(times[of], times[to], strict=True)])
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Return median, least and largest."""
+    """Return median, smallest and largest value."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 BUILDS = 12
-"""How often both sides of a comparison are built anew: where their memory happens to be favours one of them by a percent or two."""
+"""How often both sides of a comparison are rebuilt: their placement in memory favours one of them by a percent or two."""
 CONFIDENCE = 0.95
 
 
 def over_builds(ratios: Iterable[Iterable[float]]) -> dict[str, Any]:
     """Return the median over builds of each build's median ratio, and the interval of these medians.
 
-    The interval is the narrowest one between two of them that contains the true median in 95% of all cases or more: from the 3rd to the
-    10th of 12. No two of fewer than six do, and the interval is from the least to the greatest. ``confidence`` is the interval's own.
+    The interval is the narrowest one between two of them that contains the true median in at least 95% of all cases: from the 3rd to the
+    10th of 12. Fewer than six have no such interval; then it is that from the smallest to the largest. ``confidence`` is that of the
+    interval.
     """
     medians = sorted(statistics.median(build) for build in ratios)
     outside = max((k for k in range(len(medians) // 2) if _confidence(len(medians), k) >= CONFIDENCE), default=0)
@@ -95,14 +96,14 @@ def median_ms(times: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def spread(value: Mapping[str, float], unit: str = "x") -> str:
-    """Return a ratio as text: median (least to largest)."""
+    """Return a ratio as text: median (smallest to largest)."""
     return f"{value['median']:.2f}{unit} ({value['min']:.2f} to {value['max']:.2f})"
 
 
 def report(name: str, rows: list[Row], data: dict[str, Any]) -> None:
     """Print rows of (what, measured, target) and write them with the environment to ``results/NAME.json``.
 
-    All of them were measured on the CPU, also where there is a GPU.
+    The environment is the CPU's, even if there is a GPU: all rows were measured on the CPU.
     """
     show(name, rows)
     facts = {"command": f"python -m benchmarks {name}", "environment": surroundings("cpu"), **data}
@@ -132,7 +133,7 @@ def write(path: Path, rows: list[Row], facts: Mapping[str, Any]) -> None:
 
 
 def surroundings(device: str) -> dict[str, Any]:
-    """Return the environment of measurements on a device; for a GPU this asks the driver."""
+    """Return the environment of measurements on a device; for a GPU this calls the driver."""
     return environment(device).model_dump(exclude=OF_ONE_MACHINE)
 
 
@@ -152,7 +153,7 @@ def with_table(page: str, begin: str, end: str, table: str) -> str:
 
 
 def chosen(argv: list[str]) -> list[str]:
-    """Return the names of the benchmarks to run: those in ``argv``, or all that CI's packages and some ten minutes suffice for.
+    """Return the names of the benchmarks to run: those in ``argv``, or all that run with CI's packages, in some ten minutes.
 
     By name only: ``verdicts`` (eight minutes), ``reductions`` (a table, nothing timed), ``predict_trace`` and ``article_numbers`` (timm).
     """

@@ -1,13 +1,13 @@
-"""What `mezzo run` adds to the host's time of a step: an unmodified script under a policy against the same loop without Mezzo.
+"""The host time that `mezzo run` adds to a step: an unmodified script under a policy against the same loop without Mezzo.
 
-A small MLP, so that the host's time is most of the step, as on a GPU with small kernels, where `mezzo compare` would measure it.
+The model is a small MLP, so that host time dominates the step, as on a GPU with small kernels, where `mezzo compare` would measure it.
 Arithmetic is native and the op lists are the device's, so both sides compute the same.
 
 ``python -m benchmarks host_time --device cuda`` measures it on a GPU, and ``--model gpt2`` a GPT-2 of 12 layers there (8 x 128 tokens).
-A block ends when the GPU has finished, and three clocks time it. Wall time is what a person waits for and what `mezzo compare` sees. The
-CPU time of all threads says how much of that the host worked, and includes waiting, since CUDA waits in a busy loop. The CPU time of the
+A block ends when the GPU has finished, and three clocks time it. Wall time is the time that a user waits and that `mezzo compare` sees.
+The CPU time of all threads is the host's work, and includes waiting, since CUDA waits in a busy loop. The CPU time of the
 first thread is in the file only: it lacks the backward pass, which runs in autograd's own thread.
-Builds are made until the seconds are used up, and the results so far are written after each.
+Builds are repeated until the seconds are used up, and the results are written after each.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ SIZES = (64, 256, 256, 10)
 GPT2_BATCH, GPT2_TOKENS = 8, 128
 Step = Callable[[], Any]
 Training = tuple[nn.Module, Callable[[], Tensor]]
-"""A model, and what computes its loss."""
+"""A model, and the function that computes its loss."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One policy's script under Mezzo and the loop that does the same by hand."""
+    """One policy's script under Mezzo, and the hand-written loop that does the same."""
 
     name: str
     policy: str | None
     """None: as-is."""
     format: torch.dtype | None
-    """The loop by hand's autocast dtype; None for no autocast. The script under Mezzo has no autocast, unless it runs as-is.
+    """The autocast dtype of the hand-written loop; None for no autocast. The script under Mezzo has no autocast, unless it runs as-is.
 
     On a CPU it is BF16 even where a loss is scaled: FP16 products take ten times as long as the rest of a step, which would hide the
     overhead.
@@ -59,9 +59,9 @@ class Case:
     scales: bool
     target: str
     own_amp: bool = False
-    """Whether the script under Mezzo is the loop by hand itself."""
+    """Whether the script under Mezzo is the hand-written loop itself."""
     control: bool = False
-    """Whether Mezzo is left out, so that the loop by hand is measured against itself."""
+    """Whether Mezzo is left out, so that the hand-written loop is measured against itself."""
 
 
 AS_IS = Case("as-is", None, None, False, "1.05 or less")
@@ -78,18 +78,18 @@ CONTROL = replace(AS_IS, name="by hand against itself", target="the interval hol
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of one model on one device."""
+    """The measurements of one model on one device."""
 
     device: str
     model: str
     cases: tuple[Case, ...]
     steps: int = 50
-    """Steps of a block: 50 contain their share of what a run does every 10, 25 or 32 steps."""
+    """Steps of a block: 50 contain their share of the work that a run does every 10, 25 or 32 steps."""
     blocks: int = 24
     shown: tuple[str, ...] = ("thread_ms",)
     """The clocks whose ratios are rows."""
     seconds: float = float("inf")
-    """No build is begun that would end later, but one is made."""
+    """No build is started that would end later, except the first."""
     untimed_steps: int = 110
     """Steps before the first block: the second is inspected, and the first 100 are checked for misuse."""
 
@@ -128,7 +128,7 @@ _LEARNING_RATES = {"mlp": 1e-3, "gpt2": 1e-4}
 
 
 def script(format: torch.dtype | None, *, scales: bool, device: str = "cpu", model: str = "mlp") -> Step:
-    """Return a training step of a script: with autocast and a GradScaler of its own if asked."""
+    """Return a training step of a script, with its own autocast if ``format`` is given, and a GradScaler if ``scales``."""
     torch.manual_seed(0)
     network, loss_of = MODELS[model](device)
     optimizer = torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATES[model])
@@ -136,7 +136,7 @@ def script(format: torch.dtype | None, *, scales: bool, device: str = "cpu", mod
 
     def step() -> None:
         optimizer.zero_grad()
-        if format is None:  # no context that does nothing: the loop by hand has autocast in its place
+        if format is None:  # no null context: it would add calls that a script without autocast does not have
             loss = loss_of()
         else:
             with torch.autocast(device, dtype=format):
@@ -154,7 +154,7 @@ def script(format: torch.dtype | None, *, scales: bool, device: str = "cpu", mod
 
 @dataclass(frozen=True)
 class Script:
-    """A case's script under Mezzo, or the loop by hand, past its untimed steps; a value, so that a process started anew gets it."""
+    """A case's script under Mezzo, or the hand-written loop, after its untimed steps; a value, so that it can be sent to a new process."""
 
     plan: Plan
     case: Case
@@ -195,19 +195,19 @@ def _names(case: Case) -> dict[str, str]:
 
 
 def on_cpu(plan: Plan) -> Iterator[list[Build]]:
-    """Yield the builds so far, all of a case before the next: there are two cores, and each build has two processes."""
+    """Yield the builds so far, case by case: there are two cores, and each build has two processes."""
     builds: list[Build] = []
     for case in plan.cases:
         pair = loops(plan, case)
         for loop in pair.values():
             with loop():
-                pass  # it imports here what each build would import anew
+                pass  # imports happen here once, instead of in each build
         builds += [build(pair, blocks=plan.blocks) for _ in range(BUILDS)]
         yield builds
 
 
 def on_gpu(plan: Plan, *, began_s: float, start: str) -> Iterator[list[Build]]:
-    """Yield the builds so far, each with the loops of all cases, whose processes start side by side: that is most of a build."""
+    """Yield the builds so far, each with the loops of all cases: their processes start in parallel, since starting dominates a build."""
     every = {name: loop for case in plan.cases for name, loop in loops(plan, case).items()}
     builds: list[Build] = []
     longest_s = 0.0
@@ -220,7 +220,7 @@ def on_gpu(plan: Plan, *, began_s: float, start: str) -> Iterator[list[Build]]:
 
 
 def result(plan: Plan, builds: list[Build]) -> tuple[list[Row], dict[str, Any]]:
-    """Return the rows, and by case the ratio by every clock and the microseconds of a step by hand."""
+    """Return the rows, and for each case the ratio by every clock and the microseconds of a hand-written step."""
     rows: list[Row] = []
     data: dict[str, Any] = {}
     for case in plan.cases:
@@ -250,7 +250,7 @@ def _text(found: dict[str, Any]) -> str:
 
 
 def gpu() -> dict[str, Any]:
-    """Return the environment of what is measured on the GPU, after a pass on it.
+    """Return the environment of measurements on the GPU, after a pass on it.
 
     Raises:
         RuntimeError: this process cannot use a GPU.
@@ -280,12 +280,12 @@ def main(argv: Sequence[str] = ()) -> None:
         facts, folder, so_far = {**facts, "environment": surroundings("cpu")}, RESULTS, on_cpu(plan)
     else:
         # The first optimizer imports it, and a fork inherits it. Nothing else is imported here: transformers' models import torchao where
-        # it is installed, which asks CUDA's driver, and then no fork could use the GPU.
+        # it is installed, which calls CUDA's driver, and then no fork could use the GPU.
         importlib.import_module("torch._dynamo")
         try:
             where = answer_of(gpu, start=args.start)
         except NoAnswerError as error:
-            sys.exit(f"no GPU to measure on: {error}. If an import asked CUDA's driver, --start spawn helps")
+            sys.exit(f"no GPU to measure on: {error}. If an import called CUDA's driver, --start spawn helps")
         facts, folder = {**facts, "environment": where}, RESULTS / folder_of(str(where["gpu"]))
         so_far = on_gpu(plan, began_s=began_s, start=args.start)
     name = "host_time" if plan.model == "mlp" else f"host_time_{plan.model}"
@@ -310,13 +310,13 @@ def _parse(argv: Sequence[str]) -> Any:
     parser = argparse.ArgumentParser(prog="python -m benchmarks host_time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", choices=tuple(MODELS), default="mlp", help="gpt2: on a GPU only, needs transformers")
-    parser.add_argument("--seconds", type=float, help="on a GPU: builds are made until then")
-    parser.add_argument("--out", type=Path, help="folder of the results, in place of benchmarks/results or the GPU's")
+    parser.add_argument("--seconds", type=float, help="on a GPU: the time limit for all builds")
+    parser.add_argument("--out", type=Path, help="folder of the results, instead of benchmarks/results or the GPU's")
     parser.add_argument("--start", choices=("fork", "spawn"), default="fork", help="on a GPU: how processes start")
     args = parser.parse_args(argv)
     args.plan = PLANS.get((args.device, args.model))
     if args.plan is None:
-        parser.error(f"--model {args.model} needs --device cuda: on a CPU the model's arithmetic is all of its step")
+        parser.error(f"--model {args.model} needs --device cuda: on a CPU arithmetic takes the whole step")
     return args
 
 

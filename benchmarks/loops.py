@@ -1,4 +1,4 @@
-"""The training loops that are compared: written by hand with torch.amp, and with a session; and how many calls each makes."""
+"""The training loops that are compared: hand-written with torch.amp, and with a session; and the number of calls of each."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def step_of_a_session(model: nn.Module, loss_of: LossOf, session: mezzo.Session)
 
 
 def by_hand(dtype: torch.dtype, clip: float | None) -> Loop:
-    """Return 30 steps of the loop by hand."""
+    """Return 30 steps of the hand-written loop."""
     return repeated(step_by_hand(*mlp(), dtype, clip))
 
 

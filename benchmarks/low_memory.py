@@ -1,8 +1,8 @@
-"""Optimizer state of fewer bits: bytes a parameter, the training loss it ends at, and what the smaller state costs in time.
+"""Optimizer state of fewer bits: bytes per parameter, the final training loss, and the time that the smaller state costs.
 
-The task is to fit a random function with a small network, AdamW with a linearly falling learning rate, 400 updates: short enough for
-several seeds, and sensitive: rounding BF16 weights to nearest doubles the final loss. Arithmetic is emulated, so that what is
-compared is what a GPU would compute.
+The task is to fit a random function with a small network, AdamW with a linearly falling learning rate, 400 updates. It is short enough
+for several seeds, and sensitive: rounding BF16 weights to nearest doubles the final loss. Arithmetic is emulated, so that the numerics
+are those of a GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def train(policy: str, moments: str, rounding: str, seed: int) -> tuple[float, float]:
-    """Return the mean loss of the last 20 updates, and the bytes a parameter of weights, gradients and state."""
+    """Return the mean loss of the last 20 updates, and the bytes per parameter of weights, gradients and state."""
     torch.manual_seed(seed)
     inputs = torch.randn(512, 16)
     targets = torch.sin(inputs @ torch.randn(16, 4))

@@ -1,7 +1,7 @@
-"""The machine code of the GPU kernels, also for GPUs that are not here: registers, spills, and the widths of memory accesses.
+"""The machine code of the GPU kernels, also for GPUs that this machine lacks: registers, spills, and the widths of memory accesses.
 
 Each kernel is launched on small tensors through a stand-in that records its arguments, and then compiled as Triton would compile it for
-these. NVIDIA's compiler and disassembler come with Triton.
+these. Triton includes NVIDIA's compiler and disassembler.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _widths(assembly: str, instruction: str) -> dict[int, int]:
 def main() -> None:
     """Compile every kernel for every GPU and print the results."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        sys.exit("TRITON_INTERPRET=1 interprets kernels; take it out of the environment to compile them")
+        sys.exit("TRITON_INTERPRET=1 interprets kernels; remove it from the environment to compile them")
     rows, data = [], []
     for launch in launches():
         for gpu, capability in GPUS.items():

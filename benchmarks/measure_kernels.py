@@ -1,15 +1,15 @@
 """Time every kernel of a training step on one GPU: python benchmarks/measure_kernels.py --seconds 120 --out DIR.
 
-Plain torch, timm and transformers; Mezzo is not needed. The cases are trained as ``measure_zoo.py`` trains them, all in one process. Of
-each, DIR gets
+Plain torch, timm and transformers; Mezzo is not needed. The cases are trained as ``measure_zoo.py`` trains them, all in one process. For
+each case, DIR gets
 
-- a row of ``steps.csv``: the step without a profiler, the host's share of it (the same step with next to no data, which the host
-  bounds), and how long kernels ran in one step under torch's profiler,
+- a row of ``steps.csv``: the time of a step without a profiler, the host's time (that of the same step with almost no data, which the host
+  bounds), and the time of the kernels in one step under torch's profiler,
 - a row of ``kernels.csv.gz`` for each kernel of that step: the operation that launched it, with the shapes, formats and strides of its
-  operands, the kind of operation, when it was launched, when it began and how long it took,
-- its trace in ``traces.zip``, from which ``--read`` writes the rows again.
+  operands, the kind of operation, when it was launched, when it began and how long it ran,
+- the trace in ``traces.zip``, from which ``--read`` writes the rows again.
 
-``python benchmarks/predict_kernels.py DIR`` prints predicted beside measured milliseconds by kind.
+``python benchmarks/predict_kernels.py DIR`` prints predicted and measured milliseconds by kind.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _MEASURED = "the step whose kernels count"
 _BY_HOST, _ON_DEVICE = ("cuda_runtime", "cuda_driver"), ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace's events."""
 _TINY_BATCH, _TINY_TOKENS = 2, 16
-"""Of the step that the host bounds; batch normalisation needs two samples."""
+"""The size of the step that measures the host's time; batch normalisation needs two samples."""
 _BLOCKS, _BLOCK_S = 5, 0.2
 _LONGEST_TEXT = 400
-"""Shapes of the optimizer's lists are cut here."""
+"""Longer texts are cut: the shapes of an optimizer's lists of tensors."""
 
 
 def _of(kind: str, names: str) -> dict[str, str]:
@@ -89,7 +89,7 @@ _KINDS = {
 
 
 def kind_of(operation: str, phase: str) -> str:
-    """Return the kind of an operation, by the name that torch's dispatcher and a tape give it."""
+    """Return the kind of an operation, by its name in torch's dispatcher and on a tape."""
     return "optimizer" if phase == "optimizer" else _KINDS.get(operation, "other")
 
 
@@ -115,7 +115,7 @@ class Kernel:
 
 @dataclass
 class Step:
-    """What a step took; the first fields are the case."""
+    """The times of one step; the first fields identify the case."""
 
     model: str
     size: int
@@ -128,9 +128,9 @@ class Step:
     step_ms: float
     """Median of blocks of steps, without a profiler."""
     host_ms: float
-    """The same of a step with next to no data, which is as long as the host needs."""
+    """The same for a step with almost no data, which takes only the host's time."""
     profiled_ms: float = 0.0
-    """From the first kernel's begin to the last one's end under the profiler, whose records slow the host."""
+    """From the beginning of the first kernel to the end of the last under the profiler, which slows down the host."""
     kernels_ms: float = 0.0
     """Sum of the kernels' times."""
     num_kernels: int = 0
@@ -138,7 +138,7 @@ class Step:
 
 
 def rows_of(trace: dict[str, Any]) -> list[Kernel]:
-    """Return the kernels that the marked step of a Chrome trace launched, in the order of their begins."""
+    """Return the kernels that the marked step of a Chrome trace launched, in the order in which they began."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "cat" in event]
     marks = [event for event in events if event["name"] == _MEASURED and event["cat"] == "user_annotation"]
     if len(marks) != 1:
@@ -180,7 +180,7 @@ def rows_of(trace: dict[str, Any]) -> list[Kernel]:
 
 
 def _stacks(events: Iterable[dict[str, Any]], launches: dict[int, dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """Return for each launch the operations that were running in its thread, the outermost first."""
+    """Return for each launch the operations that were running in its thread, outermost first."""
     threads: dict[Any, list[tuple[float, float, int, Any]]] = defaultdict(list)
     for event in events:
         if event["cat"] in ("cpu_op", "user_annotation"):
@@ -226,7 +226,7 @@ def _wait(device: str) -> None:
 
 
 def step_ms(step: Callable[[], None], device: str) -> float:
-    """Return the milliseconds of a step, the median of blocks between two waits for the device."""
+    """Return the milliseconds of a step: the median over blocks that begin and end with a wait for the device."""
     for _ in range(WARM_UP):
         step()
     _wait(device)
@@ -259,7 +259,7 @@ def write_trace(step: Callable[[], None], device: str, path: Path) -> None:
 
 
 def measure(case: Case, device: str, out: Path) -> Step:
-    """Train ``case``, write its trace and kernels, and return what its step took."""
+    """Train ``case``, write its trace and kernels, and return the times of its step."""
     allow_tf32(case.policy)
     library = case.model.split(":")[0]
     few = replace(case, batch=_TINY_BATCH, size=case.size if library == "timm" else _TINY_TOKENS)
@@ -282,7 +282,7 @@ def measure(case: Case, device: str, out: Path) -> Step:
         file.writestr(f"{case.file_name}.json", text)
     try:
         kernels = rows_of(json.loads(text, strict=False))
-    except (KeyError, ValueError) as error:  # the step's time is worth a row, and the trace is kept
+    except (KeyError, ValueError) as error:  # the step's time is still worth a row, and the trace is stored
         print(f"{' '.join(case.key)}: no kernels were read: {type(error).__name__}: {error}", flush=True)
         return row
     _append(out / "kernels.csv.gz", case, kernels)
@@ -311,7 +311,7 @@ def _append(path: Path, case: Case, kernels: Iterable[Kernel]) -> None:
 
 
 def kept(out: Path) -> Iterator[tuple[Case, list[Kernel]]]:
-    """Yield the cases of ``traces.zip`` with their kernels, read anew."""
+    """Yield the cases of ``traces.zip`` with their kernels, read from the traces again."""
     with zipfile.ZipFile(out / "traces.zip") as file:
         for case in CASES:
             if f"{case.file_name}.json" in file.namelist():

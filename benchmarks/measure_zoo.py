@@ -5,8 +5,8 @@ Plain torch, timm and transformers, and ``csv_rows.py``; nothing is downloaded a
 no loss scaling, gradients set to None before the forward pass, outputs kept until the next one. ``fp32`` computes all products in FP32,
 ``tf32`` all in TF32, ``fp16`` and ``bf16`` are torch's autocast with TF32 for the rest.
 
-A case runs in a process of its own, forked after the imports. Its row is written at once; cases that FILE has already are skipped.
-``--history DIR`` also keeps what the allocator did in the first two steps, a file a case.
+A case runs in a separate process, forked after the imports. Its row is written immediately; cases that FILE contains already are skipped.
+``--history DIR`` also stores the allocator's events in the first two steps, one file per case.
 ``--cases holdout`` measures other models, whose predictions ``predict_zoo.py --cases holdout`` stored before.
 ``python benchmarks/predict_zoo.py --rows zoo.csv`` prints predicted against measured.
 """
@@ -36,7 +36,7 @@ import csv_rows
 WARM_UP, LEAST_STEPS, LEAST_S = 5, 10, 1.5
 """Steps before the timed ones; how many are timed at least, and for how long."""
 _CASE_S = 240
-"""After this time a case is stopped."""
+"""Seconds after which a case is stopped."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ SIZES: tuple[tuple[str, int, int], ...] = (
     ("timm:resnet18", 224, 256),
     ("timm:resnet152", 224, 64),
 )
-"""Models, the most valuable rows first."""
+"""Models with sizes and batches, the most valuable rows first."""
 LAST = ("timm:resnet50", "timm:mobilenetv3_large_100", "timm:efficientnet_b0", "timm:convnext_tiny")
 """Models that are measured channels-last as well."""
 HOLDOUT: tuple[tuple[str, int, int, str], ...] = (
@@ -148,11 +148,11 @@ class Measured:
     reserved_bytes: int = 0
     """Peak memory of the caching allocator: ``max_memory_reserved``."""
     device_bytes: int = 0
-    """Peak of ``reserved_bytes`` and everything else that the device uses more than when idle."""
+    """Peak of ``reserved_bytes`` plus all other memory that the device uses beyond its idle state."""
     total_bytes: int = 0
     """The device's memory, by ``mem_get_info``."""
     retries: int = 0
-    """How often the allocator emptied its cache for want of memory."""
+    """How often the allocator emptied its cache because memory ran out."""
     cudnn_benchmark: bool = False
     clock_mhz: int = 0
     loss: float = 0.0
@@ -184,7 +184,7 @@ _FACTS: dict[str, Any] = {
     "gpt2": {"type": "gpt2", "task": "causal", "config": {}},
     "gpt2-medium": {"type": "gpt2", "task": "causal", "config": {"n_embd": 1024, "n_layer": 24, "n_head": 16}},
 }
-"""Of ``models.json``, for a copy of this file without the repository."""
+"""Entries of ``models.json``, for a copy of this file without the repository."""
 
 
 class Training:
@@ -236,7 +236,7 @@ def allow_tf32(policy: str) -> None:
 
 
 def measure(case: Case, *, benchmark: bool, idle_bytes: int, history: Path | None) -> Measured:
-    """Train ``case`` on the GPU and return its row; runs in a process of its own."""
+    """Train ``case`` on the GPU and return its row; runs in a separate process."""
     allow_tf32(case.policy)
     torch.backends.cudnn.benchmark = benchmark
     library = case.model.split(":")[0]
@@ -270,7 +270,7 @@ def measure(case: Case, *, benchmark: bool, idle_bytes: int, history: Path | Non
 
 
 def _times(step: Callable[[], None]) -> list[float]:
-    """Return milliseconds between the ends of steps, by events; the host runs ahead as in any training."""
+    """Return the milliseconds between the ends of steps, by CUDA events; the host runs ahead, as in any training."""
     torch.cuda.synchronize()
     begin = time.monotonic()
     step()
@@ -305,7 +305,7 @@ def _with_history(case: Case, folder: Path) -> Training:
 
 
 def asked(what: str) -> int:
-    """Return a whole number that nvidia-smi shows of the first GPU; 0 if it shows none."""
+    """Return a whole number that nvidia-smi reports for the first GPU; 0 if it reports none."""
     command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
@@ -322,7 +322,7 @@ def _child(send: Any, case: Case, options: dict[str, Any]) -> None:
 
 
 def one_case(case: Case, options: dict[str, Any], start: Literal["fork", "spawn"] = "fork") -> Measured | str:
-    """Return the row of ``case``, or what went wrong, from a process of its own."""
+    """Return the row of ``case``, or the error, from a separate process."""
     processes: Any = multiprocessing.get_context(start)
     receive, send = processes.Pipe(duplex=False)
     child = processes.Process(target=_child, args=(send, case, options))
@@ -352,7 +352,9 @@ def main() -> None:
     parser.add_argument("--policies", default="fp32,tf32,bf16,fp16")
     parser.add_argument("--models", default="", help="only models whose names contain one of these, comma-separated")
     parser.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its algorithms")
-    parser.add_argument("--history", type=Path, help="folder for the allocator's events of two steps, a file a case")
+    parser.add_argument(
+        "--history", type=Path, help="folder for the allocator's events of two steps, one file per case"
+    )
     options = parser.parse_args()
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # checks for CUDA without opening it before the fork
     import timm  # noqa: F401 - before the fork, so that no case imports it again

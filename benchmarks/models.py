@@ -45,7 +45,7 @@ def bert_base_shapes(layers: int = 12) -> list[tuple[int, ...]]:
 
 
 def mlp() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
-    """Return three linear layers of 64 with ReLU between and their loss on a batch of 32."""
+    """Return three linear layers of width 64 with ReLU between them, and their loss on a batch of 32."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     inputs, targets = torch.randn(32, 64), torch.randn(32, 64)

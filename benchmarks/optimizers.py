@@ -1,8 +1,8 @@
-"""One AdamW update of FP16 weights with FP32 masters, clipped and checked: three ways, beside what memory allows.
+"""One AdamW update of FP16 weights with FP32 masters, clipped and checked, in three ways, compared with the bandwidth of memory.
 
-Every way begins with scaled FP16 gradients and ends with updated FP16 weights. The hand-written way is what a training loop does with
-torch alone: FP32 copies of the gradients, ``GradScaler.unscale_``, ``clip_grad_norm_``, ``AdamW(foreach=True)``, masters copied into the
-weights. Ours reads every gradient twice (norm, update) and everything else once: 30 bytes a parameter, whose rate is compared with
+Every way begins with scaled FP16 gradients and ends with updated FP16 weights. The hand-written way uses torch alone: FP32 copies of the
+gradients, ``GradScaler.unscale_``, ``clip_grad_norm_``, ``AdamW(foreach=True)``, masters copied into the
+weights. Ours reads every gradient twice (norm, update) and everything else once: 30 bytes per parameter, whose rate is compared with
 that of copying a large tensor in the same rounds.
 """
 
@@ -28,7 +28,7 @@ Shapes = list[tuple[int, ...]]
 IDEAL_BYTES = 30
 """Norm: 2 of gradient. Update: read 2 gradient, 4 master, 8 moments; write 4, 8 and 2 of weight."""
 COPIED = 64 * 2**20
-"""Elements of FP32 that are copied: far beyond any cache."""
+"""FP32 elements that are copied: far more than any cache holds."""
 CLIP = 1.0
 ROUNDS = {"bert_base": 5, "resnet50": 9}
 HAND, COPY = "unscale_ + clip + AdamW(foreach) + copies", "copy_"
@@ -80,7 +80,7 @@ def _weights(shapes: Shapes) -> list[nn.Parameter]:
 
 
 def hand(shapes: Shapes) -> Callable[[], None]:
-    """Return the update as it is written with torch alone."""
+    """Return the update as written with torch alone."""
     weights = _weights(shapes)
     masters = [nn.Parameter(w.detach().float()) for w in weights]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, foreach=True)
@@ -103,7 +103,7 @@ def hand(shapes: Shapes) -> Callable[[], None]:
 
 
 def one_pass(shapes: Shapes, kernels: object | None, **settings: Any) -> Callable[[], None]:
-    """Return the update as a session does it, with the chosen kernels or the given ones, and settings of the optimizer."""
+    """Return the update as a session does it, with ``kernels`` (None: those chosen for the CPU) and settings of the optimizer."""
     weights = _weights(shapes)
     optimizer, scale = AdamW(weights, lr=1e-4, **settings), DynamicScale(2.0**11)
     chosen = choose("cpu")[0] if kernels is None else kernels

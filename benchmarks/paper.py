@@ -50,7 +50,7 @@ def accuracy(policy: str, seed: int) -> float:
 
 
 def detector_gradients() -> Tensor:
-    """Return the FP32 gradients of the scores of a detector's boxes: a mean over all boxes and a batch, most of them surely background."""
+    """Return the FP32 gradients of a detector's box scores: the loss is a mean over all boxes of a batch, most of them background."""
     generator = torch.Generator().manual_seed(0)
     batch = 32
     # The margin of background over the best class, as late in training.

@@ -3,7 +3,7 @@
 python benchmarks/predict_accuracy.py --rows FILE [--hold-out gpu-family|model-class|none] [--cache DIR] [--plot FILE.svg]
 
 FILE has the columns of gpu_training_throughput.csv. With ``none`` the shipped constants predict every row. With another
-choice the constants are fitted again on the rows of FILE, without those of the predicted row's GPU family or class of models.
+choice the constants are fitted again on the rows of FILE, excluding those of the predicted row's GPU family or class of models.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--hold-out", choices=[*BY, "none"], default="none")
-    parser.add_argument("--cache", type=Path, help="folder that keeps recorded tapes")
+    parser.add_argument("--cache", type=Path, help="folder in which recorded tapes are stored")
     parser.add_argument("--plot", type=Path, help="write predicted against measured as a picture")
     options = parser.parse_args()
     if options.cache is not None:

@@ -1,6 +1,6 @@
-"""What detectors do with boxes, as memory sees it: overlaps, losses of anchors, pooled regions.
+"""The memory of a detector's operations on boxes: overlaps, losses of anchors, pooled regions.
 
-Numbers of anchors, samples and boxes are fixed, so nothing here depends on data: which anchor is matched does not change a size.
+Numbers of anchors, samples and boxes are fixed, so nothing here depends on data: matching another anchor does not change a size.
 Overlaps are computed on the GPU for all anchors and boxes of an image, and their temporaries can be the peak of a run.
 """
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 COCO_BOXES = 93
-"""The most boxes that a picture of COCO's train2017 has, as it is usually given; not checked against the annotations."""
+"""The largest number of boxes in a picture of COCO's train2017, as usually given; not checked against the annotations."""
 
 
 def overlaps(boxes: Tensor, anchors: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def assign(matrix: Tensor) -> Tensor:
 
 
 def flat(scores: Tensor, columns: int) -> Tensor:
-    """Return scores of a level with a row an anchor."""
+    """Return the scores of a level with one row per anchor."""
     return scores.permute(0, 2, 3, 1).reshape(-1, columns)
 
 
@@ -62,13 +62,13 @@ class Focal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
-        """Return a loss an element."""
+        """Return a loss for each element."""
         ctx.save_for_backward(scores)
         return torch.empty_like(scores)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Return a gradient an element."""
+        """Return a gradient for each element."""
         (scores,) = ctx.saved_tensors
         return torch.empty_like(scores)
 

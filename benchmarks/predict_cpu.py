@@ -1,7 +1,7 @@
 """Step times of ten models on this CPU, predicted by its own calibration, then measured: python benchmarks/predict_cpu.py.
 
-One thread, its CPU time, least of repeats. Each model is traced without numbers and predicted, then built and measured, before the
-next. None of them is among the calibration's probes. timm, torchvision and transformers are needed.
+Times are the CPU time of one thread, the smallest of several repeats. Each model is traced without values and predicted, then built and
+measured, one after another. None of them is among the calibration's probes. timm, torchvision and transformers are needed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def models() -> dict[str, tuple[Callable[[], nn.Module], Callable[[int], Inputs]
 
 
 def main() -> None:
-    """Calibrate if asked to, then predict and measure each model."""
+    """Calibrate if there is no calibration or ``--calibrate`` is given, then predict and measure each model."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--calibrate", action="store_true", help="measure the rates again")
     parser.add_argument("--seconds", type=float, default=8.0, help="longest measurement of one model")

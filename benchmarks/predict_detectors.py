@@ -28,7 +28,7 @@ _GROUPS = {None: (1, 64), "32x4d": (32, 128), "64x4d": (64, 256)}
 
 
 def detector(name: str) -> Callable[[], nn.Module] | None:
-    """Return what builds the network of a row; None for other networks."""
+    """Return a function that builds the network of a row; None for other networks."""
     found = _NAME.match(name)
     if found is None:
         return None
@@ -137,7 +137,7 @@ class RegionHead(nn.Module):
     """Two dense layers over pooled regions, then scores and boxes."""
 
     def __init__(self, *, classes: int = CLASSES, boxes: int | None = None, channels: int = 256) -> None:
-        """Build the head; it predicts ``boxes`` numbers a region, by default a box for each class."""
+        """Build the head; it predicts ``boxes`` numbers per region, by default a box for each class."""
         super().__init__()
         self.dense = nn.ModuleList([nn.Linear(channels * 7 * 7, 1024), nn.Linear(1024, 1024)])
         self.scores = nn.Linear(1024, classes + 1)

@@ -27,7 +27,7 @@ _KEYPOINTS = 17
 
 
 def detectron2_model(name: str) -> Callable[[], nn.Module] | None:
-    """Return what builds the network of a row; None for other networks."""
+    """Return a function that builds the network of a row; None for other networks."""
     found = _NAME.match(name)
     if found is None:
         return None
@@ -144,7 +144,7 @@ class EarlyModel(nn.Module):
 
 
 class DenseModel(nn.Module):
-    """RetinaNet, whose focal loss is computed operation by operation over all levels together."""
+    """RetinaNet, with a focal loss of separate operations over all levels together."""
 
     def __init__(self, body: nn.Module) -> None:
         """Build the head over ``body``."""

@@ -1,8 +1,8 @@
-"""Predicted beside measured milliseconds of a step by kind of operation: python benchmarks/predict_kernels.py DIR.
+"""Predicted and measured milliseconds of a step by kind of operation: python benchmarks/predict_kernels.py DIR.
 
-DIR is what ``measure_kernels.py`` wrote. The prediction is that of ``mezzo predict --model``, with the constants that ship. What kernels do
-not fill of the measured step is a row of its own: the device waited there, for the host or between kernels. ``--calls KIND`` joins the
-operations of a kind one by one, in their order in each phase, and prints those with the largest differences, with the rates reached.
+DIR is the folder that ``measure_kernels.py`` wrote. The prediction is that of ``mezzo predict --model``, with the shipped constants. The
+time in which no kernel ran in the measured step is a separate row: the device waited, for the host or between kernels. ``--calls KIND``
+pairs the operations of a kind, in their order in each phase, and prints those with the largest differences, with the rates reached.
 ``--out`` writes the table as CSV.
 """
 
@@ -34,7 +34,7 @@ class Call:
     operation: str
     us: float
     num_kernels: int = 1
-    """Or the number of a tape's operations, which are priced as one kernel each."""
+    """For a prediction, the number of operations on the tape, each priced as one kernel."""
     shapes: str = ""
     kernels: str = ""
     flops: int = 0
@@ -78,7 +78,7 @@ def measured_calls(kernels: Iterable[Kernel]) -> list[Call]:
 
 
 def predicted_calls(operations: Sequence[CostedOperation], seconds: Iterable[float]) -> list[Call]:
-    """Return the calls of a tape's operations; a convolution's gradients, that of its bias too, are one call."""
+    """Return the calls of a tape's operations; a convolution's gradients, including that of its bias, are one call."""
     found: list[Call] = []
     last: CostedOperation | None = None
     for operation, second in zip(operations, seconds, strict=True):
@@ -103,7 +103,7 @@ def _continues(last: CostedOperation, operation: CostedOperation) -> bool:
 
 
 def parts_of(case: Case, measured: Iterable[Call], predicted: Iterable[Call]) -> list[Part]:
-    """Return what both say of each kind and phase."""
+    """Return the measured and predicted time of each kind and phase."""
     found: dict[tuple[str, str], Part] = {}
 
     def part(call: Call) -> Part:
@@ -119,7 +119,7 @@ def parts_of(case: Case, measured: Iterable[Call], predicted: Iterable[Call]) ->
 
 
 def joined(measured: Sequence[Call], predicted: Sequence[Call], kind: str) -> list[tuple[Call, Call]]:
-    """Return the calls of ``kind`` in pairs, by their order; none of a phase where their numbers differ, which is said."""
+    """Return the calls of ``kind`` in pairs, by their order; if their numbers differ in a phase, print that and pair none of it."""
     pairs: list[tuple[Call, Call]] = []
     for phase in ("forward", "backward", "optimizer"):
         own, priced = (
@@ -133,7 +133,7 @@ def joined(measured: Sequence[Call], predicted: Sequence[Call], kind: str) -> li
 
 
 def read(folder: Path) -> tuple[list[Step], dict[Case, list[Kernel]]]:
-    """Return what ``measure_kernels.py`` wrote."""
+    """Return the steps and kernels that ``measure_kernels.py`` wrote."""
     steps = [Step(**_typed(Step, cells)) for cells in csv_rows.read(folder / "steps.csv")]
     kernels: dict[Case, list[Kernel]] = defaultdict(list)
     for cells in csv_rows.read(folder / "kernels.csv.gz"):
@@ -191,7 +191,7 @@ def show(pairs: Sequence[tuple[Call, Call]]) -> None:
 
 
 def total(parts: Iterable[Part]) -> None:
-    """Print the kinds of all cases: the sum of predicted minus measured, in percent of the cases' measured steps, a case counting once."""
+    """Print predicted minus measured time by kind, in percent of the measured step: the mean over all cases."""
     steps: dict[str, float] = defaultdict(float)
     differences: dict[tuple[str, str], float] = defaultdict(float)
     parts = list(parts)
@@ -214,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gpu", help="instead of the GPU that was measured")
-    parser.add_argument("--calls", metavar="KIND", help="join the operations of this kind one by one")
+    parser.add_argument("--calls", metavar="KIND", help="compare the operations of this kind in pairs")
     parser.add_argument("--out", type=Path, help="write the table as CSV")
     options = parser.parse_args()
     steps, kernels = read(options.folder)

@@ -1,8 +1,8 @@
 """LitGPT's trainings in gpu_memory_large.csv: LoRA and full fine-tuning, and pre-training, on one GPU with weights in BF16.
 
 The architecture, the settings and the order of the loop are read from the project's code (``litgpt/model.py``, ``litgpt/lora.py``,
-``litgpt/finetune/``, ``config_hub/finetune/*/lora.yaml``); rows of October 2023 have the norms of that time, which stayed in BF16. The
-head and the loss run over 128 tokens at a time, and Lightning's wrapper returns logits in FP32. Batches are as long as the row says.
+``litgpt/finetune/``, ``config_hub/finetune/*/lora.yaml``); rows of October 2023 use the norms of that time, which stayed in BF16. The
+head and the loss run over 128 tokens at a time, and Lightning's wrapper returns logits in FP32. Batches have the length that the row names.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Gpt(nn.Module):
                 parameter.requires_grad = name.endswith((".down", ".up"))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return what goes into the head."""
+        """Return the input of the head."""
         turned = int(self.size.rotary * self.size.head_size)
         dtype = torch.float16 if self.setting.old else torch.float32
         cos, sin = (torch.empty(ids.shape[1], turned, dtype=dtype) for _ in range(2))
@@ -254,7 +254,7 @@ def memory_of(cells: Mapping[str, str]) -> PredictedMemory:
     """Return the predicted memory of a row.
 
     Raises:
-        NotBuilt: the row is another training than those above.
+        NotBuilt: the row's training is none of those above.
     """
     model, precision = cells["model"].lower(), cells["precision"]
     if cells["parallelism"] != "none" or cells["n_gpus"] != "1":

@@ -1,9 +1,8 @@
 """Predicted against measured memory of a public table: python benchmarks/predict_memory_accuracy.py --rows FILE.
 
 FILE has the columns of one of the gpu_memory_*.csv files. Each row is traced with its own model, batch and optimizer, and replayed
-through the simulated allocator under the memory of its card. Nothing is fitted. ``wrongly fits`` is the share of jobs that
-were promised to fit under a cap, with the headroom that ``mezzo predict`` keeps, and did not, over all such promises; only tables that
-record caps have it.
+through the simulated allocator within the memory of its card. Nothing is fitted. ``wrongly fits`` is the share of broken promises: jobs
+that were predicted to fit under a cap with ``mezzo predict``'s headroom, but did not. Only tables that record caps have it.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def _loss_in_bf16(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tenso
 
 
 def xmem_row(cells: Mapping[str, str]) -> Found:
-    """Predict a row of gpu_memory_xmem.csv: what NVML counted above an idle process."""
+    """Predict a row of gpu_memory_xmem.csv: the memory that NVML counted above an idle process."""
     if cells["real_oom"] == "1":
         raise NotBuilt("the job ran out of memory: its peak is a lower bound")
     model, total = cells["model"], int(cells["gpu_total_bytes"])
@@ -189,7 +189,7 @@ def xmem_row(cells: Mapping[str, str]) -> Found:
 
 
 class Adapted(nn.Module):
-    """A frozen product with an adapter of low rank beside it, as PEFT's LoRA computes it."""
+    """A frozen product plus an adapter of low rank, as PEFT's LoRA computes it."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         """Freeze ``base`` and add an adapter of ``rank`` in its format."""
@@ -215,7 +215,7 @@ def adapted(model: nn.Module, names: str, rank: int) -> nn.Module:
 
 
 def fms_row(cells: Mapping[str, str]) -> Found:
-    """Predict a row of gpu_memory_fms_a100.csv: allocated peak and device, with checkpointing and weights in 16 bits."""
+    """Predict a row of gpu_memory_fms_a100.csv: allocated peak and device memory, with checkpointing and weights in 16 bits."""
     if cells["n_gpus"] != "1":
         raise NotBuilt("several GPUs")
     if not cells["torch_peak_alloc_bytes"] or cells["finished"] != "yes":
@@ -256,7 +256,7 @@ def fms_row(cells: Mapping[str, str]) -> Found:
 
 
 def pairs_row(cells: Mapping[str, str]) -> Found:
-    """Predict a row of gpu_memory_pairs.csv: allocated peak, or the whole device where the row counts it."""
+    """Predict a row of gpu_memory_pairs.csv: the allocated peak, or the memory of the device if the row counts that."""
     training = Training(cells)
     memory = predict_memory(training.tape, limit_bytes=training.limit_bytes, matrix_formats=training.matrix_formats)
     inside = memory.reserved_bytes + DRIVER_BYTES if training.of_device else memory.allocated_bytes

@@ -1,9 +1,9 @@
 """The trainings of gpu_memory_pairs.csv that can be built here, in FP32 and under automatic mixed precision.
 
 - mmsegmentation's networks on a dilated ResNet; mmdetection's, detectron2's and mmrotate's detectors; mmyolo's YOLOv5.
-- BERT-base on MRPC with transformers' trainer, which updated one parameter after another; what nvidia-smi showed.
+- BERT-base on MRPC with transformers' trainer, which updated one parameter after another; the memory that nvidia-smi showed.
 
-All ran before torch 2.0, so gradients stayed allocated as zeros. Where there are several GPUs, the buckets of data parallelism hold
+All ran before torch 2.0, so gradients stayed allocated as zeros. With several GPUs, the buckets of data parallelism contain
 every gradient once more.
 """
 
@@ -41,7 +41,7 @@ PRECISIONS = {
 """The policy of a row. mmdetection's of July 2020 is mmcv's own, before torch had autocast: weights in FP16 with masters in FP32."""
 _PHOTOGRAPH = 800, 1333
 _LARGEST_CROP = 1250, 1333
-"""What the multi-scale configurations give at most: a crop of 600x384, enlarged, beside a photograph."""
+"""The largest size that the multi-scale configurations allow: an enlarged crop of 600x384, in a batch with a photograph."""
 _TILE = 1024, 1024
 
 
@@ -56,7 +56,7 @@ class _Zoo:
 
 
 class Training:
-    """A row's training as a tape, and what lies beside it."""
+    """A row's training as a tape, and the memory that the tape does not contain."""
 
     def __init__(self, cells: Mapping[str, str]) -> None:
         """Trace the row.
@@ -82,7 +82,7 @@ class Training:
         size = 2 if policy == "fp16-master" else 4
         alone = cells["n_gpus"] in ("1", "")  # VOC's rows name no number: configurations of one GPU
         self.beside_bytes = 0 if alone else size * trained
-        """The buckets of data parallelism, and what mmcv's hook kept of gradients through the forward pass: FP16's and FP32's."""
+        """The buckets of data parallelism, and the FP16 and FP32 gradients that mmcv's hook kept during the forward pass."""
         if policy == "fp16-master":
             self.beside_bytes += (2 + 4) * trained
         self.matrix_formats = () if cells["gpu"].startswith("1080 Ti") else HALF_FORMATS
@@ -129,10 +129,10 @@ def _zeroing(make: Any, parameters: Any) -> torch.optim.Optimizer:
 
 @contextmanager
 def _winograd() -> Iterator[None]:
-    """Let FP32 convolutions take Winograd's buffers in the block.
+    """Let FP32 convolutions use Winograd's buffers in the block.
 
-    mmsegmentation and mmyolo let cuDNN try its algorithms (``cudnn_benchmark=True``). The detectors do not, but cuDNN 7 took this one
-    unasked: nothing else found explains the peak of detectron2's Fast R-CNN, which has neither proposals to learn nor a mask.
+    mmsegmentation and mmyolo let cuDNN try its algorithms (``cudnn_benchmark=True``). The detectors do not, but cuDNN 7 apparently chose
+    this one by itself: nothing else explains the peak of detectron2's Fast R-CNN, which has neither proposals to learn nor a mask.
     """
     own = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True

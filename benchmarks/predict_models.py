@@ -1,6 +1,6 @@
 """The trainings behind the rows of public tables, as tapes: models by their names there, in the precision and layout of the row.
 
-timm, torchvision and transformers are needed. Rows whose training cannot be built are not predicted, and the reason is said.
+timm, torchvision and transformers are needed. Rows whose training cannot be built are not predicted, and the reason is printed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def training(model: str, size: str) -> Training:
     if model == "nnUNet-2D":
         raise NotBuilt("the row does not state the network's widths")
     if "TF" in model:
-        raise NotBuilt("TensorFlow with XLA fuses what torch runs apart")
+        raise NotBuilt("TensorFlow with XLA fuses operations that torch runs separately")
     if model == "switchxl4":
         raise NotBuilt("a mixture of experts, whose products depend on the data")
     if model.startswith("llama"):
@@ -170,14 +170,14 @@ def _pretraining(build: Callable[[], nn.Module], length: int, ids: Callable[[int
 
 
 class BertAdam(torch.optim.Optimizer):
-    """Adam as BERT's FP32 scripts of the time ran it: one parameter after another, each clipped by itself."""
+    """Adam as in BERT's FP32 scripts of that time: one parameter after another, each clipped separately."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1e-4})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update each parameter by itself."""
+        """Update each parameter separately."""
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             state = self.state[p]
             if not state:
@@ -257,13 +257,13 @@ class Row:
     optimizer: str
 
     def tape(self, batch: int, cache: Path | None = None) -> TrainingTape:
-        """Return the tape at ``batch``; recorded tapes are kept in ``cache``."""
+        """Return the tape at ``batch``; recorded tapes are stored in ``cache``."""
         low, high = (self._recorded(n, cache) for n in BATCHES)
         return low.at_batch(high, batch)
 
     @property
     def recorded(self) -> Row:
-        """The row whose tape this one shares: TF32 runs what FP32 runs."""
+        """The row whose tape this one shares: TF32 runs the same operations as FP32."""
         return replace(self, precision={"tf32": "fp32"}.get(self.precision, self.precision))
 
     def _recorded(self, batch: int, cache: Path | None) -> TrainingTape:

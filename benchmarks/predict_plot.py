@@ -1,4 +1,4 @@
-"""Predicted against measured values as a picture: one dot a row, both axes logarithmic."""
+"""Predicted against measured values as a picture: one dot per row, both axes logarithmic."""
 
 from __future__ import annotations
 

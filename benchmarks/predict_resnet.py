@@ -1,8 +1,8 @@
 """ResNets as detectors train them, and feature pyramids (mmdetection's ``mmdet/models/backbones/resnet.py`` and ``necks/fpn.py``).
 
-Stem and first stages are frozen: they keep nothing. Every batch normalisation uses the statistics that it has; its weights are
-trained ("pytorch" style), or not ("caffe" style, where the first convolution of a block has the stride). detectron2's frozen ones
-are a product and a sum (``detectron2/layers/batch_norm.py``), and keep nothing but what the next operation needs.
+Stem and first stages are frozen: they save nothing for a backward pass. Every batch normalisation uses its stored statistics; its weights
+are trained ("pytorch" style) or not ("caffe" style, where the first convolution of a block has the stride). detectron2's frozen ones
+are a product and a sum (``detectron2/layers/batch_norm.py``), and save only what the next operation needs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class ResNet(nn.Module):
             style: one of ``STYLES``.
             groups: of the middle convolutions; 1 for a ResNet.
             width: of the first stage's middle convolutions, all groups together.
-            stages: how many stages there are.
+            stages: the number of stages.
             dilated: whether the last stage keeps the resolution (detectron2's DC5).
         """
         super().__init__()
@@ -128,8 +128,8 @@ class Pyramid(nn.Module):
         """Build a pyramid over features of ``channels``.
 
         Args:
-            channels: of the features, from the largest map on.
-            extra: what the levels above are: a "pool" of the last, or two convolutions "on_input" or "on_output".
+            channels: of the features, beginning with the largest map.
+            extra: the levels above: a "pool" of the last, or two convolutions "on_input" or "on_output".
         """
         super().__init__()
         self.lateral = nn.ModuleList([nn.Conv2d(c, 256, 1) for c in channels])

@@ -1,8 +1,8 @@
 """mmrotate's detectors of rotated boxes on DOTA's tiles of 1024x1024 (``configs``, version 0.x), 15 classes, ResNet-50.
 
-Oriented R-CNN, RoI Transformer, Rotated Faster R-CNN, S2A-Net and Rotated RetinaNet. The proposal networks measure their overlaps
+Oriented R-CNN, RoI Transformer, Rotated Faster R-CNN, S2A-Net and Rotated RetinaNet. The proposal networks compute overlaps
 with horizontal boxes, whose temporaries are 36 bytes for each pair of an anchor and a box; a tile has hundreds of boxes, so these are
-the peak of a run. The others measure with a kernel for rotated boxes, which has none.
+the peak of a run. The others use a kernel for rotated boxes, which has no temporaries.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from predict_detectors import SAMPLED, Proposals, RegionHead, RetinaNet, Tower, 
 from predict_resnet import Pyramid, ResNet
 
 TILE_BOXES = 636
-"""The most boxes of a tile. No source says it; it is what Rotated Faster R-CNN's published 8.46 GB need here."""
+"""The largest number of boxes in a tile. No source states it; Rotated Faster R-CNN's published 8.46 GB imply it here."""
 _CHANNELS = (256, 512, 1024, 2048)
 _CLASSES, _PROPOSALS = 15, 2000
 
 
 def rotated_detector(name: str) -> Callable[[], nn.Module] | None:
-    """Return what builds the network of a row; None for other networks."""
+    """Return a function that builds the network of a row; None for other networks."""
     return next((build for start, build in _BUILDERS.items() if name.startswith(start)), None)
 
 
@@ -40,7 +40,7 @@ class RotatedTwoStage(nn.Module):
         """Build the heads.
 
         Args:
-            numbers: what describes a proposal.
+            numbers: how many numbers describe a proposal.
             heads: how many numbers each head of regions predicts.
         """
         super().__init__()

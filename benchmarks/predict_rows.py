@@ -55,12 +55,12 @@ class Measured:
     ops: Columns
     """Different operations."""
     counts: Array
-    """How often each of them runs."""
+    """How often each operation runs."""
     seconds: float
 
     @property
     def family(self) -> str:
-        """The group of architectures with which the row is left out."""
+        """The group of architectures with which the row is held out."""
         return family(self.gpu.architecture)
 
     @property
@@ -76,7 +76,7 @@ class Measured:
 
 
 def read(path: Path, cache: Path | None) -> tuple[list[Measured], Counter[str]]:
-    """Return the rows of a table that can be predicted, and the reasons of the others with their number."""
+    """Return the rows of a table that can be predicted, and the number of other rows by reason."""
     rows, reasons = [], Counter[str]()
     priced: dict[tuple[Row, int], tuple[Columns, Array]] = {}
     with path.open(encoding="utf-8", newline="") as file:
@@ -131,7 +131,7 @@ class Joint:
 
 
 def fit(rows: Sequence[Measured]) -> Constants:
-    """Return constants fitted on ``rows``: least squares of logarithms, outliers damped, repeats sharing their weight."""
+    """Return constants fitted on ``rows``: least squares of logarithms, with outliers damped and repeats sharing one weight."""
     start, joint = Constants(), Joint(rows)
     names = list(PRIOR)
     repeats = Counter(row.setting for row in rows)

@@ -23,7 +23,7 @@ _NAME = re.compile(r"(FCN|FCN\(D6\)|PSPNet|DeepLabV3\+?) R-(18|50|101)(b?)-D(8|1
 
 
 def segmenter(name: str) -> Any:
-    """Return what builds the network of a row; None for other networks."""
+    """Return a function that builds the network of a row; None for other networks."""
     found = _NAME.match(name)
     if found is None:
         return None

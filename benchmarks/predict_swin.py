@@ -1,6 +1,6 @@
 """Swin transformers as mmdetection trains them under Mask R-CNN (``configs/swin``, ``mmdet/models/backbones/swin.py``).
 
-Windows of 7x7 over maps that are padded to multiples of 7; every second block shifts them. Attention keeps all scores: the code is
+Windows of 7x7 over maps that are padded to multiples of 7; every second block shifts them. Attention saves all scores: the code is
 older than torch's fused attention. Nothing is frozen.
 """
 
@@ -24,7 +24,7 @@ _NAME = re.compile(r"Mask R-CNN Swin-([TS])( 1x| 3x ms-crop)$")
 
 
 def swin_detector(name: str) -> Callable[[], nn.Module] | None:
-    """Return what builds the network of a row; None for other networks."""
+    """Return a function that builds the network of a row; None for other networks."""
     found = _NAME.match(name)
     if found is None:
         return None

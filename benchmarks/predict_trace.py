@@ -1,7 +1,7 @@
 """Time and memory of tracing one training step for a prediction: python -m benchmarks predict_trace.
 
-Each model is traced in a process of its own: the clock runs from building the model to the finished tape, and the largest resident
-memory is that of the whole process, libraries included. timm and transformers are needed.
+Each model is traced in a separate process: the clock runs from building the model to the finished tape, and the largest resident
+memory is that of the whole process, including libraries. timm and transformers are needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RUNS = 3
 
 
 def main() -> None:
-    """Trace each model several times, in turn."""
+    """Trace each model several times, the models alternating."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in MODELS}
     for _ in range(RUNS):
         for name in MODELS:

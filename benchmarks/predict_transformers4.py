@@ -1,7 +1,7 @@
 """How the language models of the memory tables differ between transformers 4 and 5.
 
-The rows of gpu_memory_xmem.csv were measured with torch 2.6, so with transformers of early 2025. That library keeps other
-tensors than version 5 does, and a prediction with version 5 describes a program that did not run:
+The rows of gpu_memory_xmem.csv were measured with torch 2.6, so with transformers of early 2025. That version keeps other
+tensors than version 5, so a prediction with version 5 describes a program that was never run:
 
 - GPT-2 has a causal mask of (positions)^2 booleans in each layer.
 - GPT-2's attention makes query, key and value contiguous, so copies of views of the joint product are saved.
@@ -25,7 +25,7 @@ from predict_models import installed
 
 @contextmanager
 def transformers_4() -> Iterator[None]:
-    """Let models of transformers 5 keep the tensors that version 4 keeps, for the block."""
+    """In the block, let models of transformers 5 keep the tensors that version 4 keeps."""
     if int(installed("transformers").__version__.split(".")[0]) < 5:
         yield
         return

@@ -1,7 +1,7 @@
 """mmyolo's YOLOv5 as it trains (``configs/yolov5``): a CSPDarknet, a path-aggregating pyramid and three or four anchor heads.
 
 Convolutions are followed by batch normalisation and SiLU in place. The loss sees the objectness of every anchor, and boxes and
-classes of the anchors that are matched; the hook of the configurations keeps a moving average of the model beside it.
+classes of the anchors that are matched; a hook of the configurations keeps a moving average of the model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _CHANNELS = {"P5": (128, 256, 512, 1024), "P6": (128, 256, 512, 768, 1024)}
 _BLOCKS = {"P5": (3, 6, 9, 3), "P6": (3, 6, 9, 3, 3)}
 _PRIORS = 3
 _MATCHED = 100
-"""Matched anchors of a level and an image, assumed: the rows do not say how many boxes there are, and these take little."""
+"""The assumed number of matched anchors per level and image: the rows do not state the number of boxes, and these take little memory."""
 _NAME = re.compile(r"YOLOv5-([nsmlx])( P5| P6)?( mask-refine=(?:No|Yes)| \(ionogram, 1 GPU\)|  pose)?$")
 _COCO = 80
 
 
 def yolo(name: str) -> Any:
-    """Return what builds the network of a row; None for other networks."""
+    """Return a function that builds the network of a row; None for other networks."""
     found = _NAME.match(name)
     if found is None:
         return None
@@ -146,7 +146,7 @@ class Yolo(nn.Module):
         self.heads = nn.ModuleList([nn.Conv2d(c, _PRIORS * (5 + classes), 1) for c in levels])
 
     def forward(self, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return each level's boxes, objectness and classes, apart as the loss takes them."""
+        """Return each level's boxes, objectness and classes, separately as the loss needs them."""
         x = self.stem(x)
         features = []
         for stage in self.stages:
@@ -176,7 +176,7 @@ def _parts(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Averaged(nn.Module):
-    """A network with the moving average of its weights and statistics, as EMAHook keeps it."""
+    """A network and the moving average of its weights and statistics, as in EMAHook."""
 
     def __init__(self, network: nn.Module) -> None:
         """Keep ``network`` and a copy that is not trained."""

@@ -1,11 +1,11 @@
 """Predicted against measured step time and memory of named models: python benchmarks/predict_zoo.py --rows zoo.csv.
 
-FILE is what ``measure_zoo.py`` wrote. Each row is predicted as ``mezzo predict --model`` does, with the constants that ship and no
-calibration of the GPU. timm and transformers are needed, best in the versions that the rows name.
+``measure_zoo.py`` wrote the file ``zoo.csv``. Each row is predicted as by ``mezzo predict --model``, with the shipped constants and without
+a calibration of the GPU. timm and transformers are needed, best in the versions that the rows name.
 
 ``--cases holdout --out holdout_predicted.csv`` predicts a list of ``measure_zoo.py`` that has not been measured yet, on ``--gpu``, and
-stores it with the commit. Where ``zoo_predicted.csv`` lies beside ``zoo.csv``, the stored predictions are compared too: with what was
-measured, and with today's.
+stores it with the commit. If there is a ``zoo_predicted.csv`` in the folder of ``zoo.csv``, the stored predictions are compared too: with
+the measurements, and with current predictions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _SETTING = "model", "size", "batch", "gpu"
 
 @cache
 def tapes(model: str, size: int, batch: int, policy: str, channels_last: bool) -> Tapes:
-    """Return the training of a row under one policy, at its own batch alone."""
+    """Return the training of a row under one policy, at its own batch only."""
     known = named_model(model, **({"sequence": size} if model.startswith("transformers") else {"image": size}))
     return Tapes(tape_of(known, policy, batch, optimizer="adamw", channels_last=channels_last), None)
 
@@ -138,7 +138,7 @@ def main() -> None:
     """Compare the rows of a file with their predictions, or store predictions."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--rows", type=Path, help="what measure_zoo.py wrote")
+    what.add_argument("--rows", type=Path, help="the file that measure_zoo.py wrote")
     what.add_argument("--cases", choices=CASES, help="predict this list of measure_zoo.py and store it in --out")
     parser.add_argument("--gpu", default="h100-sxm", help="the GPU of --cases")
     parser.add_argument("--out", type=Path, default=Path("holdout_predicted.csv"), help="the file of --cases")
@@ -153,7 +153,7 @@ def main() -> None:
 
 
 def compare(path: Path) -> None:
-    """Print each row of ``path``, the gains of 16 bits, and the errors; of stored predictions too, where they are not today's."""
+    """Print each row of ``path``, the gains of 16 bits, and the errors; those of stored predictions too, if they differ from today's."""
     rows: list[Row] = []
     then: list[Row] = []
     reasons = Counter[str]()
@@ -195,7 +195,7 @@ def compare(path: Path) -> None:
 
 
 def over_measured(values: dict[str, float], cells: Cells) -> dict[str, float]:
-    """Return predicted ``values`` over those that a row measured."""
+    """Return predicted ``values`` divided by the measured ones of a row."""
     return {name: value / float(cells[MEASURES[name]]) for name, value in values.items()}
 
 
@@ -209,7 +209,7 @@ def summarize(rows: list[Row]) -> None:
 
 
 def gains(rows: list[Row], measure: str, base: str) -> list[float]:
-    """Return the errors in percent of predicted ratios of 16 bits over ``base``, channels-first both."""
+    """Return the errors in percent of predicted ratios of 16 bits over ``base``, both channels-first."""
     groups: dict[tuple[str, ...], dict[str, float]] = defaultdict(dict)
     for cells, ratios in rows:
         if cells["channels_last"] == "False":

@@ -1,12 +1,12 @@
-"""Time loops against each other, each in its own process, as a script runs: its hooks are set once and never removed.
+"""Compare the times of loops, each in its own process, like a script: its hooks are set once and never removed.
 
-In one process that sets and undoes the hooks between blocks, Python forgets what it had learned of the types that they change, and the
+In one process that sets and removes the hooks between blocks, Python's specialization of the changed types is lost each time, and the
 loop with more Python pays most for that: 2% of a small step, which no script pays. The processes of a build are forked from one, so they
-have the same imports. They run their blocks in turn. How memory happens to lie favours one loop or another by a percent or two, so
+have the same imports. They run their blocks alternately. The placement of memory favours one loop or another by a percent or two, so
 there are several builds, and the interval is that of their medians.
 
-A process that has asked CUDA's driver anything, or run a backward pass of a build for CUDA, has no forks that can use the GPU. So where the
-loops train on a GPU, the process that forks runs none of them: it imports, and asks in a process that it throws away.
+A process that has called CUDA's driver, or run a backward pass of a build for CUDA, has no forks that can use the GPU. So if the
+loops train on a GPU, the process that forks runs none of them: it only imports, and queries the GPU in a temporary process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from benchmarks.harness import over_builds
 
 SLOWEST_S = 120.0
-"""A process that does not answer within this time has failed."""
+"""Seconds without an answer after which a process has failed."""
 Loop = Callable[[], AbstractContextManager[Callable[[], Any]]]
 """Returns the context in which its block runs; has to be picklable where processes are not forked."""
 
@@ -34,7 +34,7 @@ class Spent(NamedTuple):
     """The times of one block in milliseconds."""
 
     thread_ms: float
-    """CPU time of the thread that trains. On a GPU the backward pass is not in it: autograd has a thread of its own for that."""
+    """CPU time of the thread that trains. On a GPU it excludes the backward pass, which runs in autograd's own thread."""
     process_ms: float
     """CPU time of all threads of the process."""
     wall_ms: float
@@ -80,7 +80,7 @@ class Served:
         return value
 
     def ask(self, again: bool) -> Any:
-        """Ask for a block, or for the end, and return the answer."""
+        """Request another block, or the end, and return the answer."""
         try:
             self._line.send(again)
         except OSError:
@@ -97,7 +97,7 @@ class Served:
 
 
 def answer_of(call: Callable[[], Any], *, start: str = "fork") -> Any:
-    """Return the result of ``call`` in a process of its own.
+    """Return the result of ``call``, run in a separate process.
 
     Raises:
         NoAnswerError: it failed there.
@@ -110,7 +110,7 @@ def answer_of(call: Callable[[], Any], *, start: str = "fork") -> Any:
 
 
 def build(loops: Mapping[str, Loop], *, blocks: int, start: str = "fork") -> Build:
-    """Set up every loop in a process of its own and run their blocks in turn; one that fails is left out from then on."""
+    """Set up every loop in a separate process and run their blocks alternately; a loop that fails is left out from then on."""
     processes = {name: Served(start, _serve, loop) for name, loop in loops.items()}
     found = Build({name: [] for name in loops})
 
@@ -158,7 +158,7 @@ def _call(line: Connection, call: Callable[[], Any]) -> None:
 
 
 def _serve(line: Connection, loop: Loop) -> None:
-    """Run a block whenever ``line`` asks for one; answer with what it took."""
+    """Run a block for each request on ``line``; answer with its times."""
     torch.set_num_threads(1)
     with loop() as block:
         line.send(("answer", None))

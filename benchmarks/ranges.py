@@ -1,7 +1,7 @@
-"""The cost of counting every parameter gradient of a step by exponent: as a share of the step, and for each element.
+"""The cost of counting every parameter gradient of a step by exponent: as a share of the step, and per element.
 
-A step is forward, backward and torch's AdamW in FP32. The counting is one call for all gradients: once by what this machine chose (a
-compiled kernel where there is a compiler), once by plain torch operations.
+A step is forward, backward and torch's AdamW in FP32. One call counts all gradients: once with the kernel chosen for this machine
+(compiled if there is a compiler), once with plain torch operations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COUNTED, FALLBACK, READ = "counted", "counted by torch operations", "sum"
 
 
 def main() -> None:
-    """Measure two models, and one large tensor beside a sum, which reads the same bytes."""
+    """Measure two models, and one large tensor compared with a sum, which reads the same bytes."""
     rows, data = [], {}
     for name, make in (("digits_cnn", digits_cnn), ("small_transformer", small_transformer)):
         model, loss_of = make()

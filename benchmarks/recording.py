@@ -1,6 +1,6 @@
 """Record a terminal session as a picture: real commands, run now, with their output; part of ``make readme``.
 
-What a command prints is shown from its headline to the section named beside it; the picture marks every cut with dots.
+The output of a command is shown from its headline to a named section; the picture marks every cut with dots.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def printed(command: str, folder: Path) -> str:
-    """Run a command as typed, in ``folder``, and return what it printed to standard output, with its colours."""
+    """Run a command as typed, in ``folder``, and return its standard output, with colours."""
     program, *words = shlex.split(command)
     assert program == "mezzo"
     environment = {**os.environ, "COLUMNS": str(WIDTH), "FORCE_COLOR": "1"}

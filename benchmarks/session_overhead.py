@@ -19,7 +19,7 @@ def main() -> None:
             calls = calls_a_step(session) / calls_a_step(hand)
             times = interleave({"session": session, "hand": hand}, rounds=ROUNDS)
             what = f"{policy}{', clipping' if clip else ''}"
-            # Without a scaler and without clipping the hand-written loop takes no norm; a session always does (session.grad_norm).
+            # Without a scaler and without clipping the hand-written loop computes no norm; a session always does (session.grad_norm).
             target = "1.05 or less" if policy == "fp16" or clip else "(takes the gradient norm)"
             rows.append((f"{what}: Python calls a step against the hand-written loop", f"{calls:.3f}x", target))
             rows.append((f"{what}: thread CPU time", spread(ratio(times, "session", "hand")), ""))

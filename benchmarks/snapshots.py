@@ -1,7 +1,7 @@
-"""The cost of one save a minute to a session of 110 M parameters: CPU time of the training thread, and of the thread that writes.
+"""The cost of one save per minute for a session of 110 M parameters: CPU time of the training thread, and of the thread that writes.
 
-CPU time, not time on the clock: it stays right on a machine that does other work. The training thread is stopped while it copies the
-state; checksum and writing run beside it. The first save also gets the memory for the copy.
+CPU time is right on a busy machine, too; wall time is not. The training thread is stopped while it copies the
+state; checksum and writing run in parallel. The first save also allocates the memory for the copy.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ TARGET = "1% or less"
 
 
 def main() -> None:
-    """Save a session four times under each policy; print the cost of the first save and the least of the others."""
+    """Save a session four times under each policy; print the cost of the first save and the smallest of the others."""
     warnings.simplefilter("ignore", mezzo.PrecisionWarning)
-    torch.set_num_threads(1)  # or other threads would copy a part of the state, and their CPU time is not read
+    torch.set_num_threads(1)  # other threads would copy a part of the state, and their CPU time is not measured
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     rows = []
     for policy in CASES:
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def costs(policy: str, folder: Path) -> tuple[float, float, float, int]:
-    """Return seconds of CPU: of the first save and of the least of the others in the training thread, and of writing; and the bytes."""
+    """Return CPU seconds of the first and of the cheapest later save in the training thread, those of writing, and the bytes."""
     session = trained(policy)
     stopped: list[float] = []
     wrote: list[float] = []

@@ -1,4 +1,4 @@
-"""Bytes a parameter of a training with AdamW, counted: weights, gradients, masters and moments, every storage once."""
+"""Bytes per parameter of a training with AdamW: weights, gradients, masters and moments, every storage counted once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = [
 
 
 def main() -> None:
-    """Count every case after one update, its gradients included."""
+    """Count every case after one update, including its gradients."""
     warnings.simplefilter("ignore", mezzo.PrecisionWarning)
     rows = [
         (
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def bytes_a_parameter(policy: str, moments: str, rounding: str) -> float:
-    """Return the bytes of everything that lives between two updates, for each parameter of a small network without norms."""
+    """Return the bytes per parameter of everything that exists between two updates, in a small network without norms."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
     optimizer = mezzo.AdamW(model.parameters(), moments=moments, rounding=rounding)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """The cost of Mezzo inside Lightning's Trainer, Fabric and Accelerate against these libraries' own mixed precision.
 
-Both sides run the same loop of the same library with the CPU's own 16-bit kernels; they differ in who does mixed precision. CPU times
+Both sides run the same loop of the same library with the CPU's own 16-bit kernels; they differ only in the mixed precision. CPU times
 include creating the trainer and the model, which is less than a tenth. Accelerate silently uses no loss scale on a CPU, so for FP16 the
 benchmark gives it a GradScaler.
 """
@@ -24,7 +24,7 @@ from benchmarks.models import mlp
 
 ROUNDS, STEPS, LR = 11, 100, 1e-4
 Loop = Callable[[int], None]
-"""Train a number of steps."""
+"""Trains for a number of steps."""
 
 
 def _batches(steps: int) -> torch.utils.data.DataLoader[Any]:
@@ -117,7 +117,7 @@ def accelerators(precision: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 
 def pairs(precision: str, clip: float | None) -> Iterator[tuple[str, Loop, Loop]]:
-    """Yield for every library its name, its loop with its own mixed precision and with Mezzo's."""
+    """Yield the name of every library, its loop with its own mixed precision, and its loop with Mezzo's."""
     from lightning.fabric.plugins.precision import MixedPrecision as FabricMixed
     from lightning.pytorch.plugins.precision import MixedPrecision as TrainerMixed
 
@@ -140,7 +140,7 @@ def pairs(precision: str, clip: float | None) -> Iterator[tuple[str, Loop, Loop]
 
 
 def calls_a_step(run: Loop) -> float:
-    """Return the Python and C calls of one step: what twice as many steps add, so that beginning and end do not count."""
+    """Return the Python and C calls of one step: the difference that twice as many steps make, so that start and end do not count."""
     run(3)
     totals = []
     for steps in (STEPS, 2 * STEPS):
@@ -173,7 +173,7 @@ def main() -> None:
                     times = interleave(pieces, rounds=ROUNDS)
                 text = f"{calls / own_calls:.3f}x ({calls:.0f} and {own_calls:.0f})"
                 rows.append((f"{what}: Python calls a step against its own", text, "1.0 or less"))
-                # Without a scale and without clipping the library takes no norm of the gradients; a session does, for its record.
+                # Without a scale and without clipping the library computes no gradient norm; a session does, for its record.
                 target = "1.0 or less" if precision == "fp16" or clip else "(takes the gradient norm)"
                 rows.append(
                     (

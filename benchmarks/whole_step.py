@@ -1,8 +1,8 @@
 """A whole FP16 step of a small model, clipped: mezzo.AdamW in a session against the hand-written autocast and GradScaler loop.
 
-The model is so small that a step is mostly calls: what is measured is the work around the arithmetic. Arithmetic is native on both
-sides; on a processor without FP16 units that is slow, and slow alike. ``python -m benchmarks.whole_step POLICY`` prints where the
-calls of one way go (``hand`` for the loop by hand).
+The model is so small that a step consists mostly of calls: the benchmark measures the work around the arithmetic. Arithmetic is native on
+both sides; on a processor without FP16 units it is equally slow on both. ``python -m benchmarks.whole_step POLICY`` prints a profile of
+the calls of one side (``hand`` for the hand-written loop).
 """
 
 from __future__ import annotations

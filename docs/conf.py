@@ -1,6 +1,6 @@
-"""How Sphinx makes a site from these pages: ``make docs``, into build/docs.
+"""How Sphinx builds a site from these pages: ``make docs``, into build/docs.
 
-The pages are plain Markdown that also reads well in a repository browser, so the tree of contents lives here and not in the pages.
+The pages are plain Markdown that also reads well in a repository browser, so the table of contents is defined here and not in the pages.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ CONTENTS: dict[str, list[str]] = {
 
 
 REFERENCE = {"commands": ("command", "Every option"), "library": ("module", "Every class and function")}
-"""Pages that list what is made from the code, with the kind of page and the heading of the list."""
+"""Pages that list the pages generated from the code, with their kind and the heading of the list."""
 
 
 def make_reference(app: Sphinx) -> None:
-    """Make the pages that come from the code."""
+    """Generate the reference pages from the code."""
     reference_pages.write(Path(app.srcdir))
 
 
@@ -93,7 +93,7 @@ def toctree(pages: list[str], *, caption: str = "", title: str = "") -> str:
 
 
 def setup(app: Sphinx) -> None:
-    """Connect what this file adds to Sphinx."""
+    """Register the search language and the handlers of this file with Sphinx."""
     app.add_search_language(search_language.SearchEnglishAndChinese)
     app.connect("builder-inited", make_reference)
     app.connect("source-read", add_contents)

@@ -1,4 +1,4 @@
-"""Reference pages that the site makes from the code: one a command, from its own help, and one a public module, from its docstrings.
+"""Reference pages that are generated from the code: one per command, from its help, and one per public module, from its docstrings.
 
 They exist while the site is built and are removed afterwards, so that nothing in docs/ can differ from the code.
 """
@@ -42,7 +42,7 @@ def write(docs: Path) -> None:
 
 
 def remove(docs: Path) -> None:
-    """Remove what ``write`` wrote."""
+    """Remove the pages that ``write`` wrote."""
     shutil.rmtree(docs / FOLDER, ignore_errors=True)
 
 
@@ -69,7 +69,7 @@ def command_page(name: str, command: Any, docs: Path) -> str:
         f"    {usage}",
         guides(name, docs),
         *([f"## Arguments\n\n{''.join(entries['argument'])}"] if entries["argument"] else []),
-        "## Options\n\nOptions of Mezzo go before the script; what follows the script belongs to it.\n\n"
+        "## Options\n\nMezzo's options go before the script; everything after the script is passed to it.\n\n"
         if entries["argument"]
         else "## Options\n\n",
         "".join(entries["option"]),
@@ -94,7 +94,7 @@ def guides(name: str, docs: Path) -> str:
     row = re.search(rf"^\| `mezzo {name}` \|.*\| (.+) \|$", table, re.M)
     if row is None:
         raise SystemExit(f"docs/commands.md has no row for mezzo {name}")
-    return f"Guide: {relinked(row[1])}. Exit codes, in full: [exit codes](../exit-codes.md)."
+    return f"Guide: {relinked(row[1])}. All exit codes: [exit codes](../exit-codes.md)."
 
 
 def relinked(text: str) -> str:
@@ -103,7 +103,7 @@ def relinked(text: str) -> str:
 
 
 def exit_code_part(name: str, docs: Path) -> str:
-    """Return what a command's exit codes mean, from the table of docs/exit-codes.md."""
+    """Return the meaning of a command's exit codes, from the table of docs/exit-codes.md."""
     text = (docs / "exit-codes.md").read_text(encoding="utf-8")
     row = re.search(rf"^\| `{name}` \|.*$", text, re.M)
     if row is None:
@@ -117,7 +117,7 @@ def exit_code_part(name: str, docs: Path) -> str:
 
 def module_page(module: str, names: list[str]) -> str:
     """Return the page of a module: each name with its docstring, a class with its public methods."""
-    logging.disable(logging.WARNING)  # what other libraries say about kernels that they lack
+    logging.disable(logging.WARNING)  # other libraries warn about kernels that they lack
     try:
         found = importlib.import_module(module)
     finally:

@@ -1,8 +1,8 @@
 """How the site's search splits text and queries into words: English as Sphinx does, Chinese into pairs of characters.
 
-Chinese is written without spaces, and Sphinx's own Chinese search needs a dictionary that is no dependency here. Pairs of neighbouring
-characters need none: a text has a word if it has all of the word's pairs. In a query, what no page contains is left out, so that a
-question in whole sentences finds something; the index says what pages contain.
+Chinese is written without spaces, and Sphinx's own Chinese search needs a dictionary that is not a dependency here. Pairs of neighbouring
+characters need none: a text has a word if it has all of the word's pairs. Words of a query that are on no page are left out, so that a
+question in whole sentences finds something.
 """
 
 from __future__ import annotations

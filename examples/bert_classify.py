@@ -1,6 +1,6 @@
 """Train BERT to classify sentences: each line of --data is a label (0, 1, ...), a tab and a sentence; --vocab is a WordPiece vocabulary.
 
-Needs transformers. --model FOLDER starts from a checkpoint on this disk; without it the weights are random.
+Needs transformers. --model FOLDER starts from a local checkpoint; without it the weights are random.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Train a ResNet on CIFAR-10: --data holds the binary version (https://www.cs.toronto.edu/~kriz/cifar.html).
+"""Train a ResNet on CIFAR-10: --data is the folder with the binary version (https://www.cs.toronto.edu/~kriz/cifar.html).
 
 --model resnet20 is the network for 32 x 32 pixels of He et al., arXiv:1512.03385, section 4.2; resnet50 is their bottleneck network with a
 stem for small pictures. Warm-up and a cosine schedule, channels_last, torch.compile; several processes under torchrun train with DDP.
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions, or a bottleneck of 1 x 1, 3 x 3 and 1 x 1, beside a shortcut."""
+    """Two 3 x 3 convolutions, or a bottleneck of 1 x 1, 3 x 3 and 1 x 1, with a shortcut."""
 
     def __init__(self, channels_in: int, channels: int, stride: int, bottleneck: bool) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches an update")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per update")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--seed", type=int, default=0)

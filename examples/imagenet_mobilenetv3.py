@@ -1,6 +1,6 @@
 """Train MobileNetV3-Large on a folder of pictures.
 
---data holds train and val, and in each a folder of JPEG files for every class, as ImageNet has them.
+--data contains train and val, each with a folder of JPEG files for every class, like ImageNet.
 Needs timm and Pillow: pip install timm.
 """
 
@@ -19,7 +19,7 @@ MEAN, DEVIATION = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.22
 
 
 class Pictures(Dataset):
-    """The JPEG files below a folder with their classes, cut to a square of ``size`` pixels."""
+    """The JPEG files below a folder with their classes, cropped to a square and resized to ``size`` pixels."""
 
     def __init__(self, folder: Path, size: int, augment: bool) -> None:
         self.classes = sorted(place.name for place in folder.iterdir() if place.is_dir())

@@ -1,4 +1,4 @@
-"""Train MobileNetV3-Large in Keras on a folder of pictures: train and val, and in each a folder of JPEG files for every class."""
+"""Train MobileNetV3-Large in Keras on a folder of pictures: train and val, each with a folder of JPEG files for every class."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Train a convolutional network on MNIST: --data holds its four files (http://yann.lecun.com/exdb/mnist), compressed or not."""
+"""Train a convolutional network on MNIST: --data is the folder of its four files (http://yann.lecun.com/exdb/mnist), compressed or not."""
 
 import argparse
 import gzip

@@ -1,6 +1,6 @@
-"""Train MobileNetV3-Large in PaddlePaddle on a folder of pictures, as ImageNet has them.
+"""Train MobileNetV3-Large in PaddlePaddle on a folder of pictures, laid out like ImageNet.
 
---level O1 or O2 turns on Paddle's own mixed precision; several devices: python -m paddle.distributed.launch paddle_mobilenetv3.py ...
+--level O1 or O2 turns on Paddle's own mixed precision. For several devices: python -m paddle.distributed.launch paddle_mobilenetv3.py ...
 """
 
 import argparse

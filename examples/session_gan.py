@@ -16,7 +16,7 @@ STEPS = 150
 
 
 def main() -> None:
-    """Train critic and generator in turn and print their losses."""
+    """Train critic and generator alternately and print their losses."""
     torch.manual_seed(0)
     images = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
     generator = nn.Sequential(nn.Linear(NOISE, 128), nn.ReLU(), nn.Linear(128, 64), nn.Tanh())

@@ -2,8 +2,8 @@
 
     python examples/small_data.py data
 
-Pictures are the handwritten digits of scikit-learn, enlarged; sentences come from a small grammar. The formats are those of the real data
-sets: put the real files in the same place and the same script trains on them.
+Pictures are the handwritten digits of scikit-learn, enlarged; sentences are drawn from a small grammar. The formats are those of the real
+data sets: put the real files in the same place, and the same script trains on them.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def write_cifar(folder: Path) -> None:
 
 
 def write_image_folder(folder: Path) -> None:
-    """Write JPEG files in a folder for each class, as ImageNet's train and val folders have them."""
+    """Write JPEG files in a folder for each class, laid out like ImageNet's train and val folders."""
     pictures, classes = digit_pictures(96)
     for number, (picture, label) in enumerate(zip(pictures[:240], classes[:240], strict=True)):
         place = folder / ("train" if number < 200 else "val") / f"n{label:08d}"

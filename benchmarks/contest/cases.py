@@ -1,4 +1,4 @@
-"""The cases in order of importance, with the seconds that each takes on a data-centre GPU."""
+"""The cases in order of importance, with the seconds that each needs on a data-centre GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure, whose ways are timed in turn."""
+    """A measurement that compares several ways, which are timed alternately."""
 
     name: str
     kind: str
@@ -77,7 +77,7 @@ def _peers(model: str, batch: int) -> Case:
 def _beside(model: str, batch: int, policy: str, kind: str) -> Case:
     loop = Way("torch.amp", policy)
     ours = [Way("mezzo", policy, "captured"), Way("mezzo", f"{policy}-master", "captured"), Way("mezzo", policy)]
-    # A fair comparison for captured steps: the same loop in a CUDA graph, by hand.
+    # A fair comparison for captured steps: the hand-written loop in a CUDA graph.
     theirs = [Way("torch.amp", policy, "captured"), Way("accelerate", policy), Way("fabric", policy)]
     return _training(kind, model, batch, [ours[0], loop, *ours[1:], *theirs], loop, 50)
 
@@ -91,7 +91,7 @@ def _compiled(model: str, batch: int) -> Case:
 
 
 def _policy(model: str, batch: int, policy: str) -> Case:
-    # One case for each policy: captured steps keep their memory, and those of all policies together would not fit.
+    # One case per policy: captured steps keep their memory, and those of all policies together would not fit.
     loop = Way("torch.amp", "bf16" if policy == "fp8" else policy.removesuffix("-master"))
     ways = [loop, Way("mezzo", policy), Way("mezzo", policy, "captured")]
     return _training(f"policy {policy}", model, batch, ways, loop, 25)

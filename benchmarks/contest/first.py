@@ -1,7 +1,7 @@
 """Checks to run on a GPU before anything is timed: ``python -m benchmarks.contest.first kernels`` or ``waits``.
 
-``kernels`` runs every kernel of the optimizers on odd sizes, under compute-sanitizer. ``waits`` trains eagerly under every
-policy while torch turns a wait for the device into an error.
+``kernels`` runs every kernel of the optimizers on odd sizes, to be run under compute-sanitizer. ``waits`` trains eagerly under every
+policy while torch raises an error at any wait for the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOMENTS: tuple[dict[str, Any], ...] = ({}, {"moments": "bf16"}, {"moments": "8bi
 
 
 def kernels(device: str) -> int:
-    """Update weights of every format with every format of moments; return how many updates were made."""
+    """Update weights of every format with every format of moments; return the number of updates."""
     done = 0
     print(choose(device)[1])
     for dtype in WEIGHTS:

@@ -1,7 +1,7 @@
 """The optimizer's two passes over 110 M parameters, as a share of the bandwidth of a copy on the same device.
 
 ``reduce`` reads every gradient once; ``apply`` reads gradient, master and moments and writes master, moments and weight. These are
-the ideal bytes, so a share says how near the kernels come to what memory allows. "As called" includes the host's work; "kernels alone" is
+the ideal bytes, so a share says how close the kernels are to the limit of memory. "As called" includes the host's work; "kernels alone" is
 the time in which torch's profiler saw the device busy.
 """
 
@@ -21,7 +21,7 @@ from mezzo.engine.kernels.choice import choose
 
 Passes: TypeAlias = dict[str, tuple[Callable[[], Any], int]]
 """What to run, and its ideal bytes for each parameter."""
-# weights: (format, ideal bytes a parameter of reduce, and of apply)
+# weights: (format, ideal bytes per parameter of reduce, and of apply)
 _KINDS = {
     "fp16 weights with FP32 masters": (torch.float16, 2, 28),  # 2 + 4 + 8 read, 4 + 8 + 2 written
     "bf16 weights with their low bits": (torch.bfloat16, 2, 26),  # 2 + 2 + 2 + 8 read, 2 + 2 + 8 written
@@ -60,7 +60,7 @@ def _ours(weights: list[nn.Parameter], kernels: Any, reduced: int, applied: int)
 
 
 def _theirs(weights: list[nn.Parameter]) -> Passes:
-    """Return torch's ways for FP32 weights; it has none for FP32 masters of others."""
+    """Return torch's passes for FP32 weights; it has none for 16-bit weights with FP32 masters."""
     if weights[0].dtype is not torch.float32:
         return {}
     optimizer = torch.optim.AdamW(weights, lr=1e-4, fused=True)
@@ -101,7 +101,7 @@ def busy_ms(run: Callable[[], Any]) -> float:
 def busy_us(events: Iterable[Any]) -> float:
     """Return the microseconds of a profile's kernels.
 
-    An annotation is on the device's line of time, too, and would count the kernels below it a second time: torch's optimizers
+    An annotation is on the device's timeline too, and would count its kernels a second time: torch's optimizers
     are inside one, ``Optimizer.step#AdamW.step``.
     """
     from torch.autograd import DeviceType

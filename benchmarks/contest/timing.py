@@ -41,7 +41,7 @@ class Roofs:
     copy_gb_per_s: float = 0.0
     """Bytes read and written."""
     tflops: dict[str, float] = field(default_factory=dict)
-    """By format, of a large square product."""
+    """The rate of a large square product, by format."""
 
     def percent_of_peak(self, policy: str, tflops: float) -> float | None:
         """Return a step's percentage of the matrix peak of the policy's format, or None if no peak was measured."""
@@ -50,7 +50,7 @@ class Roofs:
 
 
 def block_ms(run: Step, steps: int, device: str) -> float:
-    """Return the milliseconds that ``steps`` runs take together, by CUDA events or by the clock."""
+    """Return the total milliseconds of ``steps`` runs, by CUDA events or by the clock."""
     if device != "cuda":
         started = time.perf_counter()
         for _ in range(steps):
@@ -74,9 +74,9 @@ def steps_for(run: Step, device: str, sizes: Sizes) -> int:
 def in_turn(
     runs: dict[str, Step], device: str, sizes: Sizes, deadline: float
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
-    """Time all in turn; return the milliseconds of each one's run, round by round, and the errors of those that failed.
+    """Time all runs alternately; return the milliseconds of each, round by round, and the errors of those that failed.
 
-    The order rotates by one every round. At least three rounds are made, and none begins after the deadline. One that fails is
+    The order rotates by one every round. There are at least three rounds, and no further one begins after the deadline. A run that fails is
     removed from ``runs``, which frees its memory for the others.
     """
     failed: dict[str, Exception] = {}
@@ -107,7 +107,7 @@ def bare(error: Exception) -> Exception:
 
 
 def spread(times: list[float]) -> dict[str, float]:
-    """Return a way's median, least and largest milliseconds."""
+    """Return a way's median, smallest and largest milliseconds."""
     return {"ms_median": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
 
 

@@ -82,7 +82,7 @@ def _torch_amp(way: Way, model: nn.Module, work: Workload, example: Batch, devic
     def step(batch: Batch) -> Tensor:
         if way.mode == "reduce-overhead":
             torch.compiler.cudagraph_mark_step_begin()
-        # No cache while capturing: a graph would replay with a cast of the weight that was made before it.
+        # No cache while capturing: a graph would replay with a cast of the weight from before the capture.
         with nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, cache_enabled=not captured):
             loss = work.loss(model, *batch)
         scaler.scale(loss).backward()
@@ -115,7 +115,7 @@ def _in_a_graph(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = step(inputs)
-    written = (model, optimizer, scaler)  # a graph keeps addresses, not the tensors at them
+    written = (model, optimizer, scaler)  # a graph stores addresses and does not keep their tensors alive
 
     def replay(batch: Batch, _keep: Any = written) -> Tensor:
         for place, tensor in zip(inputs, batch, strict=True):
@@ -128,7 +128,7 @@ def _in_a_graph(
 
 @contextmanager
 def rewound(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any) -> Iterator[None]:
-    """Restore everything after the block, as if no step had been made: every way starts from the same weights."""
+    """Restore everything after the block, as if no step had run: every way starts from the same weights."""
     weights, scale = copy.deepcopy(model.state_dict()), scaler.state_dict()
     yield
     model.load_state_dict(weights)
@@ -143,7 +143,7 @@ def _accelerate(way: Way, model: nn.Module, work: Workload, example: Batch, devi
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(True)  # one process has one precision, and this is another case's process too
+    AcceleratorState._reset_state(True)  # Accelerate fixes one precision per process, and other cases run in this one
     accelerator = Accelerator(mixed_precision=way.policy, cpu=device == "cpu")
     plain = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     prepared, optimizer = accelerator.prepare(model, plain)

@@ -1,4 +1,4 @@
-"""The measuring process: ``benchmarks/gpu.py`` starts it, ends it in time, and restarts it if a GPU is lost."""
+"""The measuring process: ``benchmarks/gpu.py`` starts it, ends it within the budget, and restarts it if a GPU is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIBRARIES = ("mezzo", "triton", "timm", "transformers", "accelerate", "lightning
 
 
 class Worker:
-    """Runs the cases that fit into the time left."""
+    """Runs the cases that fit into the remaining time."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.device, self.tiny = settings["device"], settings["tiny"]
@@ -78,7 +78,7 @@ class Worker:
         clean(self.device)
 
     def _pace(self) -> float:
-        """Return the time of the cases so far over their planned time."""
+        """Return the time of the finished cases divided by their planned time."""
         return min(3.0, max(0.5, self.spent / self.planned)) if self.planned else 1.0
 
     def _roofs(self, case: Case, *, report: bool) -> None:
@@ -184,7 +184,7 @@ def _runner(way: Way, contestant: Contestant, batches: list[Any]) -> timing.Step
 
 
 def lost() -> bool:
-    """Return whether the GPU no longer answers, as after an illegal address, when every later call fails."""
+    """Return whether the GPU no longer answers: after an illegal address, for instance, every later call fails."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:

@@ -21,7 +21,7 @@ class Workload:
     """Builds the model; raises ImportError if its library is missing."""
     batch: Callable[[int], tuple[Tensor, ...]]
     loss: Callable[..., Tensor]
-    """Takes the model and a batch."""
+    """Computes the loss from the model and a batch."""
     unit: str
     units_a_sample: int = 1
     images: bool = False
@@ -45,7 +45,7 @@ class Workload:
 
 
 def workload(name: str, *, tiny: bool) -> Workload:
-    """Return the workload of that name; ``tiny`` makes sizes that a CPU trains in milliseconds."""
+    """Return the workload of that name; ``tiny`` selects sizes that a CPU trains in milliseconds."""
     if name in _TIMM:
         side, classes = (32, 8) if tiny else (224, 1000)
         return _images(lambda: _timm(_TIMM[name][tiny], classes), side, classes)
@@ -109,7 +109,7 @@ def _bert(tiny: bool) -> nn.Module:
 
     modeling_bert.create_bidirectional_mask = _no_mask
     small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 128}
-    # Without a padding token the model does not look for it in every batch, which would make the host wait.
+    # Without a padding token the model does not search every batch for it, which would make the host wait.
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": None}
     model: nn.Module = BertForMaskedLM(BertConfig(**none, **({**small, "intermediate_size": 64} if tiny else {})))
     return model

@@ -5,7 +5,7 @@
     python -m benchmarks.public_scripts CLONES --list              the command lines, without running anything
 
 ``CLONES`` is a folder with a clone of each repository, named ``owner+name``; a commit that is missing is fetched from GitHub, without its
-history. Nothing of theirs is copied into this project: a script runs in a new folder that git writes from the commit. Data that a script
-would download is replaced by small generated files (``data.py``) or generated images (``standins``); its code is never changed.
-torchvision, matplotlib, gymnasium, lightning, accelerate and whatever else a script imports must be installed beside Mezzo.
+history. No script is copied into this project: it runs in a new folder that git checks out from the commit. Data that a script
+would download are replaced by small generated files (``data.py``) or generated images (``standins``); its code is never changed.
+torchvision, matplotlib, gymnasium, lightning, accelerate and all other packages that a script imports must be installed with Mezzo.
 """

@@ -44,7 +44,7 @@ def clone(script: Script, clones: Path) -> Path:
 
 
 def variables(script: Script) -> dict[str, str]:
-    """Return the environment of a run: the stand-ins, Mezzo's source, one thread, no window, and what the script needs."""
+    """Return the environment of a run: the stand-ins, Mezzo's source, one thread, no window, and the script's own variables."""
     paths = [
         str(HERE / "standins"),
         str(ROOT / "src"),
@@ -108,7 +108,7 @@ def outcome(script: Script, command: str, repository: Path, results: Path) -> st
 
 
 def main() -> None:
-    """Run what was asked for, print what came out, and leave every record, output and a table in Markdown under ``--results``."""
+    """Run the selected scripts and commands, print the results, and write records, outputs and a Markdown table to ``--results``."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.public_scripts")
     parser.add_argument(
         "clones", type=Path, help="a folder with the repositories, owner+name; missing ones are fetched"

@@ -53,7 +53,7 @@ def images(folder: Path, *, count: int, side: int, suffix: str = "jpg", masks: b
 
 
 def none(folder: Path) -> None:
-    """Write nothing: the script brings or makes its own data."""
+    """Write nothing: the script contains or generates its own data."""
 
 
 def corpus(folder: Path) -> None:

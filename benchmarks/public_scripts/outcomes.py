@@ -23,7 +23,7 @@ def shares(flops: dict[str, int]) -> str:
 
 
 def of_run(record: RunRecord) -> str:
-    """Return the steps, the first and last loss, what ran in which format, skips, and how the run ended."""
+    """Return the steps, the first and last loss, the share of each format, skips, and how the run ended."""
     steps = record.steps
     said = ["1 step" if len(steps) == 1 else f"{len(steps)} steps"]
     if steps.loss:
@@ -38,13 +38,13 @@ def of_run(record: RunRecord) -> str:
 
 
 def of_compare(record: CompareRecord) -> str:
-    """Return the verdict on each policy with its reason, intervals and what is the same in all rows left out."""
+    """Return the verdict on each policy with its shortened reason."""
     rows = [row for row in record.rows if row.verdict != "baseline"]
     return "; ".join(f"{row.policy} {row.verdict.replace('_', ' ')}: {shortened(row.reason)}" for row in rows)
 
 
 def shortened(reason: str) -> str:
-    """Return a verdict's reason without intervals and without what every emulated row says."""
+    """Return a verdict's reason without intervals and without the sentence that every emulated row has."""
     parts = [part for part in reason.split("; ") if not part.startswith("its formats are emulated")]
     return "; ".join(re.sub(r", 95% CI [^)]*", "", part) for part in parts)
 
@@ -56,7 +56,7 @@ def of_audit(record: AuditRecord) -> str:
 
 
 def of_diagnose(record: DiagnoseRecord) -> str:
-    """Return the verdict and, of a fault, where it is."""
+    """Return the verdict and the location of a fault."""
     if record.verdict == "healthy":
         return f"healthy, {len(record.run.steps)} steps"
     where = f"{record.module} {record.op} {record.phase} step {record.step} {record.line}".strip()
@@ -73,6 +73,6 @@ def cell(record: Record) -> str:
 
 
 def table(rows: list[dict[str, str]], heads: tuple[str, ...]) -> str:
-    """Return rows of cells as a Markdown table: the script, then what each command said."""
+    """Return rows of cells as a Markdown table: the script, then the result of each command."""
     lines = [heads, ("---",) * len(heads), *([row["script"], *list(row.values())[2:]] for row in rows)]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)

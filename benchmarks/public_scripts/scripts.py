@@ -1,4 +1,4 @@
-"""The public scripts of docs/public-scripts.md: where each one is, and how to make it end within seconds."""
+"""The public scripts of docs/public-scripts.md: where each one is, and the arguments with which it ends within seconds."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Script(NamedTuple):
     arguments: str = ""
     folder: str | None = None
     data: Callable[[Path], None] = data.none
-    """Writes what the script reads, given the folder that it runs in."""
+    """Writes the files that the script reads, given the folder that it runs in."""
     prepare: str = ""
     """A file of the repository that is run first, with the same Python, relative to the folder."""
     variables: Mapping[str, str] = {}
     leave_out: str = "*.gif"
-    """Files of the repository to leave out: large ones that are not read, or are replaced by ``data``."""
+    """Files of the repository to leave out: large ones that are not read, or that ``data`` replaces."""
 
     @property
     def commit(self) -> str:

@@ -3,12 +3,12 @@
 Losses and metrics whose truth is known are judged by the functions that judge runs:
 
 ``differences``  equivalent and different, with the true difference at the margin
-``metrics``      the same for metrics that come as counts or printed digits
-``courses``      diverged and stopped learning: false alarms on noise without a trend, and what is found
-``promises``     whether as many seeds as promised decide
+``metrics``      the same for metrics that are counts or have few printed digits
+``courses``      diverged and stopped learning: false alarms on noise without a trend, and the faults that are found
+``promises``     whether the number of seeds that an undecided verdict names really decides
 
-A rate is that of the worst of many settings, simulated once more by itself: the largest of many estimates would be too large. Everything is
-seeded. Takes eight minutes on one core.
+A rate is that of the worst of many settings, which is simulated once more alone: the largest of many estimates would be too large.
+Everything is seeded. Takes eight minutes on one core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rates of ``diverged`` and ``stopped learning``, on losses whose course is known.
 
-False alarms: a policy's runs and the baseline's are noise around one level, white or autocorrelated, normal or heavy-tailed, with
-seeds that have nothing to do with each other; and runs that learn alike, with seeds that differ in level and speed. Then the faults that
+False alarms: a policy's runs and the baseline's are noise around a constant level, white or autocorrelated, normal or heavy-tailed, with
+independent seeds; or both learn alike, with seeds that differ in level and speed. Then the faults that
 are found: one run of three goes wrong, or all three.
 """
 
@@ -66,7 +66,7 @@ def _settings(num_steps: int) -> Iterator[Setting]:
 
 
 def false_alarms(setting: Setting, *, num: int, seed: int) -> float:
-    """Return the share of rows in which a run is said to have diverged or stopped learning, though there is no trend."""
+    """Return the share of rows in which a run wrongly counts as diverged or stopped learning: there is no trend."""
     rng = np.random.default_rng(seed)
     shape = (num, 2 * setting.num_seeds, setting.num_steps)
     losses = setting.level + correlated(drawn(setting.noise, shape, rng), setting.autocorrelation)
@@ -74,7 +74,7 @@ def false_alarms(setting: Setting, *, num: int, seed: int) -> float:
 
 
 def correlated(noise: Array, autocorrelation: float) -> Array:
-    """Return noise in which each value keeps that share of the one before; its variance stays 1."""
+    """Return autocorrelated noise: each value keeps that share of the previous one, and the variance stays 1."""
     found = noise.copy()
     for step in range(1, noise.shape[-1]):
         own = math.sqrt(1.0 - autocorrelation**2) * noise[..., step]

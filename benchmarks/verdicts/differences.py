@@ -1,8 +1,8 @@
 """Rates of ``equivalent`` and ``different`` where the true difference is exactly the margin.
 
 The margin is the larger of a known share and the baseline's spread, the median distance between two of its runs. Settings differ in
-which of the two it is (the share is 0 to 5 times the spread), in how closely seeds pair (the differences of pairs have 1% to 100% of
-the baseline's standard deviation, or the policy's runs have nothing to do with the baseline's), and in the sign.
+which of the two is larger (the share is 0 to 5 times the spread), in how closely seeds pair (the differences of pairs have 1% to 100% of
+the baseline's standard deviation, or the policy's runs are independent of the baseline's), and in the sign.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Setting:
     noise: str
     num_seeds: int
     share: float
-    """The known part of the margin, in spreads."""
+    """The known part of the margin, in units of the spread."""
     closeness: float
-    """Standard deviation of the differences of pairs, in that of the baseline's runs; ``UNPAIRED`` for independent runs."""
+    """Standard deviation of the pairs' differences, relative to that of the baseline's runs; ``UNPAIRED`` for independent runs."""
     sign: int
     at: float = 1.0
-    """The true difference, in margins."""
+    """The true difference, in units of the margin."""
 
 
 def rates(effort: float) -> list[Rate]:

@@ -1,8 +1,8 @@
-"""Rates for a metric that comes as a count over a test set, or with few printed digits, with the true difference at the margin.
+"""Rates for a metric that is a count over a test set, or has few printed digits, with the true difference at the margin.
 
-A latent accuracy is moved by the margin on the arcsine scale and then rounded to the step, or, as that of a test set drawn anew
-would be, drawn from a binomial. Settings differ in the accuracy and its place within a step, in the seeds' spread that both runs
-of a pair share, and in what each has of its own.
+A latent accuracy is moved by the margin on the arcsine scale and then rounded to the step, or drawn from a binomial, like that of a
+new test set. Settings differ in the accuracy and its place within a step, in the spread of seeds that both runs
+of a pair share, and in the spread that each run has alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Setting:
 
     num_examples: int
     counted: bool
-    """Whether the values are known to be counts over examples; else the step is that of printed digits."""
+    """Whether the values are known to be counts over examples; otherwise the step is that of printed digits."""
     num_seeds: int
     accuracy: float
     shared: float

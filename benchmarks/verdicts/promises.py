@@ -1,7 +1,7 @@
-"""Whether the number of seeds that an undecided comparison promises decides.
+"""Whether the number of seeds that an undecided comparison promises really decides.
 
-The first few pairs are judged, and where they are undecided the promise is made from them; then as many pairs are drawn as it
-promises. Settings differ in the true difference and in the spread of the differences, both in margins.
+The first few pairs are judged. If they are undecided, the promise is computed from them, and as many pairs are drawn as it
+says. Settings differ in the true difference and in the spread of the differences, both in units of the margin.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEEN = (2, 3, 5)
 
 
 def rates(effort: float) -> list[Rate]:
-    """Return how often the promises that were made are kept, by number of seeds seen."""
+    """Return how often promises are kept, by number of seeds seen."""
     num, found = max(5, int(40 * effort)), []
     for num_seen in SEEN:
         kept = made = 0

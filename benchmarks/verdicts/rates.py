@@ -16,7 +16,7 @@ SEEDS = (2, 3, 5, 10)
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """How often a verdict was returned, of how many simulated comparisons."""
+    """How often a verdict was returned, and the number of simulated comparisons."""
 
     what: str
     share: float
@@ -47,8 +47,8 @@ def worst(
     Args:
         settings: all of them.
         share_of: simulates: setting, number of comparisons, seed.
-        num: comparisons a setting in the search.
-        times: how many times as many are made for the worst setting.
+        num: comparisons per setting in the search.
+        times: the factor by which the worst setting gets more comparisons.
     """
     found = [(share_of(setting, num, 1 + place), place, setting) for place, setting in enumerate(settings)]
     _, place, setting = max(found, key=lambda item: item[:2])

@@ -25,15 +25,15 @@ _WIDE = (
     "`mezzo audit` records the format that each matrix product and convolution of the audited steps ran "
     "in. Those in FP32 or wider are grouped by cause; "
 )
-_LEAST = f" The finding is reported from {MIN_SHARE:.0%} of the step's product FLOPs on."
-_EVERY = " It is reported however small it is."
+_LEAST = f" The finding is reported if it covers at least {MIN_SHARE:.0%} of the step's product FLOPs."
+_EVERY = " It is reported whatever its share."
 _SHAPES = (
     "`mezzo audit` checks the dimensions, strides and addresses of each product's operands by NVIDIA's "
     "rule: rows begin at multiples of 16 bytes. "
 )
 _CALLS = (
-    "Mezzo records the script's calls of GradScaler, optimizers and schedulers, and whether a gradient "
-    "was changed since its backward pass. No number is read. "
+    "Mezzo records the script's calls to GradScaler, optimizers and schedulers, and whether a gradient "
+    "was changed since its backward pass. No values are read. "
 )
 _FIRST = " Gradients are followed in the first 64 updates."
 _GRAPH = (
@@ -42,7 +42,7 @@ _GRAPH = (
 )
 
 HOW = {
-    "A101": _WIDE + "here no product of the step ran below 32 bits, and no autocast was on around any." + _LEAST,
+    "A101": _WIDE + "here no product of the step ran below 32 bits, and autocast was on around none of them." + _LEAST,
     "A102": _WIDE + "here no autocast was on around them, though other products ran in 16 bits." + _LEAST,
     "A103": _WIDE + "here autocast was on when the module began, and off at the product." + _LEAST,
     "A104": _WIDE + "here autocast was on, and the policy's list or autocast's keeps the operation in FP32." + _LEAST,
@@ -53,15 +53,15 @@ HOW = {
     + "here none ran below 32 bits, and an autocast of the script was open around them, switched off."
     + _LEAST,
     "A201": _SHAPES
-    + "Here a dimension that lies innermost, the channels of a convolution or the width of a head is no multiple of 8. Up to 4 channels "
-    "of a convolution without groups are an image's, and are not meant. "
-    "Products in FP32 are listed in the table of shapes, and are no finding." + _LEAST,
+    + "Here an innermost dimension, the channels of a convolution or the width of a head is not a multiple of 8. Up to 4 channels "
+    "of a convolution without groups are those of an image and do not count. "
+    "Products in FP32 are listed in the table of shapes, but are not a finding." + _LEAST,
     "A202": _SHAPES
-    + "Here the dimensions are multiples of 8, and an address or the distance of two rows is not."
+    + "Here the dimensions are multiples of 8, but an address or the distance between two rows is not a multiple of 16 bytes."
     + _LEAST,
     "A203": (
-        "`mezzo audit` reads the strides of each 16-bit convolution's input and weight: here neither is channels-last. Torch takes "
-        "the layout of either for the whole convolution."
+        "`mezzo audit` reads the strides of each 16-bit convolution's input and weight: here neither is channels-last. If one were, "
+        "torch would use that layout for the whole convolution."
     )
     + _LEAST,
     "A204": (
@@ -69,33 +69,34 @@ HOW = {
     ),
     "A205": (
         "`mezzo audit` reads the strides of each 16-bit convolution's input and weight: here the weight is channels-last and the input "
-        "is not. The copy is counted as read and written, in the forward pass and for the gradient of the weight, from "
-        f"{MIN_SHARE:.0%} of the step's bytes on."
+        "is not. The copy is counted as read and written, in the forward pass and for the gradient of the weight. The finding is "
+        f"reported if that is at least {MIN_SHARE:.0%} of the step's bytes."
     ),
     "A301": (
-        "`mezzo audit` follows each cast value: it was cast back, and what read it between would have run in "
+        "`mezzo audit` follows each cast value: here it was cast back, and every operation that read it in between would have run in "
         "the first format as well."
     )
     + _EVERY,
     "A302": (
-        "`mezzo audit` knows the part of memory that each cast reads: the same parameter was cast to the same format "
-        "twice in one forward pass of a module. Parameters that share one storage count as one each."
+        "`mezzo audit` records the memory that each cast reads: here the same parameter was cast to the same format "
+        "twice in one forward pass of a module. Parameters that share a storage are counted separately."
     )
     + _EVERY,
     "A303": (
-        f"`mezzo audit` adds up the bytes that casts read and write: {MUCH_CAST:.0%} or more of those of all "
-        "operations. The modules named make up half of it."
+        f"`mezzo audit` adds up the bytes that casts read and write: here they are {MUCH_CAST:.0%} or more of the bytes of all "
+        "operations. The modules that the finding names account for half of them."
     ),
     "A304": (
         "`mezzo audit` compares the formats that an operation reads with its result's. Half of the result's "
-        f"bytes count, from {MIN_SHARE:.0%} of the step's on."
+        f"bytes count; the finding is reported if they are at least {MIN_SHARE:.0%} of the step's bytes."
     ),
-    "A401": "`mezzo audit` records the operations of `optimizer.step()`: one wrote into a 16-bit parameter." + _EVERY,
+    "A401": "`mezzo audit` records the operations of `optimizer.step()`: here one wrote into a 16-bit parameter."
+    + _EVERY,
     "A402": (
-        "`mezzo audit` compares each operation of the forward pass with the portable op lists: one that they "
-        "keep in FP32 read a 16-bit operand and made a 16-bit result. One with an FP32 result is not meant: CUDA's "
-        "autocast computes many in FP32 of 16-bit operands. Nor are `cross_entropy`, which the lists leave in its operand's format, "
-        "and `interpolate`, whose kernels add a few values in FP32."
+        "`mezzo audit` compares each operation of the forward pass with the portable op lists: here one that they "
+        "keep in FP32 read a 16-bit operand and returned a 16-bit result. Operations with an FP32 result do not count: CUDA's "
+        "autocast computes many in FP32 from 16-bit operands. Nor do `cross_entropy`, which the lists leave in its operand's format, "
+        "and `interpolate`, whose kernels add only a few values, in FP32."
     )
     + _EVERY,
     "A501": "`mezzo audit` reads the names of the kernels from torch's profiler, on CUDA only." + _LEAST,
@@ -105,22 +106,22 @@ HOW = {
     "A604": _CALLS + "Here `scaler.step` found gradients of a loss that this scaler had not multiplied." + _FIRST,
     "A605": _CALLS + "The order of the scaler's calls is checked to the end of the run.",
     "A606": _CALLS
-    + "Here `update()` came while scaled gradients waited for their step. Checked to the end of the run.",
+    + "Here `update()` was called while scaled gradients waited for their step. The calls are checked to the end.",
     "A607": _GRAPH
-    + "Here it was divided twice by k, the number of backward passes before the update (by a half only where it is written as a division)."
+    + "Here it was divided twice by k, the number of backward passes before the update (a half counts only if it is written as a division)."
     + _FIRST,
     "A608": _GRAPH
-    + f"Here {ENOUGH} windows in a row had several passes from one line, of a mean over a batch, and no factor at all."
+    + f"Here {ENOUGH} windows in a row had several backward passes from one line, each of a mean over a batch and without any factor."
     + _FIRST,
-    "A609": "Mezzo walks the graph of the first two losses that nothing multiplied: a node of it has FP16 gradients.",
+    "A609": "Mezzo walks the graphs of the first two losses that nothing multiplied: here a node has FP16 gradients.",
     "A610": _CALLS
-    + "Here a scheduler stepped, and since its last step the scaler had skipped every update. Checked to the end of the run.",
+    + "Here a scheduler stepped, although the scaler had skipped every update since its last step. The calls are checked to the end.",
     "A611": (
-        f"Mezzo records the order of `backward()`, `scheduler.step()` and `optimizer.step()`: {ENOUGH} "
-        "updates in that order, or the scheduler's first two steps from one line."
+        f"Mezzo records the order of `backward()`, `scheduler.step()` and `optimizer.step()`: here {ENOUGH} "
+        "updates had that order, or the scheduler's first two steps came from one line."
     ),
     "A612": (
-        "Mezzo inspects the copies of `AveragedModel`, and what the script computes from weights by hand "
+        "Mezzo inspects the copies of `AveragedModel`, and the script's own arithmetic on weights "
         "between an update and the next forward pass, in the first updates."
     ),
     "A613": (
@@ -128,7 +129,7 @@ HOW = {
         "and whether the buffers changed."
     ),
     "A614": _CALLS
-    + "Here gradients were cleared after a backward pass and no other followed, in more than half of the optimizer's steps."
+    + "Here gradients were cleared after a backward pass and no other backward pass followed, in more than half of the optimizer's steps."
     + _FIRST,
     "A615": "Mezzo records the formats of the script's autocast regions and whether its scaler is on.",
     "A616": _CALLS + "Here `unscale_` or `step` of a scaler found FP16 parameters with gradients.",

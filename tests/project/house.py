@@ -49,11 +49,12 @@ def arrows_of(hall: str, sources: dict[str, str]) -> Arrows:
 def floors_of(rooms: set[str], arrows: Arrows) -> int:
     """Return the rooms on the longest way along arrows; an arrow that closes a ring counts for nothing."""
     known: dict[str, int] = {}
+    ordered = sorted(arrows)  # in a ring, the arrow that is followed last counts for nothing
 
     def height(room: str, passed: tuple[str, ...]) -> int:
         if room not in known:
             known[room] = 1 + max(
-                (height(b, (*passed, b)) for a, b in arrows if a == room and b not in passed), default=0
+                (height(b, (*passed, b)) for a, b in ordered if a == room and b not in passed), default=0
             )
         return known[room]
 

@@ -1,8 +1,8 @@
 """Small generated images in place of torchvision's data sets, for scripts that would download them.
 
-Python imports this file by itself from ``PYTHONPATH``. Nothing happens until somebody imports ``torchvision.datasets``; then the classes
-below take the place of MNIST, FashionMNIST, CIFAR10 and CIFAR100. Each class of images has a pattern of its own under noise, so that
-losses fall. ``PUBLIC_SCRIPTS_IMAGES`` says how many there are for training and for tests: ``256,64`` if nothing is said.
+Python imports this file automatically from ``PYTHONPATH``. Nothing happens until a script imports ``torchvision.datasets``; then the
+classes below replace MNIST, FashionMNIST, CIFAR10 and CIFAR100. Each class of images has its own pattern under noise, so that losses fall.
+``PUBLIC_SCRIPTS_IMAGES`` is the number of training and test images, by default ``256,64``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WithStandIns(importlib.abc.MetaPathFinder):
 
 
 def stand_in(base: type, name: str, side: int, channels: int, classes: int) -> type:
-    """Return a data set that has the interface of torchvision's: PIL images, ``data``, ``targets`` and ``classes``."""
+    """Return a data set class with the interface of torchvision's: PIL images, ``data``, ``targets`` and ``classes``."""
     import numpy
     import torch
     from PIL import Image
