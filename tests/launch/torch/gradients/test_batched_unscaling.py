@@ -379,11 +379,3 @@ def test_a_script_computes_and_sees_the_same(case: Callable[[Script], None], onc
     assert len(script.seen) == len(other.seen)
     for one, two in zip(script.seen, other.seen, strict=True):
         assert torch.equal(one.nan_to_num(0, 0, 0), two.nan_to_num(0, 0, 0))  # an overflow is infinite there, NaN here
-
-
-def test_hooks_are_not_removed_and_set_for_ever() -> None:
-    with switched(Policy.of(POLICY)) as (run, _):
-        script = Script()
-        for number in range(STEPS):
-            (accumulates if number > CHANGED_AT else plain)(script)
-    assert run.steady.batched._returns <= 9

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from mezzo.launch.torch.state import Run
 
 _FP32 = FP32.dtype
-_MAX_RETURNS = 8
-"""How often a leaf's hook is removed for a batched pass: a script that accumulates needs it in every second pass."""
 _LEAF: Any = torch.ones((), requires_grad=True, device="cpu")
 ACCUMULATES = type(_LEAF.expand(1).grad_fn.next_functions[0][0])
 """The type of a graph's nodes that add to a leaf's gradient."""
@@ -40,7 +38,6 @@ class BatchedUnscaling:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._unhook: Callable[[Tensor], None] = lambda leaf: None
-        self._returns = 0
         self._given_up = False
         """Whether the script sets hooks inside graphs, so that its code may run in any backward pass, or retains gradients there."""
         self._known: set[type] = set()
@@ -95,8 +92,6 @@ class BatchedUnscaling:
 
     def _freed(self, leaf: Tensor) -> bool:
         """Remove the launcher's hook from a leaf; return whether there is no other."""
-        if self._returns >= _MAX_RETURNS:
-            return False
         self._unhook(leaf)
         return not leaf._backward_hooks
 
