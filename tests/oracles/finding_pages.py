@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from mezzo.observe.audit.findings import MIN_SHARE, MUCH_CAST
-from mezzo.observe.lint.noticed import ENOUGH
+from mezzo.observe.lint.misuse_log import ENOUGH
 from mezzo.records import Finding
 from mezzo.report.sheets.findings import finding_line
 from paths import ROOT

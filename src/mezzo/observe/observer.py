@@ -182,7 +182,7 @@ class Observer(ABC):
     def optimizer_made(self) -> None:  # noqa: B027 - most observers have nothing to do here
         """Record that the script makes its first optimizer: earlier forward passes belong to a step only if their gradients do."""
 
-    def began_anew(self) -> None:  # noqa: B027 - an observer that takes over has seen nothing
+    def steps_discarded(self) -> None:  # noqa: B027 - an observer that takes over has seen nothing
         """Record that no step so far was one of the training."""
 
     def stepping(self) -> None:  # noqa: B027 - most observers have nothing to do here

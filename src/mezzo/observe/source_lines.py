@@ -28,7 +28,7 @@ _PASSED_THROUGH = (
     *(str(Path(_TORCH, *parts)) for parts in (("_tensor.py",), ("_ops.py",), ("library.py",), ("utils", "_pytree.py"))),
     str(Path(_MEZZO, "engine", "casts", "registration.py")),
     str(Path(_MEZZO, "observe", "nonfinite", "propagation.py")),
-    str(Path(_MEZZO, "observe", "lint", "by_hand.py")),
+    str(Path(_MEZZO, "observe", "lint", "torch_calls.py")),
     str(Path(_KERAS, "src", "backend", "torch", "core.py")),
 )
 """Python files between the caller of an operation and the operation itself."""

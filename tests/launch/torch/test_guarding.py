@@ -213,7 +213,7 @@ def test_a_script_without_a_loader_cannot_return(tmp_path: Path) -> None:
     record = returned(tmp_path, "5", source=loop)
     assert record.exit_code == 10
     assert record.error is not None
-    assert record.error.endswith("no DataLoader's batches came to return between")
+    assert record.error.endswith("no DataLoader was read since, so there was no point at which to return")
 
 
 def test_the_weights_of_a_stopped_script_are_known_though_its_model_is_gone() -> None:

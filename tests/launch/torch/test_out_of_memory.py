@@ -11,7 +11,7 @@ from torch import nn
 from helpers_launch import children_in_this_process
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
-from mezzo.launch.torch.out_of_memory import asked_bytes, is_out_of_memory, saved_by_graphs
+from mezzo.launch.torch.out_of_memory import is_out_of_memory, requested_bytes, saved_by_graphs
 from mezzo.records import RunRecord
 from paths import SCRIPTS
 
@@ -93,7 +93,7 @@ MESSAGES = [
 
 @pytest.mark.parametrize(("message", "expected"), MESSAGES)
 def test_the_bytes_asked_for(message: str, expected: int | None) -> None:
-    assert asked_bytes(message) == expected
+    assert requested_bytes(message) == expected
 
 
 def test_other_errors_are_none_of_this() -> None:

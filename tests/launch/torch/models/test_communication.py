@@ -156,8 +156,10 @@ def test_the_record_says_what_was_emulated_and_what_it_did() -> None:
     assert effective.left_alone == []
 
 
-NOBODY = "no DistributedDataParallel and no fully_shard of several processes was met; world=N emulates N processes"
-UNSHARDED = "no fully_shard was met; in a group of one process it rounds weights as in one of many"
+NOBODY = (
+    "the script uses neither DistributedDataParallel nor fully_shard in several processes; world=N emulates N processes"
+)
+UNSHARDED = "the script does not use fully_shard, which in a group of one process rounds weights as in a group of many"
 LEFT_ALONE = {
     "bf16:reduce=bf16": [("reduce", "bf16", NOBODY)],
     "bf16:reduce=bf16:world=8:gather=bf16": [("gather", "bf16", UNSHARDED)],

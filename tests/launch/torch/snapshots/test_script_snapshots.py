@@ -279,7 +279,7 @@ for x, y in loader:
     step(x, y)
 result(next(other))
 """,
-        "two loaders are read in turns",
+        "two loaders are read alternately",
     ),
 }
 
