@@ -223,7 +223,7 @@ def test_an_operation_that_nothing_of_python_called_is_noted(
                 break
             time.sleep(0.01)
     assert raised == []
-    assert {noted[0] for noted in tracer.trace.operations} == {func for func, _, _ in calls}
+    assert {raw[0] for raw in tracer.trace.operations} == {func for func, _, _ in calls}
 
 
 @pytest.mark.slow

@@ -175,7 +175,9 @@ def _on_cuda(**facts: object) -> Callable[[], list[Finding]]:
 
         form = str(facts["form"])
         more = {name: value for name, value in facts.items() if name != "form"}
-        return findings(AuditedSteps(seen=one_product(1024, form=form), wide=[], trips=[], **{"products": [], **more}))
+        return findings(
+            AuditedSteps(operations=one_product(1024, form=form), wide=[], trips=[], **{"products": [], **more})
+        )
 
     return find
 

@@ -78,7 +78,7 @@ def found(function: Function, low: torch.dtype, *, autocast: bool = True) -> lis
         with region():
             seen = traced_operations(lambda: function(x), device_type="cuda")
     assert any(one.op != "device" for one in seen)
-    watched = AuditedSteps(seen=seen, wide=[], trips=[], products=[], device_type="cuda")
+    watched = AuditedSteps(operations=seen, wide=[], trips=[], products=[], device_type="cuda")
     return [one.code for one in findings(watched) if one.code == "A402"]
 
 

@@ -65,7 +65,9 @@ def products(watch: kernels.KernelWatch) -> list[str]:
     """Return which products a profile has after it was told to discard what precedes."""
     profiler = watch._profiler
     watch.drop()
-    return [event.name for event, _ in kernels.calls(kernels._kept(profiler.events())) if event.name.endswith("mm")]
+    return [
+        event.name for event, _ in kernels.calls(kernels._after_restart(profiler.events())) if event.name.endswith("mm")
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

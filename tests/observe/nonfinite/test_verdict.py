@@ -575,14 +575,14 @@ FIXES: list[tuple[list[ScriptRun], bool, str, str]] = [
         tries(LOG, LOG, LOG),
         False,
         "none of these is enough: keep 1 in FP32; compute mul in FP32; train in BF16, which has FP32's range",
-        "the best of them, keep 1 in FP32, fails in step 5 instead of step 3 at log() of 1; no precision mends that one: "
+        "the best of them, keep 1 in FP32, fails in step 5 instead of step 3 at log() of 1; no precision fixes that one: "
         "the logarithm needs an argument above 0",
     ),
     (
         tries(UNSEEN_LATER, UNSEEN_LATER, UNSEEN_LATER),
         False,
         "none of these is enough: keep 1 in FP32; compute mul in FP32; train in BF16, which has FP32's range",
-        "the best of them, keep 1 in FP32, fails in step 5 instead of step 3; no precision mends that one: lower the "
+        "the best of them, keep 1 in FP32, fails in step 5 instead of step 3; no precision fixes that one: lower the "
         "learning rate, or clip the gradients",
     ),
     (

@@ -300,6 +300,6 @@ def test_casts_hold_every_scale_of_the_record(target: Format) -> None:
 
 def test_counts_together_are_the_sum() -> None:
     parts = [counted(torch.tensor(values)) for values in ([1.0, 2.0], [0.0], [3.0])]
-    together = Counts.together(parts)
+    together = Counts.merged(parts)
     assert together.table == counted(torch.tensor([1.0, 2.0, 0.0, 3.0])).table
-    assert Counts.together([]).nonzero == 0
+    assert Counts.merged([]).nonzero == 0

@@ -117,19 +117,19 @@ class Watch:
         )
 
     def _missing(self, effective: Effective, *, has_host: bool) -> list[Reason]:
-        found = []
+        missing = []
         if isinstance(self._gpu, str):
-            found.append(("GPU counters", self._gpu))
+            missing.append(("GPU counters", self._gpu))
         if not has_host:
-            found.append(("sleep of the thread", "the run was too short to sample it"))
+            missing.append(("sleep of the thread", "the run was too short to sample it"))
         if effective.emulated:
             why = "lower formats were emulated, so their times say nothing; watch the script as it is"
-            found.append(("operations", why))
+            missing.append(("operations", why))
         elif self._counted.was_compiled:
-            found.append(("operations", "compiled code's operations are not seen"))
+            missing.append(("operations", "compiled code's operations are not seen"))
         if not len(self.waits.input):
-            found.append(("input", "the script has no DataLoader in its training thread"))
-        return [Reason(what=what, value="not measured", reason=why) for what, why in found]
+            missing.append(("input", "the script has no DataLoader in its training thread"))
+        return [Reason(what=what, value="not measured", reason=why) for what, why in missing]
 
     def _rates(self, effective: Effective) -> DeviceRates | None:
         if self._run.device_type != "cuda":

@@ -24,7 +24,7 @@ class MisuseLog:
 
     def __init__(self, run: ObservedRun) -> None:
         self._run = run
-        self._seen: dict[str, Finding] = {}
+        self._findings: dict[str, Finding] = {}
 
     def add(
         self,
@@ -49,10 +49,10 @@ class MisuseLog:
             count: the number of occurrences.
         """
         line = running_line() if line is None else line
-        seen = self._seen.get(code)
-        if seen is None:
+        finding = self._findings.get(code)
+        if finding is None:
             misuse = BY_CODE[code]
-            self._seen[code] = Finding(
+            self._findings[code] = Finding(
                 code=code,
                 title=misuse.title,
                 severity=misuse.severity,
@@ -65,15 +65,17 @@ class MisuseLog:
                 count=count,
             )
             return
-        new = [line] if line and line not in seen.lines and len(seen.lines) < _MOST_LINES else []
-        self._seen[code] = seen.model_copy(update={"count": seen.count + count, "lines": [*seen.lines, *new]})
+        new = [line] if line and line not in finding.lines and len(finding.lines) < _MOST_LINES else []
+        self._findings[code] = finding.model_copy(
+            update={"count": finding.count + count, "lines": [*finding.lines, *new]}
+        )
 
     def __contains__(self, code: str) -> bool:
-        return code in self._seen
+        return code in self._findings
 
     def findings(self) -> list[Finding]:
         """Return all misuse found, the most severe first."""
-        return sorted(self._seen.values(), key=lambda f: (_ORDER.index(f.severity), f.code))
+        return sorted(self._findings.values(), key=lambda f: (_ORDER.index(f.severity), f.code))
 
 
 def _named(roots: Iterable[nn.Module], parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[str]:

@@ -80,14 +80,14 @@ class UpdatesByHand:
         run = self._run
         return run.observer is not None and 0 < self._num <= _MAX_TRIALS and not run.optimizers and not self._changed()
 
-    def optimizer_made(self) -> None:
+    def optimizer_created(self) -> None:
         """Forget all passes so far if they changed no weight: the training begins with the script's first optimizer."""
         run, num, self._num, self._wants_stop = self._run, self._num, 0, False
         if run.optimizers or (run.observer is not None and not run.observer.can_switch_modes()):
             return
         if not num:
             if run.observer is not None:
-                run.observer.optimizer_made()
+                run.observer.optimizer_created()
             return
         if self._changed():
             return

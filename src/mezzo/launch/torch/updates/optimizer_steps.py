@@ -97,7 +97,7 @@ class Updates:
         self, patches: Patches, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> None:
         self._run.steady.end()
-        self._run.by_hand.optimizer_made()
+        self._run.by_hand.optimizer_created()
         self._run.optimizers[optimizer] = None
         self._leave_out_step(patches, _stepping_class(optimizer))
         original(optimizer, *args, **kwargs)
