@@ -1,4 +1,4 @@
-"""A script that runs out of memory: what held it, counted by hand, and that a script's own handling is left alone."""
+"""A script that runs out of memory: what occupied it, counted by hand; a script's own handling of the error is left alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_what_held_the_memory_is_counted_by_kind_and_module(tmp_path: Path) -> N
     assert found is not None
     assert (record.exit_code, found.step, found.asked_bytes) == (1, 4, int(2.5 * 2**30))
     steps = 4 * 4  # Adam's step count of each of four tensors
-    # The last step's graph is freed; this one's holds the input and what ReLU returned.
+    # The last step's graph is freed; the graph of this one keeps the input and the result of ReLU.
     assert found.held_bytes == {
         "parameters": WEIGHTS,
         "gradients": WEIGHTS,

@@ -290,7 +290,7 @@ def test_products_of_fp8_layers_have_their_phases() -> None:
     found = {(p.module, p.phase, p.format, p.m, p.n, p.k) for p in mezzo.audit(step).products}
     assert found == {
         ("0", "forward", "e4m3", 48, 64, 32),
-        ("0", "dgrad", "e4m3", 48, 32, 64),  # nobody needs it, and torchao computes it
+        ("0", "dgrad", "e4m3", 48, 32, 64),  # not needed, but torchao computes it
         ("0", "wgrad", "e4m3", 64, 32, 48),
         ("2", "forward", "e4m3", 48, 16, 64),
         ("2", "dgrad", "e4m3", 48, 64, 16),

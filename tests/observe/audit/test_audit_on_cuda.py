@@ -55,7 +55,7 @@ IN_FP32: dict[str, Function] = {
     "mse_loss": lambda x: F.mse_loss(x, torch.empty(x.shape, device=x.device)),
     "kl_div": lambda x: F.kl_div(x, x, reduction="batchmean"),
 }
-# Here the script asks for a 16-bit result.
+# Here the script requests a 16-bit result.
 IN_16_BITS: dict[str, Function] = {
     "softmax": lambda x: F.softmax(x, -1, dtype=x.dtype),
     "log_softmax": lambda x: F.log_softmax(x, -1, dtype=x.dtype),

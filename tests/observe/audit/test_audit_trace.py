@@ -1,4 +1,4 @@
-"""What an audit says of every operation: FLOPs against counts made by hand, modules against torch's ModuleTracker, phases."""
+"""What an audit records about every operation: FLOPs against hand counts, modules against torch's ModuleTracker, phases."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def gpt() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 class Tracked(Tracer):
-    """A tracer that takes down what torch's ModuleTracker says of every operation."""
+    """A tracer that also records the modules that torch's ModuleTracker has for every operation."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
         super().__init__(OperandFormats(), device_type="cpu")

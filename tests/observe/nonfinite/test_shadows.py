@@ -1,4 +1,4 @@
-"""True values beside lost ones: kept by storage, seen through views, gone where they no longer differ."""
+"""True values alongside lost ones: kept by storage, visible through views, dropped where they no longer differ."""
 
 from __future__ import annotations
 

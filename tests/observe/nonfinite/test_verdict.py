@@ -77,7 +77,7 @@ def record_of(num_steps: int = 4, policy: str = "fp16", **changed: Any) -> RunRe
 
 
 def ran(role: Role, evidence: Evidence | None, *steps: int, run: RunRecord | None = None, **more: Any) -> ScriptRun:
-    """Return a run of a script that was asked for certain steps."""
+    """Return a run of a script with settings for certain steps."""
     policy = more.pop("policy", "fp32" if role == "fp32" else "fp16")
     asked = DiagnoseSettings(steps=steps or (1,), suspects=steps if role == "suspects" else ())
     run = record_of(policy=str(policy)) if run is None else run

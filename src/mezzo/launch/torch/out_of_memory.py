@@ -23,7 +23,7 @@ from mezzo.observe.module_names import Names
 from mezzo.records import HeldModule, Memory, OutOfMemory, Reason
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_MOST_MODULES = 5
+_MAX_MODULES = 5
 _CPU_MESSAGE = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -103,7 +103,7 @@ def _largest(
         moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         tensors = [parameter, *moments, *([] if parameter.grad is None else [parameter.grad])]
         sizes[names.of_parameter(id(parameter))] += total_bytes(tensors)
-    return [HeldModule(name=name, bytes=size) for name, size in sizes.most_common(_MOST_MODULES)]
+    return [HeldModule(name=name, bytes=size) for name, size in sizes.most_common(_MAX_MODULES)]
 
 
 def saved_by_graphs(values: list[Any]) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from mezzo.records import Finding
 
 ENOUGH = 2
 """Updates that must show the same misuse before it is reported."""
-_MOST_LINES = 4
+_MAX_LINES = 4
 _ORDER = ("error", "warning", "info", "")
 
 
@@ -65,7 +65,7 @@ class MisuseLog:
                 count=count,
             )
             return
-        new = [line] if line and line not in finding.lines and len(finding.lines) < _MOST_LINES else []
+        new = [line] if line and line not in finding.lines and len(finding.lines) < _MAX_LINES else []
         self._findings[code] = finding.model_copy(
             update={"count": finding.count + count, "lines": [*finding.lines, *new]}
         )

@@ -112,9 +112,9 @@ def known(runs: Sequence[ScriptRun]) -> DiagnoseRecord:
 
 def repeats(runs: Sequence[ScriptRun]) -> bool:
     """Return whether the script repeats the same steps in each run, as far as the runs show."""
-    outcome = next((ran for ran in runs if ran.role in ("suspects", "skips") and ran.evidence is not None), None)
-    located = None if outcome is None or outcome.evidence is None else outcome.evidence.located
-    return outcome is None or located is None or located.step in outcome.settings.suspects
+    rerun = next((ran for ran in runs if ran.role in ("suspects", "skips") and ran.evidence is not None), None)
+    located = None if rerun is None or rerun.evidence is None else rerun.evidence.located
+    return rerun is None or located is None or located.step in rerun.settings.suspects
 
 
 def last_step(record: DiagnoseRecord, first: RunRecord) -> int:

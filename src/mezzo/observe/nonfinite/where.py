@@ -26,7 +26,7 @@ _IN_CODE: dict[Caller, str] = {
 _SCALER: dict[Caller, str] = {
     "lightning": "pass it on: Trainer(plugins=MixedPrecision('16-mixed', 'cuda', scaler=scaler))",
     "fabric": "pass it on: Fabric(plugins=MixedPrecision('16-mixed', scaler=scaler))",
-    "accelerate": "Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale={scale})]), which makes the scaler",
+    "accelerate": "Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale={scale})]), which creates the scaler",
     "transformers": "TrainingArguments cannot pass it: type mezzo run --policy fp16:init_scale={scale}",
 }
 """How to set the initial loss scale of a library's scaler."""
@@ -56,7 +56,7 @@ def where_to_write(record: DiagnoseRecord, caller: Caller) -> str:
         known = _SCALER.get(caller, "") if scale else ""
         if known and scale:
             return known.format(scale=scale[1])
-        return "where the script makes its GradScaler" if record.own_scaler else "before the training loop"
+        return "where the script creates its GradScaler" if record.own_scaler else "before the training loop"
     if "enabled=False" in line or "enable=False" in line:
         return f"in the forward of {module}, around its operations"
     if "autocast(" in line or "auto_cast(" in line:
@@ -86,9 +86,9 @@ def _keras(line: str, at: str) -> str:
     """Return where a line of Keras belongs."""
     places = []
     if "set_dtype_policy" in line:
-        places.append("before the first layer is made")
+        places.append("before the first layer is created")
     if "LossScaleOptimizer" in line or "clipnorm" in line:
-        places.append("where the optimizer is made, before model.compile()")
+        places.append("where the optimizer is created, before model.compile()")
     if "dtype=" in line and "set_dtype_policy" not in line:
-        places.append("where the layer is made")
+        places.append("where the layer is created")
     return "; ".join(places) or at

@@ -1,4 +1,4 @@
-"""Gradients unscaled all at once: against torch's GradScaler, against the hooks, and where a script could see a scaled one."""
+"""Gradients unscaled in one call: against torch's GradScaler, against the hooks, and where a script could see a scaled one."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def closure(script: Script) -> None:
 
 
 def fails(script: Script) -> None:
-    """The pass ends with an error after some gradients are there, and the script goes on with them."""
+    """The pass ends with an error after it has computed some gradients, and the script continues with them."""
     script.optimizer.zero_grad()
     loss = script.loss()
     torch.autograd.grad(loss, script.model[0].bias)  # frees what the pass needs

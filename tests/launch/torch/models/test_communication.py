@@ -218,7 +218,7 @@ def test_weights_are_gathered_in_the_format_in_one_process_as_in_many(gather: st
 
 @pytest.mark.usefixtures("group_of_one")
 def test_a_session_refuses_shards_that_are_gathered_in_another_format() -> None:
-    """Beside an emulated reduction as beside a real one: a session cannot change what fully_shard was told."""
+    """With an emulated reduction as with a real one: a session cannot change the arguments of fully_shard."""
     model = torch.distributed.fsdp.fully_shard(Scales())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(SessionError, match=r"says gather=bf16, and fully_shard was told param_dtype=torch\.float32"):

@@ -1,4 +1,4 @@
-"""Snapshots of a job that torchrun started: a process is lost and torchrun restarts all, or the job is told to end, and is resumed."""
+"""Snapshots of a job that torchrun started: a process is lost and torchrun restarts all, or the job is asked to end and is resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The snapshot that a run goes on from: one that all its processes have."""
+"""The snapshot that a run resumes: one that all its processes have."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_the_variables_of_a_running_function_are_set() -> None:
 
 
 class Batches:
-    """An iterator whose loop is looked at while it runs."""
+    """An iterator whose loop is inspected while it runs."""
 
     def __init__(self, look: Any) -> None:
         self._look, self._left = look, 3

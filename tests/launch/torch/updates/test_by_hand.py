@@ -178,7 +178,7 @@ def many(model: nn.Module, x: Tensor) -> None:
 
 
 def nothing(model: nn.Module, x: Tensor) -> None:
-    """Train at once."""
+    """Train without trying the model first."""
 
 
 def trains(trial: Callable[[nn.Module, Tensor], None]) -> None:

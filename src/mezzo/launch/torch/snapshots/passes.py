@@ -64,14 +64,14 @@ class Passes:
         patches.around(DataLoader, "__iter__", self._begin_pass)
         patches.around(_BaseDataLoaderIter, "__next__", self._deliver)
 
-    def is_target(self, this: LoaderPass) -> bool:
+    def is_target(self, loader_pass: LoaderPass) -> bool:
         """Return whether this is the pass that was open in the run to resume."""
         resume = self._resume
-        return resume is not None and (this.place, this.number) == (resume["place"], resume["number"])
+        return resume is not None and (loader_pass.place, loader_pass.number) == (resume["place"], resume["number"])
 
-    def others_open(self, this: LoaderPass) -> bool:
+    def others_open(self, loader_pass: LoaderPass) -> bool:
         """Return whether another pass is in the middle of its loader."""
-        return any(p is not this and p.delivered and not p.over for p in self._known.values())
+        return any(p is not loader_pass and p.delivered and not p.over for p in self._known.values())
 
     def _begin_pass(self, original: Callable[..., Any], loader: Any) -> Any:
         self._begins()
@@ -93,32 +93,32 @@ class Passes:
         return iterator
 
     def _deliver(self, original: Callable[..., Any], iterator: Any) -> Any:
-        this = self._known.get(iterator)
-        if this is None:
+        loader_pass = self._known.get(iterator)
+        if loader_pass is None:
             return original(iterator)
         if not self.caught_up:
-            self._skip_ahead(this, iterator, original)
-        if this.over:
+            self._skip_ahead(loader_pass, iterator, original)
+        if loader_pass.over:
             raise StopIteration
-        self._between(this, iterator)
+        self._between(loader_pass, iterator)
         try:
             batch = original(iterator)
         except StopIteration:
-            this.over = True
+            loader_pass.over = True
             raise
-        this.delivered += 1
+        loader_pass.delivered += 1
         return batch
 
-    def _skip_ahead(self, this: LoaderPass, iterator: Any, original: Callable[..., Any]) -> None:
+    def _skip_ahead(self, loader_pass: LoaderPass, iterator: Any, original: Callable[..., Any]) -> None:
         """Shorten a pass that the run to resume had finished; leave out the delivered batches of the one that was open."""
         resume = self._resume
         assert resume is not None
-        if not self.is_target(this):
-            this.over = this.delivered > 0
+        if not self.is_target(loader_pass):
+            loader_pass.over = loader_pass.delivered > 0
             return
-        this.delivered = leave_out(iterator, resume["delivered"], following=original)
-        if this.delivered < resume["delivered"]:
-            raise _other_loader(f"it ended after {this.delivered} batches of {resume['delivered']}")
+        loader_pass.delivered = leave_out(iterator, resume["delivered"], following=original)
+        if loader_pass.delivered < resume["delivered"]:
+            raise _other_loader(f"it ended after {loader_pass.delivered} batches of {resume['delivered']}")
 
 
 def _other_loader(why: str) -> SnapshotError:

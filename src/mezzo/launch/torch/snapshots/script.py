@@ -98,14 +98,14 @@ class ScriptSnapshots:
 
     # --- between two batches ---------------------------------------------------------------------------------------------
 
-    def _between(self, this: LoaderPass, iterator: Any) -> None:
+    def _between(self, loader_pass: LoaderPass, iterator: Any) -> None:
         if os.getpid() != self._process:
             return
         if not self._passes.caught_up:
-            if self._passes.is_target(this):
+            if self._passes.is_target(loader_pass):
                 self._restore(iterator)
             return
-        before = self._updates_at.setdefault((this.place, this.number), self._run.num_updates)
+        before = self._updates_at.setdefault((loader_pass.place, loader_pass.number), self._run.num_updates)
         trained = self._run.num_updates != before
         if self._run.guard is not None and self._run.guard.pending is not None and (trained or self._agreement is None):
             self._return_to_snapshot(self._run.guard)
@@ -118,7 +118,7 @@ class ScriptSnapshots:
         if self._is_due():
             self._last_s = time.monotonic()
             try:
-                self._save(this, iterator)
+                self._save(loader_pass, iterator)
             except SnapshotError as error:  # the training continues, and the record says what it lacks
                 self._report_problem("save", error.message)
             if self._sigterm_received:
@@ -154,10 +154,10 @@ class ScriptSnapshots:
         else:
             guard.returned(outcome)
 
-    def _save(self, this: LoaderPass, iterator: Any) -> None:
+    def _save(self, loader_pass: LoaderPass, iterator: Any) -> None:
         self._finish_saving()
         frames, library = frames_of_script()
-        self._refuse_loop(this, frames, library)
+        self._refuse_loop(loader_pass, frames, library)
         counts = [count_of(enumeration) for enumeration in enumerations(iterator)]
         state = ScriptState(is_below(script_folder()))
         states = [[frame.f_code.co_name, loop_values(frame), state.frame(frame.f_locals)] for frame in frames]
@@ -166,7 +166,12 @@ class ScriptSnapshots:
         updates = run.num_updates + (self.taken.resumed_updates or 0)
         contents = {
             "run": self._request.identity,
-            "pass": {"place": this.place, "number": this.number, "delivered": this.delivered, "began": this.began},
+            "pass": {
+                "place": loader_pass.place,
+                "number": loader_pass.number,
+                "delivered": loader_pass.delivered,
+                "began": loader_pass.began,
+            },
             "counts": counts,
             "frames": states,
             "policy": str(run.current),
@@ -178,13 +183,13 @@ class ScriptSnapshots:
         path = self._folder.next_path(updates=updates, calls=0)
         self._saving = Saving(path, tree, self._copies.of(tensors), lambda: self._folder.prune(_KEEP))
 
-    def _refuse_loop(self, this: LoaderPass, frames: list[Any], library: str) -> None:
+    def _refuse_loop(self, loader_pass: LoaderPass, frames: list[Any], library: str) -> None:
         why = ""
         if library or not frames:
             why = f"the loop runs in {library or 'code that is not the script'}; use the checkpoints of that library"
         elif not in_for_statement(frames[-1]):
             why = "the script takes batches by next() in a loop of its own, whose count a resumed run would start again"
-        elif self._passes.others_open(this):
+        elif self._passes.others_open(loader_pass):
             why = "two loaders are read alternately, and only one of them can be moved to its position"
         if why:
             raise SnapshotError(
@@ -239,11 +244,11 @@ class ScriptSnapshots:
         names = [frame.f_code.co_name for frame in frames]
         if names != [name for name, _, _ in contents["frames"]] or len(counting) != len(counts):
             raise _not_resumable("the loop is not where it was in the script")
-        for frame, (_, around, entries) in zip(frames, contents["frames"], strict=True):
+        for frame, (_, then, entries) in zip(frames, contents["frames"], strict=True):
             now = loop_values(frame)
-            if now != around:
-                why = "the script continues a checkpoint of its own, or its loops follow results"
-                raise _not_resumable(f"the loops around are at {now}, and were at {around}: {why}")
+            if now != then:
+                why = "the script continues a checkpoint of its own, or its loops depend on results"
+                raise _not_resumable(f"the enclosing loops are at {now}, and were at {then}: {why}")
             lost = set_variables(frame, entries)
             if lost:
                 raise _not_resumable(missing_text(lost))
