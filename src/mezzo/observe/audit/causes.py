@@ -80,11 +80,8 @@ def why_wide(operation: TracedOperation, *, policy: Policy | None, lowers_elsewh
     # Checkpointing recomputes inside an autocast context of its own, on or off.
     around = 0 if operation.phase == "recompute" else calls[-1].nesting if calls else product.nesting
     if policy is None and around:
-        return Why(
-            "switched off",
-            operation.module,
-            "the script's autocast around it is off: enabled=False, or for another device",
-        )
+        why = "the script's autocast around it is off: enabled=False, or for another device"
+        return Why("switched off", operation.module, why)
     return Why("off", operation.module, "nothing in the step lowers precision")
 
 
@@ -98,22 +95,17 @@ def _listed(policy: Policy | None, operation: TracedOperation) -> oplists.Precis
 
 
 def _ruled(operation: TracedOperation, product: TracedProduct, policy: Policy | None) -> Why:
+    op, module = operation.op, operation.module
     if "out" in operation.raw.func._overloadname:
-        return Why(
-            "no rule", operation.module, f"autocast has no rule for {operation.op} that writes into given memory (out=)"
-        )
+        return Why("no rule", module, f"autocast has no rule for {op} that writes into given memory (out=)")
     called = next((c for c in product.callers if c in _PROMOTING), "")
     listed = _listed(policy, operation)
     if called or listed == "widest":
-        return Why(
-            "promotion", operation.module, f"{called or operation.op} takes the widest of its operands' formats, FP32"
-        )
+        return Why("promotion", module, f"{called or op} takes the widest of its operands' formats, FP32")
     if listed == "fp32":
-        return Why("list", operation.module, f"the policy lists the family of {operation.op} in FP32")
-    around = f"the operation around {operation.op} computes in FP32"
-    return Why(
-        "list", operation.module, f"{around}: autocast's lists keep it there, or it is attention without a fused kernel"
-    )
+        return Why("list", module, f"the policy lists the family of {op} in FP32")
+    around = f"the operation around {op} computes in FP32"
+    return Why("list", module, f"{around}: autocast's lists keep it there, or it is attention without a fused kernel")
 
 
 def lowers(step: Iterable[TracedOperation]) -> bool:

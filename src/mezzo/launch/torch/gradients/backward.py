@@ -6,8 +6,8 @@ before the gradient is added to ``.grad``, so clipping, accumulation, gradient p
 unscaled gradients. The leaves are found by walking the graph, since a missed leaf would get a gradient 65536
 times too large. That costs about a microsecond per node, only if the loss is scaled.
 
-``torch.autograd.grad`` starts scaled, and its results are unscaled before it returns, in their graph, on which a penalty may build.
-If these are not the gradients of an update, the pass has a scale of its own.
+``torch.autograd.grad`` starts from a scaled gradient as well. Its results are unscaled before it returns, and keep their graph for
+penalties that build on them. If these are not the gradients of an update, the pass has a scale of its own.
 """
 
 from __future__ import annotations
@@ -65,12 +65,8 @@ class BackwardPasses:
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         # Under a function mode, torch's own function would call this replacement.
         run_engine = WITHOUT_MODE_CHECK.get(original, original)
-        run, steady, batched, calls = (
-            self._run,
-            self._run.steady,
-            self._run.steady.batched,
-            self._run.steady.scaler_calls,
-        )
+        run, steady = self._run, self._run.steady
+        batched, calls = steady.batched, steady.scaler_calls
         run_steady = DirectPasses(run_engine) if original in WITHOUT_MODE_CHECK else run_engine
 
         @functools.wraps(original)
