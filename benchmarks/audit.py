@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness import interleave, median_ms, ratio, report, spread
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.audit.operations import understand, weights_of
+from mezzo.observe.audit.operations import interpret, weights_of
 from mezzo.observe.module_names import Names
 from mezzo.observe.tracer import Tracer
 
@@ -70,7 +70,7 @@ def _counted(step: Callable[[], None]) -> None:
 
 def _meaning(tracers: list[Tracer], optimizer: torch.optim.Optimizer) -> None:
     names = Names(tracers[0].trace.roots)
-    understand(tracers[0].trace, names, weights_of(names.roots, [optimizer]))
+    interpret(tracers[0].trace, names, weights_of(names.roots, [optimizer]))
 
 
 class Block(nn.Module):

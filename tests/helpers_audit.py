@@ -13,7 +13,7 @@ from helpers_launch import as_script
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
+from mezzo.observe.audit.operations import TracedOperation, interpret, weights_of
 from mezzo.observe.module_names import Names
 from mezzo.observe.settings import AuditSettings
 from mezzo.observe.tracer import Tracer
@@ -53,4 +53,4 @@ def traced_step(
     finally:
         tracer.stop()
     names = Names(tracer.trace.roots)
-    return understand(tracer.trace, names, weights_of(names.roots, optimizers)), names
+    return interpret(tracer.trace, names, weights_of(names.roots, optimizers)), names

@@ -27,7 +27,7 @@ from mezzo.measure.environment import environment
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit.kernels import KernelWatch
 from mezzo.observe.audit.observer import audit_record
-from mezzo.observe.audit.operations import understand, weights_of
+from mezzo.observe.audit.operations import interpret, weights_of
 from mezzo.observe.fallback.evidence import Measured, checked, read_measured
 from mezzo.observe.fallback.find import find
 from mezzo.observe.fallback.trials import Ahead
@@ -76,7 +76,7 @@ def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
     return audit_record(
         _run_record(step, None, started, environment(device_type)),
         [warmup + 1],
-        [understand(tracer.trace, names, weights_of(names.roots, optimizers))],
+        [interpret(tracer.trace, names, weights_of(names.roots, optimizers))],
         names=names,
         policy=None,
         device_type=device_type,

@@ -143,7 +143,7 @@ def found(case: Case, low: torch.dtype) -> list[str]:
         seen, names = traced_step(step, optimizers=[optimizer], device_type="cuda")
     assert {one.phase for one in seen} == {"forward", "dgrad", "wgrad", "optimizer"}
     watched = AuditedSteps(
-        seen=seen,
+        operations=seen,
         wide=totals.wide_products([seen], policy=None, names=names),
         trips=totals.round_trips(seen),
         products=totals.products(seen),

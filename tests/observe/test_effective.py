@@ -1,4 +1,4 @@
-"""A policy that lowers nothing is never called tried: every command says what stayed in FP32, and why."""
+"""A policy that lowers nothing is never reported as tried: every command says what stayed in FP32, and why."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_a_policy_that_is_not_asked_to_lower_has_changed_nothing_to_tell(policy:
 
 
 def test_audit_sees_products_outside_modules() -> None:
-    # Between an update and the next forward pass a function mode hears the script: what it hands on is the script's own.
+    # Between an update and the next forward pass a function mode sees the script's calls: these still count as the script's own.
     record = audited_under(None, _functional())
     assert record.flops_by_phase["forward"] == {"fp32": PRODUCT_FLOPS}
     assert record.flops_by_format == WIDE

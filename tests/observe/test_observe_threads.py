@@ -1,4 +1,4 @@
-"""Modules of operations where autograd has a thread of its own, whose nodes are numbered beside the script's.
+"""Modules of operations where autograd has a thread of its own, which numbers its nodes independently of the script's.
 
 The oracle is the shape: no two layers of a model have the same widths, so that a product's operands say which layer it belongs to.
 """
@@ -142,7 +142,7 @@ def traced(step: Callable[[], None], warm: int) -> list[TracedOperation]:
 
 
 def strangers(net: Net, seen: list[TracedOperation]) -> tuple[int, list[tuple[str, str, str, str]]]:
-    """Return how many products there are, and those whose module is not the layer that their shapes tell."""
+    """Return how many products there are, and those whose module is not the layer that their shapes indicate."""
     known = {frozenset(m.weight.shape): name for name, m in net.named_modules() if isinstance(m, nn.Linear)}
     products = [one for one in seen if one.product is not None]
     wrong = []
@@ -223,7 +223,7 @@ def test_an_operation_that_nothing_of_python_called_is_noted(
                 break
             time.sleep(0.01)
     assert raised == []
-    assert {noted[0] for noted in tracer.trace.operations} == {func for func, _, _ in calls}
+    assert {raw[0] for raw in tracer.trace.operations} == {func for func, _, _ in calls}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ DYNAMIC, STATIC = SkipRule(dynamic=True, growth_interval=10), SkipRule(dynamic=F
 
 
 def faulty(pattern: str, rule: SkipRule = DYNAMIC) -> list[int]:
-    """Return the steps that are a fault of a run whose updates are made (``.``) or skipped (``x``)."""
+    """Return the faulty steps of a run whose updates are made (``.``) or skipped (``x``)."""
     skips = Skips()
     for step, mark in enumerate(pattern, 1):
         skips.closed(step, [], skipped=mark == "x", rule=rule)
@@ -21,7 +21,7 @@ def faulty(pattern: str, rule: SkipRule = DYNAMIC) -> list[int]:
 
 
 PATTERNS: list[tuple[str, list[int]]] = [
-    # the updates of a run, the steps whose skips are a fault
+    # the updates of a run, the steps whose skips are faults
     ("......", []),
     ("xxx.....", []),
     ("xxxxxxxx.", []),

@@ -1,4 +1,4 @@
-"""Who calls an operation is told by files' names: each of them exists."""
+"""The caller of an operation is recognised by file names: each of these files exists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_files_that_callers_are_told_by_exist() -> None:
 
 @pytest.mark.parametrize("folder", [Path(torch.__file__).parent, Path(mezzo.__file__).parent], ids=["torch", "mezzo"])
 def test_a_folder_whose_name_begins_alike_is_no_part_of_it(folder: Path) -> None:
-    """Torchvision lies beside torch."""
+    """Torchvision is installed next to torch."""
     file = f"{folder}vision/ops.py"
     frame: Any = SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name="nms"), f_lineno=3, f_back=None)
     assert source_lines.script_line(frame) == (f"{file}:3", ())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from mezzo.observe.lint.by_hand import AverageView, GradientView
+from mezzo.observe.lint.torch_calls import AverageView, GradientView
 from mezzo.observe.tensors import operand, region, storage, storage_of
 from mezzo.observe.trace import Region
 

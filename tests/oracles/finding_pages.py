@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from mezzo.observe.audit.findings import MIN_SHARE, MUCH_CAST
-from mezzo.observe.lint.noticed import ENOUGH
+from mezzo.observe.lint.misuse_log import ENOUGH
 from mezzo.records import Finding
 from mezzo.report.sheets.findings import finding_line
 from paths import ROOT
@@ -176,7 +176,9 @@ def _on_cuda(**facts: object) -> Callable[[], list[Finding]]:
 
         form = str(facts["form"])
         more = {name: value for name, value in facts.items() if name != "form"}
-        return findings(AuditedSteps(seen=one_product(1024, form=form), wide=[], trips=[], **{"products": [], **more}))
+        return findings(
+            AuditedSteps(operations=one_product(1024, form=form), wide=[], trips=[], **{"products": [], **more})
+        )
 
     return find
 

@@ -1,12 +1,12 @@
-"""Identify the graph nodes that were made inside a backward pass, in any thread.
+"""Identify the graph nodes that are created inside a backward pass, in any thread.
 
-A node made by the forward pass is identified by its sequence number. Every thread counts its own nodes, and on a GPU backward passes run
-in autograd's own thread. So a node made there, by reentrant checkpointing or for the gradient of a gradient, can have the same number as a
+A node of the forward pass is identified by its sequence number. Every thread counts its own nodes, and on a GPU backward passes run in
+autograd's own thread. So a node created there, by reentrant checkpointing or for the gradient of a gradient, can have the same number as a
 node of the forward pass. Such a node gets an identity of its own, below 0, which is stored in its ``metadata``.
 
 A dispatch mode runs before autograd attaches the node to the result. So the tracer keeps a weak reference to the result, and reads its node
-when the next operation runs in this thread or when the script makes a node. A node that no result leads to (the view that is rebuilt after
-a write into its base) takes the identity of the node that ran before it, if both run in a nested backward pass.
+when the next operation runs in this thread or when the script creates a node. A node that no result leads to (that of a view rebuilt after
+a write into its base) is given the identity of the node that ran before it, if both run in a nested backward pass.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.utils.weak import TensorWeakRef
 from mezzo.observe.trace import LAST_NUMBER, GraphNode, RunningCall
 
 Results: TypeAlias = list[tuple[TensorWeakRef, int, int, bool]]
-"""Results of operations, each with the number and the identity of its node, and whether a later number also matches."""
+"""Results of operations, each with the number and the identity of its node, and whether a higher number matches as well."""
 
-_KEY = "mezzo: made inside a backward pass"
+_KEY = "mezzo: created inside a backward pass"
 _IDENTITIES = itertools.count(2)  # -1 means no node
 
 
@@ -34,18 +34,18 @@ class ThreadNodes(threading.local):
     def __init__(self) -> None:
         self.entry: RunningCall | None = None
         """The innermost running call of a module."""
-        self.again = 0
-        """Number of running module calls that were made inside a backward pass."""
+        self.num_in_backward = 0
+        """Number of running modules that were called inside a backward pass."""
         self.number = -1
         """Sequence number of the next node, as of the last operation."""
-        self.made = -1
-        """Identity of the last node made."""
-        self.found = True
-        """Whether that node already carries its identity, or needs none."""
+        self.created = -1
+        """Identity of the node that was created last."""
+        self.is_marked = True
+        """Whether that node already has its identity in its metadata, or needs none."""
         self.running: Any = None
         """The graph node that was running at the last operation."""
         self.node = GraphNode(0, 0)
-        """Its number, backward pass and parameter."""
+        """The description of that node."""
         self.outer: int | None = None
         """Number of the backward pass that contains the running one."""
         self.epoch = 0
@@ -55,14 +55,14 @@ class ThreadNodes(threading.local):
 
 
 class BackwardNodes:
-    """Identities of the nodes made inside backward passes of an observed step."""
+    """Identities of the nodes created inside backward passes of an observed step."""
 
     def __init__(self) -> None:
         self._threads: dict[int, Results] = {}
         self._epoch = 0
 
-    def script_made_node(self) -> None:
-        """Record that the script makes a node, so no backward pass is running."""
+    def script_created_node(self) -> None:
+        """Record that the script creates a node, so no backward pass is running."""
         self._epoch += 1
         for results in self._threads.values():
             if results:
@@ -70,23 +70,23 @@ class BackwardNodes:
                 results.clear()
 
     def new_identity(self, local: ThreadNodes, number: int) -> int:
-        """Return a new identity for the node just made in a backward pass; the thread's next node has ``number``."""
-        local.number, local.made, local.found = number, -next(_IDENTITIES), False
-        return local.made
+        """Return a new identity for the node just created in a backward pass; the thread's next node will have ``number``."""
+        local.number, local.created, local.is_marked = number, -next(_IDENTITIES), False
+        return local.created
 
     def await_node(self, local: ThreadNodes, args: Any, results: Iterable[Tensor]) -> None:
-        """Keep the results of an operation until one of them has the node last made in this thread."""
+        """Keep the results of an operation until one of them has the node that was created last in this thread."""
         self._threads[id(local.results)] = local.results
         for result in results:
             # A write into a view attaches the new node to its base.
             base = result._base if args and result is args[0] else None
-            known = TensorWeakRef(result if base is None else base)
-            local.results.append((known, local.number - 1, local.made, base is not None))
+            reference = TensorWeakRef(result if base is None else base)
+            local.results.append((reference, local.number - 1, local.created, base is not None))
 
     def mark_known(self, local: ThreadNodes) -> None:
-        """Mark the nodes of those results that have one by now."""
-        if local.made in _mark(local.results):
-            local.found = True
+        """Mark the nodes of the results that have one by now."""
+        if local.created in _mark(local.results):
+            local.is_marked = True
 
     def identity(self, node: Any) -> int:
         """Return the identity of a running node."""
@@ -96,7 +96,7 @@ class BackwardNodes:
     def describe(self, local: ThreadNodes, running: Any, task: int) -> GraphNode:
         """Return the description of a node that begins to run in backward pass number ``task``."""
         local.results.clear()  # they belong to the node that ran before
-        local.found = True
+        local.is_marked = True
         before, local.running = local.node, running
         if local.epoch != self._epoch:
             local.epoch, local.outer = self._epoch, None
@@ -114,8 +114,8 @@ class BackwardNodes:
 
 
 def _mark(results: Results) -> set[int]:
-    """Mark the nodes of ``results``, drop those results, and return the identities assigned."""
-    found: set[int] = set()
+    """Store the identities of the nodes of ``results`` in their metadata, drop those results, and return the identities."""
+    assigned: set[int] = set()
     left: Results = []
     for result in results:
         reference, number, identity, or_later = result
@@ -123,8 +123,8 @@ def _mark(results: Results) -> set[int]:
         node = None if tensor is None else tensor.grad_fn
         if node is not None and (node._sequence_nr() == number or (or_later and node._sequence_nr() > number)):
             node.metadata.setdefault(_KEY, identity)
-            found.add(identity)
+            assigned.add(identity)
         elif tensor is not None:
             left.append(result)
-    results[:] = [result for result in left if result[2] not in found]
-    return found
+    results[:] = [result for result in left if result[2] not in assigned]
+    return assigned

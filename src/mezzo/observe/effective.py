@@ -1,4 +1,4 @@
-"""Sum the formats in which the operations of inspected steps ran: what a policy lowered, and what it did not reach."""
+"""Count in which formats the operations of inspected steps ran: which ones a policy lowered, and which it did not reach."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from mezzo.formats import FP32
 from mezzo.measure.effective import Counted, effective
 from mezzo.measure.flops import lowered
-from mezzo.observe.trace import Noted
+from mezzo.observe.trace import RawOperation
 from mezzo.policy import Policy
 from mezzo.records import Effective
 
 
 class Lowering:
-    """Totals of the formats that the operations of inspected steps ran in."""
+    """Totals of the formats in which the operations of inspected steps ran."""
 
     def __init__(self) -> None:
         self._by_format: Counter[str] = Counter()
@@ -26,21 +26,21 @@ class Lowering:
         """Add the operations of one step."""
         self._first_step = self._first_step or step
         for fields in operations:
-            noted = Noted(*fields)
+            raw = RawOperation(*fields)
             self._num_lowered += any(
                 dtype.is_floating_point and dtype.itemsize < FP32.dtype.itemsize
-                for _, dtype, _ in (*noted.ins, *noted.outs)
+                for _, dtype, _ in (*raw.ins, *raw.outs)
             )
-            if noted.product is not None:
-                self._add_product(noted)
+            if raw.product is not None:
+                self._add_product(raw)
 
-    def _add_product(self, noted: Noted) -> None:
-        product = noted.product
+    def _add_product(self, raw: RawOperation) -> None:
+        product = raw.product
         assert product is not None
         self._by_format[product.format] += product.flops
-        if noted.node is not None or noted.stepping or lowered({product.format: 1}):
+        if raw.node is not None or raw.stepping or lowered({product.format: 1}):
             return
-        calls = noted.entry.calls
+        calls = raw.entry.calls
         if not product.nesting:  # neither in a region nor in the script's own autocast
             self._outside += product.flops
         elif calls and product.nesting > calls[-1].nesting:
@@ -50,7 +50,7 @@ class Lowering:
         """Return ``before`` with these totals.
 
         Args:
-            before: what else is known about the run.
+            before: the run's record of formats without these totals.
             policy: the run's policy as applied; None for the script's own precision.
             emulates: whether the policy's formats are emulated.
         """

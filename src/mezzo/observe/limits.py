@@ -3,7 +3,7 @@
 from mezzo.formats import FP32, FP64, TF32
 
 MOST_LISTED = 12
-"""Most modules or lines in a finding."""
+"""The largest number of modules or lines in a finding."""
 HEADROOM = 2
 """Doublings between a suggested loss scale and the largest one that fits: gradients vary by about that much between batches."""
 ROUNDOFFS = 40
@@ -15,14 +15,14 @@ SHARE_BELOW = 0.25
 FADED = 2.0**-10
 """Share of the largest gradient norm so far below which the training has converged, so that small gradients do not matter."""
 WEIGHTY = 0.1
-"""Least share of a result's norm that must vanish for the operation to be to blame: less is rounding."""
+"""Share of a result's norm that must vanish for the operation to be to blame: less is rounding."""
 HARMLESS_LISTED = 3
-"""Most harmless values in a diagnosis."""
+"""The largest number of harmless values in a diagnosis."""
 TENSOR_CORE_MULTIPLE = 8
 """16-bit elements that a Tensor Core kernel loads at once: 16 bytes."""
 IMAGE_CHANNELS = 4
-"""Most input channels of a convolution that count as an image's: cuDNN has kernels for so few, and pads them itself."""
+"""Number of input channels up to which they count as an image's: cuDNN has kernels for so few, and pads them itself."""
 WIDE = (FP32.name, TF32.name, FP64.name)
 """Formats of products outside mixed precision."""
 FITTING = 0.9
-"""Share of modules whose gradients fit at the loss scale for modules on their own, so that an outlier still overflows."""
+"""Share of modules whose gradients fit at the loss scale that is chosen for modules on their own: an outlier then still overflows."""

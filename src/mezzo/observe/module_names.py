@@ -1,4 +1,4 @@
-"""Name the modules of a script by their path in the model."""
+"""Name the modules of a script by their paths in the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModuleTree:
             yield _WRAPPERS.sub("", f"{path}.").rstrip("."), module
 
     def named(self, root: nn.Module) -> dict[str, nn.Module]:
-        """Return the modules inside ``root`` by the names that ``fp32_modules`` patterns match."""
+        """Return the modules inside ``root`` by the names that ``fp32_modules`` patterns are matched with."""
         return module_names(root)
 
     def parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -34,7 +34,7 @@ class ModuleTree:
         yield from module.named_parameters(recurse=False)
 
     def keep_fp32(self, module: nn.Module, device_type: str) -> None:
-        """Let ``module`` compute in FP32 from its next call on."""
+        """Make ``module`` compute in FP32 from its next call on."""
         wrap(module, in_fp32, device_type)
 
 
@@ -86,6 +86,6 @@ class Names:
             name = f"{prefix}{bare}" if bare else title
             self._modules.setdefault(id(module), name)
             self._patterns.setdefault(id(module), bare)
-            for own, parameter in self._tree.parameters(module):
+            for local_name, parameter in self._tree.parameters(module):
                 self._parameters.setdefault(id(parameter), name)
-                self._weights.setdefault(id(parameter), f"{name}.{own}" if bare else own)
+                self._weights.setdefault(id(parameter), f"{name}.{local_name}" if bare else local_name)

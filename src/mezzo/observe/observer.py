@@ -33,7 +33,7 @@ from mezzo.records import AnyRecord, RunRecord
 
 
 class ObservedRun(Protocol):
-    """The part of a run that its observer may use."""
+    """The part of a run that an observer may use."""
 
     in_backward: bool
     in_compiled: bool
@@ -68,7 +68,7 @@ class ObservedRun(Protocol):
 
     @property
     def optimizers(self) -> Iterable[torch.optim.Optimizer]:
-        """The optimizers that the script made."""
+        """The optimizers that the script created."""
 
     @property
     def gradient_scale(self) -> float:
@@ -96,7 +96,7 @@ class Observer(ABC):
     def __init__(self, run: ObservedRun, *, steps: Sequence[int]) -> None:
         self.run = run
         self.watched: list[int] = []
-        """Numbers of the steps that were observed to their end."""
+        """Numbers of the steps that were observed until they ended."""
         self.forced_eager = False
         """Whether compiled code ran eagerly, so that observed steps differ from the others."""
         self._waiting = sorted(set(steps))
@@ -120,7 +120,7 @@ class Observer(ABC):
 
     @abstractmethod
     def restart(self) -> None:
-        """Discard what was recorded since ``begin``: it still belonged to the step before."""
+        """Discard what was recorded since ``begin``: it still belonged to the previous step."""
 
     @abstractmethod
     def mark(self) -> None:
@@ -179,11 +179,11 @@ class Observer(ABC):
     def scaler_met(self, scaler: Any) -> None:  # noqa: B027 - most observers have nothing to do here
         """Record that the script's own GradScaler is about to scale a loss."""
 
-    def optimizer_made(self) -> None:  # noqa: B027 - most observers have nothing to do here
-        """Record that the script makes its first optimizer: earlier forward passes belong to a step only if their gradients do."""
+    def optimizer_created(self) -> None:  # noqa: B027 - most observers have nothing to do here
+        """Record that the script creates its first optimizer: earlier forward passes belong to a step only if their gradients do."""
 
-    def began_anew(self) -> None:  # noqa: B027 - an observer that takes over has seen nothing
-        """Record that no step so far was one of the training."""
+    def steps_discarded(self) -> None:  # noqa: B027 - a new observer has seen nothing
+        """Record that the steps so far were no training steps."""
 
     def stepping(self) -> None:  # noqa: B027 - most observers have nothing to do here
         """Record that an optimizer's update begins."""
@@ -251,8 +251,8 @@ class Observer(ABC):
         # Autograd and compiled code restore the modes that were on before; compiled code cannot switch to eager half-way either.
         return not (self.run.in_backward or self.run.in_compiled)
 
-    def _begin_at_once(self) -> None:
-        """Begin before the script's first line; code that it compiles later runs eagerly while observation lasts."""
+    def _begin_immediately(self) -> None:
+        """Begin before the script's first line; code that the script compiles later runs eagerly while observation lasts."""
         self.run.before_compiling.append(self._eager_from_here)
         self._begin()
 
@@ -263,8 +263,8 @@ class Observer(ABC):
     def _begin_at_first_call(self) -> bool:
         """Begin at the first call of a module, and again at the first call with gradients in another thread.
 
-        A thread that only evaluates calls modules without gradients. Its operations belong to no step, and whether it
-        comes first changes from run to run.
+        A thread that only evaluates calls modules without gradients. Its operations belong to no step, and whether its call
+        comes first varies from run to run.
         """
         if torch.compiler.is_compiling():
             return False

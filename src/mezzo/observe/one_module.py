@@ -13,7 +13,7 @@ from mezzo.engine.casts.casting import Casting
 from mezzo.engine.casts.conversion import in_fp32, to_format, wrap
 from mezzo.policy import Policy
 
-_LEFT = ("lower", "fp32", "widest", "arithmetic", "op_lists", "loss_scale", "init_scale")
+_KEPT_FIELDS = ("lower", "fp32", "widest", "arithmetic", "op_lists", "loss_scale", "init_scale")
 
 
 class OneModule(Protocol):
@@ -41,8 +41,8 @@ class OneModule(Protocol):
 
 
 def for_single_modules(policy: Policy) -> Policy:
-    """Return ``policy`` as applied to a single module: operations cast, weights left alone."""
-    kept = {name: getattr(policy, name) for name in _LEFT}
+    """Return ``policy`` as applied to a single module: operations are cast, weights left alone."""
+    kept = {name: getattr(policy, name) for name in _KEPT_FIELDS}
     if policy.compute == "fp8":
         kept["arithmetic"] = "emulated"  # native FP8 layers are modules of their own, not operations
     return Policy.parse(policy.compute).replace(**kept)
@@ -62,26 +62,26 @@ class TorchModule:
     @contextmanager
     def unchanged(self, module: nn.Module) -> Iterator[None]:
         """Run with copies of the buffers: the graph of the script's next step may have saved the running statistics."""
-        own = [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+        originals = [(m._buffers, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
         try:
-            for buffers, name, buffer in own:
+            for buffers, name, buffer in originals:
                 buffers[name] = buffer.detach().clone()
             with same_random_numbers():
                 yield
         finally:
-            for buffers, name, buffer in own:
+            for buffers, name, buffer in originals:
                 buffers[name] = buffer
 
     @contextmanager
     def lowered(self, module: nn.Module, *, inner: torch.dtype | None) -> Iterator[None]:
         """Let the modules inside run in FP32."""
-        own = [(child, child.__dict__.get("forward")) for child in module.modules() if child is not module]
+        forwards = [(child, child.__dict__.get("forward")) for child in module.modules() if child is not module]
         try:
-            for child, _ in own:
+            for child, _ in forwards:
                 wrap(child, _exactly, self._device_type, inner)
             yield
         finally:
-            for child, forward in own:
+            for child, forward in forwards:
                 if forward is None:
                     del child.forward
                 else:
@@ -98,7 +98,7 @@ class TorchModule:
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Seed torch's generators equally, and restore them."""
+    """Seed torch's generators with a fixed number inside, and restore them."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=list(devices)):
         torch.default_generator.manual_seed(0)

@@ -11,7 +11,7 @@ from mezzo.policy import Policy
 
 
 def step_text(steps: Sequence[int]) -> str:
-    """Return ascending numbers as people write them, short enough for a command: ``1-100000``, ``3, 10-12``."""
+    """Return ascending numbers in the usual notation, short enough for a command: ``1-100000``, ``3, 10-12``."""
     runs: list[list[int]] = []
     for step in steps:
         if runs and step == runs[-1][1] + 1:
@@ -35,12 +35,12 @@ StepNumbers: TypeAlias = Annotated[
 
 
 def read_policy(value: Policy | str) -> Policy:
-    """Return the policy; parse it if it is a text, as in a message."""
+    """Return the policy, parsed if it is a string, as it is in JSON."""
     return Policy.parse(value) if isinstance(value, str) else value
 
 
 JudgedPolicy: TypeAlias = Annotated[Policy, PlainValidator(read_policy), PlainSerializer(str)]
-"""A policy whose text goes through JSON."""
+"""A policy, which is a string in JSON."""
 
 
 class ObserverSettings(BaseModel):

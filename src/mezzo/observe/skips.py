@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Update(NamedTuple):
-    """One optimizer's part of an update."""
+    """The part of an update that one optimizer makes."""
 
     scaler: int
     """Identity of the GradScaler; 0 for the policy's loss scale."""
@@ -27,7 +27,7 @@ class Update(NamedTuple):
 
 
 class SkipRule(NamedTuple):
-    """Which skips are normal."""
+    """The settings of a loss scale that decide which skips are normal."""
 
     dynamic: bool
     growth_interval: int = 2000
@@ -68,7 +68,7 @@ class Skips:
     def closed(self, step: int, updates: list[Update], *, skipped: bool, rule: SkipRule) -> None:
         """Record a step's updates; ``updates`` is empty if the optimizers are unknown."""
         parts = {(u.scaler, u.optimizer): u.skipped for u in updates} or {(0, 0): skipped}
-        if skipped and not any(parts.values()):  # the overflow was found for all optimizers together
+        if skipped and not any(parts.values()):  # the overflow was detected for all optimizers together
             parts = dict.fromkeys(parts, True)
         for key, part_skipped in parts.items():
             self._note(step, self._histories.setdefault(key, _History()), rule, skipped=part_skipped)
@@ -107,5 +107,5 @@ class Skips:
             return
         recent = [s for number, s in history.skips if history.num_updates - number < rule.growth_interval]
         history.skips.append((history.num_updates, step))
-        if recent:  # one alone was normal until now
+        if recent:  # each was normal until a second one followed
             self.faulty.update(dict.fromkeys([*recent, step]))

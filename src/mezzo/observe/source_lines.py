@@ -14,13 +14,13 @@ import torch
 
 Caller: TypeAlias = Literal["script", "policy", "mezzo"]
 Owner: TypeAlias = Literal["script", "library", "torch"]
-"""The owner of a file; ``torch`` stands for everything that belongs neither to the script nor to a training library."""
+"""The owner of a file; ``torch`` means everything that belongs neither to the script nor to a training library."""
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _MEZZO = str(Path(__file__).parents[1]) + os.sep
-"""With a separator: torchvision and torchao are no parts of torch."""
+"""With a separator, since torchvision and torchao are not parts of torch."""
 _KERAS = str(Path(_TORCH).with_name("keras")) + os.sep
-"""The folder of Keras, whose operations on PyTorch belong to the script's line and to a layer."""
+"""The folder of Keras: its operations on PyTorch are attributed to the script's line and to a layer."""
 _INSTALLED = ("site-packages", "dist-packages")
 """Names of library folders; a list of paths would miss folders that a ``.pth`` file adds."""
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
@@ -28,7 +28,7 @@ _PASSED_THROUGH = (
     *(str(Path(_TORCH, *parts)) for parts in (("_tensor.py",), ("_ops.py",), ("library.py",), ("utils", "_pytree.py"))),
     str(Path(_MEZZO, "engine", "casts", "registration.py")),
     str(Path(_MEZZO, "observe", "nonfinite", "propagation.py")),
-    str(Path(_MEZZO, "observe", "lint", "by_hand.py")),
+    str(Path(_MEZZO, "observe", "lint", "torch_calls.py")),
     str(Path(_KERAS, "src", "backend", "torch", "core.py")),
 )
 """Python files between the caller of an operation and the operation itself."""
@@ -43,7 +43,7 @@ _POLICY = (
     str(Path(_KERAS, "src", "dtype_policies")),
     str(Path(_KERAS, "src", "backend", "common", "variables.py")),
 )
-"""Paths, or their beginnings, of files whose operations a real device would also run: casts, emulated operations, updates."""
+"""Path prefixes of files whose operations a real device would also run: casts, emulated operations, updates."""
 
 
 def caller(frame: FrameType | None) -> Caller:
@@ -78,7 +78,7 @@ def _is_foreign(file: str) -> bool:
 
 
 def script_line(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
-    """Return the innermost line outside torch, Keras and Mezzo as ``file:line``, and their functions between it and ``frame``."""
+    """Return the innermost line outside torch, Keras and Mezzo as ``file:line``, and the functions of these between it and ``frame``."""
     callers: list[str] = []
     while frame is not None:
         if not _is_foreign(frame.f_code.co_filename):
@@ -110,7 +110,7 @@ def running_line() -> str:
 
 
 def own_place(frame: FrameType | None) -> int:
-    """Return a number for the script's calls that lead to ``frame``: equal for the same chain of calls."""
+    """Return a number that identifies the chain of the script's calls that leads to ``frame``."""
     calls = []
     while frame is not None:
         if _owner(frame.f_code.co_filename) == "script":

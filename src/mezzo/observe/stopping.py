@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class StopScript(SystemExit):
-    """The end of a script after its last observed or wanted step: exit code 0, and silent in a thread."""
+    """The end of a script after its last observed or requested step: exit code 0, and silent in a thread."""

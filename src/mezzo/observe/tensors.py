@@ -85,23 +85,23 @@ def format_name(dtype: torch.dtype) -> str:
 def storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """Return a tensor's storage, for a sharded tensor that of its local part; None for a sparse one or a wrapper around others."""
     try:
-        own = local(tensor).untyped_storage()
-        own.data_ptr()  # a wrapper's storage exists but has no address
+        found = local(tensor).untyped_storage()
+        found.data_ptr()  # a wrapper's storage exists but has no address
     except (RuntimeError, NotImplementedError):
         return None
-    return own
+    return found
 
 
 def storage_of(tensor: Tensor) -> int:
     """Return the address of a tensor's storage, or the tensor's id if it has none."""
-    own = storage(tensor)
-    return id(tensor) if own is None else own.data_ptr()
+    found = storage(tensor)
+    return id(tensor) if found is None else found.data_ptr()
 
 
 def storage_size(tensor: Tensor) -> int:
     """Return the bytes of a tensor's storage; -1 if it has none of its own."""
-    own = storage(tensor)
-    return -1 if own is None else own.nbytes()
+    found = storage(tensor)
+    return -1 if found is None else found.nbytes()
 
 
 def region(tensor: Tensor) -> Region:

@@ -1,4 +1,4 @@
-"""The raw record of every operation of a step; its meaning is worked out afterwards."""
+"""The raw record of every operation of a step, which is interpreted afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Region: TypeAlias = tuple[Any, ...]
 """The elements of a storage that a tensor covers: their offset and size, then strides and sizes. Equal for views of the same elements."""
 
 LAST_NUMBER = 2**64 - 1
-"""Sequence number of the nodes that accumulate a parameter's gradient: the greatest one, so that they run first."""
+"""Sequence number of the nodes that accumulate a parameter's gradient: the largest one, so that they run first."""
 
 CASTS = ("_to_copy", "copy_", "copy")
 
@@ -25,14 +25,14 @@ CASTS = ("_to_copy", "copy_", "copy")
 class RunningCall:
     """A running call of a module, and whether autocast was on when it began."""
 
-    __slots__ = ("again", "autocast", "module", "nesting", "outer")
+    __slots__ = ("autocast", "in_backward", "module", "nesting", "outer")
 
     def __init__(
-        self, module: nn.Module | None, outer: RunningCall | None, *, autocast: bool, nesting: int, again: bool
+        self, module: nn.Module | None, outer: RunningCall | None, *, autocast: bool, nesting: int, in_backward: bool
     ) -> None:
         self.module, self.outer, self.autocast, self.nesting = module, outer, autocast, nesting
-        self.again = again
-        """Whether the call was made inside a backward pass."""
+        self.in_backward = in_backward
+        """Whether the module was called inside a backward pass."""
 
     @property
     def calls(self) -> list[RunningCall]:
@@ -42,18 +42,18 @@ class RunningCall:
         return [self] if self.outer is None else [self, *self.outer.calls]
 
 
-NOWHERE = RunningCall(None, None, autocast=False, nesting=0, again=False)
+NOWHERE = RunningCall(None, None, autocast=False, nesting=0, in_backward=False)
 
 
 class GraphNode(NamedTuple):
     """The graph node in which an operation of a backward pass runs."""
 
     number: int
-    """Sequence number, or an identity below 0 for a node made inside a backward pass (``mezzo.observe.backward_nodes``)."""
+    """Sequence number, or an identity below 0 for a node created inside a backward pass (``mezzo.observe.backward_nodes``)."""
     task: int
     """Number of the backward pass."""
     parameter: int = 0
-    """Identity of the parameter, for a node that accumulates its gradient."""
+    """Identity of the parameter, for a node that accumulates a gradient."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class TracedProduct:
     """Names of torch's Python functions around the operation."""
 
 
-class Noted(NamedTuple):
+class RawOperation(NamedTuple):
     """One recorded operation."""
 
     func: Any
@@ -83,7 +83,8 @@ class Noted(NamedTuple):
     ins: list[Meta]
     outs: list[Meta]
     stepping: bool
-    again: bool
+    recomputed: bool
+    """Whether activation checkpointing recomputes it."""
     product: TracedProduct | None
     line: str
     hidden: bool
@@ -91,41 +92,41 @@ class Noted(NamedTuple):
     by_policy: bool
     """Whether the policy, not the script, cast here."""
     region: Region
-    """The part of its storage that a cast reads, () for other operations: one storage may hold many weights."""
+    """The part of its storage that a cast reads, () for other operations: one storage may contain many weights."""
     within: str
-    """The function of torch that the script called, if torch implements it with this operation in its operand's format."""
+    """The function of torch that the script called, if torch implements it with this operation, in its operand's format."""
 
 
 @dataclass
 class Trace:
-    """The operations of a step, and the modules that made the nodes of its graph."""
+    """The operations of a step, and the module calls that created the nodes of its graph."""
 
     operations: list[tuple[Any, ...]] = field(default_factory=list)
-    """The fields of ``Noted``: building the objects at once would cost half as much as the operation itself."""
+    """The fields of ``RawOperation``: building the objects while the step runs would cost half as much as the operations themselves."""
     forward: dict[int, RunningCall] = field(default_factory=dict)
-    """The module that was running when a node was made, by the node's sequence number."""
+    """The module call that was running when a node was created, by the node's sequence number."""
     recomputed: dict[int, tuple[RunningCall, GraphNode]] = field(default_factory=dict)
-    """The same for nodes made inside a backward pass, by identity, with the node that was running."""
+    """The same for nodes created inside a backward pass, by identity, with the node that was running."""
     roots: dict[nn.Module, None] = field(default_factory=dict)
     """Modules called from outside any module, in order."""
 
-    def maker(self, node: GraphNode) -> RunningCall:
-        """Return the call of the module that made a graph node.
+    def creator(self, node: GraphNode) -> RunningCall:
+        """Return the call of the module that created a graph node.
 
-        A node without an operation of its own takes that of the next node, else of the last.
+        A node without a recorded operation counts as created by the call that created the next recorded node, or the last one.
         """
         while node.number in self.recomputed:
             entry, node = self.recomputed[node.number]
-            if entry is not NOWHERE:  # made by a recomputed module, else by the node that was running
+            if entry is not NOWHERE:  # created by a recomputed module, else by the node that was running
                 return entry
         if node.number == LAST_NUMBER or not self.forward:
             return NOWHERE
         known = self.forward.get(node.number)
         return self.forward[nearest(sorted(self.forward), node.number)] if known is None else known
 
-    def goes_back(self, index: int, number: int) -> bool:
-        """Return whether an operation from ``index`` on runs in a graph node made before the one of this number."""
-        later = (Noted._make(values).node for values in self.operations[index:])
+    def reaches_back(self, index: int, number: int) -> bool:
+        """Return whether an operation from ``index`` on runs in a graph node that is older than the node of this number."""
+        later = (RawOperation._make(values).node for values in self.operations[index:])
         return any(node is not None and 0 <= node.number < number for node in later)
 
 

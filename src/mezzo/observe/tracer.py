@@ -1,15 +1,15 @@
 """Record every operation of a training step with the module it belongs to, at little cost.
 
 A dispatch mode sees every operation below autograd and autocast. Hooks on every module keep a stack of the running modules. The forward
-operation behind a graph node has the node's sequence number, so an operation of a backward pass is assigned the module of its node's
-forward operation, without hooks on tensors or changes to the graph. A node made inside a backward pass has an identity instead of a number
-(``mezzo.observe.backward_nodes``). A node without a forward operation of its own takes that of the next node; the nodes that accumulate
-into ``.grad`` have a parameter instead.
+operation behind a graph node has the node's sequence number, so an operation of a backward pass is assigned to the module of its node's
+forward operation, without hooks on tensors or changes to the graph. A node created inside a backward pass has an identity instead of a
+number (``mezzo.observe.backward_nodes``). A node without a forward operation of its own is assigned that of the next node; the nodes that
+accumulate into ``.grad`` have a parameter instead.
 
-While the step runs, each operation is recorded as a tuple without tensors, which would keep memory alive; it is interpreted
+While the step runs, each operation is recorded as a tuple without tensors, since those would keep memory alive; it is interpreted
 afterwards (``mezzo.observe.audit.operations``). Views and allocations compute nothing and are left out.
 
-Private names of torch that this depends on, none with a public counterpart: ``torch._C._current_autograd_node``,
+This depends on private names of torch that have no public counterpart: ``torch._C._current_autograd_node``,
 ``GraphNode._sequence_nr``, ``torch.autograd._get_sequence_nr``, ``torch._C._current_graph_task_id``.
 """
 
@@ -69,7 +69,7 @@ class Tracer(TorchDispatchMode):
         self._thread = 0
         self._kinds: dict[int, int] = {}
         self._counts: dict[int, Any] = {}
-        self._torchs: dict[type, bool] = {}
+        self._is_torch_class: dict[type, bool] = {}
         self._undo: list[Callable[[], None]] = []
 
     @classmethod
@@ -101,7 +101,7 @@ class Tracer(TorchDispatchMode):
         self.leave_behind()
 
     def leave_behind(self) -> None:
-        """Stop recording and remove the hooks; a mode that is still on in another thread only passes operations on from now."""
+        """Stop recording and remove the hooks; a mode that is still on in another thread only passes operations on from now on."""
         self._is_over = True
         for undo in self._undo:
             undo()
@@ -127,9 +127,9 @@ class Tracer(TorchDispatchMode):
         if outer is None:
             self.trace.roots.setdefault(module)
         autocast = torch.is_autocast_enabled(self._device_type)
-        again = _node_running() is not None
-        local.again += again
-        local.entry = RunningCall(module, outer, autocast=autocast, nesting=_nesting(), again=again)
+        in_backward = _node_running() is not None
+        local.num_in_backward += in_backward
+        local.entry = RunningCall(module, outer, autocast=autocast, nesting=_nesting(), in_backward=in_backward)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         local = self._local
@@ -138,7 +138,7 @@ class Tracer(TorchDispatchMode):
             entry = entry.outer
         if entry is not None:
             local.entry = entry.outer
-            local.again -= entry.again
+            local.num_in_backward -= entry.in_backward
 
     def stepping(self, stepping: bool) -> None:
         """Record that an optimizer's update begins or ends."""
@@ -158,7 +158,7 @@ class Tracer(TorchDispatchMode):
             if kind == _PLAIN:
                 self._note((func, NOWHERE, None, *_both(args, result), True, False, None, "", False, False, (), ""))
             return result
-        running, again, number = _node_running(), False, _next_number()
+        running, recomputed, number = _node_running(), False, _next_number()
         local = self._local
         if running is None:
             node, entry = None, local.entry or NOWHERE
@@ -172,11 +172,11 @@ class Tracer(TorchDispatchMode):
                 if running is local.running
                 else self._backward_nodes.describe(local, running, _task_running())
             )
-            again = local.again > 0 or self._flags.recomputing
-            entry = (local.entry if again else None) or NOWHERE
+            recomputed = local.num_in_backward > 0 or self._flags.recomputing
+            entry = (local.entry if recomputed else None) or NOWHERE
             if number != local.number:
-                self._place_again(number, node, entry)
-            if not local.found:
+                self._place_in_backward(number, node, entry)
+            if not local.is_marked:
                 self._backward_nodes.await_node(local, args, flat_tensors((result,)))
         if kind == _SILENT:
             if node is not None and node.number == LAST_NUMBER:  # the first value of a gradient that was None
@@ -184,15 +184,15 @@ class Tracer(TorchDispatchMode):
             return result
         product, line, hidden, by_policy, read, within = None, "", False, False, (), ""
         if entry is NOWHERE or kind == _CASTS:  # inside modules, only casts can come from elsewhere than the script
-            whose = caller(sys._getframe().f_back)  # None in autograd's own thread, where no Python frame called it
-            if whose == "mezzo":
-                self._note((func, entry, node, *_both(args, result), False, again, None, "", True, False, (), ""))
+            owner = caller(sys._getframe().f_back)  # None in autograd's own thread, where no Python frame called it
+            if owner == "mezzo":
+                self._note((func, entry, node, *_both(args, result), False, recomputed, None, "", True, False, (), ""))
                 return result
-            by_policy = whose == "policy"
+            by_policy = owner == "policy"
         if Emulation.ran:
             if kind != _COUNTED:
                 hidden = self._formats.emulated() is not None
-            elif not again and self._formats.computed_again():
+            elif not recomputed and self._formats.computed_again():
                 return result
         if kind == _COUNTED:
             product = self._product(func, result, args)
@@ -200,18 +200,20 @@ class Tracer(TorchDispatchMode):
             read = region(args[1] if func.overloadpacket.__name__.startswith("copy") else args[0])
         elif kind == _PARTS:
             within = _within(func, sys._getframe().f_back)
-        if kind not in (_PLAIN, _PARTS) and (node is None or again):
-            torchs = self._is_torchs(entry)
-            line = self._where(None if torchs else product) if not torchs or _has_short_path(entry) else ""
+        if kind not in (_PLAIN, _PARTS) and (node is None or recomputed):
+            of_torch = self._is_torch_module(entry)
+            line = self._where(None if of_torch else product) if not of_torch or _has_short_path(entry) else ""
         metas = _both(args, result)
-        self._note((func, entry, node, *metas, self._stepping, again, product, line, hidden, by_policy, read, within))
+        self._note(
+            (func, entry, node, *metas, self._stepping, recomputed, product, line, hidden, by_policy, read, within)
+        )
         return result
 
-    def _note(self, noted: tuple[Any, ...]) -> None:
-        self.trace.operations.append(noted)
+    def _note(self, raw: tuple[Any, ...]) -> None:
+        self.trace.operations.append(raw)
 
     def is_silent(self, func: Any) -> bool:
-        """Return whether an operation computes nothing: it makes a view or allocates memory."""
+        """Return whether an operation computes nothing: it creates a view or allocates memory."""
         kind = self._kinds.get(id(func))
         return (self._classify(func) if kind is None else kind) == _SILENT
 
@@ -219,7 +221,7 @@ class Tracer(TorchDispatchMode):
         name, kind = func.overloadpacket.__name__, _PLAIN
         if (count := COUNTS.get(func.overloadpacket)) is not None:
             self._counts[id(func)], kind = count, _COUNTED
-        elif func.is_view or name in _WITHOUT_WORK or func.namespace == "profiler":
+        elif func.is_view or name in _COMPUTE_NOTHING or func.namespace == "profiler":
             kind = _SILENT
         elif name in _PART_OF:
             kind = _PARTS
@@ -229,25 +231,25 @@ class Tracer(TorchDispatchMode):
         return kind
 
     def _place(self, number: int, entry: RunningCall) -> None:
-        """Record which call made a graph node: the first operation after it is its own, more may follow.
+        """Record which call created a graph node: the first operation after that belongs to the node, and others may follow.
 
         Every thread of the script counts its own nodes, so a number may be known already.
         """
-        self._backward_nodes.script_made_node()
+        self._backward_nodes.script_created_node()
         local = self._local
-        local.number, local.made = number, number - 1
+        local.number, local.created = number, number - 1
         self.trace.forward.setdefault(number - 1, entry)
 
-    def _place_again(self, number: int, node: GraphNode, entry: RunningCall) -> None:
-        """Record which call made a node inside a backward pass: by recomputation, or by differentiating twice."""
+    def _place_in_backward(self, number: int, node: GraphNode, entry: RunningCall) -> None:
+        """Record which call created a node inside a backward pass: by recomputation, or by differentiating twice."""
         self.trace.recomputed[self._backward_nodes.new_identity(self._local, number)] = entry, node
 
     def _product(self, func: Any, result: Any, args: Sequence[Any]) -> TracedProduct:
         flops = self._counts[id(func)](result, *args)
         tensors = [t for t in (*flat_tensors(args), *flat_tensors((result,))) if t.layout is torch.strided]
         operands = [(tuple(t.shape), t.stride(), _alignment(t)) for t in tensors]
-        rest = tuple([a for a in args if type(a) in _NO_TENSORS or not isinstance(a, Tensor)])
-        product = TracedProduct(self._format(func, args), flops, operands, self._local.made, rest)
+        rest = tuple([a for a in args if type(a) in _NOT_TENSORS or not isinstance(a, Tensor)])
+        product = TracedProduct(self._format(func, args), flops, operands, self._local.created, rest)
         if product.format in _WIDE:
             product.nesting = _nesting()
         return product
@@ -259,12 +261,12 @@ class Tracer(TorchDispatchMode):
                 return known
         return self._formats.of(args, op=func.overloadpacket.__name__)
 
-    def _is_torchs(self, entry: RunningCall) -> bool:
-        """Return whether the running module is one of torch's, or Keras': its path is more informative than the line that called it."""
+    def _is_torch_module(self, entry: RunningCall) -> bool:
+        """Return whether the running module is one of torch's or Keras': its path is more informative than the line that called it."""
         kind = type(entry.module)
-        known = self._torchs.get(kind)
+        known = self._is_torch_class.get(kind)
         if known is None:
-            known = self._torchs[kind] = kind.__module__.startswith(("torch.nn", "keras."))
+            known = self._is_torch_class[kind] = kind.__module__.startswith(("torch.nn", "keras."))
         return known
 
     def _where(self, product: TracedProduct | None) -> str:
@@ -292,9 +294,9 @@ def _within(func: Any, frame: FrameType | None) -> str:
 _SILENT, _PLAIN, _PARTS, _CASTS, _COUNTED = range(5)
 
 _PART_OF = {"_log_softmax": "cross_entropy"}
-"""Operations inside functions of torch that run in their operand's format, past autocast's rule: the op lists apply to the function."""
+"""Operations inside functions of torch that run in their operand's format, out of autocast's reach: op lists name the function."""
 
-_WITHOUT_WORK = frozenset(
+_COMPUTE_NOTHING = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "detach_", "alias"}
     | {"resize_", "set_", "record_stream", "_local_scalar_dense", "is_same_size", "lift_fresh"}
 )
@@ -308,7 +310,7 @@ def _nesting() -> int:
 _NAMES = {f.dtype: f.name for f in (FP64, FP32, FP16, BF16)}
 _WIDE = (FP32.name, TF32.name)
 _Parameter = nn.Parameter
-_NO_TENSORS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout})
+_NOT_TENSORS = frozenset({int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout})
 
 
 def _metas(values: Iterable[Any]) -> list[Meta]:
@@ -318,9 +320,9 @@ def _metas(values: Iterable[Any]) -> list[Meta]:
         if kind is Tensor or kind is _Parameter:
             found.append((value.untyped_storage().data_ptr(), value.dtype, value.nbytes))
         elif kind is list or kind is tuple:
-            if value and type(value[0]) not in _NO_TENSORS:
+            if value and type(value[0]) not in _NOT_TENSORS:
                 found += _metas(value)
-        elif kind not in _NO_TENSORS and isinstance(value, Tensor):
+        elif kind not in _NOT_TENSORS and isinstance(value, Tensor):
             found.append((value.untyped_storage().data_ptr(), value.dtype, value.nbytes))
     return found
 
@@ -339,7 +341,7 @@ def _bare_metas(values: Iterable[Any]) -> list[Meta]:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage, of the first tensor inside if it is a wrapper; 0 if there is none."""
+    """Return the address of a tensor's storage, or of that of the first tensor inside a wrapper; 0 if there is none."""
     if hasattr(tensor, "__tensor_flatten__"):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     try:

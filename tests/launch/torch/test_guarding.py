@@ -82,7 +82,7 @@ def test_a_run_is_stopped_with_an_exit_code_of_its_own(tmp_path: Path, fault: st
 def test_an_alarm_that_cannot_stop_a_run_is_noted_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The script has started its processes itself, so nobody could stop them after the same step."""
+    """The script has started its processes itself, so they cannot be stopped after the same step."""
     monkeypatch.setattr("mezzo.launch.torch.guarding.are_several", lambda: True)
     record = ran(tmp_path, "nan", action="stop")
     assert record.guardrails is not None
@@ -213,7 +213,7 @@ def test_a_script_without_a_loader_cannot_return(tmp_path: Path) -> None:
     record = returned(tmp_path, "5", source=loop)
     assert record.exit_code == 10
     assert record.error is not None
-    assert record.error.endswith("no DataLoader's batches came to return between")
+    assert record.error.endswith("no DataLoader was read since, so there was no point at which to return")
 
 
 def test_the_weights_of_a_stopped_script_are_known_though_its_model_is_gone() -> None:
@@ -332,7 +332,7 @@ def test_a_resumed_run_goes_on_under_the_policy_that_was_fallen_back_to(tmp_path
     ends: dict[str, Any] = {}
     for name in ("whole", "dies", "resumed"):
         folder = tmp_path / name
-        if name == "resumed":  # this process still holds the folder of the run that died
+        if name == "resumed":  # this process still has the lock on the folder of the run that died
             shutil.copytree(tmp_path / "dies", folder, ignore=shutil.ignore_patterns("*.lock", ".lock*"))
         folder.mkdir(exist_ok=True)
         dies = mock.patch.dict(os.environ, {"DIES": "1"} if name == "dies" else {})

@@ -1,4 +1,4 @@
-"""A script that runs out of memory: what held it, counted by hand, and that a script's own handling is left alone."""
+"""A script that runs out of memory: what occupied it, counted by hand; a script's own handling of the error is left alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from helpers_launch import children_in_this_process
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
-from mezzo.launch.torch.out_of_memory import asked_bytes, is_out_of_memory, saved_by_graphs
+from mezzo.launch.torch.out_of_memory import is_out_of_memory, requested_bytes, saved_by_graphs
 from mezzo.records import RunRecord
 from paths import SCRIPTS
 
@@ -38,7 +38,7 @@ def test_what_held_the_memory_is_counted_by_kind_and_module(tmp_path: Path) -> N
     assert found is not None
     assert (record.exit_code, found.step, found.asked_bytes) == (1, 4, int(2.5 * 2**30))
     steps = 4 * 4  # Adam's step count of each of four tensors
-    # The last step's graph is freed; this one's holds the input and what ReLU returned.
+    # The last step's graph is freed; the graph of this one keeps the input and the result of ReLU.
     assert found.held_bytes == {
         "parameters": WEIGHTS,
         "gradients": WEIGHTS,
@@ -93,7 +93,7 @@ MESSAGES = [
 
 @pytest.mark.parametrize(("message", "expected"), MESSAGES)
 def test_the_bytes_asked_for(message: str, expected: int | None) -> None:
-    assert asked_bytes(message) == expected
+    assert requested_bytes(message) == expected
 
 
 def test_other_errors_are_none_of_this() -> None:

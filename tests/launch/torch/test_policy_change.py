@@ -14,7 +14,7 @@ from mezzo.policy import Policy
 
 
 def _format_of(values: torch.Tensor) -> str:
-    """Return the smallest format that holds all of ``values``; those of BF16 of about 1 are FP16's, too."""
+    """Return the smallest format that contains all of ``values``; BF16's values of about 1 are in FP16 as well."""
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if torch.equal(values.to(dtype).float(), values):
             return name

@@ -17,7 +17,7 @@ from mezzo.records import Steps
 
 BUILDS: dict[str, Any] = {"torch SGD": torch.optim.SGD, "mezzo SGD": mezzo.SGD}
 INPUTS = (1, 2, 3, 2, 4)
-"""Five micro-batches in windows of four: the last holds one."""
+"""Five micro-batches in windows of four: the last window has one."""
 
 
 def trained(
@@ -45,7 +45,7 @@ def test_the_record_of_a_session_as_it_is(policy: str, build: Any) -> None:
     assert steps.loss == [
         4.0,
         8.0,
-    ]  # means of what a window held: without loss scale, and without the full window's size
+    ]  # means over the micro-batches that a window had, without the loss scale
     assert steps.grad_norm == [4.0, 8.0]
     assert steps.skipped == [False, False]
     assert steps.loss_scale == ([256.0, 256.0] if "fp16" in policy else [])

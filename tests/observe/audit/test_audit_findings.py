@@ -226,7 +226,7 @@ def product(**fields: object) -> Product:
     ],
 )
 def test_an_eligible_product_that_ran_without_tensor_cores(fields: dict[str, object], found: list[str]) -> None:
-    watched = AuditedSteps(seen=one_product(1024), wide=[], trips=[], products=[product(**fields)])
+    watched = AuditedSteps(operations=one_product(1024), wide=[], trips=[], products=[product(**fields)])
     assert [f.code for f in findings(watched) if f.code == "A501"] == found
 
 
@@ -243,7 +243,9 @@ def test_tf32_that_is_off_where_the_gpu_has_it(
     device_type: str, capability: tuple[int, int] | None, form: str, found: bool
 ) -> None:
     seen = one_product(1024, form=form)
-    watched = AuditedSteps(seen=seen, wide=[], trips=[], products=[], device_type=device_type, capability=capability)
+    watched = AuditedSteps(
+        operations=seen, wide=[], trips=[], products=[], device_type=device_type, capability=capability
+    )
     assert ("A204" in [f.code for f in findings(watched)]) is found
 
 
@@ -254,20 +256,22 @@ def test_a_finding_of_many_modules_says_how_many(count: int, more: str) -> None:
     fields = {"on_tensor_cores": False, "kernels": ["ampere_sgemm_128x64_tn"]}
     seen = [one for _ in range(count) for one in one_product(1024)]
     many = [product(module=f"m{n}", **fields) for n in range(count)]
-    (found,) = (f for f in findings(AuditedSteps(seen=seen, wide=[], trips=[], products=many)) if f.code == "A501")
+    (found,) = (
+        f for f in findings(AuditedSteps(operations=seen, wide=[], trips=[], products=many)) if f.code == "A501"
+    )
     assert found.modules == [f"m{n}" for n in range(MOST_LISTED)]
     assert found.detail.partition(";")[1:] == more.partition(";")[1:]
 
 
 def one_product(flops: int, *, form: str = "bf16") -> list[object]:
     from mezzo.observe.audit.operations import TracedOperation
-    from mezzo.observe.trace import NOWHERE, Noted
+    from mezzo.observe.trace import NOWHERE, RawOperation
     from mezzo.observe.trace import TracedProduct as Running
 
     running = Running(form, flops, [], 0)
-    noted = Noted(None, NOWHERE, None, [], [], False, False, running, "", False, False, (), "")
+    raw = RawOperation(None, NOWHERE, None, [], [], False, False, running, "", False, False, (), "")
     row = {"op": "mm", "module": "a", "phase": "forward", "inputs": (form,), "outputs": (form,), "bytes": 1}
-    return [TracedOperation(**row, noted=noted, flops=flops, format=form, product=running)]
+    return [TracedOperation(**row, raw=raw, flops=flops, format=form, product=running)]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -286,7 +290,7 @@ def test_products_of_fp8_layers_have_their_phases() -> None:
     found = {(p.module, p.phase, p.format, p.m, p.n, p.k) for p in mezzo.audit(step).products}
     assert found == {
         ("0", "forward", "e4m3", 48, 64, 32),
-        ("0", "dgrad", "e4m3", 48, 32, 64),  # nobody needs it, and torchao computes it
+        ("0", "dgrad", "e4m3", 48, 32, 64),  # not needed, but torchao computes it
         ("0", "wgrad", "e4m3", 64, 32, 48),
         ("2", "forward", "e4m3", 48, 16, 64),
         ("2", "dgrad", "e4m3", 48, 64, 16),
@@ -314,7 +318,7 @@ def test_upsampling_in_16_bits_is_not_sensitive(mode: str) -> None:
         Flat(upsampled)()
         torch.softmax(torch.ones(8, 8, dtype=torch.bfloat16), -1)
 
-    steps = AuditedSteps(seen=traced_operations(step), wide=[], trips=[], products=[])
+    steps = AuditedSteps(operations=traced_operations(step), wide=[], trips=[], products=[])
     assert [one.detail.partition(" ran")[0] for one in findings(steps) if one.code == "A402"] == ["_softmax"]
 
 

@@ -55,7 +55,7 @@ IN_FP32: dict[str, Function] = {
     "mse_loss": lambda x: F.mse_loss(x, torch.empty(x.shape, device=x.device)),
     "kl_div": lambda x: F.kl_div(x, x, reduction="batchmean"),
 }
-# Here the script asks for a 16-bit result.
+# Here the script requests a 16-bit result.
 IN_16_BITS: dict[str, Function] = {
     "softmax": lambda x: F.softmax(x, -1, dtype=x.dtype),
     "log_softmax": lambda x: F.log_softmax(x, -1, dtype=x.dtype),
@@ -78,7 +78,7 @@ def found(function: Function, low: torch.dtype, *, autocast: bool = True) -> lis
         with region():
             seen = traced_operations(lambda: function(x), device_type="cuda")
     assert any(one.op != "device" for one in seen)
-    watched = AuditedSteps(seen=seen, wide=[], trips=[], products=[], device_type="cuda")
+    watched = AuditedSteps(operations=seen, wide=[], trips=[], products=[], device_type="cuda")
     return [one.code for one in findings(watched) if one.code == "A402"]
 
 

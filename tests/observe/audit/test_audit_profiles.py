@@ -53,7 +53,7 @@ def test_a_script_keeps_its_own_profile(kind: str, in_way: set[int], steps: tupl
     with (
         as_script(SCRIPT, ["cpu", kind]),
         contextlib.redirect_stdout(printed),
-        switched(None, observe=AuditSettings(steps=(*steps, 9))) as (run, _),  # not the last step: the script goes on
+        switched(None, observe=AuditSettings(steps=(*steps, 9))) as (run, _),  # not the last step: the script continues
     ):
         runpy.run_path(SCRIPT, run_name="__main__")
         assert isinstance(run.observer, observer.Audit)
@@ -62,10 +62,12 @@ def test_a_script_keeps_its_own_profile(kind: str, in_way: set[int], steps: tupl
 
 
 def products(watch: kernels.KernelWatch) -> list[str]:
-    """Return which products a profile has after it was told to discard what precedes."""
+    """Return which products a profile has after it has discarded the earlier events."""
     profiler = watch._profiler
     watch.drop()
-    return [event.name for event, _ in kernels.calls(kernels._kept(profiler.events())) if event.name.endswith("mm")]
+    return [
+        event.name for event, _ in kernels.calls(kernels._after_restart(profiler.events())) if event.name.endswith("mm")
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
@@ -84,7 +86,7 @@ def test_a_restarted_profile_has_only_what_follows() -> None:
 @pytest.mark.usefixtures("profiled_on_a_cpu")
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_no_profile_ends_inside_an_optimizers_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``Optimizer.step`` is an event of the profile: torch wrote its end into freed memory if a second profile had begun meanwhile."""
+    """``Optimizer.step`` is an event of the profile: torch wrote its end into freed memory if a second profile had begun before that."""
     inside: list[str] = []
     for name in ("start", "drop"):
         original = getattr(kernels.KernelWatch, name)

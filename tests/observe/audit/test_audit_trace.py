@@ -1,4 +1,4 @@
-"""What an audit says of every operation: FLOPs against counts made by hand, modules against torch's ModuleTracker, phases."""
+"""What an audit records about every operation: FLOPs against hand counts, modules against torch's ModuleTracker, phases."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch.utils.module_tracker import ModuleTracker
 import mezzo
 from mezzo.errors import SessionError
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.audit.operations import TracedOperation, listed_precision, understand, weights_of
+from mezzo.observe.audit.operations import TracedOperation, interpret, listed_precision, weights_of
 from mezzo.observe.module_names import Names
-from mezzo.observe.trace import Noted
+from mezzo.observe.trace import RawOperation
 from mezzo.observe.tracer import Tracer
 from mezzo.records import AuditRecord
 
@@ -161,17 +161,17 @@ def gpt() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 class Tracked(Tracer):
-    """A tracer that takes down what torch's ModuleTracker says of every operation."""
+    """A tracer that also records the modules that torch's ModuleTracker has for every operation."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
         super().__init__(OperandFormats(), device_type="cpu")
         self.tracker = tracker
         self.said: list[set[str]] = []
 
-    def _note(self, noted: tuple[Any, ...]) -> None:
-        if not Noted._make(noted).hidden:
+    def _note(self, raw: tuple[Any, ...]) -> None:
+        if not RawOperation._make(raw).hidden:
             self.said.append(set(self.tracker.parents))
-        super()._note(noted)
+        super()._note(raw)
 
 
 def traced(make: Callable[[], tuple[nn.Module, Tensor, Tensor]]) -> list[tuple[TracedOperation, set[str]]]:
@@ -183,8 +183,8 @@ def traced(make: Callable[[], tuple[nn.Module, Tensor, Tensor]]) -> list[tuple[T
         model(x, y).backward()
     tracer.stop()
     names = Names(tracer.trace.roots)
-    seen = understand(tracer.trace, names, weights_of(names.roots, []))
-    once = {id(one.noted): one for one in seen}
+    seen = interpret(tracer.trace, names, weights_of(names.roots, []))
+    once = {id(one.raw): one for one in seen}
     assert len(once) == len(tracer.said)
     return list(zip(once.values(), tracer.said, strict=True))
 
@@ -193,7 +193,7 @@ def traced(make: Callable[[], tuple[nn.Module, Tensor, Tensor]]) -> list[tuple[T
 def test_every_operation_of_the_backward_pass_has_the_module_that_torch_tracks(
     make: Callable[[], tuple[nn.Module, Tensor, Tensor]],
 ) -> None:
-    backward = [(one, said) for one, said in traced(make) if one.noted.node is not None]
+    backward = [(one, said) for one, said in traced(make) if one.raw.node is not None]
     compared = 0
     for one, said in backward:
         assert one.module in dict(make()[0].named_modules()) or one.module == "WithLoss", one.op
@@ -211,7 +211,7 @@ def test_every_operation_of_the_backward_pass_has_the_module_that_torch_tracks(
 
 def test_the_forward_pass_has_the_modules_that_torch_tracks() -> None:
     for one, said in traced(gpt):
-        if one.noted.node is None and one.module != "(script)":
+        if one.raw.node is None and one.module != "(script)":
             assert max(said - {"Global"}, key=len) == f"WithLoss.{one.module}"
 
 

@@ -67,7 +67,7 @@ def judged(model: nn.Module, x: Tensor) -> dict[str, list[str]]:
     """Return the modules of each finding on a forward pass; ``model`` and ``x`` are on a GPU that is not there."""
     with torch.no_grad():
         seen = traced_operations(lambda: model(x), device_type=x.device.type)
-    steps = AuditedSteps(seen=seen, wide=[], trips=[], products=totals.products(seen), device_type=x.device.type)
+    steps = AuditedSteps(operations=seen, wide=[], trips=[], products=totals.products(seen), device_type=x.device.type)
     return {one.code: one.modules for one in findings(steps) if one.code.startswith("A2")}
 
 

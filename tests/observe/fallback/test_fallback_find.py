@@ -1,4 +1,4 @@
-"""The modules that have to stay in FP32: planted ones are found among a hundred, and other causes are told apart."""
+"""The modules that have to stay in FP32: planted ones are found among a hundred, and distinguished from other causes."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_fault_outside_every_module_with_a_name() -> None:
     assert "outside them" in record.reason
     assert [m.module for m in record.modules if m.unnamed] == ["Outside"]
     assert record.modules[0].unnamed
-    assert record.operations == ["matmul"]  # mul by itself would hand on what matmul does not hold
+    assert record.operations == ["matmul"]  # mul alone would pass on values that matmul's format does not contain
     assert record.suggested == "fp16:fp32=matmul"
     assert "with matmul in FP32 wherever they run it passes" in record.reason
     passed = [t for t in record.verifications if t.operations == ["matmul"]]

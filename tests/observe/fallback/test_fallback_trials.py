@@ -1,4 +1,4 @@
-"""What a search asks for next is foreseen, whichever way the present run ends."""
+"""The runs that a search requests next are predicted, whatever the outcome of the current run."""
 
 from __future__ import annotations
 

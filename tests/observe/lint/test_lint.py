@@ -155,7 +155,7 @@ def test_every_misuse_has_a_page(misuse: Misuse) -> None:
 def record_of(
     folder: Path, command: str, function: str, *options: str, script: str = "lint_planted"
 ) -> RunRecord | AuditRecord | DiagnoseRecord:
-    """Give a command to Mezzo and return the record that it leaves beside its page."""
+    """Run a command of Mezzo and return the record that it writes next to its page."""
     sys.modules.pop("lint_planted", None)
     with children_in_this_process():
         assert main([command, *options, "--out", str(folder), str(SCRIPTS / f"{script}.py"), function]) == 0

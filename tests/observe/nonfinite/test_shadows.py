@@ -1,4 +1,4 @@
-"""True values beside lost ones: kept by storage, seen through views, gone where they no longer differ."""
+"""True values alongside lost ones: kept by storage, visible through views, dropped where they no longer differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo.observe.nonfinite.ranks import where_it_began
-from mezzo.observe.nonfinite.shadows import RangeEnd, Storages, Twins, differs, rounded
+from mezzo.observe.nonfinite.shadows import RangeEnd, Shadows, Storages, differs, rounded
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 INF, NAN = math.inf, math.nan
@@ -53,47 +53,47 @@ def test_what_rounding_may_change_is_no_difference() -> None:
 
 
 def test_views_share_what_is_kept() -> None:
-    twins: Twins[str] = Twins(RangeEnd.ABOVE)
+    shadows: Shadows[str] = Shadows(RangeEnd.ABOVE)
     whole = half(1, 2, INF, 4, 5, INF).reshape(2, 3)
-    assert twins.write(whole, torch.tensor([[1.0, 2, 7e4], [4, 5, 8e4]]), ("a",))
+    assert shadows.write(whole, torch.tensor([[1.0, 2, 7e4], [4, 5, 8e4]]), ("a",))
     for view, expected in ((whole.T, [[1, 4], [2, 5], [7e4, 8e4]]), (whole[1], [4, 5, 8e4]), (whole[:, 2], [7e4, 8e4])):
-        found = twins.read(view)
+        found = shadows.read(view)
         assert found is not None
         assert (found[0].tolist(), found[1]) == (expected, ("a",))
-    assert twins.read(whole[:, :2]) is None  # nothing differs there
-    twins.write(whole[0], torch.tensor([1.0, 2, INF]), ("b",))
-    found = twins.read(whole)
+    assert shadows.read(whole[:, :2]) is None  # nothing differs there
+    shadows.write(whole[0], torch.tensor([1.0, 2, INF]), ("b",))
+    found = shadows.read(whole)
     assert found is not None
     assert (found[0].flatten().tolist(), found[1]) == ([1, 2, INF, 4, 5, 8e4], ("a", "b"))
 
 
 def test_what_no_longer_differs_is_forgotten() -> None:
-    twins: Twins[str] = Twins(RangeEnd.ABOVE)
+    shadows: Shadows[str] = Shadows(RangeEnd.ABOVE)
     value = half(INF)
-    assert twins.write(value, torch.tensor([1e9]), ("a",))
-    assert twins
-    assert not twins.write(value, torch.tensor([INF]), ("a",))
-    assert not twins
+    assert shadows.write(value, torch.tensor([1e9]), ("a",))
+    assert shadows
+    assert not shadows.write(value, torch.tensor([INF]), ("a",))
+    assert not shadows
 
 
 def test_what_was_written_unseen_is_not_believed() -> None:
-    twins: Twins[str] = Twins(RangeEnd.ABOVE)
+    shadows: Shadows[str] = Shadows(RangeEnd.ABOVE)
     value = half(INF, 1)
-    twins.write(value, torch.tensor([1e9, 1.0]), ("a",))
+    shadows.write(value, torch.tensor([1e9, 1.0]), ("a",))
     value.fill_(3)
-    assert twins.read(value) is None
-    assert not twins
+    assert shadows.read(value) is None
+    assert not shadows
 
 
 def test_another_step_begins_with_what_was_kept_after_the_mark() -> None:
-    twins: Twins[str] = Twins(RangeEnd.ABOVE)
+    shadows: Shadows[str] = Shadows(RangeEnd.ABOVE)
     old, new = half(INF), half(INF)
-    twins.write(old, torch.tensor([1e9]), ("old",))
-    twins.mark()
-    twins.write(new, torch.tensor([1e9]), ("new",))
-    twins.turn()
-    assert twins.read(old) is None
-    assert twins.read(new) is not None
+    shadows.write(old, torch.tensor([1e9]), ("old",))
+    shadows.mark()
+    shadows.write(new, torch.tensor([1e9]), ("new",))
+    shadows.turn()
+    assert shadows.read(old) is None
+    assert shadows.read(new) is not None
 
 
 def test_a_storage_in_the_memory_of_a_dead_one_has_nothing() -> None:

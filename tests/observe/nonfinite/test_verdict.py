@@ -77,7 +77,7 @@ def record_of(num_steps: int = 4, policy: str = "fp16", **changed: Any) -> RunRe
 
 
 def ran(role: Role, evidence: Evidence | None, *steps: int, run: RunRecord | None = None, **more: Any) -> ScriptRun:
-    """Return a run of a script that was asked for certain steps."""
+    """Return a run of a script with settings for certain steps."""
     policy = more.pop("policy", "fp32" if role == "fp32" else "fp16")
     asked = DiagnoseSettings(steps=steps or (1,), suspects=steps if role == "suspects" else ())
     run = record_of(policy=str(policy)) if run is None else run
@@ -575,14 +575,14 @@ FIXES: list[tuple[list[ScriptRun], bool, str, str]] = [
         tries(LOG, LOG, LOG),
         False,
         "none of these is enough: keep 1 in FP32; compute mul in FP32; train in BF16, which has FP32's range",
-        "the best of them, keep 1 in FP32, fails in step 5 instead of step 3 at log() of 1; no precision mends that one: "
+        "the best of them, keep 1 in FP32, fails in step 5 instead of step 3 at log() of 1; no precision fixes that one: "
         "the logarithm needs an argument above 0",
     ),
     (
         tries(UNSEEN_LATER, UNSEEN_LATER, UNSEEN_LATER),
         False,
         "none of these is enough: keep 1 in FP32; compute mul in FP32; train in BF16, which has FP32's range",
-        "the best of them, keep 1 in FP32, fails in step 5 instead of step 3; no precision mends that one: lower the "
+        "the best of them, keep 1 in FP32, fails in step 5 instead of step 3; no precision fixes that one: lower the "
         "learning rate, or clip the gradients",
     ),
     (

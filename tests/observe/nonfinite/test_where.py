@@ -67,7 +67,7 @@ SCALER = "scaler = torch.amp.GradScaler(init_scale=1024.0)"
 @pytest.mark.parametrize(
     ("line", "caller", "fields", "where"),
     [
-        (SCALER, "own_amp", {"own_scaler": True}, "where the script makes its GradScaler"),
+        (SCALER, "own_amp", {"own_scaler": True}, "where the script creates its GradScaler"),
         (SCALER, "loop", {}, "before the training loop"),
         (
             SCALER,
@@ -79,7 +79,7 @@ SCALER = "scaler = torch.amp.GradScaler(init_scale=1024.0)"
             SCALER,
             "accelerate",
             {"own_scaler": True},
-            "Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)]), which makes the scaler",
+            "Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)]), which creates the scaler",
         ),
         (
             SCALER,
@@ -122,12 +122,12 @@ KERAS = "keras 3.15.1 on torch 2.13.0"
 @pytest.mark.parametrize(
     ("framework", "line", "where"),
     [
-        (KERAS, 'keras.config.set_dtype_policy("mixed_bfloat16")', "before the first layer is made"),
-        (KERAS, 'dtype="float32"  # argument of the layer head', "where the layer is made"),
+        (KERAS, 'keras.config.set_dtype_policy("mixed_bfloat16")', "before the first layer is created"),
+        (KERAS, 'dtype="float32"  # argument of the layer head', "where the layer is created"),
         (
             KERAS,
             "optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=256.0)",
-            "where the optimizer is made, before model.compile()",
+            "where the optimizer is created, before model.compile()",
         ),
         (KERAS, "y = keras.ops.sqrt(x + 1e-12)", "at train.py:12"),
         (

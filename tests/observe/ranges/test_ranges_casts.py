@@ -35,7 +35,7 @@ def counted(values: Tensor, count: exponents.Count = exponents.reference) -> Cou
 
 
 def cast(values: Tensor, target: Format, scale: int) -> dict[str, int]:
-    """Return what torch's own cast does to finite non-zero values; FP64 holds every product of an FP32 value and a scale."""
+    """Return what torch's own cast does to finite non-zero values; FP64 represents every product of an FP32 value and a scale exactly."""
     finite = values[values.isfinite() & (values != 0)].double() * 2.0**scale
     # Out of FP32's range a cast by way of FP32 does what a cast of the product would do.
     result = finite.float().to(target.dtype).double().abs()
@@ -300,6 +300,6 @@ def test_casts_hold_every_scale_of_the_record(target: Format) -> None:
 
 def test_counts_together_are_the_sum() -> None:
     parts = [counted(torch.tensor(values)) for values in ([1.0, 2.0], [0.0], [3.0])]
-    together = Counts.together(parts)
+    together = Counts.merged(parts)
     assert together.table == counted(torch.tensor([1.0, 2.0, 0.0, 3.0])).table
-    assert Counts.together([]).nonzero == 0
+    assert Counts.merged([]).nonzero == 0

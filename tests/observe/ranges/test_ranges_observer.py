@@ -1,4 +1,4 @@
-"""What ``ranges`` counts in training steps, against values collected by hand, and what it makes of hard scripts."""
+"""What ``ranges`` counts in training steps, against values collected by hand, and how it copes with difficult scripts."""
 
 from __future__ import annotations
 

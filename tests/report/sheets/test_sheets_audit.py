@@ -20,9 +20,9 @@ import record_builders as build
 from helpers_audit import audited
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit import kernels, totals
-from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
+from mezzo.observe.audit.operations import TracedOperation, interpret, weights_of
 from mezzo.observe.module_names import Names
-from mezzo.observe.trace import Noted
+from mezzo.observe.trace import RawOperation
 from mezzo.observe.tracer import Tracer
 from mezzo.records import AS_IS, AuditRecord, Cause, Finding, Operation, WideProduct
 from mezzo.report import formatting as fmt
@@ -202,7 +202,9 @@ def traced(net: nn.Module) -> tuple[Tracer, Any]:
 
 def test_the_profiler_sees_the_calls_that_the_trace_sees() -> None:
     tracer, profiler = traced(Net())
-    ours = Counter(n.func.overloadpacket.__name__ for n in map(Noted._make, tracer.trace.operations) if n.product)
+    ours = Counter(
+        n.func.overloadpacket.__name__ for n in map(RawOperation._make, tracer.trace.operations) if n.product
+    )
     theirs = Counter(event.name.removeprefix("aten::") for event, _ in kernels.calls(profiler.events()))
     assert ours == {"convolution": 1, "addmm": 1, "mm": 5, "convolution_backward": 1}
     assert {op: theirs[op] for op in ours} == ours
@@ -246,8 +248,8 @@ def call(name: str, start: int, kernel: str) -> list[Event]:
 def test_kernels_reach_the_products_that_launched_them() -> None:
     tracer, _ = traced(Net())
     names = Names(tracer.trace.roots)
-    seen: list[TracedOperation] = understand(tracer.trace, names, weights_of(names.roots, []))
-    order = [one.op for one in {id(one.noted): one for one in seen if one.product is not None}.values()]
+    seen: list[TracedOperation] = interpret(tracer.trace, names, weights_of(names.roots, []))
+    order = [one.op for one in {id(one.raw): one for one in seen if one.product is not None}.values()]
     products = [f"{op}_s16816" if op != "convolution" else "sgemm_simt" for op in order]
     events = [e for n, (op, kernel) in enumerate(zip(order, products, strict=True)) for e in call(op, 10 * n, kernel)]
     found = kernels.launches(events)
@@ -293,7 +295,7 @@ def test_a_kernel_counts_once_though_the_profilers_overhead_has_the_operations_n
 
 def test_without_kernels_nothing_is_proven() -> None:
     tracer, _ = traced(Net())
-    seen = understand(tracer.trace, Names(tracer.trace.roots), set())
+    seen = interpret(tracer.trace, Names(tracer.trace.roots), set())
     assert all(p.on_tensor_cores is None for p in kernels.prove(totals.products(seen), seen, []))
 
 

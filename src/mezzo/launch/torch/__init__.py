@@ -1,4 +1,4 @@
-"""Run PyTorch code that does not use Mezzo under a policy: every patch of torch is made and undone here."""
+"""Run PyTorch code that does not use Mezzo under a policy. All patches of torch are set and undone here."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def switched(
         replace_amp(run, patches)
         report_to_lint(run.lint, patches, as_is=policy is None)
         if policy is None:
-            run.steady.own.install(patches)
+            run.steady.scaler_calls.install(patches)
         record_sessions(run, patches)
         run.graphs.install(patches)
         regions.install(patches)
@@ -89,10 +89,10 @@ def switched(
         if observe is None:
             counted.install(patches)
             if policy is None:
-                counted.when_over(regions.counted)
+                counted.when_over(regions.counting_ended)
         else:  # one observer at a time: two would have to leave the dispatch mode stack in reverse order
             begin_observing(observe, run, patches)
-        _keep_autocast(patches)
+        _restore_autocast(patches)
         with warnings.catch_warnings():
             # Our hooks skip what torch.compile traces and count depth, so firing once more for the wrapper is harmless.
             warnings.filterwarnings("ignore", message=".*there are global hooks on modules.*")
@@ -110,7 +110,7 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
     patches = Patches()
     with (
         switched(policy, seed=seed, observe=observe) as (run, counted),
-        watched(run, counted) if observe is None else nullcontext(None) as watch,  # times under an observer are its own
+        watched(run, counted) if observe is None else nullcontext(None) as watch,  # an observer distorts the times
     ):
         try:
             yield TorchTraining(run, counted, watch, patches)
@@ -130,7 +130,7 @@ class TorchTraining:
         self._snapshots: ScriptSnapshots | None = None
         self._trace: StateTrace | None = None
         self.not_resumed: MezzoError | None = None
-        """Why a run that was to be resumed was not; known after ``end_snapshots``."""
+        """Why the run could not be resumed as requested; set by ``end_snapshots``."""
         self.framework = f"torch {torch.__version__}"
 
     @property
@@ -153,7 +153,7 @@ class TorchTraining:
         return self._run.observer
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Count the updates of optimizers created before the training began, those whose parameters it trains."""
+        """Count the updates of those ``optimizers``, created before the training began, whose parameters it trains."""
         self._run.premade.add(optimizers)
 
     def report_to(self, report: Report, *, every_s: float) -> None:
@@ -172,39 +172,39 @@ class TorchTraining:
         """Stop the script at ``limit``."""
         self._run.limit = limit
 
-    def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
-        """Save the script's state from now on as asked, or restore a saved one."""
-        if asked is not None:
+    def begin_snapshots(self, request: SnapshotRequest | None) -> None:
+        """Save the script's state from now on, and restore a saved one first, as requested."""
+        if request is not None:
             from mezzo.launch.torch.snapshots.script import ScriptSnapshots
 
-            self._snapshots = ScriptSnapshots(self._run, asked)
+            self._snapshots = ScriptSnapshots(self._run, request)
             self._snapshots.install()
-            if asked.ranks > 1:
+            if request.ranks > 1:
                 refuse_join("--snapshot", self._patches)
 
-    def begin_trace(self, asked: TraceRequest | None) -> None:
-        """Trace the state of the training from now on, as asked."""
-        if asked is not None:
+    def begin_trace(self, request: TraceRequest | None) -> None:
+        """Trace the state of the training from now on, as requested."""
+        if request is not None:
             from mezzo.launch.torch.tracing.traced import StateTrace
 
-            self._trace = StateTrace(self._run, asked)
+            self._trace = StateTrace(self._run, request)
             self._trace.install()
 
     def end_snapshots(self) -> SnapshotsTaken | None:
-        """Wait for the last snapshot, and return what was taken."""
+        """Wait for the last snapshot to be written, and return what was saved."""
         snapshots, self._snapshots = self._snapshots, None
         if snapshots is None:
             return None
         self.not_resumed = snapshots.not_reached
         return snapshots.close()
 
-    def begin_guard(self, asked: GuardRequest) -> None:
+    def begin_guard(self, request: GuardRequest) -> None:
         """Watch the recorded numbers for alarms from now on."""
         from mezzo.launch.torch.guarding import ScriptGuard
 
-        self._run.guard = ScriptGuard(self._run, asked, on_stop=self.weights)
-        if asked.together and asked.action != "note":
-            refuse_join(f"--guard {asked.action}", self._patches)
+        self._run.guard = ScriptGuard(self._run, request, on_stop=self.weights)
+        if request.together and request.action != "note":
+            refuse_join(f"--guard {request.action}", self._patches)
 
     def guardrails(self) -> Guardrails | None:
         """Return what the guard noticed in all steps; None without one."""
@@ -220,15 +220,15 @@ class TorchTraining:
         return None if self._run.guard is None else self._run.guard.stopped
 
     def out_of_memory(self, error: BaseException | None) -> OutOfMemory | None:
-        """Return what held the memory if ``error`` ended the script because there was no more; None otherwise."""
+        """Return what occupied the memory if ``error`` ended the script because there was none left; None otherwise."""
         from mezzo.launch.torch.out_of_memory import is_out_of_memory, out_of_memory
 
         return out_of_memory(self._run, self.memory(), error) if error is not None and is_out_of_memory(error) else None
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
-        """Change every model at its first call; return a function that returns the elements that a step is given."""
-        self._run.changed = ChangedModels(self._run, changes)
-        return self._run.changed.input_elements
+        """Change every model at its first call; return a function that returns the number of input elements per step."""
+        self._run.changed_models = ChangedModels(self._run, changes)
+        return self._run.changed_models.input_elements
 
     def close_update(self) -> None:
         """Close the update that is open."""
@@ -259,7 +259,7 @@ class TorchTraining:
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""
         run = self._run
-        changed = [*run.measured(), *([] if run.changed is None else run.changed.explanation())]
+        changed = [*run.measured(), *([] if run.changed_models is None else run.changed_models.explanation())]
         changed += [] if run.changed_policy is None else [run.changed_policy]
         if run.policy is None:
             return changed
@@ -279,11 +279,11 @@ class TorchTraining:
         self._weights.install(patches)
 
     def weights(self) -> str:
-        """Return a digest of the weights that are not sharded; empty if none was asked for."""
+        """Return a digest of the weights that are not sharded; empty if none was requested."""
         return "" if self._weights is None else self._weights.text()
 
 
-def _keep_autocast(patches: Patches) -> None:
-    """Restore autocast's state at the end: code that torch.compile failed to compile leaves it as it was half-way."""
+def _restore_autocast(patches: Patches) -> None:
+    """Restore autocast's state at the end: code that torch.compile fails to compile half-way leaves it changed."""
     for kind in ("cpu", "cuda"):
         patches.on_undo(functools.partial(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind)))

@@ -6,7 +6,7 @@ from mezzo import oplists
 from mezzo.errors import PolicyError
 from mezzo.policy import Policy
 
-_KEPT_UNDER_MASTERS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "loss", "binary_cross_entropy"}
+_FP32_UNDER_MASTERS = {"layer_norm", "rms_norm", "group_norm", "batch_norm", "loss", "binary_cross_entropy"}
 
 
 def for_scripts(policy: Policy) -> Policy:
@@ -17,9 +17,9 @@ def for_scripts(policy: Policy) -> Policy:
     """
     if not policy.master_weights:
         return policy
-    named = {*policy.fp32, *policy.widest, *policy.lower, *_KEPT_UNDER_MASTERS}
+    named = {*policy.fp32, *policy.widest, *policy.lower, *_FP32_UNDER_MASTERS}
     lower = (*policy.lower, *(f.name for f in oplists.FAMILIES if f.name not in named))
     try:
         return policy.replace(casting="ops", master_weights=False, lower=lower)
     except PolicyError as error:  # a single operation of a family was named
-        raise PolicyError(error.message, hint="under a -master policy name whole families") from None
+        raise PolicyError(error.message, hint="under a -master policy, name whole families") from None

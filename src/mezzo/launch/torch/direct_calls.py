@@ -1,7 +1,7 @@
 """Torch's own Python functions without their check for function modes.
 
 ``torch.autograd.backward``, ``Tensor.register_hook`` and others check whether a function mode is on
-(``torch.set_default_device`` is one), pass themselves to it by the name in their module, and run with the mode off.
+(``torch.set_default_device`` sets one), pass themselves to it by the name in their module, and run with the mode off.
 If that name leads to a replacement of ours, the replacement would be called twice. A twin has the same code, but its
 check never finds a mode.
 """
@@ -33,15 +33,15 @@ def _twin(function: types.FunctionType, never: Function = _never) -> Function:
 
 def _python_functions() -> dict[Function, Function]:
     # Not those of torch.functional: torch.compile traces none of their twins.
-    homes = [vars(torch.nn.functional), vars(Tensor)]
-    found: list[Any] = [f for home in homes for f in home.values() if isinstance(f, types.FunctionType)]
+    scopes = [vars(torch.nn.functional), vars(Tensor)]
+    functions: list[Any] = [f for scope in scopes for f in scope.values() if isinstance(f, types.FunctionType)]
     backward: Any = torch.autograd.backward
-    found += [torch.autograd.grad]
-    looks_up = [f for f in found if set(_LOOKUPS) & set(f.__code__.co_names)]
-    twins = {f: _twin(f) for f in looks_up if f is not Tensor.unflatten}
-    # The number of a value's occurrences in an empty tuple: 0, without a Python frame in every step of a script.
+    functions += [torch.autograd.grad]
+    checked = [f for f in functions if set(_LOOKUPS) & set(f.__code__.co_names)]
+    twins = {f: _twin(f) for f in checked if f is not Tensor.unflatten}
+    # ().count returns 0 for any argument, like ``_never``, but without a Python frame in every step of a script.
     return twins | {backward: _twin(backward, never=().count)}
 
 
-ENTERED = _python_functions()
-"""The twin of each function of torch."""
+WITHOUT_MODE_CHECK = _python_functions()
+"""The twin of each of torch's functions that checks for a mode."""

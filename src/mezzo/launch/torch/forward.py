@@ -5,11 +5,9 @@ and metrics stay unchanged. The outputs of a region are FP32 again. The hooks sk
 because the module or function around it has already begun the region. A script's own ``torch.autocast`` is
 a region as well.
 
-Activation checkpointing recomputes at the same module depth as the first time, so the formats are
-the same.
+Activation checkpointing recomputes at the same module depth as the first time, so the formats are the same.
 
-Not covered: forward code outside modules, autocast and compiled functions. It runs in FP32, and the count of FLOPs
-shows it.
+Not covered: forward code outside modules, autocast and compiled functions. It runs in FP32, and the count of FLOPs shows it.
 """
 
 from __future__ import annotations
@@ -44,31 +42,31 @@ class ForwardRegions:
 
     def __init__(self, run: Run, *, watched: bool) -> None:
         self._run, self._watched = run, watched
-        self._counted = False
-        self._calls: Any = None
+        self._counting_over = False
+        self._original_call: Any = None
         """The module call without regions."""
-        self._installed: Any = None
+        self._installed_call: Any = None
 
     def install(self, patches: Patches) -> None:
         """Set the hooks until ``patches`` are undone."""
         patches.wrap(nn.Module, "__call__", self._call)
         if self._watched and self._run.applied is not None and self._run.applied.lowers:
-            patches.on_undo(register_module_forward_hook(self._end_inside).remove)
+            patches.on_undo(register_module_forward_hook(self._convert_output).remove)
         patches.wrap(torch, "compile", self._compile)
         patches.wrap(torch.utils.checkpoint, "checkpoint", self._checkpoint)
         if self._run.applied is not None and self._run.applied.lowers:
             patches.around(F, "binary_cross_entropy", _in_fp32)
 
-    def counted(self) -> None:
-        """Note that nothing more is counted: module calls go straight to torch once nothing else needs the hook."""
-        self._counted = True
+    def counting_ended(self) -> None:
+        """Note that nothing more is to be counted: module calls go straight to torch once nothing else needs the hook."""
+        self._counting_over = True
 
     def _remove(self) -> None:
-        if nn.Module.__call__ is self._installed:  # not replaced since
-            nn.Module.__call__ = self._calls  # type: ignore[method-assign]
+        if nn.Module.__call__ is self._installed_call:  # not replaced since
+            nn.Module.__call__ = self._original_call  # type: ignore[method-assign]
 
-    def _end_inside(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Convert the outermost module's output while watchers still count that as the module's own work."""
+    def _convert_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Convert the outermost module's output while watchers still attribute that to the module."""
         if torch.compiler.is_compiling() or self._run.local.outermost is not module:
             return None
         return _half_to_fp32(output)
@@ -88,7 +86,7 @@ class ForwardRegions:
         A policy that casts the model does so here, too: torch looks up a module's ``forward`` before any hook runs.
         """
         local, run = self._run.local, self._run
-        is_torchs = original is nn.Module._wrapped_call_impl
+        is_torch_call = original is nn.Module._wrapped_call_impl
 
         @functools.wraps(original)
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -97,19 +95,19 @@ class ForwardRegions:
             if run.autocasts_off and local.autocasts_off and not is_compiling():
                 args, kwargs = to_format(args, _FP32), to_format(kwargs, _FP32)
             if local.depth:  # instead of torch's function, not around it: torch.compile must find torch's own
-                if is_torchs and not run.compiles and module._compiled_call_impl is None:
+                if is_torch_call and not run.compiles and module._compiled_call_impl is None:
                     return module._call_impl(*args, **kwargs)
                 return original(module, *args, **kwargs)
             if torch.compiler._is_compiling_flag:  # is_compiling, without its two calls
                 return original(module, *args, **kwargs)
             if not run.lint.over:
                 run.lint.called(args, kwargs)
-            elif self._counted and run.changed is None and run.called is None and not run.compiles:
+            elif self._counting_over and run.changed_models is None and run.on_root_call is None and not run.compiles:
                 self._remove()  # a compiled module still calls this function, and torch.compile would then trace what a root call does
-            if run.called is not None:
-                run.called(module, (args, kwargs))
-            if run.changed is not None:
-                args, kwargs = run.changed.called(module, args, kwargs)
+            if run.on_root_call is not None:
+                run.on_root_call(module, (args, kwargs))
+            if run.changed_models is not None:
+                args, kwargs = run.changed_models.called(module, args, kwargs)
             root = local.root
             if (
                 root is None
@@ -119,12 +117,12 @@ class ForwardRegions:
                 or parameter.device != root.device
             ):
                 root = run.root_of(module, args)
-            local.depth, local.outermost, local.root = 1, module, None  # its region may be open once at a time
-            direct = is_torchs and not run.compiles and module._compiled_call_impl is None
+            local.depth, local.outermost, local.root = 1, module, None  # a nested call must not enter the region again
+            direct = is_torch_call and not run.compiles and module._compiled_call_impl is None
             forward = module._call_impl if direct else functools.partial(original, module)
             try:
-                if run.changed is not None:
-                    run.changed.checkpoint(module, args, kwargs, root.casting)
+                if run.changed_models is not None:
+                    run.changed_models.checkpoint(module, args, kwargs, root.casting)
                 if root.region is None:
                     return forward(*args, **kwargs)
                 with root.region:
@@ -136,11 +134,11 @@ class ForwardRegions:
             return to_format(output, _FP32)
 
         self._run.before_compiling.append(functools.partial(_never_compile_alone, call))
-        self._calls, self._installed = original, call
+        self._original_call, self._installed_call = original, call
         return call
 
     @contextmanager
-    def _at(self, depth: int) -> Iterator[None]:
+    def _at_depth(self, depth: int) -> Iterator[None]:
         """Run code as if it were ``depth`` modules deep."""
         local = self._run.local
         before, local.depth = local.depth, depth
@@ -157,7 +155,7 @@ class ForwardRegions:
             depth = self._run.local.depth
 
             def at_same_depth(*inner: Any, **named: Any) -> Any:
-                with self._at(depth), self._recomputing():
+                with self._at_depth(depth), self._recomputing():
                     return function(*inner, **named)
 
             return original(at_same_depth, *args, **kwargs)
@@ -166,7 +164,7 @@ class ForwardRegions:
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """Tell watchers that the code running in a backward pass is a recomputed forward pass."""
+        """Mark code that runs in a backward pass as a recomputed forward pass, for watchers."""
         before = self._run.recomputing
         self._run.recomputing = before or torch._C._current_autograd_node() is not None
         try:
@@ -197,7 +195,7 @@ class ForwardRegions:
             casting = self._casting_of(function, [args, kwargs])
             self._run.in_compiled = True
             try:
-                with self._at(1), nullcontext() if casting is None else casting.region():
+                with self._at_depth(1), nullcontext() if casting is None else casting.region():
                     result = compiled(*args, **kwargs)
             finally:
                 self._run.in_compiled = False
@@ -210,8 +208,8 @@ class ForwardRegions:
     def _casting_of(self, function: Any, args: list[Any]) -> Casting | None:
         """Record the modules that a compiled function uses, since hooks do not fire in compiled code; return its casting.
 
-        A compiled update uses no module, and an optimizer or runs in the step of one: it is left alone. In a closure of that step,
-        which enables gradients, a compiled function is a forward pass.
+        A compiled update is left alone: it uses no module, and it uses an optimizer or runs in an optimizer's step. In a closure of that
+        step, which enables gradients, a compiled function is a forward pass.
         """
         leaves = tree_leaves(args)
         used = [*_used_by(function), *leaves]
@@ -219,8 +217,8 @@ class ForwardRegions:
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         for module in modules:
             self._run.record_root(module, tensors)
-        if self._run.changed is not None:
-            self._run.changed.compiled_called(modules)
+        if self._run.changed_models is not None:
+            self._run.changed_models.compiled_called(modules)
         in_update = self._run.local.stepping and not torch.is_grad_enabled()
         if not modules and (in_update or any(isinstance(value, torch.optim.Optimizer) for value in used)):
             return None
@@ -256,11 +254,11 @@ def _content(cell: CellType) -> Any:
 def _half_to_fp32(output: Any) -> Any:
     if type(output) is Tensor and output.dtype not in HALF:  # the usual case, without a walk through the output
         return output
-    return to_format(output, _FP32)  # a file whose casts audits ascribe to the policy
+    return to_format(output, _FP32)  # audits attribute casts in that function's file to the policy
 
 
 def _in_fp32(original: Callable[..., Any], input: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run a function that CUDA's autocast rejects with FP32 operands and autocast off."""
+    """Run a function that CUDA's autocast rejects, with FP32 operands and autocast off."""
     with torch.autocast(input.device.type, enabled=False):
         values, names = to_format((input, *args), _FP32), to_format(kwargs, _FP32)
         return original(*values, **names)

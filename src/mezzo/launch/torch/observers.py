@@ -15,7 +15,7 @@ from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettin
 
 
 def observer_for(settings: AnySettings, run: ObservedRun, formats: JudgedFormats | None = None) -> Observer:
-    """Return the observer that ``settings`` ask for; only its module is imported.
+    """Return the observer that ``settings`` request; only its module is imported.
 
     Args:
         settings: of the observer.
@@ -40,7 +40,7 @@ def observer_for(settings: AnySettings, run: ObservedRun, formats: JudgedFormats
 
 
 def begin_observing(settings: AnySettings, run: Run, patches: Patches) -> None:
-    """Observe ``run`` until ``patches`` are undone; if its first steps turn out to be none, with a new observer from then on."""
+    """Observe ``run`` until ``patches`` are undone; if the first steps turn out to be no training steps, with a new observer."""
 
     def begin() -> Observer:
         run.observer = observer_for(settings, run)
@@ -52,21 +52,21 @@ def begin_observing(settings: AnySettings, run: Run, patches: Patches) -> None:
         assert run.observer is not None
         return run.observer
 
-    def anew() -> None:
+    def restart() -> None:
         observer().close()
         run.watchers.remove(run.observer)
         begin()
 
     begin()
-    run.by_hand.observe_anew = anew
+    run.by_hand.restart_observer = restart
     _note_script_profiles(observer, patches)
     patches.on_undo(lambda: observer().close())
 
 
 def _note_script_profiles(observer: Callable[[], Observer], patches: Patches) -> None:
-    """Tell the current observer when the script itself uses torch's profiler, of which a process has one.
+    """Notify the current observer when the script itself uses torch's profiler: a process can run only one.
 
-    ``torch.profiler.profile`` makes one of these as well, at its warm-up.
+    ``torch.profiler.profile`` creates one of these, too, at its warm-up.
     """
 
     def prepare(original: Callable[..., Any], self: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Say what held the memory of a script that ran out of it.
+"""Report what occupied the memory of a script that ran out of it.
 
-The error's frames keep alive what the script held when it was raised: its models, optimizers and the graphs that its variables lead
-to. They are counted once the script has ended. A script that catches the error and continues is not covered.
+The error's frames keep alive the objects that the script had when it was raised: its models, its optimizers, and the graphs that its
+variables lead to. They are counted once the script has ended. A script that catches the error and continues is not covered.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from mezzo.observe.module_names import Names
 from mezzo.records import HeldModule, Memory, OutOfMemory, Reason
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_MOST_MODULES = 5
-_CPU_SAYS = "DefaultCPUAllocator: can't allocate memory"
+_MAX_MODULES = 5
+_CPU_MESSAGE = "DefaultCPUAllocator: can't allocate memory"
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error is that of a device or host without memory."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and _CPU_SAYS in str(error)
+        isinstance(error, RuntimeError) and _CPU_MESSAGE in str(error)
     )
 
 
 def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory:
-    """Return what held the memory when ``error`` was raised; ``memory`` is what a step of the run used."""
+    """Return what occupied the memory when ``error`` was raised; ``memory`` is what a step of the run used."""
     frames = [*_frames(error)]
     modules, optimizers = list(run.roots), list(run.optimizers)
     modules += [v for values in frames for v in values if isinstance(v, nn.Module) and v not in run.roots]
@@ -46,8 +46,10 @@ def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory
         GRADIENTS: total_bytes(p.grad for p in parameters if p.grad is not None),
         OPTIMIZER: sum(optimizer_bytes(optimizer) for optimizer in optimizers),
     }
-    own = {_place(p) for p in parameters}
-    saved = {_place(t): t for t in saved_by_graphs([v for values in frames for v in values]) if _place(t) not in own}
+    weights = {_address(p) for p in parameters}
+    saved = {
+        _address(t): t for t in saved_by_graphs([v for values in frames for v in values]) if _address(t) not in weights
+    }
     held[ACTIVATIONS] = total_bytes(saved.values())
     why = "what autograd saves does not say which module computed it"
     not_known = [Reason(what="activations by module", value="not known", reason=why)]
@@ -57,16 +59,16 @@ def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory
         held[OTHER] = max(allocated - sum(held.values()), 0)
         peak = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     else:
-        why = "the CPU's allocator does not say what it has given out"
+        why = "the CPU's allocator does not report how much it has allocated"
         not_known.append(Reason(what=OTHER, value="not known", reason=why))
     if memory.activations_bytes is None:
-        why = "no whole step was counted before memory ran out, so activations are those up to this place"
+        why = "no whole step was counted before memory ran out, so activations are those up to this point"
         not_known.append(Reason(what="activations of a step", value="not known", reason=why))
     lowers = run.applied is not None and run.applied.lowers
     return OutOfMemory(
         step=run.num_updates + 1,
         message=str(error).partition("\n")[0][:300],
-        asked_bytes=asked_bytes(str(error)),
+        asked_bytes=requested_bytes(str(error)),
         held_bytes=held,
         modules=_largest(modules, parameters, optimizers),
         not_known=not_known,
@@ -74,8 +76,8 @@ def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory
     )
 
 
-def asked_bytes(message: str) -> int | None:
-    """Return how many bytes were asked for, from the message of torch's allocators."""
+def requested_bytes(message: str) -> int | None:
+    """Return how many bytes were requested, from the message of torch's allocators."""
     found = re.search(r"[Tt]ried to allocate ([\d.]+) (KiB|MiB|GiB|bytes)", message)
     return None if found is None else int(float(found[1]) * _UNITS.get(found[2], 1))
 
@@ -98,10 +100,10 @@ def _largest(
     names, sizes = Names(modules), Counter[str]()
     for parameter in parameters:
         states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
-        state = [value for one in states for value in one.values() if isinstance(value, Tensor)]
-        whole = [parameter, *state, *([] if parameter.grad is None else [parameter.grad])]
-        sizes[names.of_parameter(id(parameter))] += total_bytes(whole)
-    return [HeldModule(name=name, bytes=size) for name, size in sizes.most_common(_MOST_MODULES)]
+        moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        tensors = [parameter, *moments, *([] if parameter.grad is None else [parameter.grad])]
+        sizes[names.of_parameter(id(parameter))] += total_bytes(tensors)
+    return [HeldModule(name=name, bytes=size) for name, size in sizes.most_common(_MAX_MODULES)]
 
 
 def saved_by_graphs(values: list[Any]) -> Iterator[Tensor]:
@@ -117,11 +119,11 @@ def saved_by_graphs(values: list[Any]) -> Iterator[Tensor]:
         names = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
         for name in names:
             try:
-                kept = getattr(node, name)
+                saved = getattr(node, name)
             except (RuntimeError, AttributeError):  # freed by a backward pass
                 continue
-            yield from (one for one in (kept if isinstance(kept, (list, tuple)) else [kept]) if isinstance(one, Tensor))
+            yield from (v for v in (saved if isinstance(saved, (list, tuple)) else [saved]) if isinstance(v, Tensor))
 
 
-def _place(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)

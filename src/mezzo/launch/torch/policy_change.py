@@ -1,7 +1,7 @@
 """Change a run's policy between two steps.
 
-The next call of a model begins its region under the new policy, and the next backward pass has its loss scale. What the old policy did
-once stays done: the modules that it kept in FP32 remain so, and the script's GradScalers remain off.
+The next call of a model begins its region under the new policy, and the next backward pass has its loss scale. Two effects of the old
+policy remain: the modules that it kept in FP32 stay in FP32, and the script's GradScalers stay off.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from mezzo.records import AlarmKind, Reason
 def fall_back(run: Run, kind: AlarmKind) -> Reason:
     """Change a run's policy to the next safer one after an alarm, if there is one; return the result, with the reason."""
     now = run.current
-    found = "the precision is the script's own" if now is None else _not_now(run)
-    if not found and now is not None:
-        chosen = safer_policy(now, kind, run.device_type or "cpu")
-        if not isinstance(chosen, str):
-            change_policy(run, chosen[0], chosen[1])
-            return Reason(what=POLICY, value=f"{chosen[0]!s}, before {now!s}", reason=chosen[1])
-        found = chosen
-    return Reason(what=POLICY, value=UNCHANGED, reason=found)
+    obstacle = "the precision is the script's own" if now is None else _obstacle(run)
+    if not obstacle and now is not None:
+        safer = safer_policy(now, kind, run.device_type or "cpu")
+        if not isinstance(safer, str):
+            policy, why = safer
+            change_policy(run, policy, why)
+            return Reason(what=POLICY, value=f"{policy!s}, before {now!s}", reason=why)
+        obstacle = safer
+    return Reason(what=POLICY, value=UNCHANGED, reason=obstacle)
 
 
 def change_policy(run: Run, policy: Policy, why: str) -> None:
-    """Run the rest of a training under ``policy``."""
+    """Run the rest of the training under ``policy``."""
     run.steady.end()
-    run.began = run.began or (run.applied, run.emulates)
+    run.policy_at_start = run.policy_at_start or (run.applied, run.emulates)
     run.current, run.applied = policy, for_scripts(policy)
     run.changed_policy = Reason(what=POLICY, value=f"{policy!s} after step {run.recorder.num_closed}", reason=why)
     run.forget_castings()
@@ -43,8 +44,8 @@ def change_policy(run: Run, policy: Policy, why: str) -> None:
     run.inner_scale = scale_for(run.applied, device, known=True)
 
 
-def _not_now(run: Run) -> str:
-    """Return why a run cannot leave its policy at present; empty if it can."""
+def _obstacle(run: Run) -> str:
+    """Return why a run cannot change its policy now; empty if it can."""
     if torch.is_autocast_enabled(run.device_type or "cpu"):
         return "the loop runs in an autocast region that the script opened around it"
     if find_premade(torch.cuda.CUDAGraph)[0]:

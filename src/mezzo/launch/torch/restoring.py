@@ -1,7 +1,7 @@
 """Restore what a function changes by training, so that it can be called again from the same state.
 
-Parameters, gradients, buffers, learning rates, schedules and random number generators are restored. Anything else, such as an
-iterator that it reads from, stays changed.
+Parameters, gradients, buffers, learning rates, schedules and random number generators are restored. Anything else, such as the
+position of an iterator that it reads from, is not.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ def _restore_random_numbers(stack: ExitStack) -> None:
 
 
 def _restore_module(stack: ExitStack, module: Any) -> None:
-    own = module.__dict__
-    if not isinstance(own.get("_parameters"), dict):  # a module under construction, or a stand-in
+    attributes = module.__dict__
+    if not isinstance(attributes.get("_parameters"), dict):  # a module under construction, or a stand-in
         return
-    forward = own.get("forward")
+    forward = attributes.get("forward")
     if forward is None:
-        stack.callback(own.pop, "forward", None)
+        stack.callback(attributes.pop, "forward", None)
     else:
-        stack.callback(own.__setitem__, "forward", forward)
-    stack.callback(own.__setitem__, "training", own.get("training", True))
-    for parameter in own["_parameters"].values():
+        stack.callback(attributes.__setitem__, "forward", forward)
+    stack.callback(attributes.__setitem__, "training", attributes.get("training", True))
+    for parameter in attributes["_parameters"].values():
         if parameter is not None:
             gradient = None if parameter.grad is None else parameter.grad.clone()
             stack.callback(_restore, parameter, parameter.data, gradient)
-    for buffer in own["_buffers"].values():
+    for buffer in attributes["_buffers"].values():
         if buffer is not None:
             stack.callback(_assign, buffer, buffer.data, buffer.detach().clone())
 

@@ -1,7 +1,7 @@
-"""Scripts that train with ``mezzo.Session``: recorded like others, under the policy that the command names.
+"""Record scripts that train with ``mezzo.Session`` like others, under the policy that the command names.
 
-A session scales its loss, weighs micro-batches and skips updates itself. With ``as-is`` it continues to, and the record has the
-losses without the scale, averaged over the micro-batches that each window really had. Any other policy replaces the session's own: the
+A session scales its loss, weighs micro-batches and skips updates itself. With ``as-is`` it still does, and the record has the losses
+without the scale, averaged over the micro-batches that each window really had. Any other policy replaces the session's own: the
 session becomes FP32, and the policy is applied as to any other script.
 """
 
@@ -22,53 +22,53 @@ from mezzo.launch.torch.state import Run
 def record_sessions(run: Run, patches: Patches) -> None:
     """Record the backward passes and updates of sessions until ``patches`` are undone."""
     if run.applied is None:
-        patches.around(Session, "__init__", functools.partial(_named, run))
+        patches.around(Session, "__init__", functools.partial(_init, run))
     else:
         patches.wrap(Session, "__init__", in_fp32)
     patches.around(Session, "_differentiate", functools.partial(_record_backward, run, WeakKeyDictionary()))
     patches.around(Session, "_close", functools.partial(_record_update, run))
-    patches.around(Session, "capture", functools.partial(_rehearse_apart, run))
+    patches.around(Session, "capture", functools.partial(_capture, run))
 
 
 class _ScaleOfLoss:
-    """The scale of a session's loss, with a GradScaler's methods: observers read and set it."""
+    """The scale of a session's loss, with the methods of a GradScaler, through which observers read and set it."""
 
     def __init__(self, session: Session, loss_id: int) -> None:
-        self._of_session = session.scales[loss_id]
+        self._session_scale = session.scales[loss_id]
 
     @property
     def dynamic(self) -> bool:
         """Whether the scale changes."""
-        return isinstance(self._of_session, DynamicScale)
+        return isinstance(self._session_scale, DynamicScale)
 
     @property
     def hysteresis(self) -> int:
         """How many overflows in a row lower the scale."""
-        return getattr(self._of_session, "hysteresis", 1)
+        return getattr(self._session_scale, "hysteresis", 1)
 
     def get_growth_interval(self) -> int:
         """Return the number of good updates after which the scale grows; 1 if it never does."""
-        return getattr(self._of_session, "growth_interval", 1)
+        return getattr(self._session_scale, "growth_interval", 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and its settings."""
-        return self._of_session.state_dict()
+        return self._session_scale.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the scale and its settings."""
-        self._of_session.load_state_dict(state)
+        self._session_scale.load_state_dict(state)
 
     @property
     def _scale(self) -> Any:
         """The loss scale on the device, under the name that a GradScaler uses."""
-        return self._of_session.on_device()
+        return self._session_scale.on_device()
 
     def get_scale(self) -> float:
         """Return the loss scale; waits for the device."""
-        return self._of_session.value()
+        return self._session_scale.value()
 
 
-def _named(run: Run, original: Callable[..., Any], self: Session, *args: Any, **settings: Any) -> None:
+def _init(run: Run, original: Callable[..., Any], self: Session, *args: Any, **settings: Any) -> None:
     original(self, *args, **settings)
     run.session_policy = run.session_policy or str(self.policy)  # now, since the first forward pass may fail
 
@@ -84,7 +84,7 @@ def _record_backward(
     loss_id: int = 0,
     **how: Any,
 ) -> None:
-    if run.apart:
+    if run.not_training:
         return original(self, loss, share, loss_id=loss_id, **how)
     run.steady.end()
     if self.scales[loss_id].checks:
@@ -100,7 +100,7 @@ def _record_update(
     run: Run, original: Callable[..., None], self: Session, chosen: Any, skipped: Any, **how: Any
 ) -> None:
     replayed, run.graphs.replayed = run.graphs.replayed, False
-    if not replayed and not run.apart:
+    if not replayed and not run.not_training:
         total = self._window.total()
         if total is not None:
             run.recorder.weigh(1.0 / float(total))
@@ -109,10 +109,10 @@ def _record_update(
     original(self, chosen, skipped, **how)
 
 
-def _rehearse_apart(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Capture a session's step: what it rehearses is no training step, and its replays are counted as those of any graph."""
-    run.apart += 1
+def _capture(run: Run, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Capture a session's step: its rehearsals are no training steps, and its replays are counted like those of any graph."""
+    run.not_training += 1
     try:
         return original(*args, **kwargs)
     finally:
-        run.apart -= 1
+        run.not_training -= 1

@@ -47,7 +47,7 @@ class Run:
 
     measured: Callable[[], list[Reason]] = list
     """Returns what was measured of the policy's effects."""
-    called: Callable[[nn.Module, Any], None] | None = None
+    on_root_call: Callable[[nn.Module, Any], None] | None = None
     """Called with every module that is called from outside any module, and its arguments; None to call nothing."""
     session_policy: str = ""
     """The policy of the script's own ``mezzo.Session``, if the run leaves it alone."""
@@ -58,11 +58,11 @@ class Run:
     """Whether the policy has turned an autocast of the script off, in any thread."""
     in_compiled = False
     """Whether an outermost compiled function is running."""
-    apart = 0
-    """Above 0 while no pass is a training step: in a capture, or in torch's own code that runs passes."""
+    not_training = 0
+    """Above 0 while passes are no training steps: during a capture, and in torch's own code that runs passes."""
 
     changed_policy: Reason | None = None  # the policy since the last fallback, and why
-    began: tuple[Policy | None, bool] | None = None  # policy and emulation before the first fallback
+    policy_at_start: tuple[Policy | None, bool] | None = None  # before the first fallback, and whether it was emulated
 
     def __init__(self, policy: Policy | None) -> None:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
@@ -91,14 +91,14 @@ class Run:
         self.tree = ModuleTree()
         self.watchers: list[Any] = []
         self.observer: Observer | None = None
-        self.limit: StepLimit | None = None  # where the script is to be stopped; None for its own end
+        self.limit: StepLimit | None = None  # where to stop the script; None lets it run to its end
         self.guard: ScriptGuard | None = None
-        self.changed: ChangedModels | None = None
-        """What is changed in the script's models beside their precision; None for nothing."""
+        self.changed_models: ChangedModels | None = None
+        """What is changed in the script's models besides their precision; None for nothing."""
         self.before_compiling: list[Callable[[], Any]] = []
         """Callbacks to run once, before the script first compiles code with torch.compile."""
         self.script_scaler: Any = None
-        """The script's own GradScaler, if it is left alone."""
+        """The script's own GradScaler, unless the policy has turned it off."""
         self.scaled_by_script = False
         """Whether losses are currently multiplied by the scale of ``script_scaler``."""
         self._castings: dict[tuple[str, int], Casting] = {}
@@ -114,12 +114,12 @@ class Run:
         self.stepped = False
         """Whether the optimizer of the open update has stepped, so that the next backward pass closes it."""
         self.transformed: list[Tensor] = []
-        """Losses whose gradients ``torch.func`` has returned since the optimizer stepped: no backward pass records these."""
+        """Losses whose gradients ``torch.func`` has returned since the optimizer stepped: no backward pass records them."""
         self.made_by: set[int] = set()
-        """The numbers of the optimizers that made the open update."""
+        """The numbers of the optimizers that have stepped in the open update."""
         self._cast_by_us = WeakTensorKeyDictionary()
         self._lock = threading.Lock()
-        self.found: bool | None = None
+        self.overflowed: bool | None = None
         """Whether a gradient of the open update was not finite; None if none was checked."""
         self.open_skipped: bool | Tensor = False
         """Whether the open update was skipped; if only the device knows, a tensor that is above 0 if so."""
@@ -130,13 +130,13 @@ class Run:
         """Return the policy's casting on a device in this thread, or None if it casts nothing."""
         # A casting caches casts of weights while a region is open: one thread's region must not keep stale ones for another.
         key = (device_type, threading.get_ident())
-        found = self._castings.get(key)
-        if found is None and self.applied is not None and self.applied.lowers:
-            found = self._castings[key] = Casting.of(self.applied, device_type)
-        return found
+        casting = self._castings.get(key)
+        if casting is None and self.applied is not None and self.applied.lowers:
+            casting = self._castings[key] = Casting.of(self.applied, device_type)
+        return casting
 
     def forget_castings(self) -> None:
-        """Drop the castings, because ``applied`` has changed; new ones are made when needed."""
+        """Drop the castings, because ``applied`` has changed; new ones are created when needed."""
         self._castings.clear()
         for module in self.roots:
             self._leave_sparse_embeddings(module)
@@ -170,7 +170,7 @@ class Run:
         sample = parameter if parameter is not None else next((a for a in args if isinstance(a, Tensor)), None)
         if sample is None:
             return self.device_type or "cpu"
-        with self._lock:  # another thread must not call a half-prepared module
+        with self._lock:  # no other thread may call a module that is only half prepared
             if parameter is not None:
                 self.begin_on(parameter.device)
                 if module not in self.roots:
@@ -255,26 +255,26 @@ class Run:
     # --- updates ---------------------------------------------------------------------------------------------------------------
 
     def owns(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether an optimizer of the script holds one of ``parameters``."""
-        held = {id(p) for o in self.optimizers for p in trained_leaves(o)}
-        return any(id(p) in held for p in parameters)
+        """Return whether an optimizer of the script trains one of ``parameters``."""
+        trained = {id(p) for o in self.optimizers for p in trained_leaves(o)}
+        return any(id(p) in trained for p in parameters)
 
     def updated(self, norm: Tensor | None, *, finite: bool | None = None) -> bool:
         """Record an update with gradients of this norm; return whether to skip it.
 
-        Reads one flag from the device if the loss is scaled and ``finite`` is None, the only read of a step.
+        If the loss is scaled and ``finite`` is None, this reads one flag from the device: the only read of a step.
 
         Args:
             norm: the norm; None if it was not computed.
             finite: whether the gradients are finite, if that is known.
         """
         # The norm of a step is that of all its updates: none where an earlier one was checked without it.
-        partial = self.scale.checks and self.found is not None and not (self.takes_norm or self.recorder.has_norm)
+        partial = self.scale.checks and self.overflowed is not None and not (self.takes_norm or self.recorder.has_norm)
         self.evaluated(None if partial else norm)
         self.skips = False
         if self.scale.checks and (norm is not None or finite is not None):
             self.skips = bool(not_finite(norm)) if norm is not None and finite is None else not finite
-            self.found = self.skips or bool(self.found)
+            self.overflowed = self.skips or bool(self.overflowed)
             self.open_skipped = self.open_skipped or self.skips
         return self.skips
 
@@ -298,7 +298,7 @@ class Run:
             self.recorder.norm(norm)
 
     def stepping(self) -> None:
-        """Record that an optimizer is about to change the weights."""
+        """Notify the observer that an optimizer is about to change the weights."""
         if self.observer is not None:
             self.observer.stepping()
 
@@ -355,22 +355,22 @@ class Run:
         scale = None if self.script_scaler is None else scale_on_device(self.script_scaler)
         if self.scale.checks:
             floor_error = self.floor_error() if self.open_skipped and self.scale.at_floor() else None
-            if self.found is not None:
-                self.scale.updated(skipped=self.found)
+            if self.overflowed is not None:
+                self.scale.updated(skipped=self.overflowed)
             scale = self.scale.value()
-            self.left_out.closed(skipped=self.found, scale=scale)
+            self.left_out.closed(skipped=self.overflowed, scale=scale)
         self.recorder.close(skipped=self.open_skipped, scale=scale, made_by=self.steady.made_by | self.made_by)
-        self.stepped, self.found, self.open_skipped = False, None, False
+        self.stepped, self.overflowed, self.open_skipped = False, None, False
         self.made_by.clear()
         self.by_hand.step_closed()
         self.updates = []
         self.steady.begin()
         self.check_limit()
-        if floor_error is not None and not (self.guard is not None and self.guard.goes_on):
+        if floor_error is not None and not (self.guard is not None and self.guard.continues_at_floor):
             raise floor_error
 
     def check_limit(self) -> None:
-        """Stop the script after its last wanted step, or because of an alarm."""
+        """Stop the script after its last requested step, or because of an alarm."""
         if self.guard is not None:
             self.guard.check()
         if self.limit is not None:
@@ -378,7 +378,7 @@ class Run:
 
     @property
     def gradient_scale(self) -> float:
-        """The loss scale that is still in the gradients: that of the script's own scaler; the policy's is taken out at once."""
+        """The loss scale that is still in the gradients: that of the script's own scaler, since the policy's is divided out immediately."""
         return 1.0 if self.script_scaler is None else float(self.script_scaler.get_scale())
 
     def one_module(self, policy: Policy) -> OneModule:
@@ -395,6 +395,6 @@ class Run:
 
 def scale_on_device(scaler: Any) -> Tensor | float:
     """Return the scale of a script's GradScaler without waiting for the device, if the scale is on it."""
-    held = getattr(scaler, "_scale", None)
-    scale: Tensor | float = held if isinstance(held, Tensor) else scaler.get_scale()
+    on_device = getattr(scaler, "_scale", None)
+    scale: Tensor | float = on_device if isinstance(on_device, Tensor) else scaler.get_scale()
     return scale

@@ -3,8 +3,8 @@
 The first hundred updates of a script are checked for everything that can go wrong. After that, with one optimizer, most hooks around
 each step and backward pass have nothing to do, and finding that out takes a tenth of a small model's step. Anything new in the script
 (an optimizer, a GradScaler, compiled code, a session) ends the steady state until another update has been recorded in full. With a loss
-scale, a pass that cannot be unscaled at once (``batched_unscaling``) and an update that is skipped or changes the scale are recorded in
-full, too. Calls of the script's own GradScaler have a file of their own (``steady_scaler``).
+scale, a pass that cannot be unscaled in one call (``batched_unscaling``) and an update that is skipped or changes the scale are recorded
+in full, too. Calls of the script's own GradScaler are handled in ``steady_scaler``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Steady:
     def __init__(self, run: Run) -> None:
         self._run = run
         self.made_by: frozenset[int] = frozenset()
-        """The number of ``optimizer``: its updates are not recorded one by one."""
+        """The number of ``optimizer``, whose updates are not recorded one by one."""
         self.batched = BatchedUnscaling(run)
-        self.own = SteadyScaler(run)
-        """The script's own GradScaler."""
+        self.scaler_calls = SteadyScaler(run)
+        """The calls of the script's own GradScaler."""
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = _nothing
         """Returns the script's only optimizer while the run is steady; None otherwise."""
         self._last: Callable[[], torch.optim.Optimizer | None] = _nothing
@@ -63,7 +63,7 @@ class Steady:
             return  # with a cast table, a backward pass has a region of its own
         if not all(watcher.done(optimizer) for watcher in run.watchers):
             return
-        also = 0 if run.script_scaler is None else self.own.begin(run.script_scaler, optimizer)
+        also = 0 if run.script_scaler is None else self.scaler_calls.begin(run.script_scaler, optimizer)
         if also is not None:
             self.optimizer = ref(optimizer)
             self.made_by = frozenset((number,))
@@ -76,11 +76,11 @@ class Steady:
             self._run.made_by |= self.made_by
         self.optimizer = self._last = _nothing
         self.made_by = frozenset()
-        self.own.end()
+        self.scaler_calls.end()
 
     def close(self) -> bool:
         """Close the open update; return False if the full path is needed."""
-        if self.optimizer() is None or self._run.scale.checks or self.own.scaler is not None:
+        if self.optimizer() is None or self._run.scale.checks or self.scaler_calls.scaler is not None:
             return False
         self._run.recorder.close(skipped=False, scale=None, made_by=self.made_by)
         return True

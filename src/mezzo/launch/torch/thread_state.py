@@ -19,9 +19,9 @@ class Root(NamedTuple):
 
     module: ref[nn.Module]
     parameter: ref[nn.Parameter]
-    """Its first parameter; for a module without parameters one that is gone, so that every call finds its device anew."""
+    """Its first parameter; for a module without parameters a dead reference, so that every call looks its device up again."""
     device: torch.device | None
-    """That parameter's."""
+    """That parameter's device."""
     policy: Policy | None
     """The policy as applied to the script at that call."""
     casting: Casting | None
@@ -36,8 +36,8 @@ class ThreadState(threading.local):
     outermost: nn.Module | None = None
     """The module that was called from outside any module, while it runs under a policy."""
     root: Root | None = None
-    """The module that was called last from outside any module: the same one is usually called repeatedly."""
+    """The module that was last called from outside any module: usually the next call is of the same one."""
     stepping = False
-    """Whether an optimizer is making its step."""
+    """Whether an optimizer is stepping."""
     autocasts_off = 0
     """Number of the script's open autocasts that the policy turned off."""

@@ -1,4 +1,4 @@
-"""Time what a PyTorch script waits for: its data loaders, and other processes in torch.distributed."""
+"""Time how long a PyTorch script waits for its data loaders, and for other processes in torch.distributed."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ class ScriptWaits:
     def __init__(self) -> None:
         self.input, self.communication = Waits(), Waits()
         self.loader: Loader | None = None
-        """The settings of the last data loader that was iterated; None if there is none."""
+        """The settings of the data loader that was iterated last; None if there is none."""
         self._replicas: list[weakref.ref[Any]] = []
 
     def install(self, patches: Patches) -> None:
         """Time waits until ``patches`` are undone."""
         patches.wrap(loaders._BaseDataLoaderIter, "__next__", self.input.timed)
         patches.wrap(loaders.DataLoader, "__iter__", self.input.timed)  # starts the workers
-        patches.around(loaders.DataLoader, "__iter__", self._beginning)
+        patches.around(loaders.DataLoader, "__iter__", self._iterate)
         distributed: Any = torch.distributed
         if not distributed.is_available():
             return
         for name in COLLECTIVES:
             patches.wrap(distributed, name, self.communication.timed)
         patches.wrap(distributed.Work, "wait", self.communication.timed)
-        patches.around(torch.nn.parallel.DistributedDataParallel, "__init__", self._replicating)
+        patches.around(torch.nn.parallel.DistributedDataParallel, "__init__", self._replicate)
 
     def exchange_s(self) -> float:
-        """Return the seconds a step that DistributedDataParallel exchanged gradients while nothing else ran.
+        """Return the seconds per step in which DistributedDataParallel exchanged gradients while nothing else ran.
 
-        It exchanges in C++, where no call can be timed, and keeps its own times of a few steps.
+        It exchanges them in C++, where no call can be timed, and records the times of a few steps itself.
         """
         waited_ns = 0
         for reference in self._replicas:
@@ -73,7 +73,7 @@ class ScriptWaits:
                 waited_ns += max(int(times.get("avg_backward_comm_time", 0)) - overlapped_ns, 0)
         return waited_ns * 1e-9
 
-    def _beginning(self, original: Callable[..., Any], loader: Any) -> Any:
+    def _iterate(self, original: Callable[..., Any], loader: Any) -> Any:
         self.loader = Loader(
             num_workers=loader.num_workers,
             pin_memory=bool(loader.pin_memory),
@@ -81,7 +81,7 @@ class ScriptWaits:
         )
         return original(loader)
 
-    def _replicating(self, original: Callable[..., Any], replica: Any, *args: Any, **kwargs: Any) -> None:
+    def _replicate(self, original: Callable[..., Any], replica: Any, *args: Any, **kwargs: Any) -> None:
         with self.communication.paused():
             original(replica, *args, **kwargs)
         self._replicas.append(weakref.ref(replica))

@@ -1,4 +1,4 @@
-"""Watch a PyTorch script while it trains, in a thread that wakes ten times a second, and say at the end what held it back."""
+"""Watch a PyTorch script while it trains, in a thread that wakes ten times a second, and report at the end what held it back."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from mezzo.measure.watch.verdict import RunMeasurements, bottleneck
 from mezzo.records import Bottleneck, Effective, Reason, Steps
 
 POWER = "GPU power, W"
-"""The only number of ``Watch.shares`` that is no share."""
+"""The only entry of ``Watch.shares`` that is not a share."""
 _EVERY_S = 0.1
 _GPU_EVERY = 10
 """Samples of the host between two of the GPU."""
 _WARM_UP = 0.1
-"""Share of the steps that is left out at the beginning."""
+"""Share of the steps that is left out at the start."""
 
 
 class Watch:
@@ -37,7 +37,7 @@ class Watch:
         self._run, self._counted = run, counted
         self.waits, self.host = ScriptWaits(), HostSamples()
         self._gpu: GpuCounters | str | None = None
-        """Why there are no counters, if it is a string."""
+        """The counters, or why there are none; None before the first sample."""
         self._over = threading.Event()
         self._began_s = time.perf_counter()
 
@@ -55,25 +55,25 @@ class Watch:
         self._over.set()
 
     def now(self) -> str:
-        """Return what was measured so far, in a few words."""
+        """Return the measurements so far, in a few words."""
         shares = self.shares().items()
         return ", ".join(f"{share:.0f} W" if name == POWER else f"{name} {share:.0%}" for name, share in shares)
 
     def shares(self) -> dict[str, float]:
-        """Return waits as shares of the time so far, and the last counters of the GPU."""
+        """Return waits as shares of the time so far, and the latest counters of the GPU."""
         end_s = time.perf_counter()
         wall_s = max(end_s - self._began_s, 1e-9)
-        found = {"input": self.waits.input.total_s / wall_s}
+        shares = {"input": self.waits.input.total_s / wall_s}
         if len(self.waits.communication):
-            found["communication"] = self.waits.communication.total_s / wall_s
-        shares = self.host.shares(self._began_s, end_s)
-        if shares is not None:
-            found["thread asleep"] = shares.slept
+            shares["communication"] = self.waits.communication.total_s / wall_s
+        host = self.host.shares(self._began_s, end_s)
+        if host is not None:
+            shares["thread asleep"] = host.slept
         if isinstance(self._gpu, GpuCounters) and self._gpu.samples:
             last = self._gpu.samples[-1]
-            found |= {} if last.utilization is None else {"GPU": last.utilization}
-            found |= {} if last.power_w is None else {POWER: last.power_w}
-        return found
+            shares |= {} if last.utilization is None else {"GPU": last.utilization}
+            shares |= {} if last.power_w is None else {POWER: last.power_w}
+        return shares
 
     def bottleneck(self, steps: Steps, effective: Effective) -> Bottleneck:
         """Return what held the script back, measured over the steps after the first tenth and the counted one."""
@@ -117,19 +117,19 @@ class Watch:
         )
 
     def _missing(self, effective: Effective, *, has_host: bool) -> list[Reason]:
-        found = []
+        missing = []
         if isinstance(self._gpu, str):
-            found.append(("GPU counters", self._gpu))
+            missing.append(("GPU counters", self._gpu))
         if not has_host:
-            found.append(("sleep of the thread", "the run was too short to sample it"))
+            missing.append(("sleep of the thread", "the run was too short to sample it"))
         if effective.emulated:
             why = "lower formats were emulated, so their times say nothing; watch the script as it is"
-            found.append(("operations", why))
+            missing.append(("operations", why))
         elif self._counted.was_compiled:
-            found.append(("operations", "compiled code's operations are not seen"))
+            missing.append(("operations", "compiled code's operations are not seen"))
         if not len(self.waits.input):
-            found.append(("input", "the script has no DataLoader in its training thread"))
-        return [Reason(what=what, value="not measured", reason=why) for what, why in found]
+            missing.append(("input", "the script has no DataLoader in its training thread"))
+        return [Reason(what=what, value="not measured", reason=why) for what, why in missing]
 
     def _rates(self, effective: Effective) -> DeviceRates | None:
         if self._run.device_type != "cuda":

@@ -9,9 +9,9 @@
 ``no rule``    autocast was on and has no rule for it: it has none for operations with an ``out`` argument
 ``float64``    its operands are FP64, which autocast never casts
 
-Inside a dispatch mode autocast is always off. So the cause follows from whether it was on when the module began, and how many autocast
-contexts were around the operation: one more than around the module means the script's own ``autocast(enabled=False)``, equally many
-a rule. The lists of a Mezzo policy are read from the policy.
+Inside a dispatch mode autocast is always off. So the cause follows from whether it was on when the module began, and from the number of
+autocast contexts around the operation: one more than around the module means the script's own ``autocast(enabled=False)``, and an equal
+number means a rule. The lists of a Mezzo policy are read from the policy.
 """
 
 from __future__ import annotations
@@ -46,75 +46,74 @@ class Why:
     reason: str
 
 
-def why_wide(seen: TracedOperation, *, policy: Policy | None, lowers_elsewhere: bool, name: Names) -> Why:
-    """Return the reason why the forward product ``seen`` ran in FP32 or wider.
+def why_wide(operation: TracedOperation, *, policy: Policy | None, lowers_elsewhere: bool, names: Names) -> Why:
+    """Return the reason why the forward product ``operation`` ran in FP32 or wider.
 
     Args:
-        seen: the product.
+        operation: the product.
         policy: the policy of the run, if any.
         lowers_elsewhere: whether other products of the step ran in 16 bits.
-        name: the paths of modules.
+        names: the paths of modules.
     """
-    product = seen.product
+    product = operation.product
     assert product is not None
     if product.format == FP64.name:
-        return Why("float64", seen.module, "its operands are FP64, and FP64 is never cast")
-    calls = seen.noted.entry.calls
+        return Why("float64", operation.module, "its operands are FP64, and FP64 is never cast")
+    calls = operation.raw.entry.calls
     dtype = compute_dtype(calls[0].module) if calls else ""
     if dtype:
-        promoted = bool(seen.promoted_in)
+        promoted = bool(operation.promoted_in)
         cause, why = why_wide_in_layer(
-            dtype, seen.module, seen.op, lowers_elsewhere=lowers_elsewhere, promoted=promoted
+            dtype, operation.module, operation.op, lowers_elsewhere=lowers_elsewhere, promoted=promoted
         )
-        return Why(cause, seen.promoted_in if cause == "promotion" else seen.module, why)
+        return Why(cause, operation.promoted_in if cause == "promotion" else operation.module, why)
     on = next((call for call in calls if call.autocast), None)
     if on is not None and on is calls[0] and product.nesting <= on.nesting:
-        return _ruled(seen, product, policy)
+        return _ruled(operation, product, policy)
     if on is not None:
-        where = name.of(on.module)
+        where = names.of(on.module)
         return Why("excluded", where, f"autocast is on when {where} begins and off at this operation")
-    if seen.promoted_in:
-        return Why("promotion", seen.promoted_in, "it reads a value that became FP32 by meeting FP32 operands")
+    if operation.promoted_in:
+        return Why("promotion", operation.promoted_in, "it reads a value that became FP32 by meeting FP32 operands")
     if lowers_elsewhere:
-        return Why("off", seen.module, "autocast is off around it, and on elsewhere")
-    # Checkpointing recomputes in an autocast of its own, on or off.
-    around = 0 if seen.phase == "recompute" else calls[-1].nesting if calls else product.nesting
+        return Why("off", operation.module, "autocast is off around it, and on elsewhere")
+    # Checkpointing recomputes inside an autocast context of its own, on or off.
+    around = 0 if operation.phase == "recompute" else calls[-1].nesting if calls else product.nesting
     if policy is None and around:
-        return Why(
-            "switched off", seen.module, "the script's autocast around it is off: enabled=False, or for another device"
-        )
-    return Why("off", seen.module, "nothing in the step lowers precision")
+        why = "the script's autocast around it is off: enabled=False, or for another device"
+        return Why("switched off", operation.module, why)
+    return Why("off", operation.module, "nothing in the step lowers precision")
 
 
-def _listed(policy: Policy | None, seen: TracedOperation) -> oplists.Precision | None:
+def _listed(policy: Policy | None, operation: TracedOperation) -> oplists.Precision | None:
     if policy is None or not policy.lowers:
         return None
     chosen = oplists.assign(policy.lower, policy.fp32, policy.widest)
-    family = _FAMILY.get(seen.op) or ("attention" if "attention" in seen.op else "matmul")
+    family = _FAMILY.get(operation.op) or ("attention" if "attention" in operation.op else "matmul")
     precisions: set[oplists.Precision] = {chosen[op] for op in oplists.BY_NAME[family].ops}
     return next((p for p in ("fp32", "widest") if p in precisions), "lower")
 
 
-def _ruled(seen: TracedOperation, product: TracedProduct, policy: Policy | None) -> Why:
-    if "out" in seen.noted.func._overloadname:
-        return Why("no rule", seen.module, f"autocast has no rule for {seen.op} that writes into given memory (out=)")
+def _ruled(operation: TracedOperation, product: TracedProduct, policy: Policy | None) -> Why:
+    op, module = operation.op, operation.module
+    if "out" in operation.raw.func._overloadname:
+        return Why("no rule", module, f"autocast has no rule for {op} that writes into given memory (out=)")
     called = next((c for c in product.callers if c in _PROMOTING), "")
-    listed = _listed(policy, seen)
+    listed = _listed(policy, operation)
     if called or listed == "widest":
-        return Why("promotion", seen.module, f"{called or seen.op} takes the widest of its operands' formats, FP32")
+        return Why("promotion", module, f"{called or op} takes the widest of its operands' formats, FP32")
     if listed == "fp32":
-        return Why("list", seen.module, f"the policy lists the family of {seen.op} in FP32")
-    around = f"the operation around {seen.op} computes in FP32"
-    return Why(
-        "list", seen.module, f"{around}: autocast's lists keep it there, or it is attention without a fused kernel"
-    )
+        return Why("list", module, f"the policy lists the family of {op} in FP32")
+    around = f"the operation around {op} computes in FP32"
+    return Why("list", module, f"{around}: autocast's lists keep it there, or it is attention without a fused kernel")
 
 
 def lowers(step: Iterable[TracedOperation]) -> bool:
-    """Return whether a product of a forward or backward pass ran in 16 bits; an optimizer's own (Muon's) says nothing about autocast."""
-    return any(one.product is not None and not is_wide(one) and one.phase != "optimizer" for one in step)
+    """Return whether a product of a forward or backward pass ran in 16 bits; an optimizer's own (Muon's) say nothing about autocast."""
+    products = (operation for operation in step if operation.product is not None)
+    return any(not is_wide(product) and product.phase != "optimizer" for product in products)
 
 
-def is_wide(seen: TracedOperation) -> bool:
-    """Return whether ``seen`` is a product in FP32 or wider."""
-    return seen.product is not None and seen.format in WIDE
+def is_wide(operation: TracedOperation) -> bool:
+    """Return whether ``operation`` is a product in FP32 or wider."""
+    return operation.product is not None and operation.format in WIDE

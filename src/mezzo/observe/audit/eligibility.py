@@ -1,7 +1,7 @@
 """Decide whether Tensor Cores can run a matrix product or convolution with full-width loads, and if not, why.
 
 The rule is NVIDIA's (Deep Learning Performance guide, "Matrix Multiplication"): every row that a kernel loads or
-stores begins at a multiple of 16 bytes. For 16-bit operands, the innermost dimensions must therefore be multiples of 8. Since
+stores must begin at a multiple of 16 bytes. For 16-bit operands, the innermost dimensions must therefore be multiples of 8. Since
 cuBLAS 11, other sizes also run on Tensor Cores, but with narrower loads. A matrix of one row or column is read in one piece.
 
 For convolutions, the rule applies to the channels. cuDNN pads them itself and computes on the padding. Up to 4 channels are those of an
@@ -28,21 +28,21 @@ Operand: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 """Size, strides and alignment of a tensor."""
 
 
-def shape_of(seen: TracedOperation) -> ProductShape | None:
+def shape_of(operation: TracedOperation) -> ProductShape | None:
     """Return the shape of a product and its problems; None for one that is more than one product (recurrent layers)."""
-    if seen.op in ("mm", "bmm", "addmm", "baddbmm"):
-        return _matmul(seen)
-    if seen.op in ("convolution", "convolution_backward"):
-        return _convolution(seen)
-    if "attention" in seen.op:
-        return _attention(seen)
+    if operation.op in ("mm", "bmm", "addmm", "baddbmm"):
+        return _matmul(operation)
+    if operation.op in ("convolution", "convolution_backward"):
+        return _convolution(operation)
+    if "attention" in operation.op:
+        return _attention(operation)
     return None
 
 
-def _matmul(seen: TracedOperation) -> ProductShape:
-    assert seen.product is not None
-    skip = 1 if seen.op in ("addmm", "baddbmm") and len(seen.product.operands) == 4 else 0
-    a, b, result = seen.product.operands[skip : skip + 2] + seen.product.operands[-1:]
+def _matmul(operation: TracedOperation) -> ProductShape:
+    assert operation.product is not None
+    skip = 1 if operation.op in ("addmm", "baddbmm") and len(operation.product.operands) == 4 else 0
+    a, b, result = operation.product.operands[skip : skip + 2] + operation.product.operands[-1:]
     shape = ProductShape(result[0][-2], result[0][-1], a[0][-1], math.prod(result[0][:-2]))
     rows = {row for operand in (a, b, result) if (row := _row(operand[0], operand[1])) is not None}
     names = {"n": shape.n, "k": shape.k, "m": shape.m}
@@ -53,7 +53,7 @@ def _matmul(seen: TracedOperation) -> ProductShape:
         shape.problems["alignment"] = (
             f"rows lie {', '.join(str(r) for r in sorted(rows) if r % MULTIPLE)} elements apart"
         )
-    addresses = [operand[2] for operand in seen.product.operands]
+    addresses = [operand[2] for operand in operation.product.operands]
     if min(addresses, default=_BYTES) < _BYTES and not odd:
         shape.problems["alignment"] = f"an operand begins at a multiple of {min(addresses)} bytes, not of {_BYTES}"
     return shape
@@ -64,12 +64,14 @@ def _row(size: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
     return None if len(size) < 2 or 1 in size[-2:] else max(strides[-2:])
 
 
-def _convolution(seen: TracedOperation) -> ProductShape:
-    product = seen.product
+def _convolution(operation: TracedOperation) -> ProductShape:
+    product = operation.product
     assert product is not None
-    x, weight, y = _tensors(seen)
+    x, weight, y = _tensors(operation)
     # The arguments end with: transposed, output_padding, groups; in a backward pass, output_mask follows.
-    transposed, _, groups = product.arguments[-4:-1] if seen.op == "convolution_backward" else product.arguments[-3:]
+    transposed, _, groups = (
+        product.arguments[-4:-1] if operation.op == "convolution_backward" else product.arguments[-3:]
+    )
     ins, outs = x[0][1] // groups, y[0][1] // groups
     positions = y[0][0] * math.prod((x if transposed else y)[0][2:])
     shape = ProductShape(positions, outs, ins * math.prod(weight[0][2:]), groups)
@@ -79,34 +81,34 @@ def _convolution(seen: TracedOperation) -> ProductShape:
         shape.problems["groups"] = f"{' and '.join(odd)} in each of {groups} groups: too few for a Tensor Core's tile"
     elif odd:
         shape.problems["dimension"] = f"{' and '.join(odd)}: not a multiple of {MULTIPLE}, to which cuDNN pads"
-    if copied_bytes(seen):
+    if copied_bytes(operation):
         shape.problems["copy"] = "its input is channels-first and its weight channels-last: torch copies the input"
-    elif _has_layouts(x[0]) and not (is_channels_last(*x[:2]) or is_channels_last(*weight[:2])):
+    elif _layouts_differ(x[0]) and not (is_channels_last(*x[:2]) or is_channels_last(*weight[:2])):
         shape.problems["layout"] = "its input is channels-first; the kernels take channels-last"
     return shape
 
 
-def _tensors(seen: TracedOperation) -> tuple[Operand, Operand, Operand]:
+def _tensors(operation: TracedOperation) -> tuple[Operand, Operand, Operand]:
     """Return the input, the weight and the result of a convolution; of a backward pass, the result's gradient."""
-    assert seen.product is not None
-    operands = seen.product.operands
-    if seen.op == "convolution_backward":
+    assert operation.product is not None
+    operands = operation.product.operands
+    if operation.op == "convolution_backward":
         return operands[1], operands[2], operands[0]
     return operands[0], operands[1], operands[-1]
 
 
-def copied_bytes(seen: TracedOperation) -> int:
-    """Return the bytes that torch moves to bring a 16-bit convolution's input into its weight's layout; 0 if they agree."""
-    if seen.op not in ("convolution", "convolution_backward") or seen.phase == "dgrad" or is_wide(seen):
+def copied_bytes(operation: TracedOperation) -> int:
+    """Return the bytes that torch moves to copy a 16-bit convolution's input into its weight's layout; 0 if the layouts agree."""
+    if operation.op not in ("convolution", "convolution_backward") or operation.phase == "dgrad" or is_wide(operation):
         return 0  # the gradient of the input is computed without the input
-    x, weight, _ = _tensors(seen)
-    if not _has_layouts(x[0]) or is_channels_last(*x[:2]) or not is_channels_last(*weight[:2]):
+    x, weight, _ = _tensors(operation)
+    if not _layouts_differ(x[0]) or is_channels_last(*x[:2]) or not is_channels_last(*weight[:2]):
         return 0
     return 2 * _HALF * math.prod(x[0])  # read and written
 
 
-def _has_layouts(size: tuple[int, ...]) -> bool:
-    """Return whether a convolution's input has a layout: with one channel, both are the same memory."""
+def _layouts_differ(size: tuple[int, ...]) -> bool:
+    """Return whether the two layouts of a convolution's input differ: with one channel they do not."""
     return len(size) >= 4 and size[1] > 1
 
 
@@ -122,10 +124,10 @@ def is_channels_last(size: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _attention(seen: TracedOperation) -> ProductShape:
-    assert seen.product is not None
-    skip = 1 if "backward" in seen.op else 0
-    q, k = seen.product.operands[skip : skip + 2]
+def _attention(operation: TracedOperation) -> ProductShape:
+    assert operation.product is not None
+    skip = 1 if "backward" in operation.op else 0
+    q, k = operation.product.operands[skip : skip + 2]
     shape = ProductShape(q[0][-2], k[0][-2], q[0][-1], math.prod(q[0][:-2]))
     if shape.k % MULTIPLE:
         shape.problems["dimension"] = f"heads are {shape.k} wide: not a multiple of {MULTIPLE}"

@@ -3,7 +3,7 @@
 A rule returns the part of the step that it concerns, or None. The gain of a change is an upper bound in plain numbers (FLOPs that would
 run in another format, bytes that would not move); the time saved depends on the device and is measured with ``mezzo compare``.
 
-A part with less than a hundredth of the step's FLOPs or bytes makes no finding.
+A part with less than a hundredth of the step's FLOPs or bytes is not reported.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _FULL_WIDTH = "would run in kernels with full-width loads"
 
 @dataclass
 class AuditedSteps:
-    """The audited steps, as the rules inspect them."""
+    """The audited steps, in the form that the rules inspect."""
 
-    seen: Sequence[TracedOperation]
+    operations: Sequence[TracedOperation]
     wide: Sequence[WideProduct]
     trips: Sequence[RoundTrip]
     products: Sequence[Product]
@@ -43,17 +43,17 @@ class AuditedSteps:
     @property
     def flops(self) -> int:
         """The FLOPs of all products."""
-        return sum(one.flops for one in self.seen)
+        return sum(o.flops for o in self.operations)
 
     @property
     def bytes(self) -> int:
         """The bytes of all operations."""
-        return sum(one.bytes for one in self.seen)
+        return sum(o.bytes for o in self.operations)
 
     @property
     def lowers(self) -> bool:
         """Whether any product of a forward or backward pass ran in 16 bits."""
-        return lowers(self.seen)
+        return lowers(self.operations)
 
 
 @dataclass
@@ -67,12 +67,12 @@ class Part:
     lines: Iterable[str] = ()
     gain: str = ""
     always: bool = field(default=False, kw_only=True)
-    """Whether to report it however small it is."""
+    """Whether to report it even if it is small."""
 
 
 @dataclass(frozen=True)
 class FindingRule:
-    """One code: its title, its fix, and how it is found."""
+    """One code: its title, its fix, and the function that finds it."""
 
     code: str
     title: str
@@ -121,23 +121,23 @@ def _gain(part: Part, share: float) -> str:
 
 def _wide(cause: Cause, *, lowers: bool | None = None, always: bool = False) -> Callable[[AuditedSteps], Part | None]:
     def find(audited: AuditedSteps) -> Part | None:
-        own = [p for p in audited.wide if p.cause == cause]
-        if not own or lowers not in (None, audited.lowers):
+        found = [p for p in audited.wide if p.cause == cause]
+        if not found or lowers not in (None, audited.lowers):
             return None
-        flops = sum(p.flops for p in own)
-        detail = f"{own[0].reason}; most of it: {own[0].op} in {own[0].module}, {own[0].format}"
-        return Part([p.module for p in own], detail, flops, lines=[p.line for p in own], always=always)
+        flops = sum(p.flops for p in found)
+        detail = f"{found[0].reason}; most of it: {found[0].op} in {found[0].module}, {found[0].format}"
+        return Part([p.module for p in found], detail, flops, lines=[p.line for p in found], always=always)
 
     return find
 
 
 def _tf32_off(audited: AuditedSteps) -> Part | None:
     capable = audited.device_type == "cuda" and audited.capability is not None and audited.capability >= _AMPERE
-    own = [one for one in audited.seen if one.product is not None and one.format == FP32.name]
-    if not capable or not own:
+    found = [o for o in audited.operations if o.product is not None and o.format == FP32.name]
+    if not capable or not found:
         return None
     gain = "what stays in FP32 would run on Tensor Cores: up to 8 times as fast (NVIDIA A100: 156 against 19.5 TFLOPS)"
-    return Part([one.module for one in own], "FP32 products ran without TF32", sum(o.flops for o in own), gain=gain)
+    return Part([o.module for o in found], "FP32 products ran without TF32", sum(o.flops for o in found), gain=gain)
 
 
 # --- Tensor Cores ------------------------------------------------------------------------------------------------------------
@@ -145,129 +145,130 @@ def _tf32_off(audited: AuditedSteps) -> Part | None:
 
 def _problem(*kinds: str, gain: str) -> Callable[[AuditedSteps], Part | None]:
     def find(audited: AuditedSteps) -> Part | None:
-        own = [
+        found = [
             p for p in audited.products if p.format not in WIDE and any(s.split(":")[0] in kinds for s in p.problems)
         ]
-        if not own:
+        if not found:
             return None
-        problem = next(s for s in own[0].problems if s.split(":")[0] in kinds)
-        detail = f"most of it: {own[0].op} in {own[0].module} ({own[0].phase}), {problem}"
-        flops = sum(p.flops for p in own)
+        problem = next(s for s in found[0].problems if s.split(":")[0] in kinds)
+        detail = f"most of it: {found[0].op} in {found[0].module} ({found[0].phase}), {problem}"
+        flops = sum(p.flops for p in found)
         more = f"{flops / (audited.flops or 1):.1%} of the step's product FLOPs {gain}"
-        return Part([p.module for p in own], detail, flops, gain=more)
+        return Part([p.module for p in found], detail, flops, gain=more)
 
     return find
 
 
 def _copied_inputs(audited: AuditedSteps) -> Part | None:
-    own = [(one, size) for one in audited.seen if (size := copied_bytes(one))]
-    if not own:
+    found = [(o, size) for o in audited.operations if (size := copied_bytes(o))]
+    if not found:
         return None
-    most = max(own, key=lambda pair: pair[1])[0]
-    detail = f"{len(own)} copies; the largest: {most.op} in {most.module} ({most.phase})"
-    return Part([one.module for one, _ in own], detail, bytes=sum(size for _, size in own))
+    most = max(found, key=lambda pair: pair[1])[0]
+    detail = f"{len(found)} copies; the largest: {most.op} in {most.module} ({most.phase})"
+    return Part([o.module for o, _ in found], detail, bytes=sum(size for _, size in found))
 
 
 def _off_tensor_cores(audited: AuditedSteps) -> Part | None:
-    own = [p for p in audited.products if p.eligible and p.format not in WIDE and p.on_tensor_cores is False]
-    if not own:
+    found = [p for p in audited.products if p.eligible and p.format not in WIDE and p.on_tensor_cores is False]
+    if not found:
         return None
-    detail = f"most of it: {own[0].op} in {own[0].module} ran {', '.join(own[0].kernels)}"
+    detail = f"most of it: {found[0].op} in {found[0].module} ran {', '.join(found[0].kernels)}"
     gain = (
         "up to 16 times the multiplication rate of a kernel without Tensor Cores (NVIDIA A100: 312 against 19.5 TFLOPS)"
     )
-    return Part([p.module for p in own], detail, sum(p.flops for p in own), gain=gain)
+    return Part([p.module for p in found], detail, sum(p.flops for p in found), gain=gain)
 
 
 # --- casts -------------------------------------------------------------------------------------------------------------------
 
 
 def _needless_trips(audited: AuditedSteps) -> Part | None:
-    own = [t for t in audited.trips if t.needless]
-    if not own:
+    found = [t for t in audited.trips if t.needless]
+    if not found:
         return None
-    detail = f"{sum(t.count for t in own)} times; most of it: {own[0].formats} in {own[0].module} ({own[0].phase})"
-    return Part(
-        [t.module for t in own], detail, bytes=sum(t.bytes for t in own), lines=[t.line for t in own], always=True
-    )
+    count, size, most = sum(t.count for t in found), sum(t.bytes for t in found), found[0]
+    detail = f"{count} times; most of it: {most.formats} in {most.module} ({most.phase})"
+    return Part([t.module for t in found], detail, bytes=size, lines=[t.line for t in found], always=True)
 
 
 def _cast_again(audited: AuditedSteps) -> Part | None:
     groups: dict[Hashable, list[TracedOperation]] = defaultdict(list)
-    for one in audited.seen:
-        if one.cast is not None and one.cast.of == "weight" and one.reads_parameter and one.phase == "forward":
-            model = one.noted.entry.calls[-1:]
-            groups[one.cast.place, one.cast.target, id(model[0]) if model else 0].append(one)
-    again = [one for group in groups.values() for one in group[1:]]
-    if not again:
+    for operation in audited.operations:
+        cast = operation.cast
+        if cast is not None and cast.of == "weight" and operation.reads_parameter and operation.phase == "forward":
+            model = operation.raw.entry.calls[-1:]
+            groups[cast.place, cast.target, id(model[0]) if model else 0].append(operation)
+    repeated = [o for group in groups.values() for o in group[1:]]
+    if not repeated:
         return None
-    detail = f"{len(again)} casts of weights that the same forward pass had cast before"
-    lines = [one.noted.line for one in again]
-    return Part([one.module for one in again], detail, bytes=sum(one.bytes for one in again), lines=lines, always=True)
+    detail = f"{len(repeated)} casts of weights that the same forward pass had cast before"
+    lines = [o.raw.line for o in repeated]
+    return Part([o.module for o in repeated], detail, bytes=sum(o.bytes for o in repeated), lines=lines, always=True)
 
 
 def _many_casts(audited: AuditedSteps) -> Part | None:
-    own = [one for one in audited.seen if one.cast is not None]
-    size = sum(one.bytes for one in own)
+    found = [o for o in audited.operations if o.cast is not None]
+    size = sum(o.bytes for o in found)
     if not audited.bytes or size < MUCH_CAST * audited.bytes:
         return None
     by_module: Counter[str] = Counter()
     size_left = size / 2
-    for one in own:
-        by_module[one.module] += one.bytes
+    for operation in found:
+        by_module[operation.module] += operation.bytes
     order: list[str] = []
     for module, moved in by_module.most_common():  # the modules that make up half of it
         order.append(module)
         size_left -= moved
         if size_left <= 0:
             break
-    return Part(order, f"{len(own)} casts move {size / audited.bytes:.0%} of all bytes, most in {order[0]}", bytes=size)
+    detail = f"{len(found)} casts move {size / audited.bytes:.0%} of all bytes, most in {order[0]}"
+    return Part(order, detail, bytes=size)
 
 
 def _promoted(audited: AuditedSteps) -> Part | None:
-    own = [one for one in audited.seen if one.promotes]
-    if not own:
+    found = [o for o in audited.operations if o.promotes]
+    if not found:
         return None
-    detail = f"{own[0].op} in {own[0].module} mixes {' and '.join(own[0].inputs)}, so its result is FP32"
-    return Part([one.module for one in own], detail, bytes=sum(m[2] // 2 for one in own for m in one.noted.outs))
+    detail = f"{found[0].op} in {found[0].module} mixes {' and '.join(found[0].inputs)}, so its result is FP32"
+    return Part([o.module for o in found], detail, bytes=sum(m[2] // 2 for o in found for m in o.raw.outs))
 
 
 # --- accuracy ----------------------------------------------------------------------------------------------------------------
 
 
 def _no_masters(audited: AuditedSteps) -> Part | None:
-    updates = [one for one in audited.seen if one.noted.stepping and one.cast is None and one.reads_parameter]
-    own = [one for one in updates if one.outputs[:1] and one.outputs[0] in _HALF] or [
-        one for one in updates if not one.outputs and one.inputs[:1] and one.inputs[0] in _HALF
+    updates = [o for o in audited.operations if o.raw.stepping and o.cast is None and o.reads_parameter]
+    found = [o for o in updates if o.outputs[:1] and o.outputs[0] in _HALF] or [
+        o for o in updates if not o.outputs and o.inputs[:1] and o.inputs[0] in _HALF
     ]
-    if not own:
+    if not found:
         return None
-    detail = f"{own[0].op} updates {own[0].inputs[0]} parameters in place"
+    detail = f"{found[0].op} updates {found[0].inputs[0]} parameters in place"
     gain = "updates smaller than half a unit in a weight's last place (2^-9 of it in BF16, 2^-12 in FP16) would not be lost"
-    return Part([], detail, bytes=sum(one.bytes for one in own), gain=gain, always=True)
+    return Part([], detail, bytes=sum(o.bytes for o in found), gain=gain, always=True)
 
 
 def _sensitive(audited: AuditedSteps) -> Part | None:
-    own = [
-        one
-        for one in audited.seen
-        if one.phase == "forward"
-        and one.product is None
-        and not one.noted.stepping
-        and not one.noted.within
-        and listed_precision(one.op) == "fp32"
+    found = [
+        o
+        for o in audited.operations
+        if o.phase == "forward"
+        and o.product is None
+        and not o.raw.stepping
+        and not o.raw.within
+        and listed_precision(o.op) == "fp32"
         and "upsample"
-        not in one.op  # a mean of a few values, which its kernels add in FP32; its backward pass is why it is listed
-        and any(name in _HALF for name in one.inputs[:1])
-        and any(name in _HALF for name in one.outputs[:1])  # else it reads 16 bits and computes in FP32
-        and any(meta[2] > 2 for meta in one.noted.ins)
+        not in o.op  # a mean of a few values, which its kernels add in FP32; its backward pass is why it is listed
+        and any(name in _HALF for name in o.inputs[:1])
+        and any(name in _HALF for name in o.outputs[:1])  # else it reads 16 bits and computes in FP32
+        and any(meta[2] > 2 for meta in o.raw.ins)
     ]
-    if not own:
+    if not found:
         return None
-    ops = ", ".join(dict.fromkeys(one.op for one in own))
-    detail = f"{ops} ran on {own[0].inputs[0]} operands; the portable op lists keep them in FP32"
+    ops = ", ".join(dict.fromkeys(o.op for o in found))
+    detail = f"{ops} ran on {found[0].inputs[0]} operands; the portable op lists keep them in FP32"
     gain = "no speed: what leaves FP16's range here becomes infinite or zero, and long sums lose their small terms"
-    return Part([one.module for one in own], detail, bytes=sum(one.bytes for one in own), gain=gain, always=True)
+    return Part([o.module for o in found], detail, bytes=sum(o.bytes for o in found), gain=gain, always=True)
 
 
 RULES: tuple[FindingRule, ...] = (

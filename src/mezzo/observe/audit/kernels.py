@@ -29,10 +29,10 @@ _TENSOR_CORE_NAMES = re.compile(
     r"|fmha|flash_(fwd|bwd)|pytorch_flash|cudnn_generated_fort_native_sdpa|triton_tem_|_MI\d+x\d+",
     re.IGNORECASE,
 )
-_DISCARD = "mezzo: what precedes belongs to an earlier step"
+_DISCARD = "mezzo: everything before this belongs to an earlier step"
 _SIMT_NAMES = re.compile(r"simt|_sgemm|_dgemm|ffma", re.IGNORECASE)
 _NO_OPERATION = ("overhead", "cuda_runtime", "cuda_driver")
-_CALLED = {"convolution": "aten::convolution", "convolution_backward": "aten::convolution_backward"}
+_PROFILER_NAMES = {"convolution": "aten::convolution", "convolution_backward": "aten::convolution_backward"}
 
 
 def uses_tensor_cores(name: str) -> bool:
@@ -47,7 +47,7 @@ class Launch:
     op: str
     """The operation, as the profiler names it (``aten::mm``)."""
     call: int
-    """Which call of this operation it was, from 0."""
+    """The number of the call among the calls of this operation, from 0."""
     kernel: str
     time_us: float
 
@@ -55,34 +55,34 @@ class Launch:
 class KernelWatch:
     """A profile of a device while a step runs.
 
-    Torch has one profiler a process: where two overlap, the second end raises or finds nothing. So the script's own goes first. And
-    whatever began under one profile must not end under the next one: torch would write its end into the first one's memory, which is
-    freed by then. So ``restart``, which is called inside an optimizer's step, leaves the profile running.
+    A process has only one profiler of torch: if two profiles overlap, ending the second raises or finds nothing. So the script's own takes
+    precedence. And an event that begins under one profile must not end under the next: torch would write its end into the memory of the
+    first, which is freed by then. So ``restart``, which is called inside an optimizer's step, leaves the profile running.
     """
 
     def __init__(self) -> None:
         self._profiler: Any = None
         self._is_starting = False
-        self._of_script: set[int] = set()
+        self._script_profiles: set[int] = set()
         """The script's open profiles, by identity."""
         self.gave_way = False
-        """Whether a profile of the script kept this one from recording."""
+        """Whether a profile of the script kept this profile from recording."""
 
     def profile_begins(self, profile: object) -> None:
-        """Give way to a profile of the script; call it before the profile prepares."""
+        """Give way to a profile of the script. Call this before that profile prepares."""
         if not self._is_starting:
             self.gave_way |= self._profiler is not None
             self.drop()
-            self._of_script.add(id(profile))
+            self._script_profiles.add(id(profile))
 
     def profile_ended(self, profile: object) -> None:
         """Note the end of a profile."""
-        self._of_script.discard(id(profile))
+        self._script_profiles.discard(id(profile))
 
     def start(self) -> None:
         """Start profiling unless the script does; discard an earlier profile."""
         self.drop()
-        if self._of_script:
+        if self._script_profiles:
             self.gave_way = True
             return
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -112,11 +112,11 @@ class KernelWatch:
         torch.cuda.synchronize()
         profiler = self._profiler
         self.drop()
-        return launches(_kept(profiler.events()))
+        return launches(_after_restart(profiler.events()))
 
 
-def _kept(events: Sequence[Any]) -> list[Any]:
-    """Return the events after the last mark of ``restart``."""
+def _after_restart(events: Sequence[Any]) -> list[Any]:
+    """Return the events after the last call of ``restart``."""
     begin = max((event.time_range.end for event in events if event.name == _DISCARD), default=-math.inf)
     return [event for event in events if event.time_range.start >= begin]
 
@@ -124,7 +124,7 @@ def _kept(events: Sequence[Any]) -> list[Any]:
 def launches(events: Iterable[Any]) -> list[Launch]:
     """Return the kernels of a profile by the call of the operation that launched them, directly or through others.
 
-    Autocast's casts run inside the outer call of an operation, before its inner call. They are no part of the operation.
+    Autocast's casts run inside the outer call of an operation, before its inner call. They are not part of the operation.
     """
     return [
         Launch(event.name, number, kernel.name, kernel.duration)
@@ -152,23 +152,23 @@ def calls(events: Iterable[Any]) -> Iterator[tuple[Any, int]]:
 def _innermost(event: Any) -> Any:
     """Return the last call of the same operation inside ``event``: the one after autocast and dispatch modes."""
     below = [event]
-    for one in below:
-        below += one.cpu_children
-    return [one for one in below if one.name == event.name][-1]
+    for inner in below:
+        below += inner.cpu_children
+    return [inner for inner in below if inner.name == event.name][-1]
 
 
 def _kernels_below(event: Any) -> list[Any]:
     # The profiler matches kernels by number, and its own overhead ("Lazy Function Loading") can have the number of an operation.
     typed = getattr(event, "activity_type", None)  # older versions of torch have no types
-    own = [] if typed in _NO_OPERATION else event.kernels
-    return [*own, *(kernel for child in event.cpu_children for kernel in _kernels_below(child))]
+    kernels = [] if typed in _NO_OPERATION else event.kernels
+    return [*kernels, *(kernel for child in event.cpu_children for kernel in _kernels_below(child))]
 
 
-def totals(found: Sequence[Launch], seen: Sequence[TracedOperation]) -> list[Kernel]:
-    """Return the kernels of the products in ``seen``, the longest-running first."""
-    names = {_called(one) for one in seen if one.product is not None}
+def totals(launched: Sequence[Launch], operations: Sequence[TracedOperation]) -> list[Kernel]:
+    """Return the kernels of the products in ``operations``, the longest-running first."""
+    names = {_profiler_name(operation) for operation in operations if operation.product is not None}
     times: dict[str, list[float]] = defaultdict(list)
-    for launch in found:
+    for launch in launched:
         if launch.op in names:
             times[launch.kernel].append(launch.time_us)
     kernels = [
@@ -178,21 +178,23 @@ def totals(found: Sequence[Launch], seen: Sequence[TracedOperation]) -> list[Ker
     return sorted(kernels, key=lambda kernel: -kernel.time_ms)
 
 
-def prove(products: Sequence[Product], seen: Sequence[TracedOperation], found: Sequence[Launch]) -> list[Product]:
+def prove(
+    products: Sequence[Product], operations: Sequence[TracedOperation], launched: Sequence[Launch]
+) -> list[Product]:
     """Return ``products`` with the kernels that ran for each."""
     by_call: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for launch in found:
+    for launch in launched:
         by_call[launch.op, launch.call].append(launch.kernel)
     names: dict[tuple[str, str, str], set[str]] = defaultdict(set)
     number: dict[str, int] = defaultdict(int)
     last = None
-    for one in seen:
-        if one.product is None:
+    for operation in operations:
+        if operation.product is None:
             continue
-        called = _called(one)
-        number[called] += one.noted is not last  # both gradients of a convolution come from one call
-        last = one.noted
-        names[one.op, one.module, one.phase] |= set(by_call[called, number[called] - 1])
+        name = _profiler_name(operation)
+        number[name] += operation.raw is not last  # both gradients of a convolution come from one call
+        last = operation.raw
+        names[operation.op, operation.module, operation.phase] |= set(by_call[name, number[name] - 1])
     return [_proven(product, names[product.op, product.module, product.phase]) for product in products]
 
 
@@ -203,5 +205,5 @@ def _proven(product: Product, kernels: set[str]) -> Product:
     return product.model_copy(update={"kernels": sorted(kernels), "on_tensor_cores": proof})
 
 
-def _called(seen: TracedOperation) -> str:
-    return _CALLED.get(seen.op, f"aten::{seen.op}")
+def _profiler_name(operation: TracedOperation) -> str:
+    return _PROFILER_NAMES.get(operation.op, f"aten::{operation.op}")

@@ -1,6 +1,6 @@
 """Why a product in a Keras layer ran in FP32, and the fixes of findings in Keras. Imports no Keras.
 
-A Keras layer computes in the format of its dtype policy and casts by itself; PyTorch's autocast plays no part.
+A Keras layer computes in the format of its dtype policy and does its own casts; PyTorch's autocast plays no part.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _WIDE = (FORMATS["fp32"].dtype_name, FORMATS["fp64"].dtype_name)
 
 FIXES = {
     "A101": 'run it under a policy: mezzo run --policy bf16 (or fp16), or write keras.config.set_dtype_policy("mixed_bfloat16") '
-    "before the layers are made. If it is under one already, move the code into a layer",
+    "before the layers are created. If it is under one already, move the code into a layer",
     "A102": "move this code into a layer: layers cast their inputs and weights, code outside them casts nothing",
     "A103": 'leave out dtype="float32" of this layer, or its name in fp32_modules, if FP32 is not needed there',
     "A104": "write the operation as keras.ops.matmul or einsum on operands in the layer's compute_dtype",

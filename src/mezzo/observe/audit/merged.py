@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class AuditRow:
-    """One operation, as the audits of all frameworks record it."""
+    """One operation, in the form that the audits of all frameworks share."""
 
     op: str
     module: str
@@ -51,9 +51,9 @@ def grouped(rows: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     return list(groups.values())
 
 
-def largest(found: Iterable[T], size: Callable[[T], Any]) -> list[T]:
-    """Return ``found`` sorted by size, the largest first."""
-    return sorted(found, key=size, reverse=True)
+def largest(rows: Iterable[T], size: Callable[[T], Any]) -> list[T]:
+    """Return the rows sorted by size, the largest first."""
+    return sorted(rows, key=size, reverse=True)
 
 
 def operations(rows: Iterable[AuditRow]) -> list[Operation]:
@@ -87,10 +87,10 @@ def flops_by_phase(rows: Iterable[AuditRow]) -> dict[str, dict[str, int]]:
 def casts(rows: Iterable[CastTotal]) -> list[CastTotal]:
     """Return all casts, equal ones merged, the largest first."""
     groups = grouped(rows, lambda c: (c.module, c.phase, c.of, c.source, c.target))
-    found = [
-        group[0].model_copy(update={"count": len(group), "bytes": sum(one.bytes for one in group)}) for group in groups
+    totals = [
+        group[0].model_copy(update={"count": len(group), "bytes": sum(row.bytes for row in group)}) for group in groups
     ]
-    return largest(found, lambda total: total.bytes)
+    return largest(totals, lambda total: total.bytes)
 
 
 def products(rows: Iterable[tuple[AuditRow, ProductShape]]) -> list[Product]:
@@ -100,7 +100,7 @@ def products(rows: Iterable[tuple[AuditRow, ProductShape]]) -> list[Product]:
         row, shape = pair
         return row.op, row.module, row.phase, row.format, shape.m, shape.n, shape.k, shape.batch, *shape.listed()
 
-    found = [
+    products = [
         Product(
             op=row.op,
             module=row.module,
@@ -111,11 +111,11 @@ def products(rows: Iterable[tuple[AuditRow, ProductShape]]) -> list[Product]:
             k=shape.k,
             batch=shape.batch,
             count=len(group),
-            flops=sum(one.flops for one, _ in group),
+            flops=sum(member.flops for member, _ in group),
             eligible=not shape.problems,
             problems=shape.listed(),
         )
         for group in grouped(rows, key)
         for row, shape in group[:1]
     ]
-    return largest(found, lambda product: product.flops)
+    return largest(products, lambda product: product.flops)

@@ -11,7 +11,7 @@ from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit import kernels, merged, totals
 from mezzo.observe.audit.findings import AuditedSteps, findings
 from mezzo.observe.audit.layers import FIXES
-from mezzo.observe.audit.operations import TracedOperation, understand, weights_of
+from mezzo.observe.audit.operations import TracedOperation, interpret, weights_of
 from mezzo.observe.effective import Lowering
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ObservedRun, Observer
@@ -29,8 +29,8 @@ class Audit(Observer):
         super().__init__(run, steps=settings.steps)
         self._tracer: Tracer | None = None
         self._marked = 0
-        self._before: tuple[int, int] | None = None
-        """The tracer's position when the script made its first optimizer."""
+        self._first_optimizer_at: tuple[int, int] | None = None
+        """The tracer's position when the script created its first optimizer."""
         self._traces: list[Trace] = []
         self._roots: dict[nn.Module, None] = {}
         self._weights: set[int] = set()
@@ -42,7 +42,7 @@ class Audit(Observer):
         formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
         self._tracer, self._marked = Tracer(formats, device_type=device_type, flags=self.run), 0
-        self._before = None  # it belongs to the thread that this one replaces
+        self._first_optimizer_at = None  # a position in the tracer of the thread that this one replaces
         self._tracer.start(stepping_is_called=True)
         self._watch_kernels()
 
@@ -54,12 +54,12 @@ class Audit(Observer):
         self.begin(step)
 
     def stepping(self) -> None:
-        """Tell the tracer that the following operations belong to an update."""
+        """Notify the tracer that the following operations belong to an update."""
         if self._tracer is not None:
             self._tracer.stepping(True)
 
     def update_ended(self) -> None:
-        """Tell the tracer that the update is over."""
+        """Notify the tracer that the update is over."""
         if self._tracer is not None:
             self._tracer.stepping(False)
 
@@ -69,17 +69,17 @@ class Audit(Observer):
         self._tracer.turn(len(self._tracer.trace.operations))
         self._kernels.restart()
 
-    def optimizer_made(self) -> None:
-        """Record what ran until now: a script may try its model before it trains it."""
+    def optimizer_created(self) -> None:
+        """Note which operations ran before now: a script may try its model before it trains it."""
         if self._tracer is not None:
-            self._before = self._tracer.position()
+            self._first_optimizer_at = self._tracer.position()
 
     def mark(self) -> None:
         """Mark everything recorded so far as belonging to the step."""
         assert self._tracer is not None
-        before, self._before = self._before, None
-        if before is not None and not self._tracer.trace.goes_back(*before):
-            self._tracer.turn(before[0])
+        created_at, self._first_optimizer_at = self._first_optimizer_at, None
+        if created_at is not None and not self._tracer.trace.reaches_back(*created_at):
+            self._tracer.turn(created_at[0])
         self._marked = len(self._tracer.trace.operations)
 
     def turn(self, step: int) -> None:
@@ -107,7 +107,7 @@ class Audit(Observer):
     def record(self, run: RunRecord) -> AuditRecord:
         """Return the record of the audited steps."""
         names = Names([*self.run.roots, *self._roots], self.run.tree)
-        steps = [understand(trace, names, self._weights) for trace in self._traces[: len(self.watched)]]
+        steps = [interpret(trace, names, self._weights) for trace in self._traces[: len(self.watched)]]
         audited = audit_record(
             run,
             self.watched,
@@ -119,10 +119,10 @@ class Audit(Observer):
             forced_eager=self.forced_eager,
             gave_way=self._kernels.gave_way,
         )
-        seen = Lowering()
-        for trace, step in zip(self._traces, self.watched, strict=False):  # the last one may not have ended
-            seen.add(trace.operations, step)
-        effective = seen.effective(run.effective, self.run.applied, emulates=self.run.emulates)
+        lowering = Lowering()
+        for trace, step in zip(self._traces, self.watched, strict=False):  # the last step may not have ended
+            lowering.add(trace.operations, step)
+        effective = lowering.effective(run.effective, self.run.applied, emulates=self.run.emulates)
         return audited.model_copy(update={"run": run.model_copy(update={"effective": effective})})
 
     def _keep(self, trace: Trace) -> None:
@@ -161,14 +161,14 @@ def audit_record(
         forced_eager: whether compiled code was run eagerly.
         gave_way: whether the script's own profiler ran instead.
     """
-    seen = [one for step in steps for one in step]
-    products = totals.products(seen)
+    operations = [operation for step in steps for operation in step]
+    products = totals.products(operations)
     if launches:
-        products = kernels.prove(products, seen, launches)
-    watched = AuditedSteps(
-        seen=seen,
+        products = kernels.prove(products, operations, launches)
+    audited = AuditedSteps(
+        operations=operations,
         wide=totals.wide_products(steps, policy=policy, names=names),
-        trips=totals.round_trips(seen),
+        trips=totals.round_trips(operations),
         products=products,
         device_type=device_type,
         fixes=FIXES if run.framework.startswith("keras") else {},
@@ -178,14 +178,14 @@ def audit_record(
         run=run,
         steps=list(numbers),
         forced_eager=forced_eager,
-        operations=merged.operations(seen),
-        flops_by_phase=merged.flops_by_phase(seen),
-        casts=totals.casts(seen),
-        round_trips=list(watched.trips),
-        wide_products=list(watched.wide),
+        operations=merged.operations(operations),
+        flops_by_phase=merged.flops_by_phase(operations),
+        casts=totals.casts(operations),
+        round_trips=list(audited.trips),
+        wide_products=list(audited.wide),
         products=products,
-        kernels=kernels.totals(launches, seen),
-        findings=[*run.findings, *findings(watched)],
+        kernels=kernels.totals(launches, operations),
+        findings=[*run.findings, *findings(audited)],
         notes=_notes(device_type, forced_eager=forced_eager, profiled=bool(launches), gave_way=gave_way),
     )
 
@@ -201,7 +201,7 @@ def _notes(device_type: str, *, forced_eager: bool, profiled: bool, gave_way: bo
         why = f"the model ran on {device_type}; what the operations' shapes allow is judged, not what a GPU ran"
         notes.append(Reason(what="kernels", value="not recorded", reason=why))
     elif gave_way:
-        why = "the script's own profiler ran in these steps, and torch has one a process; audit steps that it does not profile"
+        why = "the script's own profiler ran in these steps, and a process can run only one; audit steps that it does not profile"
         notes.append(Reason(what="kernels", value="recorded in part" if profiled else "not recorded", reason=why))
     elif not profiled:
         notes.append(Reason(what="kernels", value="not recorded", reason="the profiler returned no kernel"))

@@ -17,30 +17,31 @@ from mezzo.records import CastTotal, Product, RoundTrip, WideProduct
 _FORWARD = ("forward", "recompute")
 
 
-def casts(seen: Iterable[TracedOperation]) -> list[CastTotal]:
+def casts(operations: Iterable[TracedOperation]) -> list[CastTotal]:
     """Return all casts, equal ones merged, the largest first."""
     return merged.casts(
         CastTotal(
-            module=one.module,
-            phase=one.phase,
-            of=one.cast.of,
-            source=one.cast.source,
-            target=one.cast.target,
-            bytes=one.bytes,
-            line=one.noted.line,
+            module=operation.module,
+            phase=operation.phase,
+            of=operation.cast.of,
+            source=operation.cast.source,
+            target=operation.cast.target,
+            bytes=operation.bytes,
+            line=operation.raw.line,
         )
-        for one in seen
-        if one.cast is not None
+        for operation in operations
+        if operation.cast is not None
     )
 
 
-def round_trips(seen: Sequence[TracedOperation]) -> list[RoundTrip]:
+def round_trips(operations: Sequence[TracedOperation]) -> list[RoundTrip]:
     """Return the casts that a later cast undoes, by the module of the first of the two, the largest first."""
-    trips = [(c.back_to, one, c) for one in seen if (c := one.cast) is not None and c.back_to is not None]
+    casts = [(operation, operation.cast) for operation in operations if operation.cast is not None]
+    trips = [(cast.back_to, operation, cast) for operation, cast in casts if cast.back_to is not None]
     groups = grouped(
         trips, lambda trip: (trip[0].module, trip[1].phase, trip[2].source, trip[2].target, trip[2].needless)
     )
-    found = [
+    totals = [
         RoundTrip(
             module=first.module,
             phase=second.phase,
@@ -48,12 +49,12 @@ def round_trips(seen: Sequence[TracedOperation]) -> list[RoundTrip]:
             needless=cast.needless,
             count=len(group),
             bytes=sum(there.bytes + back.bytes for there, back, _ in group),
-            line=first.noted.line,
+            line=first.raw.line,
         )
         for group in groups
         for first, second, cast in group[:1]
     ]
-    return largest(found, lambda trip: trip.bytes)
+    return largest(totals, lambda trip: trip.bytes)
 
 
 def wide_products(
@@ -65,34 +66,34 @@ def wide_products(
     for step in steps:
         backward = _backward_flops(step)
         modules: dict[str, tuple[str, str, Why, str]] = {}
-        for one in step:
-            if one.phase in _FORWARD and is_wide(one):
-                assert one.product is not None
-                why = why_wide(one, policy=policy, lowers_elsewhere=elsewhere, name=names)
-                key = one.op, one.format, why, one.noted.line
-                modules.setdefault(one.module, key)
-                totals[key] += one.flops + backward.pop(one.product.number, (0, ""))[0]
+        for operation in step:
+            if operation.phase in _FORWARD and is_wide(operation):
+                assert operation.product is not None
+                why = why_wide(operation, policy=policy, lowers_elsewhere=elsewhere, names=names)
+                key = operation.op, operation.format, why, operation.raw.line
+                modules.setdefault(operation.module, key)
+                totals[key] += operation.flops + backward.pop(operation.product.number, (0, ""))[0]
         for flops, module in backward.values():  # of a gradient that is differentiated again
             if module in modules:
                 totals[modules[module]] += flops
-    found = [
+    products = [
         WideProduct(op=op, module=why.module, format=fmt, cause=why.cause, reason=why.reason, flops=flops, line=line)
         for (op, fmt, why, line), flops in totals.items()
     ]
-    return largest(found, lambda product: product.flops)
+    return largest(products, lambda product: product.flops)
 
 
 def _backward_flops(step: Sequence[TracedOperation]) -> dict[int, tuple[int, str]]:
     """Return the FLOPs of the wide products of backward passes, and their module, by the number of their graph node."""
     totals: dict[int, tuple[int, str]] = {}
-    for one in step:
-        if one.phase not in _FORWARD and one.noted.node is not None and is_wide(one):
-            number = one.noted.node.number
-            totals[number] = totals.get(number, (0, ""))[0] + one.flops, one.module
+    for operation in step:
+        if operation.phase not in _FORWARD and operation.raw.node is not None and is_wide(operation):
+            number = operation.raw.node.number
+            totals[number] = totals.get(number, (0, ""))[0] + operation.flops, operation.module
     return totals
 
 
-def products(seen: Iterable[TracedOperation]) -> list[Product]:
+def products(operations: Iterable[TracedOperation]) -> list[Product]:
     """Return all products by the shape that a Tensor Core works on, the largest first."""
-    shaped = ((one, shape_of(one)) for one in seen if one.product is not None)
-    return merged.products((one, shape) for one, shape in shaped if shape is not None)
+    shaped = ((operation, shape_of(operation)) for operation in operations if operation.product is not None)
+    return merged.products((operation, shape) for operation, shape in shaped if shape is not None)

@@ -22,10 +22,10 @@ class LocalError(ModuleError):
     """The largest magnitude of a gradient at its outputs, inputs and weights."""
 
     @property
-    def own(self) -> float:
+    def worst(self) -> float:
         """The largest of its errors: 0 if none could be measured, infinite for NaN."""
-        found = [error for error in (self.output, self.dgrad, self.wgrad) if error is not None]
-        return max((math.inf if math.isnan(error) else error for error in found), default=0.0)
+        measured = [error for error in (self.output, self.dgrad, self.wgrad) if error is not None]
+        return max((math.inf if math.isnan(error) else error for error in measured), default=0.0)
 
 
 class StepErrors(Value):
@@ -45,7 +45,7 @@ class Measured(Value):
 
     local: list[LocalError] = []
     steps: list[StepErrors] = []
-    """Errors against the reference; in the reference itself 0, or infinite for a non-finite gradient."""
+    """Errors relative to the reference; in the reference itself 0, or infinite for a non-finite gradient."""
     problem: str = ""
     """Why the gradients of this run cannot be compared."""
 
@@ -63,7 +63,7 @@ def measured_path(settings: FallbackSettings) -> Path:
 
 
 def read_measured(settings: FallbackSettings) -> Measured:
-    """Return what the run of ``settings`` measured; empty if the run ended before."""
+    """Return what the run of ``settings`` measured; empty if the run ended before it could."""
     path = measured_path(settings)
     return Measured.model_validate_json(path.read_text(encoding="utf-8")) if path.is_file() else Measured()
 
@@ -72,14 +72,14 @@ def of_all(by_rank: Sequence[Measured]) -> Measured:
     """Return the measurements of all processes of a run as one, with the largest of each error: one bad rank spoils every update."""
     first = by_rank[0]
     local: dict[str, LocalError] = {}
-    for one in (error for measured in by_rank for error in measured.local):
-        known = local.setdefault(one.module, one)
-        local[one.module] = max(known, one, key=lambda error: error.own)
+    for candidate in (error for measured in by_rank for error in measured.local):
+        known = local.setdefault(candidate.module, candidate)
+        local[candidate.module] = max(known, candidate, key=lambda error: error.worst)
     errors: dict[int, dict[str, float]] = {}
     for step in (step for measured in by_rank for step in measured.steps):
-        own = errors.setdefault(step.step, {})
+        largest = errors.setdefault(step.step, {})
         for name, error in step.errors.items():
-            own[name] = max(own.get(name, 0.0), error)
+            largest[name] = max(largest.get(name, 0.0), error)
     return Measured(
         local=list(local.values()),
         steps=[StepErrors(step=step.step, errors=errors[step.step]) for step in first.steps],
@@ -95,7 +95,7 @@ def failed_by_format(run: RunRecord) -> bool:
 
 
 def checked(measured: Measured, run: RunRecord, *, where: str, role: str) -> Measured:
-    """Return ``measured``; raise if it is empty, unless lower precision made the run fail: that is what the search is about."""
+    """Return ``measured``; raise if it is empty, unless lower precision made the run fail, which is a result of the search."""
     if measured.problem:
         raise ScriptError(
             f"the gradients of {run.script} cannot be compared between precisions: {measured.problem}",

@@ -1,8 +1,8 @@
 """Find the modules that must stay in FP32, given a way to run a few training steps.
 
-The order of runs: the FP32 reference, the FP32 noise run, the policy with nothing kept, then the search, then the set on
-all batches. The tolerance depends on the format: forty units of roundoff. A hundred healthy layers in a
-row stay well below that, and one that loses its values goes far beyond.
+The order of runs: the FP32 reference, the FP32 noise run, the policy with nothing kept, then the search, then the set that it found on
+all batches. The tolerance depends on the format: forty units of roundoff. A hundred healthy layers in a row stay well below that, and
+one that loses its values goes far beyond.
 
 A run starts with the loss scale at which dynamic scaling would settle for the modules that are not kept, computed from the
 reference's gradients: a set is judged by what it loses, not by the search for a scale in the first steps.
@@ -29,10 +29,10 @@ from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Reason, RunRecord, Verification
 
-_MOST = 0.5
+_MAX_TOLERANCE = 0.5
 _NOISE_SHARE = 0.25  # of the tolerance: a gradient that FP32 noise moves by more is not judged
-_EXPENSIVE = 0.1  # of the FLOPs: a container with more is opened if parts of it suffice
-_LISTED = 200
+_EXPENSIVE = 0.1  # of the FLOPs: a container with more is opened, in case parts of it suffice
+_MAX_IGNORED = 200
 
 
 @dataclass(kw_only=True)
@@ -62,7 +62,7 @@ class SearchState:
 def default_tolerance(policy: Policy) -> float:
     """Return the largest relative error of a gradient that passes under ``policy``."""
     compute = policy.required_formats[0]
-    return min(_MOST, ROUNDOFFS * compute.eps / 2)
+    return min(_MAX_TOLERANCE, ROUNDOFFS * compute.eps / 2)
 
 
 def find(
@@ -78,7 +78,7 @@ def find(
 
     Args:
         measure: runs the first steps of the training, the same ones each time.
-        policy: the policy to judge; modules that it keeps already stay kept.
+        policy: the policy to judge; modules that it already keeps in FP32 stay there.
         folder: where runs write their measurements.
         tolerance: the largest relative error of a parameter's gradient that passes; None for the format's default.
         fresh: how many more batches the set is checked on.
@@ -143,24 +143,24 @@ def _after_reference(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
 
 
 def _measured(state: SearchState, policy: Policy, settings: FallbackSettings) -> Measured:
-    """Run the training; the runs that the search may request next, for each outcome of this one, may run beside it."""
+    """Run the training; runs that the search may request next, whatever the outcome of this one, may run at the same time."""
     assert state.reference is not None
     first, run = state.reference
 
-    def again(measure: Measure) -> object:
-        anew = replace(
+    def replay(measure: Measure) -> object:
+        fresh = replace(
             state, measure=measure, note=lambda _: None, ignored={}, noise=0.0, trials=[], operations=(), answers=[]
         )
-        return _after_reference(anew)
+        return _after_reference(fresh)
 
     known = [*state.answers]
-    measured, _ = state.measure(policy, settings, lambda: expected(again, known, run, guesses_for(first)))
+    measured, _ = state.measure(policy, settings, lambda: expected(replay, known, run, guesses_for(first)))
     state.answers.append(measured)
     return measured
 
 
 def _judge_noise(state: SearchState) -> str:
-    """Find the gradients that FP32 itself determines; return why none can be judged, or an empty text."""
+    """Find the gradients that FP32 itself determines; return why none can be judged, or an empty string."""
     state.note("FP32 again, rounded another way")
     settings = FallbackSettings(role="noise", steps=state.steps, folder=state.folder, name="noise")
     noisy = _measured(state, Policy.parse("fp32"), settings)
@@ -186,7 +186,7 @@ def _judge_noise(state: SearchState) -> str:
 def _searched(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
     names = [local.module for local in state.local if not local.unnamed]
     costs = {local.module: float(local.flops) for local in state.local}
-    search_modules = functools.partial(search, names, tolerance=state.tolerance, costs=costs, whole=_whole(state))
+    search_modules = functools.partial(search, names, tolerance=state.tolerance, costs=costs, whole=_not_opened(state))
     first = search_modules(functools.partial(_verify, state))
     if first is None:
         return _elsewhere(state)
@@ -205,8 +205,8 @@ def _searched(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
 _CHANGED_NOTHING = "the policy lowers nothing in these steps, or no value that it rounds, so this says nothing about it"
 
 
-def _whole(state: SearchState) -> set[str]:
-    """Return the modules whose own computation fails; an expensive one is opened anyway."""
+def _not_opened(state: SearchState) -> set[str]:
+    """Return the containers that are not opened, because their own computation fails; an expensive one is opened anyway."""
     most = _EXPENSIVE * max((local.flops for local in state.local), default=0)
     return {local.module for local in state.local if _suspicion(local) > state.tolerance and local.flops <= most}
 
@@ -248,7 +248,7 @@ def _operations_in_fp32(state: SearchState) -> str:
 
 def _verify(state: SearchState, kept: Names, *, operations: Names = (), all_steps: bool = False) -> float:
     """Run the training with modules or operations in FP32 as well; return the largest error of a gradient."""
-    policy = in_fp32(_with(state.policy, kept), operations)
+    policy = in_fp32(_keeping(state.policy, kept), operations)
     if policy.loss_scale == "dynamic":
         policy = policy.replace(init_scale=_scale(state, policy, kept))
     settings = FallbackSettings(
@@ -280,12 +280,12 @@ def _verify(state: SearchState, kept: Names, *, operations: Names = (), all_step
     return error
 
 
-def _with(policy: Policy, kept: Sequence[str]) -> Policy:
+def _keeping(policy: Policy, kept: Sequence[str]) -> Policy:
     return policy.replace(fp32_modules=tuple(dict.fromkeys((*policy.fp32_modules, *kept))))
 
 
 def _scale(state: SearchState, policy: Policy, kept: Names) -> float:
-    """Return the scale at which dynamic scaling settles: the gradients of the modules not kept just fit."""
+    """Return the scale at which dynamic scaling settles: the gradients of the modules that are not kept just fit."""
     free = [local for local in state.local if not local.unnamed and not covered(local.module, kept)]
     inside = [local.largest for local in free if not any(covered(name, [local.module]) for name in kept)]
     largest = max((value for value in inside if math.isfinite(value)), default=0.0)
@@ -298,22 +298,24 @@ def _ranked(local: Sequence[LocalError], policy: Policy) -> list[LocalError]:
     Errors that only rounded inputs cause count half: a norm behind a layer kept in FP32 would get FP32 inputs.
     """
     named: dict[str, LocalError] = {}
-    for one in local:  # a name that occurs in several models is kept in all of them
-        known = named.get(one.module)
-        if known is None or _suspicion(one) > _suspicion(known):
-            named[one.module] = one
-    free = [one for one in named.values() if not any(fnmatchcase(one.module, p) for p in policy.fp32_modules)]
+    for error in local:  # a name that occurs in several models is kept in all of them
+        known = named.get(error.module)
+        if known is None or _suspicion(error) > _suspicion(known):
+            named[error.module] = error
+    free = [error for error in named.values() if not any(fnmatchcase(error.module, p) for p in policy.fp32_modules)]
     containers = {
-        one.module for one in free if any(covered(other.module, [one.module]) and other != one for other in free)
+        error.module
+        for error in free
+        if any(covered(other.module, [error.module]) and other != error for other in free)
     }
-    return sorted(free, key=lambda one: (-_suspicion(one), one.module in containers, one.flops))
+    return sorted(free, key=lambda error: (-_suspicion(error), error.module in containers, error.flops))
 
 
 def _suspicion(local: LocalError) -> float:
     if local.reason:
         return 0.25  # unknown: after what is certainly wrong, before what is healthy
     rounded = math.inf if math.isnan(local.rounded) else local.rounded
-    return max(min(1.0, local.own), min(1.0, rounded) / 2)
+    return max(min(1.0, local.worst), min(1.0, rounded) / 2)
 
 
 def _record(state: SearchState, run: RunRecord, verdict: FallbackVerdict, reason: str, kept: Names) -> FallbackRecord:
@@ -334,7 +336,7 @@ def _record(state: SearchState, run: RunRecord, verdict: FallbackVerdict, reason
         reason=reason,
         kept=list(kept),
         operations=list(state.operations),
-        suggested=str(in_fp32(_with(state.policy, kept), state.operations)),
+        suggested=str(in_fp32(_keeping(state.policy, kept), state.operations)),
         fp32_share=spent / whole if whole else 0.0,
         error_before=state.trials[0].error if state.trials else None,
         error_after=_after(state, kept) if verdict in ("found", "not needed") else None,
@@ -342,15 +344,15 @@ def _record(state: SearchState, run: RunRecord, verdict: FallbackVerdict, reason
         modules=modules,
         verifications=state.trials,
         noise=state.noise,
-        ignored=[Reason(what=n, value=f"{e:.2g}", reason=why) for n, e in list(state.ignored.items())[:_LISTED]],
+        ignored=[Reason(what=n, value=f"{e:.2g}", reason=why) for n, e in list(state.ignored.items())[:_MAX_IGNORED]],
         notes=[*_notes(state), *(_in_keras(kept) if kept and not state.has_op_lists else [])],
     )
 
 
 def _after(state: SearchState, kept: Names) -> float | None:
-    own = [t for t in state.trials if t.kept == list(kept)]
-    most = max((len(t.steps) for t in own), default=0)
-    return next((t.error for t in own if len(t.steps) == most), None)
+    of_set = [t for t in state.trials if t.kept == list(kept)]
+    most_steps = max((len(t.steps) for t in of_set), default=0)
+    return next((t.error for t in of_set if len(t.steps) == most_steps), None)
 
 
 def _notes(state: SearchState) -> list[Reason]:
@@ -358,7 +360,7 @@ def _notes(state: SearchState) -> list[Reason]:
         Reason(
             what="weights",
             value="as at the beginning",
-            reason="updates are held back, so that all runs compute the same; later in training other modules may fail",
+            reason="updates are suppressed, so that all runs compute the same; later in training other modules may fail",
         )
     ]
     alone = [local for local in state.local if local.reason]

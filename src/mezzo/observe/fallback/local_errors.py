@@ -3,7 +3,7 @@
 Comparing a low-precision run with an FP32 run module by module blames everything downstream of the culprit. So the step runs
 in FP32, the inputs and output gradients of each module's first call are kept, and afterwards each module runs alone on
 them: in FP32, under the policy, and under the policy with its inputs rounded as well (an operation that follows
-its input's format loses bits only then). Meanwhile the children of a container run in FP32, so that the container's error
+its input's format loses bits only then). The children of a container always run in FP32, so that the container's error
 comes only from what it computes itself. All three runs draw the same dropout masks.
 
 Limits: the first call of a module stands for all its calls; code outside modules is not measured. Costs: a copy of
@@ -43,7 +43,7 @@ class FirstCall:
     gradients: list[Tensor | None] = field(default_factory=list)
     """One per output that has a gradient, in order."""
     pass_number: int = 0
-    """Number of the call of an outermost module that it was made in."""
+    """Number of the call of an outermost module in which this call took place."""
 
 
 class Calls:
@@ -55,25 +55,25 @@ class Calls:
 
     def __init__(self) -> None:
         self.first: dict[nn.Module, FirstCall] = {}
-        self._open = threading.local()
+        self._thread = threading.local()
         self._passes = 0
         self._copies: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def entering(self, module: nn.Module, args: Any) -> None:
-        """Copy a module's inputs before the module can change them in place."""
-        outermost = self._open.__dict__.setdefault("outermost", None)
+        """Copy the inputs of a module that is being called, before it can change them in place."""
+        outermost = self._thread.__dict__.setdefault("outermost", None)
         if outermost is None or outermost is module:
-            self._open.outermost = module
+            self._thread.outermost = module
             self._passes += 1
         if self._is_wanted(module) and torch.is_grad_enabled():
-            waiting = self._open.__dict__.setdefault("calls", {})
+            waiting = self._thread.__dict__.setdefault("calls", {})
             waiting.setdefault(module, FirstCall(module, self._copied(args), pass_number=self._passes))
 
     def returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Hook the outputs of a module to keep their gradients."""
-        if self._open.__dict__.get("outermost") is module:
-            self._open.outermost = None
-        call = self._open.__dict__.get("calls", {}).pop(module, None)
+        if self._thread.__dict__.get("outermost") is module:
+            self._thread.outermost = None
+        call = self._thread.__dict__.get("calls", {}).pop(module, None)
         if call is None or not self._is_wanted(module, before=call.pass_number):
             return
         call.kwargs = self._copied(kwargs)
@@ -81,11 +81,11 @@ class Calls:
         if any(not tensor.is_leaf for tensor in outputs):
             self.first[module] = call
             call.gradients = [None] * len(outputs)
-            for place, tensor in enumerate(outputs):
-                tensor.register_hook(functools.partial(_arrived, call, place))
+            for index, tensor in enumerate(outputs):
+                tensor.register_hook(functools.partial(_keep_gradient, call, index))
 
     def _is_wanted(self, module: nn.Module, *, before: int = 0) -> bool:
-        """Return whether no call of a module is known, or only one of an earlier pass, without gradients."""
+        """Return whether no call of a module is known, or only one of an earlier pass that got no gradients."""
         known = self.first.get(module)
         if known is None:
             return True
@@ -106,9 +106,9 @@ class Calls:
         return tree_map_only(Tensor, copy, values)
 
 
-def _arrived(call: FirstCall, place: int, gradient: Tensor) -> None:
-    if call.gradients[place] is None:
-        call.gradients[place] = gradient.detach().clone()
+def _keep_gradient(call: FirstCall, index: int, gradient: Tensor) -> None:
+    if call.gradients[index] is None:
+        call.gradients[index] = gradient.detach().clone()
 
 
 def differentiable(values: Any) -> list[Tensor]:
@@ -136,7 +136,7 @@ class Bench:
         """Return the errors of the modules of ``calls``.
 
         Args:
-            calls: each with its inputs and gradients.
+            calls: calls of modules, each with its inputs and gradients.
             names: each module's name, and whether it is a whole model, which a pattern cannot name.
         """
         self._choose_scale(calls)
@@ -157,7 +157,7 @@ class Bench:
             self._scale = fitting_scale(finite[int(FITTING * (len(finite) - 1))], self._scale)
 
     def _largest(self, call: FirstCall) -> float:
-        """Return the largest gradient that a module reads or computes; 0 if it cannot run on its own."""
+        """Return the largest magnitude of the gradients that a module reads or computes; 0 if it cannot run on its own."""
         try:
             exact = self._run(call)
         except Exception:  # ``_local`` runs it again and keeps the reason
@@ -174,7 +174,7 @@ class Bench:
         except Exception as error:  # the script's module: it may fail on its own for any reason
             return LocalError(module=name, type=kind, reason=f"{type(error).__name__}: {error}".splitlines()[0])
         output, dgrad, wgrad = (relative_error(a, b) if a else None for a, b in zip(exact, low, strict=True))
-        arrived = [g for g in call.gradients if g is not None]
+        of_outputs = [g for g in call.gradients if g is not None]
         return LocalError(
             module=name,
             type=kind,
@@ -183,7 +183,7 @@ class Bench:
             wgrad=wgrad,
             rounded=max((relative_error(a, b) for a, b in zip(exact, rounded, strict=True) if a), default=0.0),
             flops=sum(counter.by_format.values()),
-            largest=_largest([*arrived, *exact.dgrad, *exact.wgrad]),
+            largest=_largest([*of_outputs, *exact.dgrad, *exact.wgrad]),
         )
 
     def _run(self, call: FirstCall, *, low: bool = False, rounds: bool = False) -> Results:
@@ -224,8 +224,8 @@ def relative_error(exact: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     Infinite if ``found`` is not finite, or differs from an ``exact`` that is zero.
     """
     norms = [norm(t) for t in exact]
-    apart = [norm(b - a) for a, b in zip(exact, found, strict=True)]
-    whole, difference = math.hypot(*norms), math.hypot(*apart)
+    differences = [norm(b - a) for a, b in zip(exact, found, strict=True)]
+    whole, difference = math.hypot(*norms), math.hypot(*differences)
     if not math.isfinite(difference):
         return math.inf
     if whole == 0.0:

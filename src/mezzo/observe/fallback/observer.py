@@ -45,9 +45,9 @@ class Fallback(Observer):
         self._settings = settings
         self._handles: list[Any] = []
         self._aside: list[tuple[nn.Parameter, Tensor]] = []
-        self._fresh: dict[str, Tensor] = {}
+        self._current: dict[str, Tensor] = {}
         """Gradients of the observed step, by parameter."""
-        self._kept: dict[int, dict[str, Tensor]] = {}
+        self._recorded: dict[int, dict[str, Tensor]] = {}
         self._reference: dict[int, dict[str, Tensor]] = {}
         self._compared: list[StepErrors] = []
         self._local: list[LocalError] = []
@@ -59,11 +59,11 @@ class Fallback(Observer):
     # --- observation ------------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin at once: this observer sets hooks and enters no modes."""
+        """Begin immediately: this observer sets hooks and enters no modes."""
         if self._settings.role != "reference":
             path = Path(self._settings.folder) / REFERENCE
             self._reference = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        self._begin_at_once()
+        self._begin_immediately()
 
     def begin(self, step: int) -> None:
         """Set the hooks."""
@@ -80,8 +80,8 @@ class Fallback(Observer):
             self._handles.append(register_module_forward_hook(self._perturbed))
 
     def restart(self) -> None:
-        """Discard the gradients: they belonged to the step before."""
-        self._fresh = {}
+        """Discard the gradients: they belonged to the previous step."""
+        self._current = {}
 
     def mark(self) -> None:
         """Do nothing: a step's gradients are those after its last backward pass."""
@@ -102,14 +102,14 @@ class Fallback(Observer):
             # torch's remove() leaves an entry for hooks that take keywords, which torch.compile mistakes for a hook.
             torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
         self._handles = []
-        if self._fresh and self._observing is not None and self._observing in self.watched:
+        if self._current and self._observing is not None and self._observing in self.watched:
             self._keep(self._observing)
 
     def record(self, run: RunRecord) -> RunRecord:
         """Write the measurements to the folder; return the run's own record."""
         folder = Path(self._settings.folder)
         if self._settings.role == "reference":
-            torch.save(self._kept, folder / REFERENCE)
+            torch.save(self._recorded, folder / REFERENCE)
         measured = Measured(local=self._local, steps=self._compared, problem=self._problem)
         measured_path(self._settings).write_text(measured.model_dump_json(), encoding="utf-8")
         return run
@@ -121,10 +121,10 @@ class Fallback(Observer):
         if self._observing is not None and not self._probing:
             for name, parameter in self._parameters().items():
                 if parameter.grad is not None:
-                    self._fresh[name] = _plain(parameter.grad, scale=self.run.gradient_scale)
-            held = [p.grad for p in self._parameters().values() if p.grad is not None]
-            if held and not list(self.run.optimizers):
-                torch._foreach_zero_(held)  # the script updates its weights itself, with gradients that are now zero
+                    self._current[name] = _plain(parameter.grad, scale=self.run.gradient_scale)
+            gradients = [p.grad for p in self._parameters().values() if p.grad is not None]
+            if gradients and not list(self.run.optimizers):
+                torch._foreach_zero_(gradients)  # the script updates its weights itself: now with zeros
         super().backward_ended()
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -142,9 +142,9 @@ class Fallback(Observer):
         return found
 
     def _keep(self, step: int) -> None:
-        fresh, self._fresh = self._fresh, {}
+        fresh, self._current = self._current, {}
         if self._settings.role == "reference":
-            self._kept[step] = {name: gradient.cpu() for name, gradient in fresh.items()}
+            self._recorded[step] = {name: gradient.cpu() for name, gradient in fresh.items()}
             errors = {name: 0.0 if bool(g.isfinite().all()) else math.inf for name, g in fresh.items()}
             if not self._compared:
                 self._measure_modules()
@@ -191,17 +191,17 @@ class Fallback(Observer):
             self._local = bench.measure(calls, names)
         finally:
             self.run.in_backward, self._probing = was_backward, False
-            for met in [root for root in self.run.roots if root not in roots]:
-                del self.run.roots[met]
+            for added in [root for root in self.run.roots if root not in roots]:
+                del self.run.roots[added]
             self._calls = Calls()
 
     def _perturbed(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return None
-        return tree_map_only(Tensor, self._moved, output)
+        return tree_map_only(Tensor, self._perturbed_tensor, output)
 
-    def _moved(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` with every element moved by about one unit in its last place, up or down, and 1 and -1 towards 0.
+    def _perturbed_tensor(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor`` with every element moved by about one unit in its last place, up or down at random, and 1 and -1 towards 0.
 
         Probabilities and cosines stay in their range: operations that read them may reject other values.
         """
@@ -215,7 +215,7 @@ class Fallback(Observer):
 
 
 def _plain(gradient: Any, *, scale: float) -> Tensor:
-    """Return a dense, unscaled copy in FP32; for a sharded gradient, of the whole: its norm needs all parts."""
+    """Return a dense, unscaled copy in FP32; of a sharded gradient, a copy of all its parts, which its norm needs."""
     if is_shared(gradient):
         gradient = gradient.full_tensor()
     dense: Tensor = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach().clone()

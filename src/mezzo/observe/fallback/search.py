@@ -1,11 +1,11 @@
 """Search for a small set of modules that must stay in FP32, with few verifications.
 
 A verification runs a training step with a set of modules kept in FP32 and returns the largest error of a gradient. It is expensive, so no
-set is verified twice. Modules come ranked, the most suspect first::
+set is verified twice. Modules are ranked, the most suspect first::
 
     nothing kept            passes: done
     1, 2, 4, 8 ... first    the shortest prefix of the ranking that passes: doubled, then halved
-    prune                   drop modules: singly, then in groups that double as long as they can go
+    prune                   drop modules: one at a time, then in groups that double as long as they can go
         open containers         if everything inside passes in place of the container, search inside
     prune again             until dropping any single module of the set has failed
 

@@ -16,7 +16,7 @@ from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import RunRecord
 
-_LONGEST = 60
+_MAX_LENGTH = 60
 
 
 class SearchRun(NamedTuple):
@@ -34,15 +34,15 @@ class Measure(Protocol):
     """A function that runs a few training steps under a policy."""
 
     def __call__(self, policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
-        """Return the measurements and the record of the run; the runs ``ahead`` may run beside it."""
+        """Return the measurements and the record of the run; the runs ``ahead`` may run at the same time."""
         ...
 
 
 def name_of(kept: Names, operations: Names, *, all_steps: bool) -> str:
-    """Return a name for a run from what it keeps in FP32: the same run has the same name however the search goes."""
+    """Return a name for a run from what it keeps in FP32: the same run has the same name whatever course the search takes."""
     parts = ["kept", *kept] if kept else ["operations", *operations] if operations else ["kept", "nothing"]
     text = "+".join(parts).replace("+", "-", 1).replace("/", "_")
-    if len(text) > _LONGEST:
+    if len(text) > _MAX_LENGTH:
         count = len(kept or operations)
         text = f"{parts[0]}-{count}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     return f"{text}-all-steps" if all_steps else text
@@ -63,7 +63,7 @@ def expected(
     while waiting:
         assumed = waiting.popleft()
         for guess in guesses:
-            trial = _asked_after(search, [*known, *assumed, guess], run)
+            trial = _requested_after(search, [*known, *assumed, guess], run)
             if trial is not None:
                 yield trial
                 waiting.append([*assumed, guess])
@@ -79,24 +79,26 @@ def guesses_for(reference: Measured) -> tuple[Measured, Measured]:
     return failed, passed
 
 
-class _Asked(Exception):
+class _RunRequested(Exception):
     def __init__(self, trial: SearchRun) -> None:
         super().__init__()
         self.trial = trial
 
 
-def _asked_after(search: Callable[[Measure], object], known: Sequence[Measured], run: RunRecord) -> SearchRun | None:
+def _requested_after(
+    search: Callable[[Measure], object], known: Sequence[Measured], run: RunRecord
+) -> SearchRun | None:
     """Return the run that a search requests after those with known measurements; None if it requests no more."""
     answers = iter(known)
 
     def measure(policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
         found = next(answers, None)
         if found is None:
-            raise _Asked(SearchRun(policy, settings))
+            raise _RunRequested(SearchRun(policy, settings))
         return found, run
 
     try:
         search(measure)
-    except _Asked as asked:
-        return asked.trial
+    except _RunRequested as request:
+        return request.trial
     return None

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.engine.gradients import trained_leaves
-from mezzo.observe.lint.gradients import BackwardPass, Held
-from mezzo.observe.lint.noticed import ENOUGH, Noticed
+from mezzo.observe.lint.gradients import BackwardPass, GradientState
+from mezzo.observe.lint.misuse_log import ENOUGH, MisuseLog
 
-_INVARIANT = (
+_SCALE_INVARIANT = (
     "Adam",
     "AdamW",
     "NAdam",
@@ -30,61 +30,61 @@ _INVARIANT = (
 class Accumulation:
     """The accumulation windows of each optimizer."""
 
-    def __init__(self, noticed: Noticed) -> None:
-        self._noticed = noticed
-        self._bare: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """Windows in a row without any division; far below 0 once a loss was divided."""
+    def __init__(self, log: MisuseLog) -> None:
+        self._log = log
+        self._undivided: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """Windows in a row without any division; far below 0 once a loss has been divided."""
 
-    def in_session(self, one: BackwardPass, parameters: list[Tensor]) -> None:
+    def in_session(self, backward: BackwardPass, parameters: list[Tensor]) -> None:
         """Record a backward pass of a session, whose own division is one of the factors."""
-        count, near = one.divides_by, one.loss.near(one.divides_by)
-        if len(near) > 1 and (count > 2 or any(f.divides for f in near)) and not _averages(one, count):
+        count, near = backward.divides_by, backward.loss.near(backward.divides_by)
+        if len(near) > 1 and (count > 2 or any(f.divides for f in near)) and not _averages(backward, count):
             detail = f"the script divides the loss by {count}, and mezzo.Session(accumulate={count}) averages over {count} passes"
-            self._noticed.add("A607", detail, parameters=parameters, line=one.line)
+            self._log.add("A607", detail, parameters=parameters, line=backward.line)
 
-    def closed(self, optimizer: Optimizer, held: Held, *, step: int) -> None:
-        """Record the backward passes of the update about to be made in step number ``step``."""
-        passes = held.passes
+    def closed(self, optimizer: Optimizer, state: GradientState, *, step: int) -> None:
+        """Record the backward passes of the update that step number ``step`` is about to make."""
+        passes = state.passes
         # A script that changes gradients by hand may divide them at that point.
-        if len(passes) < 2 or held.by_hand or passes[0].divides_by > 1:
+        if len(passes) < 2 or state.by_hand or passes[0].divides_by > 1:
             return
         count = len(passes)
         if all(_divided_twice(p, count) for p in passes):
-            whom = ", the second time by the library that calls backward()" if passes[0].library else ""
-            detail = f"{count} backward passes precede an update, and the loss is divided by {count} twice{whom}"
-            self._noticed.add("A607", detail, parameters=trained_leaves(optimizer), line=passes[0].line)
+            by_whom = ", the second time by the library that calls backward()" if passes[0].library else ""
+            detail = f"{count} backward passes precede an update, and the loss is divided by {count} twice{by_whom}"
+            self._log.add("A607", detail, parameters=trained_leaves(optimizer), line=passes[0].line)
         elif _not_divided(passes):
-            self._bare[optimizer] = seen = self._bare.get(optimizer, 0) + 1
-            if seen >= ENOUGH:
-                first = step - 1 if seen == ENOUGH else step
+            self._undivided[optimizer] = count_in_row = self._undivided.get(optimizer, 0) + 1
+            if count_in_row >= ENOUGH:
+                first = step - 1 if count_in_row == ENOUGH else step
                 detail = f"{count} backward passes of a mean loss precede each update, and none is divided by {count}"
-                detail += _of_invariant(optimizer)
-                self._noticed.add("A608", detail, parameters=trained_leaves(optimizer), line=passes[0].line, step=first)
+                detail += _invariance_note(optimizer)
+                self._log.add("A608", detail, parameters=trained_leaves(optimizer), line=passes[0].line, step=first)
         else:
-            self._bare[optimizer] = -1_000_000
+            self._undivided[optimizer] = -1_000_000
 
 
-def _divided_twice(one: BackwardPass, count: int) -> bool:
+def _divided_twice(backward: BackwardPass, count: int) -> bool:
     """Return whether a loss was divided twice by the number of backward passes."""
-    half_a_square = count == 2 and one.loss.squares and not one.library
-    return one.loss.divided_by(count) == 2 and not _averages(one, count) and not half_a_square
+    half_a_square = count == 2 and backward.loss.squares and not backward.library
+    return backward.loss.divided_by(count) == 2 and not _averages(backward, count) and not half_a_square
 
 
-def _averages(one: BackwardPass, count: int) -> bool:
+def _averages(backward: BackwardPass, count: int) -> bool:
     """Return whether the loss is a sum of ``count`` losses, so that dividing it gives their average."""
-    return one.loss.end == "terms" and len(one.loss.terms) == count
+    return backward.loss.end == "terms" and len(backward.loss.terms) == count
 
 
 def _not_divided(passes: list[BackwardPass]) -> bool:
-    """Return whether micro-batches were summed: passes from one line, each of a mean over a batch, to the same weights."""
+    """Return whether micro-batches were summed: passes from one line, each of a mean over a batch, that reached the same weights."""
     first = passes[0]
     alike = all((p.place, p.touched, p.library) == (first.place, first.touched, False) for p in passes)
     means = all(p.loss.is_mean(undivided_by=len(passes)) and p.batch > 1 for p in passes)
     return alike and means and all(p.known and not p.keeps_graph for p in passes)
 
 
-def _of_invariant(optimizer: Optimizer) -> str:
+def _invariance_note(optimizer: Optimizer) -> str:
     name = type(optimizer).__name__
-    if name not in _INVARIANT:
+    if name not in _SCALE_INVARIANT:
         return ""
     return f" ({name}'s update hardly depends on it; clipping, L2 penalties and logged norms do)"

@@ -1,7 +1,7 @@
 """The state of an optimizer's gradients: which backward passes added to them, at which scale, and what the script did to them since.
 
-Nothing is read from a device. A change of a gradient shows in its identity and its version, two numbers that torch keeps
-on the host anyway: 0.3 us per parameter, twice per backward pass, in the first steps only.
+Nothing is read from a device. A change of a gradient shows in its identity and its version, two numbers that torch keeps on the host
+anyway. Reading them takes 0.3 us per parameter, twice per backward pass, in the first steps only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NONE = -1
 
 @dataclass(frozen=True)
 class Scaled:
-    """The GradScaler that scaled a loss, and its number of updates at that time."""
+    """The GradScaler that scaled a loss, and how many updates it had made by then."""
 
     scaler: Any
     epoch: int
@@ -33,13 +33,13 @@ class BackwardPass:
     """The contribution of one backward pass."""
 
     scaled: Scaled | None
-    """The scale of its loss; None if it has none, or an unknown one."""
+    """The scale of its loss; None if the loss has none, or an unknown one."""
     known: bool
     """Whether the scale is certain: a script may multiply a loss by hand."""
     loss: TracedLoss
     line: str
     place: int
-    """A number for the script's calls that led to it."""
+    """A number that identifies the chain of the script's calls that led to it."""
     library: bool
     """Whether a library called it."""
     divides_by: int
@@ -54,14 +54,14 @@ class BackwardPass:
 
 
 @dataclass
-class Held:
+class GradientState:
     """The state of one optimizer's gradients."""
 
     passes: list[BackwardPass] = field(default_factory=list)
     """Backward passes since the gradients were cleared or used."""
     unscaled: bool = False
     late: bool = False
-    """Whether a scaled backward pass came after they were unscaled."""
+    """Whether a scaled backward pass followed after they were unscaled."""
     by_hand: bool = False
     """Whether the script changed them itself."""
     clipped: bool = False
@@ -71,16 +71,16 @@ class Held:
     limit_read: str = ""
     """The script's line that computed clamped copies while they were scaled."""
     dropped: int = 0
-    """Number of backward passes cleared since the last step."""
+    """Number of backward passes whose gradients were cleared since the last step."""
     num_steps: int = 0
     num_empty: int = 0
     """Number of steps that had only cleared gradients."""
     first_empty: tuple[int, str] = (0, "")
     made: int = 0
     skipped: int = 0
-    """Steps since one of its schedulers stepped."""
+    """Steps that were made and skipped since one of the optimizer's schedulers stepped."""
     early: str = ""
-    """The line that stepped a scheduler between the last backward pass and the step."""
+    """The script's line that stepped a scheduler between the last backward pass and the step."""
     marks: list[int] = field(default_factory=list)
 
     @property
@@ -108,29 +108,29 @@ class Gradients:
     """The state of every optimizer's gradients."""
 
     def __init__(self) -> None:
-        self._held: weakref.WeakKeyDictionary[Optimizer, Held] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[Optimizer, GradientState] = weakref.WeakKeyDictionary()
         self._before: dict[int, list[int]] = {}
 
-    def of(self, optimizer: Optimizer) -> Held:
+    def of(self, optimizer: Optimizer) -> GradientState:
         """Return the state of an optimizer's gradients."""
-        held = self._held.get(optimizer)
-        if held is None:
-            held = self._held[optimizer] = Held(marks=marks_of(optimizer))
-        return held
+        state = self._states.get(optimizer)
+        if state is None:
+            state = self._states[optimizer] = GradientState(marks=marks_of(optimizer))
+        return state
 
-    def inspect(self, optimizer: Optimizer) -> Held:
+    def inspect(self, optimizer: Optimizer) -> GradientState:
         """Return the state after checking whether the script changed the gradients since the last check."""
-        held, now = self.of(optimizer), marks_of(optimizer)
-        if now != held.marks:
+        state, now = self.of(optimizer), marks_of(optimizer)
+        if now != state.marks:
             if all(mark == _NONE for mark in now):
-                held.clear()
+                state.clear()
             else:
-                held.by_hand = bool(held.passes)
-            held.marks = now
-        return held
+                state.by_hand = bool(state.passes)
+            state.marks = now
+        return state
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Accept the gradients as they are: the change is accounted for."""
+        """Accept the gradients as they are: their change is accounted for."""
         self.of(optimizer).marks = marks_of(optimizer)
 
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
@@ -141,30 +141,30 @@ class Gradients:
         """Return the optimizers whose gradients a backward pass changed, each with a number for the set of parameters."""
         found = []
         for optimizer in optimizers:
-            held, now = self.of(optimizer), marks_of(optimizer)
-            before = self._before.get(id(optimizer), held.marks)
+            state, now = self.of(optimizer), marks_of(optimizer)
+            before = self._before.get(id(optimizer), state.marks)
             places = tuple(k for k, (a, b) in enumerate(zip(before, now, strict=False)) if a != b)
             if places:
                 found.append((optimizer, hash(places)))
-            held.marks = now
+            state.marks = now
         return found
 
     def scaled_among(
         self, parameters: Iterable[Tensor], owners: Iterable[Optimizer]
     ) -> tuple[list[Optimizer], list[Tensor]]:
-        """Return the ``owners`` whose gradients are scaled, and their part of ``parameters``; one of two owners may have unscaled."""
+        """Return the ``owners`` whose gradients are scaled, and their part of ``parameters``: another owner may have unscaled the rest."""
         checked = [(o, self.inspect(o)) for o in owners]
-        unscaled = {id(p) for o, held in checked if held.unscaled for p in trained_leaves(o)}
+        unscaled = {id(p) for o, state in checked if state.unscaled for p in trained_leaves(o)}
         left = {id(p): p for p in parameters if p.grad is not None and id(p) not in unscaled}
-        scaled = [o for o, held in checked if held.scaled and any(id(p) in left for p in trained_leaves(o))]
-        own = {id(p) for o in scaled for p in trained_leaves(o)}
-        return scaled, [p for key, p in left.items() if key in own]
+        scaled = [o for o, state in checked if state.scaled and any(id(p) in left for p in trained_leaves(o))]
+        owned = {id(p) for o in scaled for p in trained_leaves(o)}
+        return scaled, [p for key, p in left.items() if key in owned]
 
     @staticmethod
     def owners(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-        """Return the optimizers that hold any of ``parameters`` with a gradient."""
-        given = {id(p) for p in parameters if p.grad is not None}
-        return [o for o in optimizers if any(id(p) in given for p in trained_leaves(o))]
+        """Return the optimizers that train any of ``parameters`` with a gradient."""
+        with_gradient = {id(p) for p in parameters if p.grad is not None}
+        return [o for o in optimizers if any(id(p) in with_gradient for p in trained_leaves(o))]
 
 
 def marks_of(optimizer: Optimizer) -> list[int]:

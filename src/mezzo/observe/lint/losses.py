@@ -1,7 +1,7 @@
-"""Read from the last nodes of a loss's graph how the script scaled, divided and reduced it.
+"""Read from the last nodes of a loss's graph how the script scaled, divided and reduced the loss.
 
-Only values that autograd keeps on the host are read: names of nodes, shapes, numbers that a script multiplied or divided by. Few nodes near
-the root compute scalars; the search for FP16 gradients walks the whole graph, once or twice in a run.
+Only values that autograd keeps on the host are read: names of nodes, shapes, numbers that a script multiplied or divided by. This walk is
+short, because few nodes near the root compute scalars; the search for FP16 gradients walks the whole graph, once or twice in a run.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mezzo.formats import FP16
 
 End: TypeAlias = Literal["mean", "sum", "terms", "unknown"]
 
-_MOST_NODES = 64
-_MOST_NODES_OF_GRAPH = 100_000
+_MAX_NODES = 64
+_MAX_GRAPH_NODES = 100_000
 _MEAN, _SUM = 1, 2
 """The values with which torch's losses encode their ``reduction``."""
-_PASSED = (
+_TRANSPARENT = (
     "ToCopy",
     "Clone",
     "View",
@@ -35,7 +35,7 @@ _PASSED = (
 )
 
 
-_LEAST_SCALE = 64.0
+_MIN_SCALE = 64.0
 """A smaller factor counts as the weight of a loss."""
 
 
@@ -48,7 +48,7 @@ class Factor(NamedTuple):
     @property
     def may_scale(self) -> bool:
         """Whether it may be a loss scale; 1 counts, because a GradScaler that is off reports that scale."""
-        return self.value is None or self.value == 1.0 or self.value >= _LEAST_SCALE
+        return self.value is None or self.value == 1.0 or self.value >= _MIN_SCALE
 
 
 class TracedLoss(NamedTuple):
@@ -57,7 +57,7 @@ class TracedLoss(NamedTuple):
     factors: tuple[Factor, ...]
     """The factors, without the GradScaler's."""
     end: End
-    """The value that the factors apply to: a mean, a sum, a sum of several losses, or something unknown."""
+    """What the factors apply to: a mean, a sum, a sum of several losses, or something unknown."""
     terms: tuple[TracedLoss, ...] = ()
     """The losses that were added up, if there were several."""
     squares: bool = False
@@ -80,7 +80,7 @@ class TracedLoss(NamedTuple):
         return [f for f in self.factors if f.value is not None and abs(f.value * count - 1.0) < 1e-3]
 
     def divided_by(self, count: int) -> int:
-        """Return how often it was divided by ``count``; a factor of one half may be part of the loss itself, a division counts."""
+        """Return how often it was divided by ``count``; a factor of one half may be part of the loss itself, but a division by 2 counts."""
         return sum(1 for f in self.near(count) if f.divides or count > 2)
 
 
@@ -96,7 +96,7 @@ def loss_of(root: Tensor, scalings: Collection[int]) -> TracedLoss:
     if name in ("Add", "Sub"):
         followed = [_followed(term, scalings) for term in _terms(node)]
         return TracedLoss(
-            factors, "terms", tuple(TracedLoss(own, _reduction(end, _kind(end))) for own, end in followed)
+            factors, "terms", tuple(TracedLoss(inner, _reduction(end, _kind(end))) for inner, end in followed)
         )
     squares = name == "MseLoss" or any(_kind(n) == "Pow" for n in _inputs(node))
     return TracedLoss(factors, _reduction(node, name), squares=squares)
@@ -105,14 +105,16 @@ def loss_of(root: Tensor, scalings: Collection[int]) -> TracedLoss:
 def _followed(node: Any, scalings: Collection[int]) -> tuple[tuple[Factor, ...], Any]:
     """Return the factors from ``node`` inwards, and the first node that is neither a factor nor a view."""
     factors: list[Factor] = []
-    for _ in range(_MOST_NODES):
+    for _ in range(_MAX_NODES):
         name, inputs = _kind(node), _inputs(node)
-        if len(inputs) != 1 or not _of_one(node) or (name == "Div" and node.next_functions[0][0] is None):
+        if len(inputs) != 1 or not _is_scalar(node) or (name == "Div" and node.next_functions[0][0] is None):
             break
         if name in ("Mul", "Div"):
             if _sequence(node) not in scalings:
                 factors.append(_factor(node, divides=name == "Div"))
-        elif not (name in _PASSED or name in ("Add", "Sub") or (name in ("Mean", "Sum") and _of_one(inputs[0]))):
+        elif not (
+            name in _TRANSPARENT or name in ("Add", "Sub") or (name in ("Mean", "Sum") and _is_scalar(inputs[0]))
+        ):
             break
         node = inputs[0]
     return tuple(factors), node
@@ -126,7 +128,7 @@ def found_in(roots: Iterable[Tensor], sequences: Collection[int]) -> int | None:
     oldest = min(sequences, default=0)
     waiting = [r.grad_fn for r in roots if r.grad_fn is not None] if sequences else []
     seen: set[Any] = set()
-    while waiting and len(seen) < _MOST_NODES:
+    while waiting and len(seen) < _MAX_NODES:
         node = waiting.pop()
         number = _sequence(node)
         if number in sequences:
@@ -142,9 +144,9 @@ def has_fp16_gradients(roots: Iterable[Tensor]) -> bool:
     """Return whether a backward pass from ``roots`` computes FP16 gradients."""
     waiting: list[Any] = [r.grad_fn for r in roots if r.grad_fn is not None]
     seen = set(waiting)
-    while waiting and len(seen) < _MOST_NODES_OF_GRAPH:
+    while waiting and len(seen) < _MAX_GRAPH_NODES:
         node = waiting.pop()
-        if any(kept.dtype == FP16.dtype for kept in node._input_metadata):
+        if any(metadata.dtype == FP16.dtype for metadata in node._input_metadata):
             return True
         following = [n for n in _inputs(node) if n not in seen]
         seen.update(following)
@@ -153,10 +155,10 @@ def has_fp16_gradients(roots: Iterable[Tensor]) -> bool:
 
 
 def sequences_of(outputs: Any) -> list[int]:
-    """Return the sequence numbers of the nodes that made tensors, also in lists and tuples."""
+    """Return the sequence numbers of the nodes that computed tensors, also in lists and tuples."""
     if isinstance(outputs, Tensor):
         return [] if outputs.grad_fn is None else [_sequence(outputs.grad_fn)]
-    return [n for one in outputs for n in sequences_of(one)] if isinstance(outputs, (list, tuple)) else []
+    return [n for output in outputs for n in sequences_of(output)] if isinstance(outputs, (list, tuple)) else []
 
 
 def _kind(node: Any) -> str:
@@ -174,35 +176,35 @@ def _sequence(node: Any) -> int:
 
 def _factor(node: Any, *, divides: bool) -> Factor:
     try:
-        kept = getattr(node, "_saved_other", None)
-        kept = kept if kept is not None or divides else getattr(node, "_saved_self", None)
-        readable = not isinstance(kept, Tensor) or (kept.device.type == "cpu" and kept.numel() == 1)
+        saved = getattr(node, "_saved_other", None)
+        saved = saved if saved is not None or divides else getattr(node, "_saved_self", None)
+        readable = not isinstance(saved, Tensor) or (saved.device.type == "cpu" and saved.numel() == 1)
         with torch._C._DisableTorchDispatch():  # or an observer of operations would record this one
-            value = float(kept) if readable else None  # type: ignore[arg-type]
+            value = float(saved) if readable else None  # type: ignore[arg-type]
     except (RuntimeError, TypeError):  # freed, changed in place since, packed by a hook, or not a real number
         value = None
     return Factor(1 / value if divides and value else value, divides)
 
 
-def _of_one(node: Any) -> bool:
+def _is_scalar(node: Any) -> bool:
     """Return whether a node's result is one number."""
-    return [torch.Size(kept.shape).numel() for kept in node._input_metadata] == [1]
+    return [torch.Size(metadata.shape).numel() for metadata in node._input_metadata] == [1]
 
 
 def _reduction(node: Any, name: str) -> End:
     if name in ("Mean", "Sum"):
         return "mean" if name == "Mean" else "sum"
-    kept = getattr(node, "_saved_reduction", None)
-    return "mean" if kept == _MEAN else "sum" if kept == _SUM else "unknown"
+    saved = getattr(node, "_saved_reduction", None)
+    return "mean" if saved == _MEAN else "sum" if saved == _SUM else "unknown"
 
 
 def _terms(node: Any) -> list[Any]:
     """Return the nodes whose results are added up."""
-    waiting, found = [node], list[Any]()
-    while waiting and len(found) < _MOST_NODES:
-        one = waiting.pop()
-        if _kind(one) in ("Add", "Sub"):
-            waiting += _inputs(one)
+    waiting, terms = [node], list[Any]()
+    while waiting and len(terms) < _MAX_NODES:
+        inner = waiting.pop()
+        if _kind(inner) in ("Add", "Sub"):
+            waiting += _inputs(inner)
         else:
-            found.append(one)
-    return found
+            terms.append(inner)
+    return terms

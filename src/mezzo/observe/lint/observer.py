@@ -23,10 +23,10 @@ from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.session import Session
 from mezzo.formats import BF16, FP16
 from mezzo.observe.lint.accumulation import Accumulation
-from mezzo.observe.lint.gradients import BackwardPass, Gradients, Held
-from mezzo.observe.lint.handwork import HandWork
+from mezzo.observe.lint.gradients import BackwardPass, Gradients, GradientState
 from mezzo.observe.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
-from mezzo.observe.lint.noticed import Noticed
+from mezzo.observe.lint.misuse_log import MisuseLog
+from mezzo.observe.lint.own_code import OwnCode
 from mezzo.observe.lint.scalers import Scalers
 from mezzo.observe.lint.schedules import LearningRates
 from mezzo.observe.lint.weights import Statistics, check_average
@@ -43,16 +43,16 @@ _WALKS = 2
 
 
 class Lint:
-    """The lint of one run; the launcher calls these methods from hooks that it has anyway."""
+    """The lint of one run; the launcher calls these methods from hooks that it sets anyway."""
 
     def __init__(self, run: ObservedRun) -> None:
         self._run = run
-        self._noticed = Noticed(run)
+        self._log = MisuseLog(run)
         self._gradients = Gradients()
-        self.scalers = Scalers(run, self._gradients, self._noticed)
-        self._rates = LearningRates(self._gradients, self._noticed)
-        self._accumulation = Accumulation(self._noticed)
-        self._hands = HandWork(run, self._gradients, self.scalers, self._noticed)
+        self.scalers = Scalers(run, self._gradients, self._log)
+        self._rates = LearningRates(self._gradients, self._log)
+        self._accumulation = Accumulation(self._log)
+        self._own_code = OwnCode(run, self._gradients, self.scalers, self._log)
         self._formats: Counter[torch.dtype] = Counter()
         """Number of autocast regions with gradients, by format."""
         self._pass: BackwardPass | None = None
@@ -62,12 +62,12 @@ class Lint:
         self._in_scaler = 0
         self._skipped = False
         self._needless: tuple[int, str] | None = None
-        """Step and line of the first ``step`` of a scaler that is on."""
-        self._statistics = Statistics(self._noticed)
+        """Step and line of the first ``step`` of a scaler that is on, which BF16 regions would not need."""
+        self._statistics = Statistics(self._log)
         self.over = False
         """Whether only schedules and active scalers are checked from now on: other checks would slow the steps of a long run.
 
-        Until then module calls matter: there the mode that shows calls by hand can be removed, which is impossible in a backward pass.
+        Until then module calls matter: at them the mode that observes calls can be removed, which is impossible in a backward pass.
         """
         self._called_at = ""
         """The script's line that called a model in training."""
@@ -91,7 +91,7 @@ class Lint:
         """Record that a module is called from outside any module."""
         if self.over:
             return
-        self._hands.stop()
+        self._own_code.stop()
         if not self._statistics.done and torch.is_grad_enabled():
             self._called_at = running_line()
         if self.awake:
@@ -100,7 +100,7 @@ class Lint:
 
     def compiled_called(self) -> None:
         """Record that compiled code is called."""
-        self._hands.stop()
+        self._own_code.stop()
 
     def region_begins(self, dtype: torch.dtype | None, *, on: bool) -> None:
         """Record that the script opens an autocast region; ``dtype`` is None for the device's default."""
@@ -117,8 +117,8 @@ class Lint:
     def backward_begins(self, roots: list[Tensor], given: Any, *, keeps_graph: bool) -> None:
         """Record that a backward pass begins at ``roots``; ``given`` are the gradients that it starts from."""
         if not self.over:
-            self._hands.judge()
-            self._hands.stop()
+            self._own_code.judge()
+            self._own_code.stop()
         self._pass = None
         self.scalers.backward_begins()
         if self.over or not self.awake:
@@ -161,14 +161,14 @@ class Lint:
             return
         touched = self._gradients.touched(self._optimizers)
         for optimizer, places in touched:
-            held = self._gradients.of(optimizer)
-            held.late = held.late or (held.unscaled and self._pass.scaled is not None)
-            held.early = ""
-            held.passes.append(replace(self._pass, touched=places))
+            state = self._gradients.of(optimizer)
+            state.late = state.late or (state.unscaled and self._pass.scaled is not None)
+            state.early = ""
+            state.passes.append(replace(self._pass, touched=places))
         if self._pass.divides_by > 1:
             self._accumulation.in_session(self._pass, [p for o, _ in touched for p in trained_leaves(o)])
         self._pass = None
-        self._hands.watch_gradients([optimizer for optimizer, _ in touched])
+        self._own_code.watch_gradients([optimizer for optimizer, _ in touched])
 
     # --- between backward pass and update ----------------------------------------------------------------------------------------
 
@@ -176,14 +176,14 @@ class Lint:
         """Record that torch is about to clip gradients; return the optimizers that they belong to."""
         if not self.awake or self._in_scaler or self._run.in_backward:
             return []
-        self._hands.judge()
+        self._own_code.judge()
         owners = self._gradients.owners(parameters, self._optimizers)
         scaled, of = self._gradients.scaled_among(parameters, owners)
         known = any(self.scalers.may_undo(self._gradients.of(o), limit=limit) for o in scaled)
         if scaled and math.isinf(limit):
-            self._hands.read(of, running_line())
+            self._own_code.read(of, running_line())
         elif scaled and not known:
-            self._hands.clipped(scaled, "torch's clipping is called before unscale_", running_line(), of)
+            self._own_code.clipped(scaled, "torch's clipping is called before unscale_", running_line(), of)
         return owners
 
     def clipped(self, owners: Iterable[Optimizer]) -> None:
@@ -194,7 +194,7 @@ class Lint:
     def cleared(self, optimizers: Iterable[Optimizer]) -> None:
         """Record that the script has cleared the gradients of optimizers."""
         if self.awake:
-            self._hands.judge()
+            self._own_code.judge()
             for optimizer in optimizers:
                 self._gradients.of(optimizer).clear()
                 self._gradients.settle(optimizer)
@@ -202,29 +202,29 @@ class Lint:
     def model_cleared(self, model: nn.Module) -> None:
         """Record that the script has cleared the gradients of a model."""
         if self.awake:
-            own = {id(p) for p in model.parameters()}
-            self.cleared(o for o in self._optimizers if all(id(p) in own for p in trained_leaves(o)))
+            in_model = {id(p) for p in model.parameters()}
+            self.cleared(o for o in self._optimizers if all(id(p) in in_model for p in trained_leaves(o)))
 
     # --- the update --------------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def scaler_unscales(self, scaler: Any, optimizer: Optimizer) -> Iterator[None]:
         """Record a call of ``GradScaler.unscale_``."""
-        own = not self._in_scaler  # ``step`` calls it, too
-        if own:
-            self._hands.judge()
+        by_script = not self._in_scaler  # ``step`` calls it, too
+        if by_script:
+            self._own_code.judge()
             self.scalers.unscale(scaler, optimizer, awake=self.awake)
         yield
-        if own:
+        if by_script:
             self.scalers.unscaled(scaler, optimizer, awake=self.awake)
 
     @contextmanager
     def scaler_steps(self, scaler: Any, optimizer: Optimizer) -> Iterator[None]:
         """Record a call of ``GradScaler.step``."""
-        if self.scalers.known(scaler) is None:
+        if self.scalers.state_of(scaler) is None:
             yield
             return
-        self._hands.judge()
+        self._own_code.judge()
         self.scalers.step(scaler, optimizer, awake=self.awake)
         self._begins(optimizer, raises=self._run.applied is None)
         if not self.over:
@@ -238,12 +238,12 @@ class Lint:
         self.scalers.stepped(scaler, optimizer)
         self._ended(optimizer, skipped=self._skipped)
 
-    def held(self, optimizer: Optimizer) -> Held:
+    def gradient_state(self, optimizer: Optimizer) -> GradientState:
         """Return the state of an optimizer's gradients and steps."""
         return self._gradients.of(optimizer)
 
     def scaler_skipped(self, optimizer: Optimizer) -> None:
-        """Record a skipped step of the script's GradScaler, whose calls are in order, after all gradients have been checked."""
+        """Record a skipped step of the script's GradScaler in the steady state, where its calls are known to be in order."""
         self._gradients.of(optimizer).skipped += 1
         self.scalers.num_steps += 1
 
@@ -255,7 +255,7 @@ class Lint:
         """Record that an optimizer is about to step with the current gradients."""
         if self.over or self._in_scaler or self._run.in_backward:
             return
-        self._hands.judge()
+        self._own_code.judge()
         self._check_used(optimizer)
         self._begins(optimizer, raises=False)
 
@@ -273,84 +273,84 @@ class Lint:
         """Check gradients that an optimizer uses without a GradScaler."""
         if not self.awake:
             return
-        held = self._gradients.inspect(optimizer)
-        if held.scaled and not self.scalers.may_undo(held):
+        state = self._gradients.inspect(optimizer)
+        if state.scaled and not self.scalers.may_undo(state):
             detail = f"{type(optimizer).__name__}.step() uses gradients that are multiplied by the loss scale"
-            self._noticed.add("A603", detail, parameters=trained_leaves(optimizer))
-        bare = next((p for p in held.passes if p.fp16), None)
+            self._log.add("A603", detail, parameters=trained_leaves(optimizer))
+        bare = next((p for p in state.passes if p.fp16), None)
         if bare is not None:
             detail = "the backward pass computes FP16 gradients, and nothing multiplied the loss"
-            self._noticed.add("A609", detail, parameters=trained_leaves(optimizer), line=bare.line)
+            self._log.add("A609", detail, parameters=trained_leaves(optimizer), line=bare.line)
 
     def _begins(self, optimizer: Optimizer, *, raises: bool) -> None:
-        self._hands.stop()
+        self._own_code.stop()
         if not self.awake:
             return
-        held = self._gradients.inspect(optimizer)
-        self._rates.stepping(optimizer, held, step=self._step)
-        self._accumulation.closed(optimizer, held, step=self._step)
-        if held.dropped and not held.passes and not held.by_hand:
-            self._without_gradients(optimizer, held, raises=raises)
+        state = self._gradients.inspect(optimizer)
+        self._rates.optimizer_steps(optimizer, state, step=self._step)
+        self._accumulation.closed(optimizer, state, step=self._step)
+        if state.dropped and not state.passes and not state.by_hand:
+            self._without_gradients(optimizer, state, raises=raises)
 
-    def _without_gradients(self, optimizer: Optimizer, held: Held, *, raises: bool) -> None:
+    def _without_gradients(self, optimizer: Optimizer, state: GradientState, *, raises: bool) -> None:
         """Distinguish a loop that always clears gradients before the step from one that drops a bad batch."""
-        held.num_empty += 1
-        if held.num_empty == 1:
-            held.first_empty = self._step, running_line()
-        if raises or (held.num_empty >= 2 and 2 * held.num_empty > held.num_steps):
-            step, line = held.first_empty
+        state.num_empty += 1
+        if state.num_empty == 1:
+            state.first_empty = self._step, running_line()
+        if raises or (state.num_empty >= 2 and 2 * state.num_empty > state.num_steps):
+            step, line = state.first_empty
             detail = f"{type(optimizer).__name__} steps after zero_grad(), with no backward pass between"
-            count = held.num_empty if held.num_empty <= 2 else 1
-            self._noticed.add("A614", detail, parameters=trained_leaves(optimizer), step=step, line=line, count=count)
+            count = state.num_empty if state.num_empty <= 2 else 1
+            self._log.add("A614", detail, parameters=trained_leaves(optimizer), step=step, line=line, count=count)
 
     def _ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
-        held = self._gradients.of(optimizer)
-        held.num_steps += 1
-        held.skipped, held.made = held.skipped + skipped, held.made + (not skipped)
-        held.use()
+        state = self._gradients.of(optimizer)
+        state.num_steps += 1
+        state.skipped, state.made = state.skipped + skipped, state.made + (not skipped)
+        state.use()
         if self.over:
             return
         if self.awake:
             self._gradients.settle(optimizer)
         if not skipped and not self._casts_model:
             self._statistics.inspect(self._run.roots, line=self._called_at)
-            self._hands.watch_averages(self._optimizers)
+            self._own_code.watch_averages(self._optimizers)
         if not self.awake:
-            self._hands.remove_mode()
-        self.over = not self.awake and self._statistics.done and self._hands.over
+            self._own_code.remove_mode()
+        self.over = not self.awake and self._statistics.done and self._own_code.over
 
     # --- the schedule, and copies of the weights -----------------------------------------------------------------------
 
     def scheduled(self, scheduler: Any) -> None:
         """Record that the script steps a scheduler."""
-        self._rates.moved(scheduler)
+        self._rates.scheduler_stepped(scheduler)
 
     @contextmanager
     def averages(self, average: nn.Module, model: nn.Module) -> Iterator[None]:
         """Record that ``AveragedModel`` averages a model's weights."""
-        self._hands.stop()
+        self._own_code.stop()
         if self.awake and not self._casts_model:
-            check_average(self._noticed, average, model)
+            check_average(self._log, average, model)
         yield
 
     @property
     def _casts_model(self) -> bool:
-        """Whether the policy keeps the weights in 16 bits, and not the script."""
+        """Whether the policy, not the script, keeps the weights in 16 bits."""
         return self._run.applied is not None and self._run.applied.casting == "model"
 
     # --- the end -----------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop watching."""
-        self._hands.stop()
+        self._own_code.stop()
 
     def findings(self) -> list[Finding]:
         """Return the misuse that was found."""
         if self._needless is not None and self._formats[BF16.dtype] and _FP16 not in self._formats:
             (step, line), self._needless = self._needless, None
             detail = "every autocast region with gradients is BF16, and a GradScaler is on"
-            self._noticed.add("A615", detail, step=step, line=line, count=self.scalers.num_steps)
-        return self._noticed.findings()
+            self._log.add("A615", detail, step=step, line=line, count=self.scalers.num_steps)
+        return self._log.findings()
 
 
 def _session_divides_by() -> int:

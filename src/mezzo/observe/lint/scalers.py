@@ -1,7 +1,7 @@
 """Check the calls of a script's GradScaler: their order, and the state of the gradients at each.
 
-A scaler that the script itself turned off is not checked. One that a policy turned off is: the script makes the same calls
-without Mezzo. A class that overrides these calls (as FSDP's ShardedGradScaler does) would be recorded only in part,
+A scaler that the script itself turned off is not checked. One that a policy turned off is: without Mezzo the script makes the same
+calls to a scaler that is on. A class that overrides these methods (FSDP's ShardedGradScaler does) would be recorded only in part,
 so it is not checked either.
 """
 
@@ -18,26 +18,26 @@ from torch.optim import Optimizer
 
 from mezzo.engine.gradients import trained_leaves
 from mezzo.formats import FP16
-from mezzo.observe.lint.gradients import Gradients, Held, Scaled
+from mezzo.observe.lint.gradients import Gradients, GradientState, Scaled
 from mezzo.observe.lint.losses import found_in, sequences_of
-from mezzo.observe.lint.noticed import Noticed
+from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.observer import ObservedRun
 
 METHODS = ("scale", "unscale_", "step", "update")
 """The calls of a GradScaler in a step."""
-_MOST_PRODUCTS = 64
+_MAX_PRODUCTS = 64
 _NEAR = 1e-2
-"""A clipping limit of at least this many loss scales was meant for scaled gradients."""
+"""A clipping limit of at least this many times the loss scale was meant for scaled gradients."""
 
 
 @dataclass
-class _Known:
+class _ScalerState:
     """The state of one GradScaler."""
 
     epoch: int = 0
-    """Number of updates it made."""
+    """Number of updates that it made."""
     stages: WeakKeyDictionary[Optimizer, Literal["unscaled", "stepped"]] = field(default_factory=WeakKeyDictionary)
-    """Calls by optimizer, since the last update."""
+    """The last call for each optimizer since the last update."""
     checked: bool = False
     """Whether anything was unscaled or stepped since the last update."""
     read: float | None = None
@@ -49,29 +49,30 @@ class _Known:
 class Scalers:
     """The calls of all GradScalers of a script."""
 
-    def __init__(self, run: ObservedRun, gradients: Gradients, noticed: Noticed) -> None:
-        self._run, self._gradients, self._noticed = run, gradients, noticed
-        self._known: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
-        self._asked: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+    def __init__(self, run: ObservedRun, gradients: Gradients, log: MisuseLog) -> None:
+        self._run, self._gradients, self._log = run, gradients, log
+        self._states: WeakKeyDictionary[Any, _ScalerState] = WeakKeyDictionary()
+        self._requested: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        """Whether the script requested a scaler to be on: a policy turns it off."""
         self._products: OrderedDict[int, Scaled] = OrderedDict()
-        """By the sequence number of the result of ``scale``."""
+        """The scale of a product, by the sequence number of the node that ``scale`` created."""
         self.num_steps = 0
         """Number of steps of scalers that are on."""
 
-    def asked(self, scaler: Any, *, enabled: bool) -> None:
-        """Record whether the script asks for a new scaler to be on."""
-        self._asked[scaler] = enabled
+    def created(self, scaler: Any, *, enabled: bool) -> None:
+        """Record that the script creates a scaler, and whether it requests that the scaler be on."""
+        self._requested[scaler] = enabled
 
-    def known(self, scaler: Any) -> _Known | None:
+    def state_of(self, scaler: Any) -> _ScalerState | None:
         """Return the state of a scaler that is on and fully recorded; None for any other."""
         as_is = self._run.applied is None
-        on = scaler.is_enabled() if as_is else self._asked.get(scaler, scaler.is_enabled())
+        on = scaler.is_enabled() if as_is else self._requested.get(scaler, scaler.is_enabled())
         if not on:
             return None
-        known = self._known.get(scaler)
-        if known is None and all(getattr(type(scaler), name) is getattr(GradScaler, name) for name in METHODS):
-            known = self._known[scaler] = _Known()
-        return known
+        state = self._states.get(scaler)
+        if state is None and all(getattr(type(scaler), name) is getattr(GradScaler, name) for name in METHODS):
+            state = self._states[scaler] = _ScalerState()
+        return state
 
     # --- what scaled a loss ------------------------------------------------------------------------------------------------------
 
@@ -87,28 +88,28 @@ class Scalers:
 
     def scale(self, scaler: Any, result: Any) -> None:
         """Record the result of ``scale``."""
-        known = self.known(scaler)
-        if known is None:
+        state = self.state_of(scaler)
+        if state is None:
             return
         for number in sequences_of(result):
-            self._products[number] = Scaled(scaler, known.epoch)
-        while len(self._products) > _MOST_PRODUCTS:
+            self._products[number] = Scaled(scaler, state.epoch)
+        while len(self._products) > _MAX_PRODUCTS:
             self._products.popitem(last=False)
 
     def get_scale(self, scaler: Any, value: float) -> None:
         """Record that the script read the scale: it may use it to unscale by hand."""
-        known = self.known(scaler)
-        if known is not None:
-            known.read, known.fresh = value, True
+        state = self.state_of(scaler)
+        if state is not None:
+            state.read, state.fresh = value, True
 
     def backward_begins(self) -> None:
         """Forget which scales were read."""
-        for known in self._known.values():
-            known.fresh = False
+        for state in self._states.values():
+            state.fresh = False
 
-    def may_undo(self, held: Held, *, limit: float | None = None) -> bool:
-        """Return whether the script may unscale by hand: it has just read the scale, or its clipping limit is of that size."""
-        scalers = [self._known.get(p.scaled.scaler) for p in held.passes if p.scaled is not None]
+    def may_undo(self, gradients: GradientState, *, limit: float | None = None) -> bool:
+        """Return whether the script may unscale by hand: it has just read the scale, or its clipping limit is of the scale's size."""
+        scalers = [self._states.get(p.scaled.scaler) for p in gradients.passes if p.scaled is not None]
         as_is = self._run.applied is None  # under a policy, every scale reads as 1
         sized = [k for k in scalers if k is not None and k.read is not None and as_is and limit is not None]
         return any(k is not None and k.fresh for k in scalers) or any(limit >= _NEAR * k.read for k in sized)  # type: ignore[operator]
@@ -117,72 +118,72 @@ class Scalers:
 
     def unscale(self, scaler: Any, optimizer: Optimizer, *, awake: bool) -> None:
         """Record that the script calls ``unscale_``."""
-        known = self.known(scaler)
-        if known is None:
+        state = self.state_of(scaler)
+        if state is None:
             return
-        name, stage = type(optimizer).__name__, known.stages.get(optimizer)
+        name, stage = type(optimizer).__name__, state.stages.get(optimizer)
         if stage == "unscaled":
-            self._noticed.add("A605", f"unscale_({name}) twice before update()", parameters=trained_leaves(optimizer))
+            self._log.add("A605", f"unscale_({name}) twice before update()", parameters=trained_leaves(optimizer))
         elif stage == "stepped":
-            self._noticed.add("A605", f"unscale_({name}) after step({name})", parameters=trained_leaves(optimizer))
+            self._log.add("A605", f"unscale_({name}) after step({name})", parameters=trained_leaves(optimizer))
         elif awake:
-            held = self._gradients.inspect(optimizer)
+            gradients = self._gradients.inspect(optimizer)
             self._check_formats(optimizer)
-            self._check_epoch(scaler, optimizer, held, "unscale_")
+            self._check_epoch(scaler, optimizer, gradients, "unscale_")
 
     def unscaled(self, scaler: Any, optimizer: Optimizer, *, awake: bool) -> None:
         """Record that ``unscale_`` returned."""
-        known = self.known(scaler)
-        if known is None:
+        state = self.state_of(scaler)
+        if state is None:
             return
-        known.stages[optimizer], known.checked = "unscaled", True
+        state.stages[optimizer], state.checked = "unscaled", True
         if awake:
             self._gradients.of(optimizer).unscaled = True
             self._gradients.settle(optimizer)
 
     def step(self, scaler: Any, optimizer: Optimizer, *, awake: bool) -> None:
         """Record that the script calls ``step``."""
-        known = self.known(scaler)
-        if known is None:
+        state = self.state_of(scaler)
+        if state is None:
             return
-        if known.stages.get(optimizer) == "stepped":
+        if state.stages.get(optimizer) == "stepped":
             name = type(optimizer).__name__
-            self._noticed.add("A605", f"step({name}) twice without update()", parameters=trained_leaves(optimizer))
+            self._log.add("A605", f"step({name}) twice without update()", parameters=trained_leaves(optimizer))
         elif awake:
-            held = self._gradients.inspect(optimizer)
-            if known.stages.get(optimizer) is None:
+            gradients = self._gradients.inspect(optimizer)
+            if state.stages.get(optimizer) is None:
                 self._check_formats(optimizer)
-            self._check_epoch(scaler, optimizer, held, "step")
-            self._check_scaled(scaler, optimizer, held)
-            self._check_order(known, optimizer, held)
+            self._check_epoch(scaler, optimizer, gradients, "step")
+            self._check_scaled(scaler, optimizer, gradients)
+            self._check_order(state, optimizer, gradients)
 
     def stepped(self, scaler: Any, optimizer: Optimizer) -> None:
         """Record that ``step`` returned."""
-        known = self.known(scaler)
-        if known is None:
+        state = self.state_of(scaler)
+        if state is None:
             return
-        known.stages[optimizer], known.checked = "stepped", True
+        state.stages[optimizer], state.checked = "stepped", True
         self.num_steps += 1
 
     def update(self, scaler: Any, new_scale: Any) -> None:
         """Record that the script calls ``update``."""
-        known = self.known(scaler)
-        if known is None:
+        state = self.state_of(scaler)
+        if state is None:
             return
-        if not known.checked and new_scale is None:
-            self._noticed.add("A605", "update() before any step() or unscale_() since the last one")
+        if not state.checked and new_scale is None:
+            self._log.add("A605", "update() before any step() or unscale_() since the last one")
             return
-        known.epoch, known.checked = known.epoch + 1, False
-        known.stages.clear()
+        state.epoch, state.checked = state.epoch + 1, False
+        state.stages.clear()
 
     def catch_up(self, scaler: GradScaler) -> None:
         """Read the calls since the last update from the scaler's own state: they were not reported one by one."""
-        known = self._known[scaler]
+        state = self._states[scaler]
         for optimizer in self._run.optimizers:
             stage = scaler._per_optimizer_states.get(id(optimizer), {}).get("stage", OptState.READY)
             if stage is not OptState.READY:
-                known.stages[optimizer] = "unscaled" if stage is OptState.UNSCALED else "stepped"
-                known.checked = True
+                state.stages[optimizer] = "unscaled" if stage is OptState.UNSCALED else "stepped"
+                state.checked = True
 
     # --- the state of the gradients ------------------------------------------------------------------------------------------------
 
@@ -190,38 +191,38 @@ class Scalers:
         narrow = [p for p in trained_leaves(optimizer) if p.grad is not None and p.grad.dtype == FP16.dtype]
         ours = self._run.applied is not None and self._run.applied.casting == "model"
         if narrow and not ours:
-            self._noticed.add("A616", f"{len(narrow)} gradients are FP16, as their weights are", parameters=narrow)
+            self._log.add("A616", f"{len(narrow)} gradients are FP16, as their weights are", parameters=narrow)
 
-    def _check_epoch(self, scaler: Any, optimizer: Optimizer, held: Held, call: str) -> None:
-        known = self._known[scaler]
-        own = [p.scaled for p in held.passes if p.scaled is not None and p.scaled.scaler is scaler]
-        late = [scaled for scaled in own if scaled.epoch < known.epoch]
-        if not late or held.by_hand:
+    def _check_epoch(self, scaler: Any, optimizer: Optimizer, gradients: GradientState, call: str) -> None:
+        state = self._states[scaler]
+        own = [p.scaled for p in gradients.passes if p.scaled is not None and p.scaled.scaler is scaler]
+        late = [scaled for scaled in own if scaled.epoch < state.epoch]
+        if not late or gradients.by_hand:
             return
         name = type(optimizer).__name__
         detail = f"update() came between scale() and {call}({name})"
-        if held.unscaled and known.stages.get(optimizer) is None:
+        if gradients.unscaled and state.stages.get(optimizer) is None:
             detail += ", and made the scaler forget that unscale_ had been called: the gradients are divided twice"
-        elif len(late) < len(held.passes):
-            detail += f" for {len(late)} of {len(held.passes)} backward passes"
-        self._noticed.add("A606", detail, parameters=trained_leaves(optimizer))
+        elif len(late) < len(gradients.passes):
+            detail += f" for {len(late)} of {len(gradients.passes)} backward passes"
+        self._log.add("A606", detail, parameters=trained_leaves(optimizer))
 
-    def _check_scaled(self, scaler: Any, optimizer: Optimizer, held: Held) -> None:
-        bare = [p for p in held.passes if p.scaled is None]
-        foreign = [p for p in held.passes if p.scaled is not None and p.scaled.scaler is not scaler]
-        if held.by_hand or not all(p.known for p in bare):
+    def _check_scaled(self, scaler: Any, optimizer: Optimizer, gradients: GradientState) -> None:
+        bare = [p for p in gradients.passes if p.scaled is None]
+        foreign = [p for p in gradients.passes if p.scaled is not None and p.scaled.scaler is not scaler]
+        if gradients.by_hand or not all(p.known for p in bare):
             return
         if bare or foreign:
-            part = "" if len(bare or foreign) == len(held.passes) else f"{len(bare or foreign)} of "
+            part = "" if len(bare or foreign) == len(gradients.passes) else f"{len(bare or foreign)} of "
             what = "not scaled" if bare else "scaled by another GradScaler"
-            passes = f"{len(held.passes)} backward pass{'es' if len(held.passes) > 1 else ''}"
+            passes = f"{len(gradients.passes)} backward pass{'es' if len(gradients.passes) > 1 else ''}"
             detail = f"step({type(optimizer).__name__}) after {part}{passes} {what}"
             line = (bare or foreign)[0].line
-            self._noticed.add("A604", detail, parameters=trained_leaves(optimizer), line=line)
+            self._log.add("A604", detail, parameters=trained_leaves(optimizer), line=line)
 
-    def _check_order(self, known: _Known, optimizer: Optimizer, held: Held) -> None:
-        if known.stages.get(optimizer) != "unscaled" or held.by_hand or not held.late:
+    def _check_order(self, state: _ScalerState, optimizer: Optimizer, gradients: GradientState) -> None:
+        if state.stages.get(optimizer) != "unscaled" or gradients.by_hand or not gradients.late:
             return
         name = type(optimizer).__name__
         detail = f"a scaled backward pass between unscale_({name}) and step({name}): its gradients stay scaled"
-        self._noticed.add("A605", detail, parameters=trained_leaves(optimizer))
+        self._log.add("A605", detail, parameters=trained_leaves(optimizer))

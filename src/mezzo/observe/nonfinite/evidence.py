@@ -1,6 +1,6 @@
 """The evidence of one run about values that left their format: facts, no verdict. Imports no torch.
 
-The process that runs the script writes it beside the run's record; ``mezzo.observe.nonfinite.verdict`` judges the evidence of all runs.
+The process that runs the script writes it next to the run's record; ``mezzo.observe.nonfinite.verdict`` judges the evidence of all runs.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Located(Value):
     step: int
     source: LostValues
     vanished: LostValues | None = None
-    """An operand that became 0 before; otherwise the operation would have a finite result."""
+    """The operation at which an operand had become 0; otherwise the result would be finite."""
     symptom: LostValues | None = None
     """The later operation that failed on the result, if any."""
     gradients: WrongGradients | None = None
     arrived: bool = False
-    """Whether it may have come from another process, in a reduction of gradients."""
+    """Whether the fault may have come from another process, in a reduction of gradients."""
 
     @property
     def fits_fp32(self) -> bool:
@@ -95,7 +95,7 @@ class Harmless(Value):
     format: str
     largest: float
     absorbed_by: list[str]
-    """Operations that return the same for it as for the true value."""
+    """Operations whose result is the same as for the true value."""
 
 
 class Evidence(Value):
@@ -155,9 +155,9 @@ def of_all(by_rank: Sequence[Evidence | None]) -> Evidence | None:
     return first.model_copy(
         update={
             "found_by_rank": rank if elsewhere else first.found_by_rank,
-            "bad_steps": sorted({step for one in everyone for step in one.bad_steps}),
-            "faulty_steps": sorted({step for one in everyone for step in one.faulty_steps}),
-            "problems": {name: why for one in reversed(everyone) for name, why in one.problems.items()},
-            "harmless": list({one.line: one for evidence in everyone for one in evidence.harmless}.values()),
+            "bad_steps": sorted({step for evidence in everyone for step in evidence.bad_steps}),
+            "faulty_steps": sorted({step for evidence in everyone for step in evidence.faulty_steps}),
+            "problems": {op: why for evidence in reversed(everyone) for op, why in evidence.problems.items()},
+            "harmless": list({value.line: value for evidence in everyone for value in evidence.harmless}.values()),
         }
     )

@@ -24,17 +24,17 @@ from mezzo.records import AS_IS, DiagnoseRecord, Operand
 _DEFAULT_SCALE = 65536.0
 _LARGE = 1e30
 _LARGE_SQUARE = 1e19
-"""The square of more than this is beyond FP32."""
+"""The square of a larger number is beyond FP32."""
 _GROWS = frozenset({"pow", "square", "mul", "multiply", "norm"})
 _BEYOND_FP32 = "values grow beyond FP32: lower the learning rate, or clip gradients"
 _COSTLY = frozenset(("linear", "matmul", "mm", "addmm")).union(
     op.rsplit(".", maxsplit=1)[-1] for name in ("conv", "attention", "rnn") for op in oplists.BY_NAME[name].ops
 )
-"""Operations that do nearly all the work: with these in FP32 little is left of mixed precision."""
+"""Operations that do nearly all the work: with these in FP32, little of mixed precision is left."""
 _IN_SCRIPT = "it is a change of the script itself"
-_MOST = 5
-"""Most runs to find a fix."""
-_MOST_MODULES = 3
+_MAX_TRIALS = 5
+"""The largest number of runs to find a fix."""
+_MAX_MODULES = 3
 RUN_AGAIN = "set the script's seeds and run it again, so that the step can be inspected"
 """The fix of a fault whose operation was not inspected."""
 DIVERGES = "lower the learning rate, or clip the gradients"
@@ -48,157 +48,159 @@ class Tried(NamedTuple):
     """The verdict on the script with it; None if its process died."""
 
 
-def offered(found: DiagnoseRecord, *, untried: str) -> DiagnoseRecord:
-    """Return ``found`` with the best fix, which was not tried because of ``untried``."""
-    offers = offers_for(found)
+def offered(record: DiagnoseRecord, *, untried: str) -> DiagnoseRecord:
+    """Return ``record`` with the best fix, which was not tried because of ``untried``."""
+    offers = offers_for(record)
     if not offers:
-        return found
+        return record
     first = offers[0]
     note = f"not tried: {untried if first.can_run else _IN_SCRIPT}"
-    return found.model_copy(update={"fix": first.advice, "fix_line": first.line, "fix_note": note})
+    return record.model_copy(update={"fix": first.advice, "fix_line": first.line, "fix_note": note})
 
 
-def offers_for(found: DiagnoseRecord) -> list[Offer]:
+def offers_for(record: DiagnoseRecord) -> list[Offer]:
     """Return the fixes that may help against a fault, the best first."""
     offers: list[Offer] = []
-    for offer in _in_its_terms(_offers(found), found):
+    for offer in _in_its_terms(_offers(record), record):
         if not offer.can_run or not _is_among(offer, offers):
             offers.append(offer)
     return offers
 
 
-def _in_its_terms(offers: list[Offer], found: DiagnoseRecord) -> list[Offer]:
+def _in_its_terms(offers: list[Offer], record: DiagnoseRecord) -> list[Offer]:
     """Return the offers as a script of its framework writes them."""
-    if not found.run.framework.startswith("keras"):
+    if not record.run.framework.startswith("keras"):
         return offers
-    return in_keras(offers, _policy(found))
+    return in_keras(offers, _policy(record))
 
 
-def _policy(found: DiagnoseRecord) -> Policy | None:
+def _policy(record: DiagnoseRecord) -> Policy | None:
     """Return the policy that the script trains under: the command's, or its own session's; None for other precision of its own."""
-    named = found.session_policy if found.run.policy == AS_IS else found.run.policy
+    named = record.session_policy if record.run.policy == AS_IS else record.run.policy
     return Policy.of(named) if named else None
 
 
-def _offers(found: DiagnoseRecord) -> list[Offer]:
-    if not found.located:
+def _offers(record: DiagnoseRecord) -> list[Offer]:
+    if not record.located:
         return []
-    if found.verdict == "scale_overflow":
-        return _for_scale(found)
-    if found.origin in ("entered", "constant"):
-        return [_for_entered(found)]
-    if found.verdict == "invalid_operation":
-        return [_for_invalid(found.op, found.operands, forward=found.phase == "forward")]
-    if found.verdict == "silent_saturation" and found.origin == "vanished" and found.phase == "backward":
-        return _for_vanished(found)
-    of_scale = found.phase == "backward" and found.origin == "made" and found.loss_scale > 1
-    return [*(_for_scale(found)[:1] if of_scale else []), *_for_range(found)]
+    if record.verdict == "scale_overflow":
+        return _for_scale(record)
+    if record.origin in ("entered", "constant"):
+        return [_for_entered(record)]
+    if record.verdict == "invalid_operation":
+        return [_for_invalid(record.op, record.operands, forward=record.phase == "forward")]
+    if record.verdict == "silent_saturation" and record.origin == "vanished" and record.phase == "backward":
+        return _for_vanished(record)
+    of_scale = record.phase == "backward" and record.origin == "made" and record.loss_scale > 1
+    return [*(_for_scale(record)[:1] if of_scale else []), *_for_range(record)]
 
 
 # --- what was tried --------------------------------------------------------------------------------------------------------------
 
 
-def next_offer(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> Offer | None:
+def next_offer(record: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> Offer | None:
     """Return the fix to try next; None once a fix made the script healthy up to step ``last``, or if none is left.
 
     A fix may only move the fault to another module or to a later step: then it is tried together with a fix of that fault. Combinations
     of two kinds of fixes come after all single ones.
     """
-    waiting = [offer for offer in offers_for(found) if offer.can_run]
+    waiting = [offer for offer in offers_for(record) if offer.can_run]
     done: list[Offer] = []
-    for one in tried:
-        if helped(one.again, last):
+    for offer, outcome in tried:
+        if helped(outcome, last):
             return None
-        done.append(one.offer)
-        more, another = _more_modules(one.offer, found, one.again), _with_another(one.offer, found, one.again)
-        first, later = _in_its_terms(more, found), _in_its_terms(another, found)
+        done.append(offer)
+        more, another = _more_modules(offer, record, outcome), _with_another(offer, record, outcome)
+        first, later = _in_its_terms(more, record), _in_its_terms(another, record)
         known = [*done, *waiting]
         waiting = [*_new(first, known), *waiting[1:], *_new(later, known)]
-    return waiting[0] if waiting and len(tried) < _MOST else None
+    return waiting[0] if waiting and len(tried) < _MAX_TRIALS else None
 
 
-def settled(found: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> DiagnoseRecord:
-    """Return ``found`` with the fix that helped, or with a note on those that did not."""
-    for offer, again in tried:
-        if again is not None and helped(again, last):
-            return _with_fix(found, offer, again)
-    offers = offers_for(found)
+def settled(record: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> DiagnoseRecord:
+    """Return ``record`` with the fix that helped, or with a note on those that did not."""
+    for offer, outcome in tried:
+        if outcome is not None and helped(outcome, last):
+            return _with_fix(record, offer, outcome)
+    offers = offers_for(record)
     if not tried or any(not offer.can_run for offer in offers):
-        return offered(found, untried="no further run was made")
+        return offered(record, untried="no further run was made")
     first = tried[0].offer.advice
-    several = f"none of these is enough: {'; '.join(one.offer.advice for one in tried)}"
+    several = f"none of these is enough: {'; '.join(offer.advice for offer, _ in tried)}"
     advice = several if len(tried) > 1 else f"not enough: {first}"
-    note = "; ".join(filter(None, [_farthest(found, tried), _next_step(found, tried)]))
-    return found.model_copy(update={"fix": advice, "fix_line": "", "fix_tried": False, "fix_note": note})
+    note = "; ".join(filter(None, [_farthest(record, tried), _next_step(record, tried)]))
+    return record.model_copy(update={"fix": advice, "fix_line": "", "fix_tried": False, "fix_note": note})
 
 
-def farthest_step(found: DiagnoseRecord, tried: Sequence[Tried]) -> int:
+def farthest_step(record: DiagnoseRecord, tried: Sequence[Tried]) -> int:
     """Return the step in which the script fails with the best fix; 0 if no fix moved the fault to a later step."""
     reached = max(map(_reached, tried), default=0)
-    return reached if reached > found.step else 0
+    return reached if reached > record.step else 0
 
 
-def _farthest(found: DiagnoseRecord, tried: Sequence[Tried]) -> str:
+def _farthest(record: DiagnoseRecord, tried: Sequence[Tried]) -> str:
     """Return which fix brought the script farthest, and what failed there; empty if none moved the fault."""
     best = max(tried, key=_reached)
-    if best.again is None or not farthest_step(found, tried):
+    if best.again is None or not farthest_step(record, tried):
         return ""
     where = f" at {best.again.op}() of {best.again.module}" if best.again.located else ""
-    return f"the best of them, {best.offer.advice}, fails in step {best.again.step} instead of step {found.step}{where}"
+    return (
+        f"the best of them, {best.offer.advice}, fails in step {best.again.step} instead of step {record.step}{where}"
+    )
 
 
-def _reached(one: Tried) -> int:
-    return 0 if one.again is None else one.again.step
+def _reached(trial: Tried) -> int:
+    return 0 if trial.again is None else trial.again.step
 
 
-def _next_step(found: DiagnoseRecord, tried: Sequence[Tried]) -> str:
-    causes = [note.value for note in found.notes if note.what == "cause"]
-    if found.format in causes:  # a format that the script chose itself
-        return f"change the cast to {found.format} in the script"
+def _next_step(record: DiagnoseRecord, tried: Sequence[Tried]) -> str:
+    causes = [note.value for note in record.notes if note.what == "cause"]
+    if record.format in causes:  # a format that the script chose itself
+        return f"change the cast to {record.format} in the script"
     if ITSELF in causes:
         return f"the training fails in FP32 too: {DIVERGES}"
-    again = max(tried, key=_reached).again
-    explained = again is not None and (again.located or again.fix == DIVERGES)
-    if again is not None and explained and farthest_step(found, tried) and again.verdict == "invalid_operation":
-        mends = [offer.advice for offer in offers_for(again)] or [again.fix or DIVERGES]
-        return f"no precision mends that one: {mends[0]}"
+    outcome = max(tried, key=_reached).again
+    explained = outcome is not None and (outcome.located or outcome.fix == DIVERGES)
+    if outcome is not None and explained and farthest_step(record, tried) and outcome.verdict == "invalid_operation":
+        advice = [offer.advice for offer in offers_for(outcome)] or [outcome.fix or DIVERGES]
+        return f"no precision fixes that one: {advice[0]}"
     return "mezzo fallback searches for a set of modules to keep in FP32"
 
 
-def _with_fix(found: DiagnoseRecord, offer: Offer, again: DiagnoseRecord) -> DiagnoseRecord:
-    count = len(again.run.steps)
-    how = "with it" if offer.policy is None or str(offer.policy) == found.run.policy else f"under {offer.policy}"
+def _with_fix(record: DiagnoseRecord, offer: Offer, outcome: DiagnoseRecord) -> DiagnoseRecord:
+    count = len(outcome.run.steps)
+    how = "with it" if offer.policy is None or str(offer.policy) == record.run.policy else f"under {offer.policy}"
     note = f"tried: the script ran {count} step{'s' if count != 1 else ''} {how}, and nothing is wrong"
-    note = "; ".join(filter(None, [note, _in_the_script(found)]))
+    note = "; ".join(filter(None, [note, _in_the_script(record)]))
     update = {"fix": offer.advice, "fix_line": offer.line, "fix_tried": True, "fix_note": note}
-    return found.model_copy(update=update)
+    return record.model_copy(update=update)
 
 
-def helped(again: DiagnoseRecord | None, last: int) -> bool:
+def helped(outcome: DiagnoseRecord | None, last: int) -> bool:
     """Return whether a run reached step ``last`` and is healthy, its loss scale found."""
-    if again is None or not any(not skipped for skipped in again.run.steps.skipped):
+    if outcome is None or not any(not skipped for skipped in outcome.run.steps.skipped):
         return False
-    return again.verdict == "healthy" and len(again.run.steps) >= last
+    return outcome.verdict == "healthy" and len(outcome.run.steps) >= last
 
 
-def _more_modules(offer: Offer, found: DiagnoseRecord, again: DiagnoseRecord | None) -> list[Offer]:
-    """Return the offer to keep in FP32 also the module to which the fault has moved."""
-    kept = offer.kept_beyond(_policy(found))
-    if again is None or not again.pattern or found.pattern not in kept or len(kept) >= _MOST_MODULES:
+def _more_modules(offer: Offer, record: DiagnoseRecord, outcome: DiagnoseRecord | None) -> list[Offer]:
+    """Return the offer to keep the module to which the fault has moved in FP32 as well."""
+    kept = offer.kept_beyond(_policy(record))
+    if outcome is None or not outcome.pattern or record.pattern not in kept or len(kept) >= _MAX_MODULES:
         return []
-    same = again.pattern in kept or again.verdict not in ("range_overflow", "silent_saturation")
-    return [] if same else [_wider(found, outermost((*kept, again.pattern)))]
+    same = outcome.pattern in kept or outcome.verdict not in ("range_overflow", "silent_saturation")
+    return [] if same else [_wider(record, outermost((*kept, outcome.pattern)))]
 
 
-def _with_another(offer: Offer, found: DiagnoseRecord, again: DiagnoseRecord | None) -> list[Offer]:
+def _with_another(offer: Offer, record: DiagnoseRecord, outcome: DiagnoseRecord | None) -> list[Offer]:
     """Return ``offer`` together with a fix of another kind, for the fault that it leaves in a later step."""
-    if again is None or not again.located or again.step <= found.step or again.run.policy == AS_IS:
+    if outcome is None or not outcome.located or outcome.step <= record.step or outcome.run.policy == AS_IS:
         return []
-    if _more_modules(offer, found, again):
+    if _more_modules(offer, record, outcome):
         return []
-    compute = Policy.of(again.run.policy).compute
-    more = [one for one in offers_for(again) if one.policy is not None and one.policy.compute == compute]
-    return [one._replace(advice=f"{offer.advice}, and {one.advice}") for one in more[:1]]
+    compute = Policy.of(outcome.run.policy).compute
+    more = [other for other in offers_for(outcome) if other.policy is not None and other.policy.compute == compute]
+    return [other._replace(advice=f"{offer.advice}, and {other.advice}") for other in more[:1]]
 
 
 def _new(offers: Sequence[Offer], known: Sequence[Offer]) -> list[Offer]:
@@ -210,19 +212,19 @@ def _is_among(offer: Offer, others: Sequence[Offer]) -> bool:
     return any(offer[2:] == other[2:] for other in others)
 
 
-def _in_the_script(found: DiagnoseRecord) -> str:
+def _in_the_script(record: DiagnoseRecord) -> str:
     """Return an untried change to the script that would help as well; empty if there is none."""
-    if found.origin == "refused":
+    if record.origin == "refused":
         return "writing torch.finfo(x.dtype).min or max in place of the number in the script was not tried"
-    if found.origin == "vanished" and found.verdict == "range_overflow":
-        least = FORMATS[found.format].min_subnormal if found.format in FORMATS else 0.0
+    if record.origin == "vanished" and record.verdict == "range_overflow":
+        least = FORMATS[record.format].min_subnormal if record.format in FORMATS else 0.0
         return f"keeping the value that becomes 0 above {least:.1g} in the script was not tried"
     return ""
 
 
-def _wider(found: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:
+def _wider(record: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:
     """Return the offer to keep modules in FP32: several, if the values of one overflow again in the next."""
-    names, policy = " and ".join(modules), _policy(found)
+    names, policy = " and ".join(modules), _policy(record)
     if policy is None:
         line = "with torch.autocast(x.device.type, enabled=False):  # in their forward, on x.float()"
         return Offer(f"turn autocast off inside {names}", line, None, None, modules)
@@ -233,18 +235,18 @@ def _wider(found: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:
 # --- loss scales -----------------------------------------------------------------------------------------------------------------
 
 
-def _for_scale(found: DiagnoseRecord) -> list[Offer]:
+def _for_scale(record: DiagnoseRecord) -> list[Offer]:
     """Offer a loss scale that fits the largest gradient and is no larger than the run's lowest, and BF16."""
-    at_one, bf16 = (found.largest or 0.0) / found.loss_scale, _bf16(found)
-    if found.format not in FORMATS or not math.isfinite(at_one):  # a complex format, for example
+    at_one, bf16 = (record.largest or 0.0) / record.loss_scale, _bf16(record)
+    if record.format not in FORMATS or not math.isfinite(at_one):  # a complex format, for example
         return bf16
-    room = FORMATS[found.format].max / max(at_one, 1e-30)
-    reached = min((scale for scale in found.run.steps.loss_scale or [] if scale > 0), default=_DEFAULT_SCALE)
+    room = FORMATS[record.format].max / max(at_one, 1e-30)
+    reached = min((scale for scale in record.run.steps.loss_scale or [] if scale > 0), default=_DEFAULT_SCALE)
     exponent = min(math.floor(math.log2(room)) - HEADROOM, math.floor(math.log2(reached)), 16)
     if exponent < 0:
         return bf16
     scale = 2.0**exponent
-    own = _policy(found)
+    own = _policy(record)
     if own is None:
         line = f"scaler = torch.amp.GradScaler(init_scale={scale})"
         return [Offer(f"begin with a loss scale of {scale:g}", line, None, scale), *bf16]
@@ -253,13 +255,13 @@ def _for_scale(found: DiagnoseRecord) -> list[Offer]:
     return [Offer(advice, f'policy = "{policy}"', policy), *bf16]
 
 
-def _for_vanished(found: DiagnoseRecord) -> list[Offer]:
+def _for_vanished(record: DiagnoseRecord) -> list[Offer]:
     """Offer a loss scale for gradients that are too small for the format, and BF16."""
-    bf16, own = _bf16(found), _policy(found)
+    bf16, own = _bf16(record), _policy(record)
     if own is not None:
         policy = own.replace(loss_scale="dynamic", init_scale=_DEFAULT_SCALE)
         return [Offer("multiply the loss by a dynamic loss scale", f'policy = "{policy}"', policy), *bf16]
-    if found.own_scaler:
+    if record.own_scaler:
         line = f"scaler = torch.amp.GradScaler(init_scale={_DEFAULT_SCALE})"
         return [Offer(f"begin with a loss scale of {_DEFAULT_SCALE:g}", line, None, _DEFAULT_SCALE), *bf16]
     line = "scaler = torch.amp.GradScaler()  # scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
@@ -269,18 +271,18 @@ def _for_vanished(found: DiagnoseRecord) -> list[Offer]:
 # --- formats ---------------------------------------------------------------------------------------------------------------------
 
 
-def _for_range(found: DiagnoseRecord) -> list[Offer]:
+def _for_range(record: DiagnoseRecord) -> list[Offer]:
     """Offer FP32 for the module if it has a name, FP32 for the operation, and BF16."""
-    module = [_wider(found, (found.pattern,))] if found.pattern else []
-    operation = _operation(found)
-    costly = found.op in _COSTLY
-    offers = [*module, *_bf16(found), *operation] if costly else [*module, *operation, *_bf16(found)]
-    return offers or [Offer(f"compute {found.op} in FP32", "x = x.float()  # before this line")]
+    module = [_wider(record, (record.pattern,))] if record.pattern else []
+    operation = _operation(record)
+    costly = record.op in _COSTLY
+    offers = [*module, *_bf16(record), *operation] if costly else [*module, *operation, *_bf16(record)]
+    return offers or [Offer(f"compute {record.op} in FP32", "x = x.float()  # before this line")]
 
 
-def _operation(found: DiagnoseRecord) -> list[Offer]:
-    name = found.op.rsplit(".", maxsplit=1)[-1]
-    policy = _policy(found)
+def _operation(record: DiagnoseRecord) -> list[Offer]:
+    name = record.op.rsplit(".", maxsplit=1)[-1]
+    policy = _policy(record)
     if policy is None or not policy.lowers or not oplists.is_listed(name):
         return []
     try:
@@ -291,11 +293,11 @@ def _operation(found: DiagnoseRecord) -> list[Offer]:
     return [Offer(f"compute {name} in FP32", f'policy = "{changed}"', changed)] if changed != policy else []
 
 
-def _bf16(found: DiagnoseRecord) -> list[Offer]:
-    advice, policy = "train in BF16, which has FP32's range", _policy(found)
+def _bf16(record: DiagnoseRecord) -> list[Offer]:
+    advice, policy = "train in BF16, which has FP32's range", _policy(record)
     if policy is None:
         line = "torch.autocast(device_type, dtype=torch.bfloat16)  # and no GradScaler"
-        return [Offer(advice, line, Policy.parse("bf16"))] if found.format == FP16.name else []
+        return [Offer(advice, line, Policy.parse("bf16"))] if record.format == FP16.name else []
     if policy.compute != FP16.name:
         return []
     plain = Policy.parse(policy.name.replace(FP16.name, "bf16"))
@@ -309,10 +311,10 @@ def _bf16(found: DiagnoseRecord) -> list[Offer]:
 # --- the script's own lines ------------------------------------------------------------------------------------------------------
 
 
-def _for_entered(found: DiagnoseRecord) -> Offer:
-    if found.origin == "constant":
+def _for_entered(record: DiagnoseRecord) -> Offer:
+    if record.origin == "constant":
         return Offer("the script creates a value here that is not finite, and it reaches the loss", "")
-    if found.parameter:
+    if record.parameter:
         return Offer(
             "an update made a weight infinite or NaN: lower the learning rate, or raise the optimizer's eps", ""
         )

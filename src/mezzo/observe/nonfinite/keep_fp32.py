@@ -13,7 +13,7 @@ from mezzo.observe.module_names import ModuleTree
 
 
 def keep_fp32(patterns: Sequence[str], tree: ModuleTree) -> RemovableHandle:
-    """Let modules whose names match one of ``patterns`` compute in FP32, from the first call of their model on."""
+    """Make modules whose names match one of ``patterns`` compute in FP32, from the first call of their model on."""
     known: set[int] = set()
 
     def entering(module: nn.Module, args: object) -> None:

@@ -28,12 +28,12 @@ class OperationPlace(NamedTuple):
 
 
 class PlacingTracer(Tracer):
-    """A tracer that also records where the nodes of the graph were made."""
+    """A tracer that also records where the nodes of the graph were created."""
 
     def __init__(self, formats: OperandFormats, *, device_type: str, flags: Flags) -> None:
         super().__init__(formats, device_type=device_type, flags=flags)
-        self._made: dict[int, tuple[str, str]] = {}
-        """The operation that made a graph node, and the script's line, by the node's identity."""
+        self._created: dict[int, tuple[str, str]] = {}
+        """The operation that created a graph node, and the script's line, by the node's identity."""
         self._running: tuple[Any, Sequence[Any]] = (None, ())
         """The running operation, and its arguments."""
 
@@ -41,21 +41,21 @@ class PlacingTracer(Tracer):
         super()._place(number, entry)
         self._remember()
 
-    def _place_again(self, number: int, node: GraphNode, entry: RunningCall) -> None:
-        super()._place_again(number, node, entry)
+    def _place_in_backward(self, number: int, node: GraphNode, entry: RunningCall) -> None:
+        super()._place_in_backward(number, node, entry)
         self._remember()
 
     def _remember(self) -> None:
-        if self._local.made not in self._made:
+        if self._local.created not in self._created:
             line, callers = script_line(sys._getframe(2).f_back)
-            self._made[self._local.made] = self.forward_name(callers), line
+            self._created[self._local.created] = self.forward_name(callers), line
 
     def in_backward(self) -> bool:
-        """Return whether the running operation belongs to a backward pass, and not to a recomputed forward pass."""
+        """Return whether the running operation belongs to a backward pass, but not to a recomputed forward pass."""
         if torch._C._current_autograd_node() is None:
             return False
         entry = self._local.entry
-        return not (self._flags.recomputing or (entry is not None and entry.again))
+        return not (self._flags.recomputing or (entry is not None and entry.in_backward))
 
     def place_of_running(self) -> OperationPlace:
         """Return where the running operation is."""
@@ -65,13 +65,13 @@ class PlacingTracer(Tracer):
             return OperationPlace(self.forward_name(callers), entry.module, line, backward=False)
         op = self._backward_name()
         node = self._node()
-        if node.number == LAST_NUMBER or not self._made:
+        if node.number == LAST_NUMBER or not self._created:
             return OperationPlace(op, None, "", backward=True)
-        made = node.number if node.number in self._made else nearest(sorted(self._made), node.number)
-        return OperationPlace(op, self.trace.maker(node).module, self._made[made][1], backward=True)
+        number = node.number if node.number in self._created else nearest(sorted(self._created), node.number)
+        return OperationPlace(op, self.trace.creator(node).module, self._created[number][1], backward=True)
 
     def _node(self) -> GraphNode:
-        """Return the running graph node, or that of the emulated operation that it runs inside."""
+        """Return the running graph node, or the node of the emulated operation in which it runs."""
         outer = self._formats.recomputing()
         if outer is not None:
             return GraphNode(self._backward_nodes.identity(outer), torch._C._current_graph_task_id())
@@ -94,8 +94,8 @@ class PlacingTracer(Tracer):
     def _backward_name(self) -> str:
         node = torch._C._current_autograd_node()
         assert node is not None
-        known, _ = self._made.get(self._node().number, ("", ""))
-        if known and (self._formats.emulated() is not None or known.startswith("conv")):  # named by what it emulates
+        known, _ = self._created.get(self._node().number, ("", ""))
+        if known and (self._formats.emulated() is not None or known.startswith("conv")):  # the name of what it emulates
             return known
         return public_name(_snake(node.name()))
 

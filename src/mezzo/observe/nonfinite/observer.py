@@ -26,7 +26,7 @@ from mezzo.observe.effective import Lowering
 from mezzo.observe.limits import HARMLESS_LISTED
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite import ranks
-from mezzo.observe.nonfinite.blame import InspectedStep, blamed, seen_of
+from mezzo.observe.nonfinite.blame import InspectedStep, inspected_step, place_to_blame
 from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, write_evidence
 from mezzo.observe.nonfinite.keep_fp32 import keep_fp32
 from mezzo.observe.nonfinite.propagation import InfinityTracer
@@ -38,7 +38,7 @@ from mezzo.records import RunRecord
 
 
 @dataclass
-class _Closed:
+class _ClosedStep:
     """A step that is over; its flags may not have arrived from the device yet."""
 
     step: int
@@ -59,38 +59,39 @@ class NonFinite(Observer):
         self._scale_hook: RemovableHandle | None = None
         self._fp32_hook: RemovableHandle | None = None
         self._unfinished: InspectedStep | None = None
-        """The record of a step that never ended."""
+        """The record of the last step, if it never ended."""
         self._suspects_done = False
         """Whether every suspect was inspected."""
         self._suspects = list(settings.suspects)
         self._tracer: InfinityTracer | None = None
         self._marked = 0
         self._inspected: InspectedStep | None = None
-        self._late: _Closed | None = None
+        self._pending: _ClosedStep | None = None
         self._skips = Skips()
         self._formats_seen = Lowering()
         self.bad_steps: list[int] = []
         self.faults: list[Located] = []
         """The places to blame, in the order of their steps."""
-        self._open: list[Located] = []
+        self._skipped_faults: list[Located] = []
         """Overflows in updates that the loss scale skipped: faults only if those skips are not normal."""
         self._harmless: dict[str, Harmless] = {}
         """Values that left their format and made no difference, by line."""
         self._problems: dict[str, str] = {}
         """Operations that could not be inspected, and why."""
-        self._gave_up = False
-        self._elsewhere: tuple[int, Located | None] = (-1, None)
-        """The rank of the process where a fault began, and the place to blame there."""
-        self._began_with = 0
-        """The first inspected step; 0 before it."""
-        self._lost: int | None = None
+        self._must_stop = False
+        """Whether a step was bad for a reason that no later step can cure."""
+        self._remote_fault: tuple[int, Located | None] = (-1, None)
+        """The rank of another process where a fault began, and the place to blame there."""
+        self._first_inspected = 0
+        """The number of the first inspected step; 0 before that."""
+        self._lost_step: int | None = None
         """The step whose loss was not finite."""
 
     # --- inspection --------------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
         """Enter the tracer."""
-        self._began_with = self._began_with or step
+        self._first_inspected = self._first_inspected or step
         formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
         self._tracer = InfinityTracer(
@@ -99,20 +100,20 @@ class NonFinite(Observer):
         self._tracer.problems = self._problems
         self._marked = 0
         self._tracer.start(stepping_is_called=True)
-        if self._settings.loss_scale is not None and step == self._began_with:
-            # Not now: the step before may still have to divide its gradients by the old scale.
+        if self._settings.loss_scale is not None and step == self._first_inspected:
+            # Not now: the previous step may still have to divide its gradients by the old scale.
             self._scale_hook = register_module_forward_pre_hook(lambda *_: self._set_scale_of_script())
 
     def stepping(self) -> None:
-        """Tell the tracer that an update begins; weigh the gradients that the update uses."""
+        """Notify the tracer that an update begins; compare the gradients that the update uses."""
         if self._tracer is None:
             return
         if self._observing is not None and not self.run.skips:
-            self._tracer.weigh()
+            self._tracer.compare_gradients()
         self._tracer.stepping(True)
 
     def update_ended(self) -> None:
-        """Tell the tracer that the update is over."""
+        """Notify the tracer that the update is over."""
         if self._tracer is not None:
             self._tracer.stepping(False)
 
@@ -129,7 +130,7 @@ class NonFinite(Observer):
     def turn(self, step: int) -> None:
         """Keep the step and continue with the next one."""
         assert self._tracer is not None
-        self._inspected = seen_of(self._tracer, self._marked)
+        self._inspected = inspected_step(self._tracer, self._marked)
         self._formats_seen.add(self._tracer.trace.operations[: self._marked], step - 1)
         self._tracer.keep_after(self._marked)
         self._marked = 0
@@ -139,17 +140,17 @@ class NonFinite(Observer):
         assert self._tracer is not None
         self._tracer.stop()
         if self._observing is not None and self._num_closed >= self._observing:
-            self._inspected = seen_of(self._tracer, self._marked)
+            self._inspected = inspected_step(self._tracer, self._marked)
             self._formats_seen.add(self._tracer.trace.operations[: self._marked], self._observing)
         else:  # including an operation that raised, which is not in the trace
-            self._inspected = seen_of(self._tracer, len(self._tracer.trace.operations) + 1)
+            self._inspected = inspected_step(self._tracer, len(self._tracer.trace.operations) + 1)
 
     def start(self) -> None:
         """Prepare; step 1 begins with the script's first line, or inside the first call of a module."""
         if self._settings.fp32_modules:
             self._fp32_hook = keep_fp32(self._settings.fp32_modules, self.run.tree)
         if self._settings.from_start and self._waiting[:1] == [1]:
-            self._begin_at_once()
+            self._begin_immediately()
         else:
             super().start()
 
@@ -164,14 +165,14 @@ class NonFinite(Observer):
         self.begin(step)
 
     def backward_begins(self) -> None:
-        """Set the policy's loss scale if the settings have one: the step before has closed by now."""
-        if self._settings.loss_scale is not None and self._observing == self._began_with:
+        """Set the policy's loss scale if the settings have one: the previous step has closed by now."""
+        if self._settings.loss_scale is not None and self._observing == self._first_inspected:
             self.run.scale.load_state_dict({"scale": self._settings.loss_scale})
 
     def backward_ended(self) -> None:
-        """Weigh the current gradients."""
+        """Compare the current gradients with their true values."""
         if self._tracer is not None and self._observing is not None:
-            self._tracer.weigh()
+            self._tracer.compare_gradients()
         super().backward_ended()
 
     def scaler_met(self, scaler: Any) -> None:
@@ -190,20 +191,20 @@ class NonFinite(Observer):
         except StopScript:
             over = True
         self._judge(num_steps)
-        over = over or self._gave_up or self._suspects_done or bool(self.faults)
+        over = over or self._must_stop or self._suspects_done or bool(self.faults)
         if are_several():
-            over = self._together(over)
+            over = self._agree(over)
         if over:
             raise StopScript
 
-    def _together(self, over: bool) -> bool:
-        """Return whether any process is over; adopt the fault of the process where it began."""
+    def _agree(self, over: bool) -> bool:
+        """Return whether any process is to end; adopt the fault of the process where it began."""
         if not ranks.any_process(over, self.run.device_type or "cpu"):
             return False
         own = self._fault()
-        rank, began = ranks.first_of_all(own, arrived=own is not None and own.arrived)
+        rank, first = ranks.first_of_all(own, arrived=own is not None and own.arrived)
         if rank != dist.get_rank():
-            self._elsewhere = rank, began
+            self._remote_fault = rank, first
         return True
 
     def close(self) -> None:
@@ -212,7 +213,7 @@ class NonFinite(Observer):
         for hook in (self._scale_hook, self._fp32_hook):
             if hook is not None:
                 hook.remove()
-        self._decide_late()
+        self._decide_pending()
         super().close()
         if self._inspected is not None and self._num_closed + 1 not in self.watched:
             self._unfinished = self._inspected
@@ -220,45 +221,47 @@ class NonFinite(Observer):
     def _judge(self, step: int) -> None:
         recorder = self.run.recorder
         flags = recorder.finite_flags()
-        self._decide_late()
-        closed = _Closed(step, flags, recorder.last_skipped(), list(self.run.updates), self._inspected)
+        self._decide_pending()
+        closed = _ClosedStep(step, flags, recorder.last_skipped(), list(self.run.updates), self._inspected)
         if self._inspected is None and flags.device.type == "cuda":
-            # They are read when the next step ends: the copy has long finished by then, so nothing waits.
+            # The flags are read when the next step ends: the copy has finished long before, so nothing waits.
             closed.flags, closed.arrived = flags.to("cpu", non_blocking=True), torch.cuda.Event()
             closed.arrived.record(torch.cuda.current_stream(flags.device))
-            self._late = closed
+            self._pending = closed
             return
         self._decide(closed)
 
-    def _decide_late(self) -> None:
-        late, self._late = self._late, None
-        if late is not None and late.arrived is not None:
-            late.arrived.synchronize()
-            self._decide(late)
+    def _decide_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.arrived is not None:
+            pending.arrived.synchronize()
+            self._decide(pending)
 
-    def _decide(self, closed: _Closed) -> None:
+    def _decide(self, closed: _ClosedStep) -> None:
         step = closed.step
         loss_finite, gradients_finite = (bool(f) for f in closed.flags.tolist())
         bad = not (loss_finite and gradients_finite) or closed.skipped
         fault = None
         if closed.inspected is not None:
             loss_bad = not loss_finite
-            fault = blamed(closed.inspected, step, self._names(), loss_bad=loss_bad, bad=bad, before=self._largest_norm)
+            fault = place_to_blame(
+                closed.inspected, step, self._names(), loss_bad=loss_bad, bad=bad, before=self._largest_norm
+            )
         if fault is not None:
             curable = closed.skipped and loss_finite and fault.gradients is None and fault.fits_fp32
-            (self._open if curable else self.faults).append(fault)
+            (self._skipped_faults if curable else self.faults).append(fault)
         elif closed.inspected is not None and not bad:
-            self._harmless |= {one.line: one for one in closed.inspected.harmless}
+            self._harmless |= {value.line: value for value in closed.inspected.harmless}
         if loss_finite:  # a loss that is infinite is not skipped because of its scale
             self._skips.closed(step, closed.updates, skipped=closed.skipped, rule=self._rule())
         if bad:
             self.bad_steps.append(step)
-            self._lost = step if not loss_finite else self._lost
-            self._gave_up |= not loss_finite or not closed.skipped or self._endless() or not self._rule().dynamic
+            self._lost_step = step if not loss_finite else self._lost_step
+            self._must_stop |= not loss_finite or not closed.skipped or self._endless() or not self._rule().dynamic
         if self._suspects and step == self._suspects[0]:
             self._suspects.pop(0)
             self._suspects_done = not self._suspects and (bad or fault is not None)
-            if not bad and fault is None:  # the script does not repeat itself: inspect all later steps
+            if not bad and fault is None:  # the script does not repeat the same steps: inspect all later ones
                 self._suspects = []
                 self._waiting = list(range(max(step + 1, self._waiting[0] if self._observing else 0), self._until + 1))
 
@@ -303,41 +306,41 @@ class NonFinite(Observer):
     # --- the evidence ----------------------------------------------------------------------------------------------------------------
 
     def _fault(self) -> Located | None:
-        """Return the place to blame in the run so far; an overflow that the loss scale skipped counts only if the skip is not normal."""
+        """Return the place to blame in the steps so far; an overflow that the loss scale skipped counts only if the skip is not normal."""
         if self.faults:
             return self.faults[0]
         wanted = {*self._skips.steps(), *self._settings.suspects}
-        return next((fault for fault in self._open if fault.step in wanted), None)
+        return next((fault for fault in self._skipped_faults if fault.step in wanted), None)
 
     def _missed_start(self) -> bool:
-        return self._settings.steps[:1] == (1,) and self._began_with != 1
+        return self._settings.steps[:1] == (1,) and self._first_inspected != 1
 
     def too_short(self) -> bool:
-        """Return whether nothing was inspected, and there is nothing for another run to inspect."""
+        """Return whether nothing was inspected, and another run would have nothing to inspect."""
         return not (self.watched or self.bad_steps or self._missed_start())
 
     def _faulty_steps(self, run: RunRecord) -> list[int]:
         """Return the bad steps that are not normal skips."""
         unskipped = [step for step in self.bad_steps if not run.steps.skipped[step - 1]]
-        return sorted({*self._skips.steps(), *unskipped, *([self._lost] if self._lost else [])})
+        return sorted({*self._skips.steps(), *unskipped, *([self._lost_step] if self._lost_step else [])})
 
     def evidence(self, run: RunRecord) -> Evidence:
-        """Return what the run showed."""
+        """Return the evidence of the run."""
         fault, watched, last = self._fault(), list(self.watched), len(run.steps) + 1
         faulty = self._faulty_steps(run)
         if fault is None and run.error is not None and self._unfinished is not None and not faulty:
-            fault = blamed(self._unfinished, last, self._names(), loss_bad=True, bad=True, before=None)
+            fault = place_to_blame(self._unfinished, last, self._names(), loss_bad=True, bad=True, before=None)
             watched.append(last)
-        rank, began = self._elsewhere
+        rank, remote = self._remote_fault
         return Evidence(
-            located=began or fault,
-            found_by_rank=None if began is None else rank,
+            located=remote or fault,
+            found_by_rank=None if remote is None else rank,
             watched=watched,
             bad_steps=self.bad_steps,
             missed_start=self._missed_start(),
             faulty_steps=faulty,
             unexplained_skips=[step for step in self._skips.unexplained if step not in faulty],
-            lost_step=self._lost,
+            lost_step=self._lost_step,
             own_scaler=self.run.script_scaler is not None,
             session_policy=self.run.session_policy,
             scaled=self.run.scale.checks or self.run.script_scaler is not None,

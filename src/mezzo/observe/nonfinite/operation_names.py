@@ -57,7 +57,7 @@ _TABLE: tuple[tuple[str, str], ...] = (
 )
 _CONVOLUTION = re.compile(r"\w*conv(olution)?(_|\d|$)\w*")
 _RECURRENT = {"cudnn_rnn": 6, "miopen_rnn": 6, "mkldnn_rnn_layer": 9}
-"""The position of the argument that tells which recurrent layer an operation is."""
+"""The position of the argument that says which recurrent layer an operation is."""
 _LAYERS = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 
 
@@ -66,7 +66,7 @@ def public_name(name: str, args: Sequence[Any] = ()) -> str:
 
     Args:
         name: the dispatcher's name (``_to_copy``), or a node's in the same spelling (``to_copy``).
-        args: the operation's arguments, which tell the dimensions of a convolution and the kind of a recurrent layer.
+        args: the operation's arguments, which determine the dimensions of a convolution and the kind of a recurrent layer.
     """
     known = _resolved(name)
     if known == "convolution":

@@ -1,11 +1,11 @@
-"""Follow values that leave their format's range through a training step: where each was lost, what it reached, what it changed.
+"""Follow values that leave their format's range through a training step: where each was lost, and which results it reached and changed.
 
 Every operation's result is inspected. A result that is not finite although all operands are is a source, and so is one with zeros where
 FP32 has none. Everything computed from a source remembers it, by storage, so that a loss or a gradient can be traced back.
 
-Whether a source matters does not depend on the names of operations. The true values are kept beside the wrong ones, and operations that
-read them run a second time on the true ones (``mezzo.observe.nonfinite.shadows``). A mask of -1e9 is -inf in FP16, and softmax returns
-the same for both; ``1 / sqrt(inf)`` is 0, but ``1 / sqrt(1e5)`` is not. The second is silent saturation if it makes a gradient wrong.
+Whether a source matters does not depend on the names of operations. The true values are kept alongside the wrong ones, and operations that
+read them run a second time on the true values (``mezzo.observe.nonfinite.shadows``). A mask of -1e9 is -inf in FP16, and softmax returns
+the same for both; ``1 / sqrt(inf)`` is 0, but ``1 / sqrt(1e5)`` is not. The latter is silent saturation if it makes a gradient wrong.
 
 A source is recomputed in FP32 from its operands: a finite result means that only its format is too narrow.
 
@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_leaves
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite import recomputing
 from mezzo.observe.nonfinite.evidence import Kind
-from mezzo.observe.nonfinite.gradient_error import GradientErrors, weigh, weigh_gradients
+from mezzo.observe.nonfinite.gradient_error import GradientErrors, measure_errors, measure_gradients
 from mezzo.observe.nonfinite.location import PlacingTracer
 from mezzo.observe.nonfinite.operation_names import public_name
-from mezzo.observe.nonfinite.shadows import RangeEnd, Storages, Twins, rounded
-from mezzo.observe.nonfinite.sources import Source, Spoiled, together
+from mezzo.observe.nonfinite.shadows import RangeEnd, Shadows, Storages, rounded
+from mezzo.observe.nonfinite.sources import NonFiniteResult, Source, merge_sources
 from mezzo.observe.tensors import (
     by_design,
     floats,
@@ -50,9 +50,9 @@ from mezzo.observe.tracer import Flags
 
 _INFINITE = (float("inf"), float("-inf"))
 _MATERIAL = 2.0**-10
-"""Share of a result's norm that may become 0 at one operation: hundreds in a row still lose less than a tenth."""
+"""Share of a result's norm that may become 0 in one operation: hundreds in a row still lose less than a tenth."""
 _DECISIONS = frozenset(("_amp_update_scale_", "_amp_update_scale"))
-"""Operations whose results count as true: the loss scale follows from the overflow that was found."""
+"""Operations whose results count as true: the loss scale has to follow from the overflow that was detected."""
 _REFUSED = "without overflow"
 
 
@@ -79,48 +79,48 @@ class InfinityTracer(PlacingTracer):
         """
         super().__init__(formats, device_type=device_type, flags=flags)
         self.sources: list[Source] = []
-        self.spoiled: list[Spoiled] = []
-        self.weighed: list[GradientErrors] = []
+        self.nonfinite_results: list[NonFiniteResult] = []
+        self.gradient_errors: list[GradientErrors] = []
         self.problems: dict[str, str] = {}
         """Operations that could not be inspected, and why."""
-        self._sent: GradientErrors | None = None
+        self._before_reduction: GradientErrors | None = None
         """The errors of the gradients before a reduction over all processes."""
         self._scale, self._weights = scale, weights
         self._taint: Storages[tuple[Source, ...]] = Storages()
-        self._twins: dict[RangeEnd, Twins[Source]] = {end: Twins(end) for end in RangeEnd}
+        self._shadows: dict[RangeEnd, Shadows[Source]] = {end: Shadows(end) for end in RangeEnd}
 
     def forget(self) -> None:
         """Discard what was recorded; values that are already lost remain known as lost."""
         super().turn(len(self.trace.operations))
-        self.sources, self.spoiled, self.weighed = [], [], []
+        self.sources, self.nonfinite_results, self.gradient_errors = [], [], []
 
     def mark(self) -> int:
         """Mark everything recorded so far as belonging to the step; return the number of operations."""
-        for twins in self._twins.values():
-            twins.mark()
+        for shadows in self._shadows.values():
+            shadows.mark()
         return len(self.trace.operations)
 
     def keep_after(self, index: int) -> None:
         """Discard what was recorded before ``index``, the last mark."""
         super().turn(index)
-        for twins in self._twins.values():
-            twins.turn()
+        for shadows in self._shadows.values():
+            shadows.turn()
         for source in self.sources:
             source.index -= index
-        for spoiled in self.spoiled:
-            spoiled.index -= index
+        for result in self.nonfinite_results:
+            result.index -= index
         self.sources = [s for s in self.sources if s.index >= 0]
-        self.spoiled = [s for s in self.spoiled if s.index >= 0]
-        self.weighed = []
+        self.nonfinite_results = [r for r in self.nonfinite_results if r.index >= 0]
+        self.gradient_errors = []
 
-    def weigh(self) -> None:
-        """Compare the current gradients with their true values; a step's last comparison counts."""
+    def compare_gradients(self) -> None:
+        """Compare the current gradients with their true values; of a step's comparisons, the last counts."""
         with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
-            found = weigh(len(self.trace.operations), self._weights(), self._twins)
-        sent, self._sent = self._sent, None
-        self.weighed.append(sent if sent is not None and found.nothing else found)
+            errors = measure_errors(len(self.trace.operations), self._weights(), self._shadows)
+        sent, self._before_reduction = self._before_reduction, None
+        self.gradient_errors.append(sent if sent is not None and errors.nothing else errors)
 
-    # --- what the tracer calls ---------------------------------------------------------------------------------------------------
+    # --- operations --------------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and inspect its result."""
@@ -147,7 +147,7 @@ class InfinityTracer(PlacingTracer):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Keep the script alive if its tensors cannot be inspected; the record says so."""
+        """Let the script continue if its tensors cannot be inspected; the record says so."""
         with torch._C.DisableTorchFunction():
             try:
                 yield
@@ -159,51 +159,55 @@ class InfinityTracer(PlacingTracer):
 
     def _prepared(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> recomputing.Recomputable:
         """Return an operation that is about to run, with its operands."""
-        kept = recomputing.before(func, args, kwargs) if func._schema.is_mutable else (list(args), kwargs)
+        kept = recomputing.arguments_before(func, args, kwargs) if func._schema.is_mutable else (list(args), kwargs)
         pairs = recomputing.operands(func, kept, (args, kwargs))
         read = [pair for pair in pairs if floats(pair[0])]
         truths = {}
-        for end, twins in self._twins.items():
-            known = [(before, twins.read(given)) for before, given in pairs if readable(given)] if twins else []
+        for end, shadows in self._shadows.items():
+            known = [(before, shadows.read(passed)) for before, passed in pairs if readable(passed)] if shadows else []
             found = [(before, truth) for before, truth in known if truth is not None]
             if found:
-                sources = together(s for _, (_, sources) in found for s in sources)
+                sources = merge_sources(s for _, (_, sources) in found for s in sources)
                 truths[end] = {id(before): true for before, (true, _) in found}, sources
         if truths and func.namespace in recomputing.COLLECTIVES:
-            sent = weigh_gradients(len(self.trace.operations), read, self._twins)
-            self._sent = sent if self._sent is None or self._sent.nothing else self._sent
+            sent = measure_gradients(len(self.trace.operations), read, self._shadows)
+            if self._before_reduction is None or self._before_reduction.nothing:
+                self._before_reduction = sent
         return recomputing.Recomputable(func, args, kwargs, kept, read, truths)
 
     def _inspect(self, index: int, operation: recomputing.Recomputable, result: Any) -> None:
-        given = operation.outputs(result)
-        results = floats(given)
-        bad = [t for t in results if not is_finite(t)]
+        outputs = operation.outputs(result)
+        results = floats(outputs)
+        bad_results = [t for t in results if not is_finite(t)]
         if operation.func.namespace in recomputing.COLLECTIVES:
-            self._inspect_collective(index, operation, results, bad)
+            self._inspect_collective(index, operation, results, bad_results)
             return
         if operation.func.overloadpacket.__name__ in _DECISIONS:
             operation.truths = {}
             for tensor in results:
                 self._forget_truth(tensor)
-        strange = [pair for pair in operation.read if not is_finite(pair[0])] if bad or len(self._taint) else []
-        local = self._computed_locally(operation, results, result, made=bool(bad) and not strange)
+        bad_operands = (
+            [pair for pair in operation.read if not is_finite(pair[0])] if bad_results or len(self._taint) else []
+        )
+        local = self._computed_locally(operation, results, result, made=bool(bad_results) and not bad_operands)
         true = {end: operation.computed(result, known) for end, (known, _) in operation.truths.items()}
         new: dict[RangeEnd, tuple[Source, ...]] = {}
-        if bad:
-            wide = recomputing.largest_of(local, given)
-            finite = [end for end in true if recomputing.largest_of(true[end], given) is not None]
-            sources = self._sources_of(index, operation, strange, bad[0], wide, finite)
-            new[RangeEnd.ABOVE] = sources if not strange else ()
-            self._spoil(index, sources, bad)
-        held = [source for _, given_one in strange for source in self._taint.get(given_one) or ()]
+        if bad_results:
+            wide = recomputing.largest_of(local, outputs)
+            finite_ends = [end for end in true if recomputing.largest_of(true[end], outputs) is not None]
+            sources = self._sources_of(index, operation, bad_operands, bad_results[0], wide, finite_ends)
+            new[RangeEnd.ABOVE] = sources if not bad_operands else ()
+            self._record_nonfinite(index, sources, bad_results)
+        read_sources = [source for _, passed in bad_operands for source in self._taint.get(passed) or ()]
         for tensor in results:
-            if not any(tensor is one for one in bad) and tensor.numel() * tensor.element_size() == storage_size(tensor):
+            finite = not any(tensor is result for result in bad_results)
+            if finite and tensor.numel() * tensor.element_size() == storage_size(tensor):
                 self._taint.pop(tensor)
-        new[RangeEnd.BELOW] = self._vanished(index, operation, given, local)
+        new[RangeEnd.BELOW] = self._vanished(index, operation, outputs, local)
         for end in RangeEnd:
-            self._keep_true(end, operation, given, local, true, new.get(end, ()))
-        if strange and not bad and results:
-            self._swallowed(held, results)
+            self._keep_true(end, operation, outputs, local, true, new.get(end, ()))
+        if bad_operands and not bad_results and results:
+            self._swallowed(read_sources, results)
 
     def _computed_locally(
         self, operation: recomputing.Recomputable, results: list[Tensor], result: Any, *, made: bool
@@ -212,18 +216,18 @@ class InfinityTracer(PlacingTracer):
         narrow = any(t.element_size() < 4 for t in (*results, *(read for read, _ in operation.read)))
         if not operation.read or not narrow:
             return None
-        if not made and (operation.draws or operation.moves()):
+        if not made and (operation.draws or operation.keeps_magnitude()):
             return None
         if made or any(RangeEnd.BELOW.loses(t.dtype) and bool((t == 0).any()) for t in results):
             return operation.computed(result)
         return None
 
     def _vanished(
-        self, index: int, operation: recomputing.Recomputable, given: list[Tensor], local: list[Tensor] | None
+        self, index: int, operation: recomputing.Recomputable, outputs: list[Tensor], local: list[Tensor] | None
     ) -> tuple[Source, ...]:
         """Return a source for each result that lost a material share of its norm, or a tiny number of the script's."""
         found: list[Source] = []
-        for tensor, true in zip(given, local or (), strict=bool(local)):
+        for tensor, true in zip(outputs, local or (), strict=bool(local)):
             if not floats(tensor) or not RangeEnd.BELOW.loses(tensor.dtype):
                 continue
             lost = RangeEnd.BELOW.lost(tensor, true)
@@ -242,56 +246,58 @@ class InfinityTracer(PlacingTracer):
         self,
         end: RangeEnd,
         operation: recomputing.Recomputable,
-        given: list[Tensor],
+        outputs: list[Tensor],
         local: list[Tensor] | None,
         true: dict[RangeEnd, list[Tensor] | None],
         new: tuple[Source, ...],
     ) -> None:
         """Keep the true values of results that differ from them at one end of the range."""
-        twins = self._twins[end]
+        shadows = self._shadows[end]
         values = true.get(end)
         if end not in operation.truths:
             values = local if new else None
         elif values is None:  # unknown: the actual values count as true
-            for tensor in filter(readable, given):
+            for tensor in filter(readable, outputs):
                 self._forget_truth(tensor)
         if values is None:
             return
         inherited = operation.truths[end][1] if end in operation.truths else ()
-        for tensor, wide_one in zip(given, values, strict=True):
+        for tensor, wide in zip(outputs, values, strict=True):
             if not readable(tensor):
                 continue
             if end in operation.truths:
-                twins.write(tensor, rounded(wide_one, tensor.dtype, end), together((*inherited, *new)))
+                shadows.write(tensor, rounded(wide, tensor.dtype, end), merge_sources((*inherited, *new)))
             elif tensor.is_floating_point():
-                found = tensor.to(wide_one.dtype)
-                twins.write(tensor, torch.where(end.lost(found, wide_one), wide_one, found), new)
+                found = tensor.to(wide.dtype)
+                shadows.write(tensor, torch.where(end.lost(found, wide), wide, found), new)
 
-    def _swallowed(self, held: list[Source], results: list[Tensor]) -> None:
+    def _swallowed(self, sources: list[Source], results: list[Tensor]) -> None:
         """Record that an operation turned infinities into finite numbers, and whether these are right."""
-        wrong = any(self._twins[RangeEnd.ABOVE].read(t) is not None for t in results)
+        wrong = any(self._shadows[RangeEnd.ABOVE].read(t) is not None for t in results)
         op = self.forward_name()
-        for source in held:
+        for source in sources:
             (source.swallowed if wrong else source.absorbed)[op] = None
 
     def _inspect_collective(
-        self, index: int, operation: recomputing.Recomputable, results: list[Tensor], bad: list[Tensor]
+        self, index: int, operation: recomputing.Recomputable, results: list[Tensor], bad_results: list[Tensor]
     ) -> None:
-        """Record an operation between processes: its results depend on the operands of all of them."""
-        if bad:
-            strange = [pair for pair in operation.read if not is_finite(pair[0])]
-            self._spoil(index, self._sources_of(index, operation, strange, bad[0], None, ()), bad)
+        """Record an operation between processes, whose results depend on the operands of all of them."""
+        if bad_results:
+            bad_operands = [pair for pair in operation.read if not is_finite(pair[0])]
+            self._record_nonfinite(
+                index, self._sources_of(index, operation, bad_operands, bad_results[0], None, ()), bad_results
+            )
         for tensor in results:  # returned, but not declared as written
             self._forget_truth(tensor)
 
     def _forget_truth(self, tensor: Tensor) -> None:
-        for twins in self._twins.values():
-            twins.forget(tensor)
+        for shadows in self._shadows.values():
+            shadows.forget(tensor)
 
-    def _spoil(self, index: int, sources: tuple[Source, ...], bad: list[Tensor]) -> None:
-        for tensor in bad:
+    def _record_nonfinite(self, index: int, sources: tuple[Source, ...], bad_results: list[Tensor]) -> None:
+        for tensor in bad_results:
             self._taint.put(tensor, sources)
-        self.spoiled.append(Spoiled(index, self.in_backward(), sources))
+        self.nonfinite_results.append(NonFiniteResult(index, self.in_backward(), sources))
 
     # --- sources -----------------------------------------------------------------------------------------------------------------
 
@@ -299,15 +305,15 @@ class InfinityTracer(PlacingTracer):
         self,
         index: int,
         operation: recomputing.Recomputable,
-        strange: list[tuple[Tensor, Tensor]],
+        bad_operands: list[tuple[Tensor, Tensor]],
         result: Tensor,
         largest_in_fp32: float | None,
         finite: Sequence[RangeEnd],
     ) -> tuple[Source, ...]:
-        """Return the sources of values that are not finite: those of its operands, or a new one here."""
+        """Return the sources of values that are not finite: those of the operands, or a new one here."""
         tensors = [read for read, _ in operation.read]
-        if strange:
-            return self._inherited(index, strange, tensors, result)
+        if bad_operands:
+            return self._inherited(index, bad_operands, tensors, result)
         if operation.func.namespace in recomputing.COLLECTIVES:
             return (self._source(index, "entered", tensors, None, result),)
         leaves = tree_leaves((operation.args, operation.kwargs))
@@ -325,25 +331,25 @@ class InfinityTracer(PlacingTracer):
         return (source,)
 
     def _inherited(
-        self, index: int, strange: list[tuple[Tensor, Tensor]], tensors: list[Tensor], result: Tensor
+        self, index: int, bad_operands: list[tuple[Tensor, Tensor]], tensors: list[Tensor], result: Tensor
     ) -> tuple[Source, ...]:
-        found = {s: None for _, given in strange for s in self._taint.get(given) or ()}
-        unknown = [(read, given) for read, given in strange if self._taint.get(given) is None]
+        found = {s: None for _, passed in bad_operands for s in self._taint.get(passed) or ()}
+        unknown = [(read, passed) for read, passed in bad_operands if self._taint.get(passed) is None]
         if unknown:
             constant = all(by_design(read) for read, _ in unknown) and not self.in_backward()
             entered = self._source(index, "constant" if constant else "entered", tensors, None, result)
             weights = {storage_of(p) for p in self._weights()}
-            entered.parameter = any(storage_of(given) in weights for _, given in unknown)
+            entered.parameter = any(storage_of(passed) in weights for _, passed in unknown)
             found[entered] = None
-            for _, given in unknown:
-                self._taint.put(given, (entered,))
+            for _, passed in unknown:
+                self._taint.put(passed, (entered,))
         if (
             all(s.kind == "constant" for s in found)
             and has_nan(result)
-            and not any(has_nan(read) for read, _ in strange)
+            and not any(has_nan(read) for read, _ in bad_operands)
         ):
             return (self._source(index, "made", tensors, None, result),)  # such as a softmax of -inf only
-        return together(found)
+        return merge_sources(found)
 
     def _refused(self, index: int, operation: recomputing.Recomputable) -> None:
         """Record a number that torch refuses to write into a format because it would overflow."""

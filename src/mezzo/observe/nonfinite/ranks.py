@@ -11,18 +11,18 @@ import torch.distributed as dist
 
 def any_process(flag: bool, device_type: str) -> bool:
     """Return whether ``flag`` is true in any process; waits for all of them."""
-    on = device_type if dist.get_backend() == "nccl" else "cpu"
-    found = torch.tensor(float(flag), device=on)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
+    device = device_type if dist.get_backend() == "nccl" else "cpu"
+    largest = torch.tensor(float(flag), device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return bool(largest)
 
 
 def first_of_all(value: Any, *, arrived: bool) -> tuple[int, Any]:
-    """Return where a fault began: the rank of that process and its value; (-1, None) if no process has one.
+    """Return where a fault began: the rank of that process and its fault; (-1, None) if no process has one.
 
     Args:
         value: the fault that this process found; None if it found none.
-        arrived: whether the fault may have come from another process. Such a value counts only if no process has one of its own: which
+        arrived: whether the fault may have come from another process. Such a fault counts only if no process has one of its own: which
             process receives the gradients of all first depends on how fast they are.
     """
     values: list[Any] = [None] * dist.get_world_size()
@@ -31,7 +31,7 @@ def first_of_all(value: Any, *, arrived: bool) -> tuple[int, Any]:
 
 
 def where_it_began(values: Sequence[tuple[bool, Any]]) -> tuple[int, Any]:
-    """Return the first rank with a value that did not arrive from elsewhere, else the first with any; and its value."""
+    """Return the first rank whose value did not arrive from elsewhere, else the first with any value; and that value."""
     found = [(arrived, rank) for rank, (arrived, value) in enumerate(values) if value is not None]
     if not found:
         return -1, None

@@ -18,15 +18,15 @@ from mezzo.observe.tensors import floats, is_finite, largest
 Change = Callable[[Tensor], Tensor]
 
 _UNDECLARED = ("batch_norm", "rnn")
-"""In the names of operations that change buffers without declaring it; operations of other libraries may do so, too."""
-_OVERWRITES = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"))
-_MOVES = frozenset(
+"""Parts of the names of operations that change buffers without declaring it; operations of other libraries may do so, too."""
+_ONLY_OVERWRITE = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_"))
+_KEEP_MAGNITUDE = frozenset(
     {"clone", "copy_", "cat", "stack", "index", "index_select", "gather", "where", "masked_fill", "masked_fill_"}
     | {"constant_pad_nd", "repeat", "flip", "roll", "slice_backward", "select_backward", "relu", "relu_", "neg", "abs"}
     | {"threshold_backward", "clamp", "clamp_", "clamp_min", "clamp_max", "maximum", "minimum", "amax", "amin", "max"}
     | {"max_pool2d_with_indices", "sign", "embedding", "zeros_like", "new_zeros", "zero_", "fill_", "full_like"}
 )
-"""Operations that return no value smaller than those they read, except zeros that FP32 has as well."""
+"""Operations that return no value smaller than those that they read, except zeros that FP32 has as well."""
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 """Namespaces of operations between processes, which are never recomputed."""
 
@@ -47,7 +47,7 @@ def outputs(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any)
     return [*changed, *(t for t in tree_leaves(result) if isinstance(t, Tensor) and id(t) not in known)]
 
 
-def before(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def arguments_before(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments before the operation runs, with copies of the tensors that it changes."""
     changed = {id(t) for t in written(func, args, kwargs)}
 
@@ -58,12 +58,12 @@ def before(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list
 
 
 def operands(
-    func: Any, kept: tuple[Sequence[Any], dict[str, Any]], given: tuple[Sequence[Any], dict[str, Any]]
+    func: Any, kept: tuple[Sequence[Any], dict[str, Any]], passed: tuple[Sequence[Any], dict[str, Any]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors that the operation reads, each as it was before and as passed; not those it only overwrites."""
-    overwrites = func.overloadpacket.__name__ in _OVERWRITES or "out" in func._overloadname
-    skipped = {id(t) for t in written(func, *given)} if overwrites else set()
-    pairs = zip(tree_leaves(kept), tree_leaves(given), strict=True)
+    """Return the tensors that the operation reads, each as it was before and as passed, without those that it only overwrites."""
+    overwrites = func.overloadpacket.__name__ in _ONLY_OVERWRITE or "out" in func._overloadname
+    skipped = {id(t) for t in written(func, *passed)} if overwrites else set()
+    pairs = zip(tree_leaves(kept), tree_leaves(passed), strict=True)
     return [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor) and id(b) not in skipped]
 
 
@@ -83,11 +83,11 @@ def recomputed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], change: C
         wide = change(tensor)
         return wide.clone() if (copies or id(tensor) in changed) and wide is tensor else wide
 
-    def values(given: Any) -> Any:
-        wide = tree_map_only(Tensor, widened, given)
+    def in_wide_formats(arguments: Any) -> Any:
+        wide = tree_map_only(Tensor, widened, arguments)
         return tree_map_only(torch.dtype, lambda d: FP32.dtype if d.is_floating_point and d.itemsize < 4 else d, wide)
 
-    wide_args, wide_kwargs = values(list(args)), values(kwargs)
+    wide_args, wide_kwargs = in_wide_formats(list(args)), in_wide_formats(kwargs)
     try:
         result = func(*wide_args, **wide_kwargs)
     except (RuntimeError, NotImplementedError, TypeError):  # its kernels take only 16-bit operands
@@ -103,7 +103,7 @@ def dropout_in_fp32(args: Sequence[Any], kwargs: dict[str, Any], result: Any, ch
 
 
 def in_fp32(tensor: Tensor) -> Tensor:
-    """Return a tensor of 16 bits or less in FP32, any other as it is."""
+    """Return a tensor of 16 bits or less in FP32, and any other unchanged."""
     narrow = tensor.is_floating_point() and tensor.element_size() < FP32.dtype.itemsize
     return tensor.float() if narrow else tensor
 
@@ -139,17 +139,16 @@ class Recomputable:
             return known.get(id(tensor), in_fp32(tensor))
 
         if self.func.overloadpacket is torch.ops.aten.native_dropout:
-            found: list[Tensor] | None = dropout_in_fp32(*self.kept, result, change)
+            wide: list[Tensor] | None = dropout_in_fp32(*self.kept, result, change)
         else:
-            found = None if self.draws else recomputed(self.func, *self.kept, change)
-        given = self.outputs(result)
+            wide = None if self.draws else recomputed(self.func, *self.kept, change)
         # A selection may return more or fewer elements of the true values: these cannot be matched.
-        same = found is not None and [t.shape for t in found] == [t.shape for t in given]
-        return found if same else None
+        matches = wide is not None and [t.shape for t in wide] == [t.shape for t in self.outputs(result)]
+        return wide if matches else None
 
-    def moves(self) -> bool:
+    def keeps_magnitude(self) -> bool:
         """Return whether its results are never smaller than its operands."""
-        return self.func.overloadpacket.__name__ in _MOVES and not self.has_tiny_number()
+        return self.func.overloadpacket.__name__ in _KEEP_MAGNITUDE and not self.has_tiny_number()
 
     def has_tiny_number(self) -> bool:
         """Return whether the script passed it a number below FP16's full precision, such as an epsilon."""
@@ -157,9 +156,9 @@ class Recomputable:
         return any(0 < abs(x) < FP16.min_normal for x in numbers)
 
 
-def largest_of(values: list[Tensor] | None, given: list[Tensor]) -> float | None:
-    """Return the largest magnitude among the floating-point results in ``values``; None if any is not finite."""
+def largest_of(values: list[Tensor] | None, outputs: list[Tensor]) -> float | None:
+    """Return the largest magnitude in ``values`` of the floating-point ``outputs``; None if any is not finite or unknown."""
     if values is None:
         return None
-    found = [value for value, tensor in zip(values, given, strict=True) if floats(tensor)]
-    return max(map(largest, found), default=0.0) if all(map(is_finite, found)) else None
+    of_floats = [value for value, output in zip(values, outputs, strict=True) if floats(output)]
+    return max(map(largest, of_floats), default=0.0) if all(map(is_finite, of_floats)) else None

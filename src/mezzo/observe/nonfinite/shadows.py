@@ -1,13 +1,14 @@
 """Keep the values that tensors would have if 16-bit formats had no largest number, or no smallest one.
 
 A value that leaves a format's range becomes infinite or zero. Whether that matters shows later: softmax returns the same for -inf and for
--1e9, but ``x / norm`` differs between an infinite norm and 1e5. So wherever values are lost, their true values are kept. Every operation
-that reads them runs a second time in FP32 on the true values, and its results are rounded to the format's precision. The two computations
-differ only in their range: values that agree again are dropped, and a difference that remains in a gradient is the effect of the range.
+-1e9, but ``x / norm`` differs between an infinite norm and 1e5. So wherever values are lost, their true values are kept as shadows. Every
+operation that reads them runs a second time in FP32 on the true values, and its results are rounded to the format's precision. The two
+computations differ only in their range: values that agree again are dropped, and a difference that remains in a gradient is the effect of
+the range.
 
-Each end of the range has its own true values (``RangeEnd``). Those for the lower end have no upper end either, because a divisor is often
-multiplied by again. Only the elements that differ are kept, by storage, so that views share them. Cost: a second run of each operation
-that reads such elements, and 16 bytes per element.
+Each end of the range has its own true values (``RangeEnd``). Those for the lower end have no upper limit either, because a division by a
+small number is often undone by a multiplication. Only the elements that differ are kept, by storage, so that views share them. Cost: a
+second run of each operation that reads such elements, and 16 bytes per element.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class RangeEnd(enum.Enum):
     BELOW = "below"
 
     def loses(self, dtype: torch.dtype) -> bool:
-        """Return whether values of a format are tracked at this end; at the lower end only FP16, whose range is that narrow."""
+        """Return whether values of a format are tracked at this end; at the lower end only those of FP16, whose range is that narrow."""
         return dtype in HALF if self is RangeEnd.ABOVE else dtype is FP16.dtype
 
     def lost(self, narrow: Tensor, wide: Tensor) -> Tensor:
-        """Return where ``narrow`` lost the values of ``wide``."""
+        """Return a mask of the elements in which ``narrow`` lost the value of ``wide``."""
         if self is RangeEnd.ABOVE:
             return wide.isfinite() & ~narrow.isfinite()
         return (narrow == 0) & (wide != 0) & wide.isfinite()
@@ -53,63 +54,63 @@ class Storages(Generic[T]):
     """One value for each live storage; a storage that reuses the memory of a freed one starts without a value."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[StorageWeakRef, T]] = {}  # the reference keeps the number from being reused
+        self._values: dict[int, tuple[StorageWeakRef, T]] = {}  # the reference keeps the key from being reused
         self._sweep_at = _SWEEP
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._values)
 
     def get(self, tensor: Tensor) -> T | None:
-        """Return the value for the storage of ``tensor``."""
-        number = _number(tensor)
-        found = None if number is None else self._kept.get(number)
+        """Return the value for the storage of ``tensor``; None without one."""
+        key = _storage_key(tensor)
+        found = None if key is None else self._values.get(key)
         return None if found is None else found[1]
 
     def put(self, tensor: Tensor, value: T) -> None:
         """Keep ``value`` for the storage of ``tensor``, unless it has none (sparse)."""
-        number = _number(tensor)
-        if number is None:
+        key = _storage_key(tensor)
+        if key is None:
             return
-        if len(self._kept) >= self._sweep_at:
-            self._kept = {n: kept for n, kept in self._kept.items() if not kept[0].expired()}
-            self._sweep_at = max(_SWEEP, 2 * len(self._kept))
-        self._kept[number] = StorageWeakRef(tensor.untyped_storage()), value
+        if len(self._values) >= self._sweep_at:
+            self._values = {n: kept for n, kept in self._values.items() if not kept[0].expired()}
+            self._sweep_at = max(_SWEEP, 2 * len(self._values))
+        self._values[key] = StorageWeakRef(tensor.untyped_storage()), value
 
     def drop(self, which: Callable[[T], bool]) -> None:
         """Drop the values for which ``which`` is true."""
-        self._kept = {number: kept for number, kept in self._kept.items() if not which(kept[1])}
+        self._values = {key: kept for key, kept in self._values.items() if not which(kept[1])}
 
     def pop(self, tensor: Tensor) -> None:
         """Drop the value for the storage of ``tensor``."""
-        number = _number(tensor)
-        if number is not None:
-            self._kept.pop(number, None)
+        key = _storage_key(tensor)
+        if key is not None:
+            self._values.pop(key, None)
 
 
-def _number(tensor: Tensor) -> int | None:
+def _storage_key(tensor: Tensor) -> int | None:
     own = storage(tensor)
     return None if own is None else int(own._cdata)
 
 
 @dataclass
-class _Twin(Generic[T]):
+class _Shadow(Generic[T]):
     """The elements of a storage that differ from their true values."""
 
-    places: Tensor
+    positions: Tensor
     actual: Tensor
-    """The elements themselves: if they have changed since, an unseen write has made the true values obsolete."""
+    """The elements themselves: if they have changed since, a write that was not seen has made the true values obsolete."""
     true: Tensor
     """The true values, in FP32 or FP64; booleans and integers as they are."""
     sources: tuple[T, ...]
     mark: int
 
 
-class Twins(Generic[T]):
+class Shadows(Generic[T]):
     """True values for one end of the range, each with its sources."""
 
     def __init__(self, end: RangeEnd) -> None:
         self.end = end
-        self._twins: Storages[_Twin[T]] = Storages()
+        self._shadows: Storages[_Shadow[T]] = Storages()
         self._mark = 0
 
     def mark(self) -> None:
@@ -117,52 +118,52 @@ class Twins(Generic[T]):
         self._mark += 1
 
     def turn(self) -> None:
-        """Begin another step: values left over from the step before, such as running statistics, count as true in it."""
-        self._twins.drop(lambda twin: twin.mark < self._mark)
+        """Begin another step: values left over from the previous step, such as running statistics, count as true in it."""
+        self._shadows.drop(lambda shadow: shadow.mark < self._mark)
 
     def __bool__(self) -> bool:
-        return len(self._twins) > 0
+        return len(self._shadows) > 0
 
     def read(self, tensor: Tensor) -> tuple[Tensor, tuple[T, ...]] | None:
         """Return the true values of ``tensor``, 16-bit ones in FP32, with their sources; None if its own values are true."""
-        twin = self._twins.get(tensor)
-        if twin is None or tensor.layout is not torch.strided:
+        shadow = self._shadows.get(tensor)
+        if shadow is None or tensor.layout is not torch.strided:
             return None
         flat = _flat(tensor)
-        if not bool(_equal(flat[twin.places], twin.actual).all()):
-            self._twins.pop(tensor)
+        if not bool(_equal(flat[shadow.positions], shadow.actual).all()):
+            self._shadows.pop(tensor)
             return None
         wide = _wide(flat)
-        wide[twin.places] = twin.true
+        wide[shadow.positions] = shadow.true
         true = wide.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         if tensor.numel() < flat.numel() and bool(_equal(true, tensor.detach().to(true.dtype)).all()):
-            return None  # they lie outside this view
-        return true, twin.sources
+            return None  # the elements that differ lie outside this view
+        return true, shadow.sources
 
     def write(self, tensor: Tensor, true: Tensor, sources: tuple[T, ...]) -> bool:
         """Keep the elements of ``true`` that differ from ``tensor``; return whether any do."""
-        if tensor.layout is not torch.strided or _number(tensor) is None:
+        if tensor.layout is not torch.strided or _storage_key(tensor) is None:
             return False
-        before, flat = self._twins.get(tensor), _flat(tensor)
+        before, flat = self._shadows.get(tensor), _flat(tensor)
         if tensor.numel() == flat.numel() and tensor.is_contiguous():
             whole = true.reshape(-1)
         else:
             whole = _wide(flat)
             if before is not None:
-                kept = _equal(flat[before.places], before.actual)
-                whole[before.places[kept]] = before.true[kept]
+                kept = _equal(flat[before.positions], before.actual)
+                whole[before.positions[kept]] = before.true[kept]
                 sources = tuple(dict.fromkeys((*before.sources, *sources)))
             whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(true)
-        places = differs(flat, whole).nonzero().flatten()
-        if not len(places):
-            self._twins.pop(tensor)
+        positions = differs(flat, whole).nonzero().flatten()
+        if not len(positions):
+            self._shadows.pop(tensor)
             return False
-        self._twins.put(tensor, _Twin(places, flat[places], whole[places], sources, self._mark))
+        self._shadows.put(tensor, _Shadow(positions, flat[positions], whole[positions], sources, self._mark))
         return True
 
     def forget(self, tensor: Tensor) -> None:
         """Accept the values of ``tensor`` as true."""
-        if self._twins.get(tensor) is not None:
+        if self._shadows.get(tensor) is not None:
             self.write(tensor, _wide(tensor.detach()), ())
 
 
@@ -180,7 +181,7 @@ def rounded(wide: Tensor, dtype: torch.dtype, end: RangeEnd) -> Tensor:
 
 
 def differs(actual: Tensor, true: Tensor) -> Tensor:
-    """Return where ``actual`` differs from ``true`` by more than a few units in the last place."""
+    """Return a mask of the elements in which ``actual`` differs from ``true`` by more than a few units in the last place."""
     if not actual.is_floating_point():
         return actual != true
     found, limit = actual.to(true.dtype), _SAME.get(actual.dtype, _SAME_ELSEWHERE)
@@ -199,6 +200,6 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return a copy, one of 16 bits in FP32."""
+    """Return a copy, in FP32 if the tensor has 16 bits or less."""
     narrow = tensor.is_floating_point() and tensor.element_size() < FP32.dtype.itemsize
     return tensor.float() if narrow else tensor.clone()

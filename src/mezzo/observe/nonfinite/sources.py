@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from mezzo.observe.nonfinite.evidence import Kind, LostValues
 from mezzo.records import Operand
 
-_MOST = 6
+_MAX_SOURCES = 6
 """Most sources at the lower end of the range that a tensor keeps; at the upper end twice as many."""
 
 
@@ -28,7 +28,7 @@ class Source:
     """One place where values stopped being finite, or became zero."""
 
     index: int
-    """Number of the operation in its step."""
+    """Number of the operation within its step."""
     kind: Kind
     op: str
     module: Any
@@ -46,7 +46,7 @@ class Source:
     share: float = 0.0
     """Share of the result's norm that vanished."""
     because: tuple[Source, ...] = ()
-    """Earlier sources, without which the operation would have a finite result."""
+    """Earlier sources without which the operation would have a finite result."""
     swallowed: dict[str, None] = field(default_factory=dict)
     """Operations that turned it into wrong finite numbers."""
     absorbed: dict[str, None] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Source:
 
 
 @dataclass
-class Spoiled:
+class NonFiniteResult:
     """One operation whose result was not finite."""
 
     index: int
@@ -79,10 +79,10 @@ class Spoiled:
     sources: tuple[Source, ...]
 
 
-def together(sources: Iterable[Source]) -> tuple[Source, ...]:
-    """Return ``sources``, each once: the first few overflows, and those that lost the largest shares."""
+def merge_sources(sources: Iterable[Source]) -> tuple[Source, ...]:
+    """Return ``sources``, each once: the first few of those that are not finite, and those that lost the largest shares."""
     unique = sorted(dict.fromkeys(sources), key=lambda s: s.index)
     vanished = [s for s in unique if s.kind == "vanished"]
-    if len(vanished) > _MOST:
-        vanished = sorted(sorted(vanished, key=lambda s: -s.share)[:_MOST], key=lambda s: s.index)
-    return (*[s for s in unique if s.kind != "vanished"][: 2 * _MOST], *vanished)
+    if len(vanished) > _MAX_SOURCES:
+        vanished = sorted(sorted(vanished, key=lambda s: -s.share)[:_MAX_SOURCES], key=lambda s: s.index)
+    return (*[s for s in unique if s.kind != "vanished"][: 2 * _MAX_SOURCES], *vanished)

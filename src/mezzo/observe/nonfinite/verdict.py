@@ -69,57 +69,57 @@ def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "") -> DiagnoseRecord
         untried: why not every fix was tried; empty if all that may help were.
     """
     first, evidence = _showed(runs[0])
-    found = known(runs).model_copy(update={"run": first})
-    if found.located:
+    record = known(runs).model_copy(update={"run": first})
+    if record.located:
         untried = untried or ("" if repeats(runs) else "the script does not repeat the same steps each time")
-        last = last_step(found, first)
-        found = fixes.offered(found, untried=untried) if untried else fixes.settled(found, tried(runs), last=last)
-    recurs = found.verdict == "range_overflow" and len(evidence.faulty_steps) > 1
-    of_skips = recurs or found.verdict == "scale_overflow"
+        last = last_step(record, first)
+        record = fixes.offered(record, untried=untried) if untried else fixes.settled(record, tried(runs), last=last)
+    recurs = record.verdict == "range_overflow" and len(evidence.faulty_steps) > 1
+    of_skips = recurs or record.verdict == "scale_overflow"
     skips = words.skipped(first, evidence.faulty_steps) if of_skips else ""
     own_notes = judged(runs[0]).notes
-    return found.model_copy(
+    return record.model_copy(
         update={
-            "detail": ". ".join(filter(None, [found.detail, skips])),
+            "detail": ". ".join(filter(None, [record.detail, skips])),
             "passes": [_pass(ran) for ran in runs],
             "bad_steps": evidence.bad_steps,
-            "faulty_steps": evidence.faulty_steps or found.faulty_steps,
+            "faulty_steps": evidence.faulty_steps or record.faulty_steps,
             "num_skipped": first.steps.num_skipped,
-            "notes": [*found.notes, *(note for note in own_notes if note not in found.notes)],
-            "trend": _trend(first, max([found.step, *evidence.bad_steps])),
+            "notes": [*record.notes, *(note for note in own_notes if note not in record.notes)],
+            "trend": _trend(first, max([record.step, *evidence.bad_steps])),
         }
     )
 
 
 def known(runs: Sequence[ScriptRun]) -> DiagnoseRecord:
     """Return the verdict that follows from ``runs``, without a fix."""
-    found = judged(runs[0])
+    record = judged(runs[0])
     for ran in runs[1:]:
         if ran.evidence is None:
             continue
         if ran.role == "suspects":
-            found = _inspected(found, ran)
+            record = _inspected(record, ran)
         elif ran.role == "skips":
-            found = _behind_skips(found, ran)
+            record = _behind_skips(record, ran)
         elif ran.role == "scale of 1":
-            found = _at_scale_of_1(found, ran)
+            record = _at_scale_of_1(record, ran)
         elif ran.role == "fp32":
-            found = _in_fp32(found, ran, runs)
+            record = _in_fp32(record, ran, runs)
         elif ran.role == "fp32 later" and _fails(judged(ran)):
-            found = found.model_copy(update={"notes": [*found.notes, words.later_in_fp32(judged(ran))]})
-    return found
+            record = record.model_copy(update={"notes": [*record.notes, words.later_in_fp32(judged(ran))]})
+    return record
 
 
 def repeats(runs: Sequence[ScriptRun]) -> bool:
     """Return whether the script repeats the same steps in each run, as far as the runs show."""
-    again = next((ran for ran in runs if ran.role in ("suspects", "skips") and ran.evidence is not None), None)
-    located = None if again is None or again.evidence is None else again.evidence.located
-    return again is None or located is None or located.step in again.settings.suspects
+    rerun = next((ran for ran in runs if ran.role in ("suspects", "skips") and ran.evidence is not None), None)
+    located = None if rerun is None or rerun.evidence is None else rerun.evidence.located
+    return rerun is None or located is None or located.step in rerun.settings.suspects
 
 
-def last_step(found: DiagnoseRecord, first: RunRecord) -> int:
+def last_step(record: DiagnoseRecord, first: RunRecord) -> int:
     """Return the last step that must be healthy with a fix: only the whole run shows whether a loss scale fits."""
-    return max(found.step, len(first.steps)) if found.verdict == "scale_overflow" else found.step
+    return max(record.step, len(first.steps)) if record.verdict == "scale_overflow" else record.step
 
 
 def tried(runs: Sequence[ScriptRun]) -> list[Tried]:
@@ -154,7 +154,7 @@ def judged(ran: ScriptRun) -> DiagnoseRecord:
         return _of_unseen(record, evidence)
     if run.error is not None or run.exit_code or not len(run.steps):
         return record.model_copy(update={"verdict": "unfinished", "detail": words.unfinished(run)})
-    harmless = [words.harmless(one) for one in evidence.harmless]
+    harmless = [words.harmless(value) for value in evidence.harmless]
     return record.model_copy(update={"notes": [*record.notes, *harmless]})
 
 
@@ -224,47 +224,51 @@ def _has_infinite_norm_alone(evidence: Evidence) -> bool:
 # --- the evidence of further runs --------------------------------------------------------------------------------------------------
 
 
-def _inspected(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
-    again, (_, evidence) = judged(ran), _showed(ran)
-    explained = again.located or (_has_infinite_norm_alone(evidence) and not found.located)
-    return again if explained else found
+def _inspected(record: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
+    outcome, (_, evidence) = judged(ran), _showed(ran)
+    explained = outcome.located or (_has_infinite_norm_alone(evidence) and not record.located)
+    return outcome if explained else record
 
 
-def _behind_skips(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
+def _behind_skips(record: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
     """Return a fault behind skipped updates: an operation whose result is not finite in FP32 either, whatever the loss scale."""
-    again = judged(ran)
-    if again.verdict != "invalid_operation" or not again.located:
-        return found
-    return again.model_copy(update={"detail": f"{again.detail}. {words.HIDDEN_BY_SKIP}", "faulty_steps": [again.step]})
+    outcome = judged(ran)
+    if outcome.verdict != "invalid_operation" or not outcome.located:
+        return record
+    return outcome.model_copy(
+        update={"detail": f"{outcome.detail}. {words.HIDDEN_BY_SKIP}", "faulty_steps": [outcome.step]}
+    )
 
 
-def _at_scale_of_1(found: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
+def _at_scale_of_1(record: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
     """Return the fault that remains at a loss scale of 1; gradients too small for the format at that scale are no fault."""
-    again, (_, evidence) = judged(ran), _showed(ran)
-    if found.step not in evidence.watched or not again.located:
-        return found
-    no_other = again.verdict == "scale_overflow" if found.step in evidence.bad_steps else again.origin == "vanished"
-    return found if no_other else again
+    outcome, (_, evidence) = judged(ran), _showed(ran)
+    if record.step not in evidence.watched or not outcome.located:
+        return record
+    no_other = (
+        outcome.verdict == "scale_overflow" if record.step in evidence.bad_steps else outcome.origin == "vanished"
+    )
+    return record if no_other else outcome
 
 
-def _in_fp32(found: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) -> DiagnoseRecord:
-    """Return range overflow for an operation that fails only because a narrow format rounded its operands."""
-    again, (_, evidence) = judged(ran), _showed(ran)
-    if _fails(again):
-        cause = [words.cause_in_fp32(found, again)] if found.verdict == "range_overflow" else []
-        return found.model_copy(update={"notes": [*found.notes, *cause]})
-    if found.step not in evidence.watched or not repeats(runs) or found.verdict != "invalid_operation":
-        return found
-    if any(one.role == "skips" for one in runs):  # caused by the format, and rare enough for the loss scale to skip
+def _in_fp32(record: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) -> DiagnoseRecord:
+    """Return the verdict after a run in FP32: range overflow if an operation fails only because its operands were rounded."""
+    outcome, (_, evidence) = judged(ran), _showed(ran)
+    if _fails(outcome):
+        cause = [words.cause_in_fp32(record, outcome)] if record.verdict == "range_overflow" else []
+        return record.model_copy(update={"notes": [*record.notes, *cause]})
+    if record.step not in evidence.watched or not repeats(runs) or record.verdict != "invalid_operation":
+        return record
+    if any(other.role == "skips" for other in runs):  # caused by the format, and rare enough for the loss scale to skip
         return judged(runs[0])
     own = FP16.name if runs[0].policy is None else runs[0].policy.compute
-    narrow = next((o.format for o in found.operands if o.format in ("fp16", "bf16")), own)
-    update = {"verdict": "range_overflow", "format": narrow, "detail": words.rounded_away(found, narrow)}
-    return found.model_copy(update=update)
+    narrow = next((o.format for o in record.operands if o.format in ("fp16", "bf16")), own)
+    update = {"verdict": "range_overflow", "format": narrow, "detail": words.rounded_away(record, narrow)}
+    return record.model_copy(update=update)
 
 
-def _fails(found: DiagnoseRecord) -> bool:
-    return found.verdict not in ("healthy", "unfinished")
+def _fails(record: DiagnoseRecord) -> bool:
+    return record.verdict not in ("healthy", "unfinished")
 
 
 # --- the runs in the record --------------------------------------------------------------------------------------------------------
@@ -283,14 +287,14 @@ def _outcome(ran: ScriptRun) -> str:
     of_step = ran.role in ("scale of 1", "fp32", "fp32 later")
     if ran.evidence is None:
         return words.NOT_REACHED if of_step else words.DIED
-    again = judged(ran)
+    outcome = judged(ran)
     if not of_step:
         unexplained = bool(ran.evidence.unexplained_skips)
-        return words.seen_with_fix(again) if ran.role == "fix" else words.seen(again, unexplained=unexplained)
+        return words.seen_with_fix(outcome) if ran.role == "fix" else words.seen(outcome, unexplained=unexplained)
     reached = ran.step in ran.evidence.watched
-    bad = ran.step in ran.evidence.bad_steps or again.located
-    if (bad and reached) if ran.role == "scale of 1" else _fails(again):
-        return words.seen(again)
+    bad = ran.step in ran.evidence.bad_steps or outcome.located
+    if (bad and reached) if ran.role == "scale of 1" else _fails(outcome):
+        return words.seen(outcome)
     return "finite" if reached else words.NOT_REACHED
 
 

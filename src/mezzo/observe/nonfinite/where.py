@@ -26,7 +26,7 @@ _IN_CODE: dict[Caller, str] = {
 _SCALER: dict[Caller, str] = {
     "lightning": "pass it on: Trainer(plugins=MixedPrecision('16-mixed', 'cuda', scaler=scaler))",
     "fabric": "pass it on: Fabric(plugins=MixedPrecision('16-mixed', scaler=scaler))",
-    "accelerate": "Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale={scale})]), which makes the scaler",
+    "accelerate": "Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale={scale})]), which creates the scaler",
     "transformers": "TrainingArguments cannot pass it: type mezzo run --policy fp16:init_scale={scale}",
 }
 """How to set the initial loss scale of a library's scaler."""
@@ -39,24 +39,24 @@ _BF16: dict[Caller, str] = {
 """The argument that turns on BF16 autocast in a library."""
 
 
-def where_to_write(found: DiagnoseRecord, caller: Caller) -> str:
+def where_to_write(record: DiagnoseRecord, caller: Caller) -> str:
     """Return where to write the record's line; empty if it has none."""
-    line, module = found.fix_line, found.module or "the model"
+    line, module = record.fix_line, record.module or "the model"
     if not line:
         return ""
     if named := _POLICY.search(line):
-        if found.session_policy:
+        if record.session_policy:
             return f"in code: {_SESSION.format(policy=named[1])}; or on the command line, in its place: --policy {named[1]}"
-        return _policy(named[1], line, caller, found.run.framework)
-    at = f"at {found.line}" if found.line else "in the script"
-    if found.run.framework.startswith("keras"):
+        return _policy(named[1], line, caller, record.run.framework)
+    at = f"at {record.line}" if record.line else "in the script"
+    if record.run.framework.startswith("keras"):
         return _keras(line, at)
     if "GradScaler(" in line:
         scale = re.search(r"init_(?:scale|loss_scaling)=([\d.]+)", line)
         known = _SCALER.get(caller, "") if scale else ""
         if known and scale:
             return known.format(scale=scale[1])
-        return "where the script makes its GradScaler" if found.own_scaler else "before the training loop"
+        return "where the script creates its GradScaler" if record.own_scaler else "before the training loop"
     if "enabled=False" in line or "enable=False" in line:
         return f"in the forward of {module}, around its operations"
     if "autocast(" in line or "auto_cast(" in line:
@@ -86,9 +86,9 @@ def _keras(line: str, at: str) -> str:
     """Return where a line of Keras belongs."""
     places = []
     if "set_dtype_policy" in line:
-        places.append("before the first layer is made")
+        places.append("before the first layer is created")
     if "LossScaleOptimizer" in line or "clipnorm" in line:
-        places.append("where the optimizer is made, before model.compile()")
+        places.append("where the optimizer is created, before model.compile()")
     if "dtype=" in line and "set_dtype_policy" not in line:
-        places.append("where the layer is made")
+        places.append("where the layer is created")
     return "; ".join(places) or at

@@ -56,42 +56,42 @@ def detail(located: Located, verdict: Diagnosed) -> str:
 
 def notes(evidence: Evidence) -> list[Reason]:
     """Return notes on how a run was inspected, and on a fault that began in another process."""
-    found = [Reason(what="not inspected", value=f"{op}()", reason=why) for op, why in evidence.problems.items()]
+    reasons = [Reason(what="not inspected", value=f"{op}()", reason=why) for op, why in evidence.problems.items()]
     if evidence.forced_eager:
-        why = "operations inside compiled kernels cannot be told apart; compiled code may round differently"
-        found.append(Reason(what="torch.compile", value="inspected steps ran eagerly", reason=why))
+        why = "operations inside compiled kernels cannot be distinguished; compiled code may round differently"
+        reasons.append(Reason(what="torch.compile", value="inspected steps ran eagerly", reason=why))
     if evidence.found_by_rank is not None:
         why = "this process received it with the gradients of all processes"
-        found.append(Reason(what="found by", value=f"the process of rank {evidence.found_by_rank}", reason=why))
-    return found
+        reasons.append(Reason(what="found by", value=f"the process of rank {evidence.found_by_rank}", reason=why))
+    return reasons
 
 
-def harmless(one: Harmless) -> Reason:
+def harmless(value: Harmless) -> Reason:
     """Return a note on a value that left its format and made no difference."""
-    absorbed = " and ".join(f"{op}()" for op in one.absorbed_by)
-    value = f"{one.op}() in {PurePath(one.line).name}"
-    why = f"{one.largest:.3g} is infinite in {one.format.upper()}; {absorbed} returns the same for both, and no gradient changes"
-    return Reason(what="harmless", value=value, reason=why)
+    absorbed = " and ".join(f"{op}()" for op in value.absorbed_by)
+    where = f"{value.op}() in {PurePath(value.line).name}"
+    why = f"{value.largest:.3g} is infinite in {value.format.upper()}; {absorbed} returns the same for both, and no gradient changes"
+    return Reason(what="harmless", value=where, reason=why)
 
 
-def cause_in_fp32(found: DiagnoseRecord, again: DiagnoseRecord) -> Reason:
-    """Return the cause of a fault if a run in FP32, ``again``, fails as well."""
-    if again.located and again.format == found.format:
+def cause_in_fp32(record: DiagnoseRecord, in_fp32: DiagnoseRecord) -> Reason:
+    """Return the cause of a fault if a run in FP32, ``in_fp32``, fails as well."""
+    if in_fp32.located and in_fp32.format == record.format:
         why = "the step leaves this format under fp32, too, because the script itself casts to it"
-        return Reason(what="cause", value=found.format, reason=why)
-    why = f"the training fails in FP32, too, in step {again.step}: precision is not the cause"
+        return Reason(what="cause", value=record.format, reason=why)
+    why = f"the training fails in FP32, too, in step {in_fp32.step}: precision is not the cause"
     return Reason(what="cause", value=ITSELF, reason=why)
 
 
-def later_in_fp32(again: DiagnoseRecord) -> Reason:
+def later_in_fp32(in_fp32: DiagnoseRecord) -> Reason:
     """Return a note that FP32 also fails in the step to which a fix moved the fault."""
-    why = f"the training fails in FP32, too, in step {again.step}, so no fix of the precision gets beyond it"
+    why = f"the training fails in FP32, too, in step {in_fp32.step}, so no fix of the precision gets beyond it"
     return Reason(what="cause", value=ITSELF, reason=why)
 
 
-def rounded_away(found: DiagnoseRecord, form: str) -> str:
+def rounded_away(record: DiagnoseRecord, form: str) -> str:
     """Return what happened at an operation that has a finite result only in a run in FP32."""
-    failing = _failing(found.op, found.phase == "backward", found.operands)
+    failing = _failing(record.op, record.phase == "backward", record.operands)
     return f"{failing}. The same step is finite in FP32: rounding to {form.upper()} gave the operation an input that it has no result for"
 
 
@@ -137,29 +137,29 @@ def unfinished(run: RunRecord) -> str:
     return f"the script {how} {when}, with exit code {run.exit_code}{cause}{nothing}"
 
 
-def seen(found: DiagnoseRecord, *, unexplained: bool = False) -> str:
+def seen(record: DiagnoseRecord, *, unexplained: bool = False) -> str:
     """Return the outcome of a run, in a few words; ``unexplained`` if the loss scale does not explain a skip."""
-    if found.located:
-        return f"{_named_fault(found)}, {found.phase}"
-    if found.verdict == "unfinished":
-        return found.detail
-    if found.verdict != "healthy":
-        return f"step {found.step} is not finite"
-    if found.num_skipped:
-        what = f"{found.num_skipped} update{'s' if found.num_skipped > 1 else ''} skipped"
+    if record.located:
+        return f"{_named_fault(record)}, {record.phase}"
+    if record.verdict == "unfinished":
+        return record.detail
+    if record.verdict != "healthy":
+        return f"step {record.step} is not finite"
+    if record.num_skipped:
+        what = f"{record.num_skipped} update{'s' if record.num_skipped > 1 else ''} skipped"
         return f"{what}, {'for no known reason' if unexplained else 'as is normal'}"
     return "every step is finite"
 
 
-def seen_with_fix(found: DiagnoseRecord) -> str:
+def seen_with_fix(record: DiagnoseRecord) -> str:
     """Return the outcome of a run with a fix."""
-    if found.verdict == "healthy":
+    if record.verdict == "healthy":
         return "nothing is wrong"
-    return _named_fault(found) if found.located else found.run.error or f"step {found.step} is not finite"
+    return _named_fault(record) if record.located else record.run.error or f"step {record.step} is not finite"
 
 
-def _named_fault(found: DiagnoseRecord) -> str:
-    return f"{found.verdict.replace('_', ' ')} in step {found.step}: {found.op} of {found.module}"
+def _named_fault(record: DiagnoseRecord) -> str:
+    return f"{record.verdict.replace('_', ' ')} in step {record.step}: {record.op} of {record.module}"
 
 
 def _where(source: LostValues) -> str:

@@ -4,8 +4,8 @@ A loss scale S suits a format if S times the largest gradient does not overflow 
 that S times them becomes zero. Both limits follow from one histogram (``mezzo.engine.kernels.exponent_bins``): multiplying by a
 power of two changes only exponents, so the effect of a cast at scale 2**k is read with the format's limits shifted by -k.
 
-Limits: the counts describe rounding one value once. Sums inside a matrix product in the format, and products of two
-rounded values, are not included. Counts from some steps say nothing about gradients that shrink later.
+Limits: the counts describe rounding a value once. They do not cover sums inside a matrix product in the format, nor products of two
+rounded values. Counts from some steps say nothing about gradients that shrink later.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Counts:
     table: Sequence[int]
 
     @classmethod
-    def together(cls, parts: Iterable[Counts]) -> Counts:
+    def merged(cls, parts: Iterable[Counts]) -> Counts:
         """Return the counts of all parts as one."""
         tables = [part.table for part in parts]
         return cls([int(n) for n in np.sum(np.array(tables, dtype=np.int64), axis=0)] if tables else [0] * BINS)
 
     @cached_property
     def _below(self) -> list[int]:
-        """For every bin how many finite non-zero values lie in the bins before it."""
+        """For every bin, how many finite non-zero values lie in the bins before it."""
         finite = self.table[CELLS : (ROWS - 1) * CELLS]
         return [0] * CELLS + list(accumulate(finite, initial=0))
 
@@ -63,7 +63,7 @@ class Counts:
         return self._below[-1]
 
     def zeroed(self, target: Format, scale: int) -> int:
-        """Return how many non-zero values times ``2**scale`` become zero in ``target``; half the smallest subnormal does, too."""
+        """Return how many non-zero values times ``2**scale`` become zero in ``target``; half the smallest subnormal number does, too."""
         half_smallest = -target.bias - target.mantissa_bits
         return self._below[bin_of(half_smallest - scale, 1)]
 
@@ -116,12 +116,12 @@ class Counts:
         )
 
 
-def _last(candidates: range, holds: Callable[[int], bool]) -> int:
-    """Return the largest candidate for which ``holds`` is true; it is true up to some candidate and false after it."""
+def _last(candidates: range, condition: Callable[[int], bool]) -> int:
+    """Return the last candidate for which ``condition`` is true; it is true up to some candidate and false after that."""
     low, high = candidates.start, candidates.stop - 1
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+        low, high = (middle, high) if condition(middle) else (low, middle - 1)
     return low
 
 

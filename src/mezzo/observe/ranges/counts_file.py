@@ -14,53 +14,53 @@ from mezzo.records import RangeKind
 from mezzo.records.files import write_whole
 
 
-def write_values(seen: ObservedValues, path: Path) -> None:
-    """Write counted values, with the non-zero entries of each table."""
-    value = {
+def write_values(values: ObservedValues, path: Path) -> None:
+    """Write counted values: of each table, the non-zero entries."""
+    contents = {
         "counts": [
             [kind, name, {place: n for place, n in enumerate(counts.table) if n}]
-            for (kind, name), counts in seen.counts.items()
+            for (kind, name), counts in values.counts.items()
         ],
-        "lowered": sorted(seen.lowered),
-        "swallowed": dict(seen.swallowed),
-        "steps": seen.steps,
-        "forced_eager": seen.forced_eager,
-        "updates_seen": seen.updates_seen,
-        "models": seen.models,
+        "lowered": sorted(values.lowered),
+        "swallowed": dict(values.swallowed),
+        "steps": values.steps,
+        "forced_eager": values.forced_eager,
+        "updates_seen": values.updates_seen,
+        "models": values.models,
     }
-    write_whole(json.dumps(value), path)
+    write_whole(json.dumps(contents), path)
 
 
 def read_values(path: Path) -> ObservedValues | None:
     """Return the values that ``write_values`` wrote; None if there is no file."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        contents: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     counts: dict[tuple[RangeKind, str], Counts] = {}
-    for kind, name, entries in found.pop("counts"):
+    for kind, name, entries in contents.pop("counts"):
         table = [0] * BINS
         for place, n in entries.items():
             table[int(place)] = n
         counts[kind, name] = Counts(table)
-    lowered = {(kind, name) for kind, name in found.pop("lowered")}
-    return ObservedValues(counts=counts, lowered=lowered, **found)
+    lowered = {(kind, name) for kind, name in contents.pop("lowered")}
+    return ObservedValues(counts=counts, lowered=lowered, **contents)
 
 
-def values_of_all(seen: Sequence[ObservedValues]) -> ObservedValues:
-    """Return the values of several processes together; names and steps are the first one's."""
-    first = seen[0]
-    keys = dict.fromkeys(key for one in seen for key in one.counts)
-    names = dict.fromkeys(name for one in seen for name in one.swallowed)
+def values_of_all(by_rank: Sequence[ObservedValues]) -> ObservedValues:
+    """Return the values of several processes added up, with the names and steps of the first process."""
+    first = by_rank[0]
+    keys = dict.fromkeys(key for values in by_rank for key in values.counts)
+    names = dict.fromkeys(name for values in by_rank for name in values.swallowed)
     return ObservedValues(
-        counts={key: Counts.together(one.counts[key] for one in seen if key in one.counts) for key in keys},
-        lowered={key for one in seen for key in one.lowered},
+        counts={key: Counts.merged(v.counts[key] for v in by_rank if key in v.counts) for key in keys},
+        lowered={key for values in by_rank for key in values.lowered},
         swallowed={
-            name: [sum(n) for n in zip(*(one.swallowed[name] for one in seen if name in one.swallowed), strict=True)]
+            name: [sum(n) for n in zip(*(v.swallowed[name] for v in by_rank if name in v.swallowed), strict=True)]
             for name in names
         },
         steps=first.steps,
-        forced_eager=any(one.forced_eager for one in seen),
-        updates_seen=any(one.updates_seen for one in seen),
+        forced_eager=any(values.forced_eager for values in by_rank),
+        updates_seen=any(values.updates_seen for values in by_rank),
         models=first.models,
     )

@@ -24,7 +24,7 @@ from mezzo.oplists import Precision
 from mezzo.policy import Policy
 
 _OF_FIRST = ("batchnorm", "instancenorm")
-"""Operations whose result has the format of their first operand, regardless of their weights."""
+"""Operations whose result has the format of their first operand, whatever the format of their weights."""
 
 
 class JudgedFormats(Protocol):
@@ -53,10 +53,10 @@ class ListedFormats:
         self.off = OffRegions()
         """Where the script turns autocast off itself."""
         self._wide: dict[Any, bool] = {}
-        """Whether the result of each node of this step's graphs is FP32. The nodes are kept alive, or others would reuse their ids."""
+        """Whether the result of each node of this step's graphs is FP32. The nodes are kept alive, since new ones would reuse their ids."""
         self._lowered = WeakTensorKeyDictionary()
         """Parameters whose gradient comes from a product."""
-        self._met = WeakTensorKeyDictionary()
+        self._parameters_seen = WeakTensorKeyDictionary()
 
     def forget(self) -> None:
         """Discard the nodes of a step that is over."""
@@ -70,7 +70,7 @@ class ListedFormats:
 
     def gradient_is_wide(self, parameter: Tensor) -> bool:
         """Return whether a parameter's gradient is FP32 from the start: no product found so far reads the parameter."""
-        return self._by_lists and parameter in self._met and parameter not in self._lowered
+        return self._by_lists and parameter in self._parameters_seen and parameter not in self._lowered
 
     def _of(self, root: Any) -> bool:
         waiting = [root]
@@ -89,7 +89,7 @@ class ListedFormats:
     def _judge(self, node: Any, parents: list[Any]) -> bool:
         variable = getattr(node, "variable", None)
         if variable is not None:
-            self._met[variable] = None
+            self._parameters_seen[variable] = None
             return True
         if self.off.cover(node) or _casts_inputs_to_fp32(node):
             return True
@@ -123,7 +123,7 @@ def _casts_inputs_to_fp32(node: Any) -> bool:
 
 
 def _leaves(node: Any) -> list[Tensor]:
-    """Return the parameter that ``node`` accumulates or is a view of, if any."""
+    """Return the parameter into whose gradient ``node`` accumulates, or of which it is a view, if any."""
     while True:
         variable = getattr(node, "variable", None)
         if variable is not None:

@@ -5,10 +5,10 @@ overflowed are infinite, so neither can be counted. Hooks on modules see outputs
 as they are computed, before accumulation and clipping. Weights are counted as they were before an optimizer's step, with its updates.
 
 Values that activation checkpointing recomputes are not counted twice. A container that returns a module's output does not count it
-again, unless the values were changed in place. Limits: operations outside modules and between a module's parts are not counted;
-updates by the script's own arithmetic are not counted; each process of a distributed run counts only its own values.
+again, unless the values were changed in place. Limits: operations outside modules and between a module's parts are not counted, nor are
+updates by the script's own arithmetic; each process of a distributed run counts only its own values.
 
-Costs, in observed steps only: one pass over each of these tensors, and a copy of the weights while an optimizer steps.
+Cost, in observed steps only: one pass over each of these tensors, and a copy of the weights while an optimizer steps.
 """
 
 from __future__ import annotations
@@ -47,39 +47,39 @@ _REENTRANT = "CheckpointFunction"
 
 
 class Tally:
-    """Tables by name; counts since the last mark are separate from those that certainly belong to the step."""
+    """Tables of counts by name; counts since the last mark are separate from those that certainly belong to the step."""
 
     def __init__(self) -> None:
         self._kept: dict[Any, Tensor] = {}
-        self._fresh: dict[Any, Tensor] = {}
+        self._current: dict[Any, Tensor] = {}
         self._aside: dict[Any, Tensor] = {}
 
     def put_aside(self) -> None:
         """Set the current counts aside until ``decide``."""
-        self._aside, self._fresh = self._fresh, {}
+        self._aside, self._current = self._current, {}
 
     def decide(self, *, belongs: bool) -> None:
         """Add the counts that were set aside to the current ones, or discard them."""
         aside, self._aside = self._aside, {}
         for key, table in aside.items() if belongs else ():
-            self.fresh(key, table).add_(table)
+            self.current(key, table).add_(table)
 
-    def fresh(self, key: Any, like: Tensor) -> Tensor:
-        """Return the table of current counts under ``key``, created like ``like`` if it is new."""
-        if key not in self._fresh:
-            self._fresh[key] = torch.zeros_like(like)
-        return self._fresh[key]
+    def current(self, key: Any, like: Tensor) -> Tensor:
+        """Return the table of current counts under ``key``; a new one has the shape of ``like``."""
+        if key not in self._current:
+            self._current[key] = torch.zeros_like(like)
+        return self._current[key]
 
     def keep(self) -> None:
         """Keep the counts since the last mark."""
-        with temporarily_clear_interpreter_stack():  # a gradient of torch.func ends a backward pass inside it
-            for key, table in self._fresh.items():
+        with temporarily_clear_interpreter_stack():  # a gradient of torch.func ends a backward pass inside torch.func
+            for key, table in self._current.items():
                 self._kept[key] = self._kept[key] + table if key in self._kept else table
-        self._fresh = {}
+        self._current = {}
 
     def forget(self) -> None:
         """Discard the counts since the last mark."""
-        self._fresh = {}
+        self._current = {}
 
     def read(self) -> dict[Any, list[int]]:
         """Return the kept counts; waits for the device."""
@@ -105,21 +105,21 @@ class Ranges(Observer):
         self._handles: list[Any] = []
         self._hooked = WeakTensorKeyDictionary()
         self._counted = WeakTensorKeyDictionary()
-        """Counted outputs, with their version: a container may return one again."""
+        """Counted outputs, with their version: a container may return the same tensor again."""
         self._before: dict[Tensor, Tensor] = {}
         """Copies of the weights from before the steps of the running optimizers."""
         self._on = self._updates = False
-        self._trials = 0
+        self._num_set_aside = 0
         """1 once the calls before the first optimizer are set aside; 0 before."""
         self._belong: bool | None = None
-        """Whether gradients arrived at the outputs set aside, so that they are part of a step; None if none are set aside."""
+        """Whether gradients arrived at the outputs that were set aside, so that they are part of a step; None if none are set aside."""
 
     # --- observation ------------------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin at once if the first step is observed: this observer sets hooks and enters no modes, which belong to a thread."""
+        """Begin immediately if the first step is observed: this observer sets hooks and enters no modes, which belong to a thread."""
         if self._waiting[:1] == [1]:
-            self._begin_at_once()
+            self._begin_immediately()
 
     def begin(self, step: int) -> None:
         """Set the hooks."""
@@ -135,10 +135,10 @@ class Ranges(Observer):
         self._tables.forget()
         self._swallowed.forget()
 
-    def optimizer_made(self) -> None:
+    def optimizer_created(self) -> None:
         """Set the calls so far aside: a script may try its model before it trains it."""
         if self._on:
-            self._trials, self._belong = 1, False
+            self._num_set_aside, self._belong = 1, False
             self._tables.put_aside()
 
     def mark(self) -> None:
@@ -162,7 +162,7 @@ class Ranges(Observer):
 
     def record(self, run: RunRecord) -> RangesRecord:
         """Return the record of the counts."""
-        seen = ObservedValues(
+        values = ObservedValues(
             counts={key: Counts(table) for key, table in self._tables.read().items()},
             swallowed=self._swallowed.read(),
             lowered=self._lowered,
@@ -172,8 +172,8 @@ class Ranges(Observer):
             models=[label for label, inside in self._labels.items() if inside],
         )
         if self._counts_path:
-            write_values(seen, Path(self._counts_path))
-        return ranges_record(run, seen, policy=self._policy)
+            write_values(values, Path(self._counts_path))
+        return ranges_record(run, values, policy=self._policy)
 
     # --- what the launcher and the hooks call --------------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class Ranges(Observer):
                 self._lowered.add(("activations", name))
             if tensor.requires_grad and not tensor.is_leaf:
                 key: Key = ("activation gradients", name)
-                tensor.register_hook(functools.partial(self._activation_gradient, key, self._trials))
+                tensor.register_hook(functools.partial(self._activation_gradient, key, self._num_set_aside))
                 if lowered:
                     self._lowered.add(key)
 
@@ -251,7 +251,7 @@ class Ranges(Observer):
 
     def _count(self, kind: RangeKind, name: str, values: Any) -> list[Tensor]:
         """Count the tensors in ``values`` that no inner module has counted; return them."""
-        own = []
+        counted = []
         for tensor in tree_leaves(values):
             if not isinstance(tensor, Tensor) or not _countable(tensor):
                 continue
@@ -259,11 +259,11 @@ class Ranges(Observer):
                 continue
             self._counted[tensor] = tensor._version
             self._add((kind, name), tensor)
-            own.append(tensor)
-        return own
+            counted.append(tensor)
+        return counted
 
-    def _activation_gradient(self, key: Key, trials: int, gradient: Tensor) -> None:
-        if self._belong is False and trials < self._trials:
+    def _activation_gradient(self, key: Key, num_set_aside: int, gradient: Tensor) -> None:
+        if self._belong is False and num_set_aside < self._num_set_aside:
             self._belong = True
         self._gradient(key, gradient)
 
@@ -276,7 +276,7 @@ class Ranges(Observer):
         if values.layout is torch.sparse_coo:
             values = values.coalesce().values()
         with torch.no_grad(), temporarily_clear_interpreter_stack():  # inside torch.func new tensors are wrapped
-            exponents.add([values], [self._tables.fresh(key, self._zeros(values)[0])])
+            exponents.add([values], [self._tables.current(key, self._zeros(values)[0])])
 
     def _update(self, new: Tensor, old: Tensor, name: str) -> None:
         with torch.no_grad():
@@ -288,7 +288,7 @@ class Ranges(Observer):
             for target in WEIGHT_FORMATS:
                 kept = old.to(target.dtype)
                 numbers.append(((kept.float() + update).to(target.dtype) == kept).logical_and_(moves).sum())
-            table = self._swallowed.fresh(name, self._zeros(old)[1])
+            table = self._swallowed.current(name, self._zeros(old)[1])
             table += torch.stack(numbers)
 
     def _zeros(self, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,7 +300,7 @@ class Ranges(Observer):
     # --- names -------------------------------------------------------------------------------------------------------------------
 
     def _name(self, module: nn.Module) -> None:
-        """Name a new module and all modules inside it; one that no earlier module contains is an outermost one."""
+        """Name a new module and all modules inside it: a module that no earlier one contains is an outermost module."""
         if module in self._names:
             return
         self._outermost.add(module)
@@ -319,9 +319,9 @@ class Ranges(Observer):
             module = children[0][1]
             children = list(module.named_children())
             inside = bool(children)
-        own = self.run.tree.title(module)
-        numbered = (f"{own}#{number}" for number in itertools.count(2))
-        label = next(name for name in itertools.chain([own], numbered) if name not in self._labels)
+        title = self.run.tree.title(module)
+        numbered = (f"{title}#{number}" for number in itertools.count(2))
+        label = next(name for name in itertools.chain([title], numbered) if name not in self._labels)
         self._labels[label] = inside
         return label
 

@@ -1,4 +1,4 @@
-"""Make a record of counted values: losses of casts by format and scale, the scale window, updates lost to rounding, and advice."""
+"""Build a record of counted values: losses of casts by format and scale, the scale window, updates lost to rounding, and advice."""
 
 from __future__ import annotations
 
@@ -51,34 +51,34 @@ class ObservedValues:
         return full.removeprefix(f"{self.models[0]}.") if len(self.models) == 1 else full
 
 
-def ranges_record(run: RunRecord, seen: ObservedValues, *, policy: Policy) -> RangesRecord:
-    """Return the record of ``seen``, judged for ``policy``."""
+def ranges_record(run: RunRecord, values: ObservedValues, *, policy: Policy) -> RangesRecord:
+    """Return the record of ``values``, judged for ``policy``."""
     target = gradient_format(policy)
-    ordered = sorted(seen.counts.items(), key=lambda item: KINDS.index(item[0][0]))
-    tensors = [_tensor(kind, name, counts, policy, seen) for (kind, name), counts in ordered]
+    ordered = sorted(values.counts.items(), key=lambda item: KINDS.index(item[0][0]))
+    tensors = [_tensor(kind, name, counts, policy, values) for (kind, name), counts in ordered]
     gradients = {
-        (kind, seen.name(name)): counts
+        (kind, values.name(name)): counts
         for (kind, name), counts in ordered
-        if kind in GRADIENTS and not _kept(kind, name, policy, seen)
+        if kind in GRADIENTS and not _kept(kind, name, policy, values)
     }
     windows = [scale_window(gradients, form) for form in CAST_TO]
     if not gradients and any(t.kind in GRADIENTS and t.histogram.nonzero for t in tensors):
         windows = [w.model_copy(update={"reason": f"{policy.name} keeps every gradient in FP32"}) for w in windows]
-    updates = update_losses({seen.name(name): row for name, row in seen.swallowed.items()})
+    updates = update_losses({values.name(name): row for name, row in values.swallowed.items()})
     record = RangesRecord(
         run=run,
         policy=str(policy),
         format=target.name,
-        steps_watched=seen.steps,
+        steps_watched=values.steps,
         first_scale=SCALES.start,
         little=LITTLE,
         limits=[_limits(form) for form in CAST_TO],
-        kinds=[_kind(kind, seen.counts) for kind in KINDS if any(k == kind for k, _ in seen.counts)],
+        kinds=[_kind(kind, values.counts) for kind in KINDS if any(k == kind for k, _ in values.counts)],
         tensors=tensors,
         windows=windows,
         updates=updates,
     )
-    return record.model_copy(update={"notes": _notes(record, policy, target, seen)})
+    return record.model_copy(update={"notes": _notes(record, policy, target, values)})
 
 
 def gradient_format(policy: Policy) -> Format:
@@ -101,9 +101,9 @@ def _activation_format(policy: Policy) -> Format:
 
 def scale_window(gradients: Mapping[tuple[RangeKind, str], Counts], target: Format) -> ScaleWindow:
     """Return the loss scales at which these gradients fit ``target``."""
-    together = Counts.together(gradients.values())
-    lowest, highest = together.lowest(target), together.highest(target)
-    chosen, reason = suggested(together, target)
+    merged = Counts.merged(gradients.values())
+    lowest, highest = merged.lowest(target), merged.highest(target)
+    chosen, reason = suggested(merged, target)
     if lowest is None or highest is None:
         return ScaleWindow(format=target.name, reason=reason)
     return ScaleWindow(
@@ -111,8 +111,8 @@ def scale_window(gradients: Mapping[tuple[RangeKind, str], Counts], target: Form
         lowest=lowest,
         highest=highest,
         suggested=chosen,
-        lost_unscaled=together.lost(target, 0),
-        lost=together.lost(target, highest if chosen is None else chosen),
+        lost_unscaled=merged.lost(target, 0),
+        lost=merged.lost(target, highest if chosen is None else chosen),
         reason=reason,
         at_top=_largest({key: counts.overflowed(target, highest + 1) for key, counts in gradients.items()}),
         at_bottom=_largest({key: counts.zeroed(target, highest) for key, counts in gradients.items()}),
@@ -142,27 +142,27 @@ def update_losses(swallowed: Mapping[str, list[int]]) -> list[UpdateLoss]:
 
 
 def _kind(kind: RangeKind, counts: Mapping[tuple[RangeKind, str], Counts]) -> KindRange:
-    own = [c for (k, _), c in counts.items() if k == kind]
-    together = Counts.together(own)
-    casts = [together.casts(target) for target in CAST_TO]
-    return KindRange(kind=kind, num_tensors=len(own), histogram=together.histogram(), casts=casts)
+    of_kind = [c for (k, _), c in counts.items() if k == kind]
+    merged = Counts.merged(of_kind)
+    casts = [merged.casts(target) for target in CAST_TO]
+    return KindRange(kind=kind, num_tensors=len(of_kind), histogram=merged.histogram(), casts=casts)
 
 
-def _tensor(kind: RangeKind, name: str, counts: Counts, policy: Policy, seen: ObservedValues) -> TensorRange:
+def _tensor(kind: RangeKind, name: str, counts: Counts, policy: Policy, values: ObservedValues) -> TensorRange:
     ends = {form.name: (counts.lowest(form), counts.highest(form)) for form in CAST_TO}
     return TensorRange(
         kind=kind,
-        name=seen.name(name),
-        kept_fp32=_kept(kind, name, policy, seen),
+        name=values.name(name),
+        kept_fp32=_kept(kind, name, policy, values),
         histogram=counts.histogram(),
         lowest={name: low for name, (low, _) in ends.items() if low is not None},
         highest={name: high for name, (_, high) in ends.items() if high is not None},
     )
 
 
-def _kept(kind: RangeKind, name: str, policy: Policy, seen: ObservedValues) -> bool:
+def _kept(kind: RangeKind, name: str, policy: Policy, values: ObservedValues) -> bool:
     """Return whether ``policy`` keeps a tensor in FP32: by the op lists, or by its module (names begin with the model's class)."""
-    if kind in _BY_LISTS and (kind, name) not in seen.lowered:
+    if kind in _BY_LISTS and (kind, name) not in values.lowered:
         return True
     _, _, inner = name.partition(".")
     if kind in ("weight gradients", "weights", "updates"):
@@ -175,12 +175,12 @@ def _kept(kind: RangeKind, name: str, policy: Policy, seen: ObservedValues) -> b
 # --- notes ----------------------------------------------------------------------------------------------------------------
 
 
-def _notes(record: RangesRecord, policy: Policy, target: Format, seen: ObservedValues) -> list[Reason]:
+def _notes(record: RangesRecord, policy: Policy, target: Format, values: ObservedValues) -> list[Reason]:
     notes = [*_forward_overflow(record, policy), *_not_finite(record), *_initial_scale(record, policy, target)]
-    if seen.forced_eager:
+    if values.forced_eager:
         why = "inside compiled kernels a value belongs to no module; fused kernels may also round less often"
         notes.append(Reason(what="torch.compile", value="compiled code ran eagerly in the observed steps", reason=why))
-    if not seen.updates_seen:
+    if not values.updates_seen:
         why = "the script has no torch optimizer: updates by hand are not seen"
         notes.append(Reason(what="updates", value="not counted", reason=why))
     if not any(t.kind == "activations" for t in record.tensors):

@@ -141,7 +141,7 @@ def test_operations_of_eager_backends_are_counted_as_they_run(backend: str) -> N
 
 @pytest.mark.filterwarnings("ignore")
 def test_code_of_an_unknown_backend_runs_eagerly_in_the_counted_step() -> None:
-    """Operations of a graph that nobody sees could not be counted."""
+    """Operations of a graph that Mezzo does not see could not be counted."""
     num_calls = 0
 
     def unknown(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""CUDA graphs of a script, with a graph that runs on the CPU: what is recorded of captures and replays, and what is said of the rest."""
+"""CUDA graphs of a script, with a graph that runs on the CPU: what is recorded of captures and replays, and what is noted instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients unscaled all at once: against torch's GradScaler, against the hooks, and where a script could see a scaled one."""
+"""Gradients unscaled in one call: against torch's GradScaler, against the hooks, and where a script could see a scaled one."""
 
 from __future__ import annotations
 
@@ -319,7 +319,7 @@ def closure(script: Script) -> None:
 
 
 def fails(script: Script) -> None:
-    """The pass ends with an error after some gradients are there, and the script goes on with them."""
+    """The pass ends with an error after it has computed some gradients, and the script continues with them."""
     script.optimizer.zero_grad()
     loss = script.loss()
     torch.autograd.grad(loss, script.model[0].bias)  # frees what the pass needs
@@ -379,11 +379,3 @@ def test_a_script_computes_and_sees_the_same(case: Callable[[Script], None], onc
     assert len(script.seen) == len(other.seen)
     for one, two in zip(script.seen, other.seen, strict=True):
         assert torch.equal(one.nan_to_num(0, 0, 0), two.nan_to_num(0, 0, 0))  # an overflow is infinite there, NaN here
-
-
-def test_hooks_are_not_removed_and_set_for_ever() -> None:
-    with switched(Policy.of(POLICY)) as (run, _):
-        script = Script()
-        for number in range(STEPS):
-            (accumulates if number > CHANGED_AT else plain)(script)
-    assert run.steady.batched._returns <= 9

@@ -268,7 +268,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, type[MezzoError], str]] = {
         {"build": Reading, "call": lambda model, x: model(iter([x]))},
         "full",
         ScriptError,
-        "it is called with a list_iterator, which can be read once",
+        "it is called with a list_iterator, which can be read only once",
     ),
     "too small a budget": ({}, "1KiB", UsageError, "no plan keeps what waits for the backward pass within 1 KiB"),
     "state everywhere": (

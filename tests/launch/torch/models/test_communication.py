@@ -156,8 +156,10 @@ def test_the_record_says_what_was_emulated_and_what_it_did() -> None:
     assert effective.left_alone == []
 
 
-NOBODY = "no DistributedDataParallel and no fully_shard of several processes was met; world=N emulates N processes"
-UNSHARDED = "no fully_shard was met; in a group of one process it rounds weights as in one of many"
+NOBODY = (
+    "the script uses neither DistributedDataParallel nor fully_shard in several processes; world=N emulates N processes"
+)
+UNSHARDED = "the script does not use fully_shard, which in a group of one process rounds weights as in a group of many"
 LEFT_ALONE = {
     "bf16:reduce=bf16": [("reduce", "bf16", NOBODY)],
     "bf16:reduce=bf16:world=8:gather=bf16": [("gather", "bf16", UNSHARDED)],
@@ -216,7 +218,7 @@ def test_weights_are_gathered_in_the_format_in_one_process_as_in_many(gather: st
 
 @pytest.mark.usefixtures("group_of_one")
 def test_a_session_refuses_shards_that_are_gathered_in_another_format() -> None:
-    """Beside an emulated reduction as beside a real one: a session cannot change what fully_shard was told."""
+    """With an emulated reduction as with a real one: a session cannot change the arguments of fully_shard."""
     model = torch.distributed.fsdp.fully_shard(Scales())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises(SessionError, match=r"says gather=bf16, and fully_shard was told param_dtype=torch\.float32"):

@@ -279,7 +279,7 @@ for x, y in loader:
     step(x, y)
 result(next(other))
 """,
-        "two loaders are read in turns",
+        "two loaders are read alternately",
     ),
 }
 
@@ -317,7 +317,7 @@ result()
     code, text = lives(script, tmp_path / "run", resume=True)
 
     assert code == SnapshotError.exit_code
-    assert "the loops around are at {'epoch': 2}, and were at {'epoch': 1}" in text
+    assert "the enclosing loops are at {'epoch': 2}, and were at {'epoch': 1}" in text
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Snapshots of a job that torchrun started: a process is lost and torchrun restarts all, or the job is told to end, and is resumed."""
+"""Snapshots of a job that torchrun started: a process is lost and torchrun restarts all, or the job is asked to end and is resumed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_torchrun_restarts_a_job_from_its_last_snapshot(
     words = ["--snapshot", "0.2s", "--resume", "out", "--out", "out"]
     ends, printed = ended(start(tmp_path, how, kind, *words, restarts=1))
     assert (tmp_path / "marker").exists()
-    assert "beginning anew" in printed
+    assert "starting over" in printed
     assert printed.count("mezzo: resuming from") == 2, printed
     assert ends == expected  # losses of each rank and weights, to the bit
 

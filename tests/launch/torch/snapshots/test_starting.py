@@ -1,4 +1,4 @@
-"""The snapshot that a run goes on from: one that all its processes have."""
+"""The snapshot that a run resumes: one that all its processes have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mezzo.engine.snapshots import container
 from mezzo.engine.snapshots.structure import take_apart
 from mezzo.errors import SnapshotError
 from mezzo.launch.request_parts import SnapshotRequest
-from mezzo.launch.torch.snapshots.starting import RunStart, start_of
+from mezzo.launch.torch.snapshots.starting import RunStart, choose_start
 
 RUN = {"script": "t.py"}
 
@@ -42,7 +42,7 @@ def together(folder: Path, **options: bool) -> list[RunStart | SnapshotError]:
 
     def one(rank: int) -> None:
         try:
-            found[rank] = start_of(asked(folder, rank=rank, **options))
+            found[rank] = choose_start(asked(folder, rank=rank, **options))
         except SnapshotError as error:
             found[rank] = error
 
@@ -102,11 +102,11 @@ def test_another_number_of_processes_is_named(tmp_path: Path) -> None:
     save(tmp_path, 0, 3)
     save(tmp_path, 1, 3)
     with pytest.raises(SnapshotError, match="holds the snapshots of 2 processes, and this is one"):
-        start_of(asked(tmp_path, ranks=1))
+        choose_start(asked(tmp_path, ranks=1))
 
 
 def test_a_run_that_resumes_itself_may_be_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert start_of(asked(tmp_path, ranks=1, first=True)) == RunStart(None, 0)
+    assert choose_start(asked(tmp_path, ranks=1, first=True)) == RunStart(None, 0)
     assert "no snapshot to resume" in capsys.readouterr().err
     with pytest.raises(SnapshotError, match="there is no snapshot in"):
-        start_of(asked(tmp_path, ranks=1))
+        choose_start(asked(tmp_path, ranks=1))

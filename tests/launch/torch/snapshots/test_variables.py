@@ -1,4 +1,4 @@
-"""The state of a script by its variables: what is found, what is left out, and where it is put."""
+"""The state of a script by its variables: what is found, what is left out, and where it is restore."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.counters import count_of, enumerations, loop_values, set_count
-from mezzo.launch.torch.snapshots.variables import ScriptState, put, set_variables
+from mezzo.launch.torch.snapshots.variables import ScriptState, restore, set_variables
 
 
 class Meter:
@@ -85,7 +85,7 @@ def test_it_is_put_in_place() -> None:
     now = variables() | {"mixed": [None]}
     history, total = now["history"], now["total"]
 
-    assert list(put(now, state)) == []
+    assert list(restore(now, state)) == []
 
     assert (now["step"], now["meter"].total) == (8, 4.5)
     assert (now["counts"], now["mixed"]) == (Counter(a=1, b=1, c=5), [None, 1, 2])
@@ -103,7 +103,7 @@ def test_an_object_that_is_gone_is_named() -> None:
     del now["model"]
     now["optimizer"] = 3
 
-    assert list(put(now, state)) == ["model", "optimizer"]
+    assert list(restore(now, state)) == ["model", "optimizer"]
 
 
 def test_the_variables_of_a_running_function_are_set() -> None:
@@ -116,7 +116,7 @@ def test_the_variables_of_a_running_function_are_set() -> None:
 
 
 class Batches:
-    """An iterator whose loop is looked at while it runs."""
+    """An iterator whose loop is inspected while it runs."""
 
     def __init__(self, look: Any) -> None:
         self._look, self._left = look, 3

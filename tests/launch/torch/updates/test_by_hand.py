@@ -178,7 +178,7 @@ def many(model: nn.Module, x: Tensor) -> None:
 
 
 def nothing(model: nn.Module, x: Tensor) -> None:
-    """Train at once."""
+    """Train without trying the model first."""
 
 
 def trains(trial: Callable[[nn.Module, Tensor], None]) -> None:
@@ -226,7 +226,7 @@ def evidence(run: Run) -> object:
 
 def measured(run: Run) -> object:
     assert isinstance(run.observer, Fallback)
-    kept = {step: {name: g.tolist() for name, g in found.items()} for step, found in run.observer._kept.items()}
+    kept = {step: {name: g.tolist() for name, g in found.items()} for step, found in run.observer._recorded.items()}
     return run.observer.watched, kept, [(one.module, one.output, one.flops) for one in run.observer._local]
 
 

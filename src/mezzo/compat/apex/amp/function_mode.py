@@ -19,7 +19,7 @@ from mezzo.engine.casts.autocast_kernels import CastRule, CastTable, WeightCasts
 from mezzo.engine.casts.casting import Casting, rules_for
 from mezzo.engine.matrix_units.emulation import emulation
 from mezzo.formats import Format
-from mezzo.launch.torch.direct_calls import ENTERED
+from mezzo.launch.torch.direct_calls import WITHOUT_MODE_CHECK
 from mezzo.policy import Policy
 
 Function = Callable[..., Any]
@@ -83,7 +83,7 @@ class CastMode(TorchFunctionMode):
         kwargs = kwargs or {}
         rule = self.rules.get(func)
         if rule is None:
-            entered = ENTERED.get(func)
+            entered = WITHOUT_MODE_CHECK.get(func)
             if entered is not None:
                 return self._enter(func, entered, args, kwargs)
         if not torch.is_autocast_enabled(self.device_type):
@@ -131,7 +131,7 @@ def _faces(name: str) -> Iterator[Function]:
     for face in (name, *others):
         for place in _PLACES:
             function = None if f"{place}.{face}" in _NAMESAKES else find_function(f"{place}.{face}")
-            if function is not None and function not in ENTERED:
+            if function is not None and function not in WITHOUT_MODE_CHECK:
                 yield function
     for place in (f"Tensor.{dunder}" for dunder in _DUNDERS.get(name, "").split()):
         yield find_function(place)

@@ -2,8 +2,8 @@
 
 The second step, because in the first the optimizer has no state yet; and only one step, because counting costs time (the
 first tenth of the steps is left out of all timing). Code that Inductor compiled runs compiled in that step, too
-(``inductor_graphs.py``). It runs eagerly there under an emulated policy, which cannot be told from the FP32 operations that it
-computes with, and with a backend whose graphs are not seen.
+(``inductor_graphs.py``). Compiled code runs eagerly there under an emulated policy, whose operations look like the FP32 operations that
+emulate them, and with a backend whose graphs cannot be read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from mezzo.engine.checkpointing import KeptProducts
 from mezzo.engine.gradients import trained_leaves
 from mezzo.launch.patches import Patches
-from mezzo.launch.torch.counting.inductor_graphs import INDUCTOR, SEEN_BACKENDS, InductorGraphs
+from mezzo.launch.torch.counting.inductor_graphs import COUNTED_BACKENDS, INDUCTOR, InductorGraphs
 from mezzo.launch.torch.state import Run
 from mezzo.measure import memory
 from mezzo.measure.cuda_peaks import CudaPeaks
@@ -32,7 +32,7 @@ from mezzo.measure.watch.operations import OperationTimes
 from mezzo.measure.watch.verdict import OperationWork
 from mezzo.records import Effective, Memory
 
-_UPDATES_WEIGHED = 2  # the first successful update creates the optimizer's state
+_UPDATES_MEASURED = 2  # the first successful update creates the optimizer's state
 
 
 _NOTHING_COUNTED = Counted(by_format={}, num_lowered=None, outside=0, switched_off=0, step=None)
@@ -51,13 +51,13 @@ class CountedStep:
         """Backends that the script has compiled with; "" for one without a name."""
         self._times = OperationTimes()
         self._num_timed = 0
-        """Operations of the counted step; later ones belong to the next."""
+        """Number of timed operations in the counted step; later ones belong to the next."""
         self._stack: contextlib.ExitStack | None = None
         self._due = self._over = self._compiled = self._forced_eager = False
         self._counted_step: int | None = None
         """Number of the counted step."""
-        self._weighed: Counter[int] = Counter()
-        """Number of updates at which bytes were counted, by the identity of the optimizer; skipped updates do not count."""
+        self._num_measured: Counter[int] = Counter()
+        """Number of updates at which bytes were measured, by the identity of the optimizer; skipped updates do not count."""
         self._when_over: list[Callable[[], Any]] = []
         self._counted = _NOTHING_COUNTED
         self._bytes: dict[str, int] = {}
@@ -70,13 +70,13 @@ class CountedStep:
         patches.on_undo(self._end)
         patches.around(torch, "compile", functools.partial(self._compile, patches))
 
-    def began_anew(self) -> None:
-        """Forget what was counted: it was no step of the script's training."""
+    def steps_discarded(self) -> None:
+        """Forget the counts: they were of no training step."""
         self._end()
         self._saved, self._times, self._flops = memory.SavedTensors(), OperationTimes(), None
         self._due = self._over = self._compiled = self._forced_eager = False
         self._counted_step, self._num_timed, self._bytes = None, 0, {}
-        self._weighed.clear()
+        self._num_measured.clear()
         self._counted = _NOTHING_COUNTED
 
     def when_over(self, action: Callable[[], Any]) -> None:
@@ -86,7 +86,7 @@ class CountedStep:
     def done(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether nothing more is to be counted in this run, which has only this optimizer."""
         counted = self._flops is not None and self._stack is None
-        return counted and not self._when_over and self._weighed[id(optimizer)] >= _UPDATES_WEIGHED
+        return counted and not self._when_over and self._num_measured[id(optimizer)] >= _UPDATES_MEASURED
 
     def step_closed(self, num_steps: int) -> None:
         """End the count after the counted step."""
@@ -94,14 +94,14 @@ class CountedStep:
         self._begin_or_end()
 
     def backward_begins(self) -> None:
-        """Count what the forward pass kept."""
+        """Count the tensors that the forward pass saved."""
         if self._stack is not None:
             self._saved.backward_begins()
 
     def backward_ended(self) -> None:
-        """Drop what the backward pass freed; begin to count if the first update was made inside it.
+        """Drop the tensors that the backward pass freed; begin to count if the first update was made inside it.
 
-        The counts so far are kept: if the script's own GradScaler skips the step, no update follows.
+        The current counts are kept: if the script's own GradScaler skips the step, no update follows.
         """
         if self._stack is not None:
             self._saved.backward_ended()
@@ -109,7 +109,7 @@ class CountedStep:
         self._begin_or_end()
 
     def compiled_ended(self) -> None:
-        """Begin or end the count if that fell inside a compiled function."""
+        """Begin or end the count if that became due inside a compiled function."""
         self._begin_or_end()
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -117,7 +117,7 @@ class CountedStep:
 
         A step closes at the next backward pass: what runs until then is the next step's forward pass, or an evaluation.
         """
-        self._weigh(id(optimizer))
+        self._measure_bytes(id(optimizer))
         if self._flops is None:
             self._due = True
             self._begin_or_end()
@@ -162,7 +162,7 @@ class CountedStep:
 
     def effective(self) -> Effective:
         """Return the formats of the counted step, and what was left alone."""
-        policy, emulates = self._run.began or (self._run.applied, self._run.emulates)
+        policy, emulates = self._run.policy_at_start or (self._run.applied, self._run.emulates)
         return effective(
             self._counted,
             policy,
@@ -176,29 +176,29 @@ class CountedStep:
         for optimizer in list(self._run.optimizers):
             yield from trained_leaves(optimizer)
 
-    def _weigh(self, stepped: int) -> None:
-        """Count the bytes of parameters, gradients and optimizer state at the first updates of each optimizer.
+    def _measure_bytes(self, stepped: int) -> None:
+        """Measure the bytes of parameters, gradients and optimizer state at the first updates of each optimizer.
 
-        Of each, because an optimizer whose first updates are skipped has no state for longer than the others.
+        Of each, because an optimizer whose first updates are skipped gets its state later than the others.
         """
         counted = self._flops is not None and self._stack is None
-        if counted and self._weighed[stepped] >= _UPDATES_WEIGHED:
+        if counted and self._num_measured[stepped] >= _UPDATES_MEASURED:
             while self._when_over:
                 self._when_over.pop()()
             return
-        self._weighed[stepped] += not self._run.skips
+        self._num_measured[stepped] += not self._run.skips
         parameters = list(self._parameters())
         optimizers = list(self._run.optimizers)
-        found = {
+        sizes = {
             "parameters": memory.total_bytes(parameters),
             "gradients": memory.total_bytes(p.grad for p in parameters if p.grad is not None),
             "optimizer": sum(memory.optimizer_bytes(optimizer) for optimizer in optimizers),
         }
-        self._bytes = {kind: max(found[kind], self._bytes.get(kind, 0)) for kind in found}
+        self._bytes = {kind: max(size, self._bytes.get(kind, 0)) for kind, size in sizes.items()}
 
     def _begin_or_end(self) -> None:
         """Begin or end the count if that is due and possible here."""
-        # Autograd and compiled code restore the modes they found; compiled code cannot switch to eager half-way either.
+        # Autograd and compiled code restore the modes that were on before; compiled code cannot switch to eager half-way either.
         if self._run.in_backward or self._run.in_compiled:
             return
         if self._over:
@@ -215,9 +215,9 @@ class CountedStep:
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self._graphs.counted(self._flops))
         self._compiled = run.compiles
-        seen = run.compiles and self._backends <= SEEN_BACKENDS and not run.emulates
-        self._forced_eager = run.compiles and not seen
-        if "torch._dynamo" in sys.modules and not seen:
+        countable = run.compiles and self._backends <= COUNTED_BACKENDS and not run.emulates
+        self._forced_eager = run.compiles and not countable
+        if "torch._dynamo" in sys.modules and not countable:
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._stack.enter_context(self._times)
         self._stack.enter_context(self._flops)
@@ -239,11 +239,11 @@ class CountedStep:
         return original(*args, **kwargs)
 
     def _contexts(self, context_fn: Callable[[], Any]) -> Any:
-        """Return the contexts of a checkpointed call, and count the products that it keeps."""
-        first, second = context_fn()
-        if isinstance(first, KeptProducts):
-            self._saved.keep_later(first.tensors)
-        return first, second
+        """Return the contexts of a checkpointed call's forward pass and recomputation, and count the products that it keeps."""
+        forward, recomputation = context_fn()
+        if isinstance(forward, KeptProducts):
+            self._saved.keep_later(forward.tensors)
+        return forward, recomputation
 
     def _checkpoint(self, original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         if self._stack is not None and torch.is_grad_enabled():

@@ -1,12 +1,12 @@
 """Count the operations of graphs that Inductor compiled, as they run compiled.
 
 A dispatch mode sees only the few operations of a compiled graph that Inductor leaves to torch's own kernels. So the operations of
-each graph are recorded as Inductor receives it, forward and backward graph apart; while a step is counted, a call of the
-compiled graph counts them, and dispatch modes are off inside it.
+each graph, forward or backward, are recorded when Inductor receives it. While a step is counted, a call of the compiled graph counts
+them, and dispatch modes are off inside it.
 
 Limits: sizes of dynamic shapes are those that the graph was compiled for. Products whose sizes depend on values, as after
-``nonzero``, and those inside higher-order operators, such as flex attention, are not counted but listed. What Inductor adds or
-removes after that is not seen: it may compute a product of one row as a sum. A graph from AOTAutograd's cache never passes here,
+``nonzero``, and those inside higher-order operators, such as flex attention, are not counted but listed. Operations that Inductor adds
+or removes later are not seen: it may compute a product of one row as a sum. A graph from AOTAutograd's cache never passes through here,
 so that cache is off under Mezzo; Inductor's own cache, which saves most of the time, stays on.
 """
 
@@ -31,12 +31,12 @@ from mezzo.launch.patches import Patches
 from mezzo.measure.flops import COUNTS, FlopCounter, is_narrow
 
 INDUCTOR = "inductor"
-SEEN_BACKENDS = frozenset((INDUCTOR, "eager", "aot_eager"))
+COUNTED_BACKENDS = frozenset((INDUCTOR, "eager", "aot_eager"))
 """Backends whose operations are counted as they run; the two eager ones run them one by one."""
 
 _UNKNOWN = object()
-"""Stands for a size that depends on values, and for a tensor of such a size."""
-_OF_CUSTOM_OPERATIONS = (auto_functionalized, auto_functionalized_v2)
+"""A placeholder for a size that depends on values, and for a tensor of such a size."""
+_CUSTOM_OPERATIONS = (auto_functionalized, auto_functionalized_v2)
 """They wrap an operation of a library, whose products are not counted when it runs eagerly either."""
 
 
@@ -52,11 +52,11 @@ class GraphCounts(NamedTuple):
     """What one call of a graph adds to the counts."""
 
     operations: list[GraphOperation]
-    """Those whose sizes are known."""
+    """The operations whose sizes are known."""
     uncounted: dict[str, str]
     """Why the products of others are not counted, by the operation's name."""
     num_lowered: int
-    """Those of the others that read or write numbers below 32 bits."""
+    """How many of the others read or write numbers below 32 bits."""
 
 
 _UNKNOWN_GRAPH = GraphCounts([], {"compiled code": "it was not compiled in this process"}, 0)
@@ -69,7 +69,7 @@ class InductorGraphs:
         self.uncounted: dict[str, str] = {}
         """Why the FLOPs counted so far lack products, by the operation's name."""
         self._counts: dict[int, tuple[weakref.ref[Any], GraphCounts]] = {}
-        """By the identity of the compiled graph, which has no hash."""
+        """Counts by the identity of the compiled graph, which cannot be hashed."""
         self._compiled_graph: Any = None
         """Inductor's class of compiled graphs, once it has been imported."""
 
@@ -87,7 +87,7 @@ class InductorGraphs:
 
     @contextmanager
     def counted(self, counter: FlopCounter) -> Iterator[None]:
-        """Count the operations of compiled graphs that run inside, with ``counter``; outside, their calls cost nothing more."""
+        """Count the operations of compiled graphs that run inside with ``counter``; elsewhere, their calls have no extra cost."""
         patches = Patches()
         if self._compiled_graph is not None:
             patches.around(self._compiled_graph, "__call__", functools.partial(self._call, counter))
@@ -119,7 +119,7 @@ def counts_of(graph: torch.fx.GraphModule) -> GraphCounts:
     uncounted: dict[str, str] = {}
     num_lowered = 0
     for node in graph.graph.nodes:
-        if isinstance(node.target, HigherOrderOperator) and node.target not in _OF_CUSTOM_OPERATIONS:
+        if isinstance(node.target, HigherOrderOperator) and node.target not in _CUSTOM_OPERATIONS:
             uncounted[node.target.name()] = "it is compiled as a whole"
         if not isinstance(node.target, OpOverload) or "val" not in node.meta:
             continue

@@ -1,8 +1,8 @@
-"""What a script's own CUDA graphs train, and code of torch whose backward passes are no training steps.
+"""Training steps in a script's own CUDA graphs, and code of torch whose backward passes are no training steps.
 
-A capture runs nothing: its backward pass and update are recorded by no hook, since a hook may keep numbers of the device or read them,
-which breaks a capture. A replay runs neither Python nor hooks, so its steps are not recorded. They are counted: every replay
-of a graph that has captured a backward pass or an update. Graphs of torch.compile capture neither, and those of
+A capture executes nothing, and no hook records its backward pass or update: a hook may read numbers from the device or keep them there,
+which breaks a capture. A replay runs neither Python nor hooks, so its steps cannot be recorded, only counted: every replay of a graph
+that captured a backward pass or an update counts. Graphs of torch.compile capture neither, and those of
 ``torch.cuda.make_graphed_callables`` run inside the script's own passes, which are recorded.
 """
 
@@ -35,25 +35,25 @@ class ScriptGraphs:
         self.replays = 0
         """How often graphs that train were replayed."""
         self.replayed = False
-        """Whether one was replayed since a session's update."""
+        """Whether one was replayed since the last update of a session."""
 
     def install(self, patches: Patches) -> None:
-        """Count replays, and leave torch's own passes alone, until ``patches`` are undone."""
+        """Count replays, and leave passes of torch's own code unrecorded, until ``patches`` are undone."""
         kinds = [torch.cuda.CUDAGraph, getattr(torch.accelerator, "Graph", None)]  # the second one since torch 2.13
         for kind in filter(None, kinds):
-            patches.around(kind, "capture_begin", self._begins)
-            patches.around(kind, "capture_end", self._ends)
-            patches.around(kind, "replay", self._replays)
+            patches.around(kind, "capture_begin", self._begin_capture)
+            patches.around(kind, "capture_end", self._end_capture)
+            patches.around(kind, "replay", self._replay)
         for owner, name in (
             (torch.cuda, "make_graphed_callables"),
             (torch.cuda.graphs, "make_graphed_callables"),
             (torch.autograd, "gradcheck"),
             (torch.autograd, "gradgradcheck"),
         ):
-            patches.around(owner, name, self._aside)
+            patches.around(owner, name, self._run_in_library)
 
-    def trains(self) -> None:
-        """Record that a backward pass or an update is not recorded, and which graph captures it.
+    def note_training(self) -> None:
+        """Note a backward pass or an update that is not recorded: if a graph is capturing it, its replays count as steps.
 
         Raises:
             ScriptError: the policy has a loss scale, which cannot be captured.
@@ -62,8 +62,8 @@ class ScriptGraphs:
             return
         if self._run.scale.checks:
             raise ScriptError(
-                f"the script captures a training step as a CUDA graph under {self._run.current}, whose loss scale reads a flag in "
-                "every step; a graph reads nothing",
+                f"the script captures a training step as a CUDA graph under {self._run.current}, whose loss scale reads a flag from "
+                "the device in every step, which a graph cannot do",
                 hint="try --policy bf16, which needs no scale; or train without a graph; or capture with mezzo.Session.capture, "
                 "which keeps its scale on the GPU, under --policy as-is",
             )
@@ -73,7 +73,7 @@ class ScriptGraphs:
     def unrecorded(self) -> Iterator[None]:
         """Run a backward pass that is no training step of the script: under the policy, but neither scaled nor recorded."""
         run, casting = self._run, self._run.main_casting
-        self.trains()
+        self.note_training()
         if run.in_backward or casting is None or casting.table is None:
             yield
             return
@@ -85,38 +85,38 @@ class ScriptGraphs:
             run.in_backward = False
 
     def notes(self) -> list[Reason]:
-        """Return what is not in the record."""
+        """Return what the record lacks."""
         if not self.replays:
             return []
         why = "steps that a graph of the script replays are not recorded: losses, times and verdicts are those of the other steps"
         return [Reason(what=CUDA_GRAPH, value=f"{self.replays} replay{'s' * (self.replays > 1)}", reason=why)]
 
-    def _begins(self, original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
+    def _begin_capture(self, original: Callable[..., Any], graph: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(graph, *args, **kwargs)
         self._run.steady.end()
-        self._run.apart += 1
+        self._run.not_training += 1
         self._capturing = graph
         return result
 
-    def _ends(self, original: Callable[..., Any], graph: Any) -> Any:
+    def _end_capture(self, original: Callable[..., Any], graph: Any) -> Any:
         if self._capturing is graph:
             self._capturing = None
-            self._run.apart -= 1
+            self._run.not_training -= 1
         return original(graph)
 
-    def _replays(self, original: Callable[..., Any], graph: Any) -> Any:
+    def _replay(self, original: Callable[..., Any], graph: Any) -> Any:
         if graph in self._training:
             self.replays += 1
             self.replayed = True
         return original(graph)
 
-    def _aside(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function of torch whose backward passes train nothing."""
+    def _run_in_library(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function of torch whose backward passes train nothing."""
         self._run.steady.end()
-        self._run.apart += 1
+        self._run.not_training += 1
         self._in_library += 1
         try:
             return original(*args, **kwargs)
         finally:
             self._in_library -= 1
-            self._run.apart -= 1
+            self._run.not_training -= 1

@@ -1,6 +1,6 @@
-"""A digest of a script's weights, the same in all processes that hold the same weights to the bit.
+"""A digest of a script's weights: equal in all processes whose weights are equal to the bit.
 
-It is taken when the script leaves its process group, because the model is often gone once the script has ended, and at the end. Sharded
+It is computed when the script leaves its process group, because the model is often gone once the script has ended, and at the end. Sharded
 weights are left out: every process has its own. Cost: one pass over the weights, and one number per parameter read from the device.
 """
 
@@ -20,7 +20,7 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.state import Run
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their bytes."""
+"""Integer formats by their size in bytes."""
 
 
 class WeightsDigest:
@@ -31,7 +31,7 @@ class WeightsDigest:
         self._last = ""
 
     def install(self, patches: Patches) -> None:
-        """Take the digest whenever the script destroys a process group."""
+        """Compute the digest whenever the script destroys a process group."""
         if dist.is_available():
             patches.around(dist, "destroy_process_group", self._before)
 
@@ -40,18 +40,18 @@ class WeightsDigest:
         return original(*args, **kwargs)
 
     def text(self) -> str:
-        """Return the digest of the weights, or the last one taken if they are gone; empty if none was taken."""
-        held = [p for optimizer in self._run.optimizers for p in trained_leaves(optimizer)]
-        held = held or [p for root in self._run.roots for p in root.parameters()]
-        whole = [p for p in held if not is_shared(p) and p.layout is torch.strided and not p.is_meta]
-        if whole:
-            self._last = digest(whole)
+        """Return the digest of the weights, or the last one computed if they are gone; empty if there is none."""
+        weights = [p for optimizer in self._run.optimizers for p in trained_leaves(optimizer)]
+        weights = weights or [p for root in self._run.roots for p in root.parameters()]
+        unsharded = [p for p in weights if not is_shared(p) and p.layout is torch.strided and not p.is_meta]
+        if unsharded:
+            self._last = digest(unsharded)
         return self._last
 
 
 @torch.no_grad()
 def digest(weights: list[Tensor]) -> str:
-    """Return a digest of tensors: of their shapes, their formats and, weighted by place, the sums of their bits."""
+    """Return a digest of the shapes, formats and values of tensors; of values, the sum of their bits weighted by position."""
     parts = [f"{tuple(w.shape)}{w.dtype}{_sum_of_bits(w)}" for w in weights]
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
 
@@ -59,5 +59,5 @@ def digest(weights: list[Tensor]) -> str:
 def _sum_of_bits(weight: Tensor) -> int:
     values = torch.view_as_real(weight) if weight.is_complex() else weight.detach()
     bits = values.contiguous().view(_WORDS[values.element_size()]).reshape(-1).long()
-    places = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return int((bits * places).sum())
+    positions = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return int((bits * positions).sum())

@@ -6,8 +6,8 @@ before the gradient is added to ``.grad``, so clipping, accumulation, gradient p
 unscaled gradients. The leaves are found by walking the graph, since a missed leaf would get a gradient 65536
 times too large. That costs about a microsecond per node, only if the loss is scaled.
 
-``torch.autograd.grad`` is scaled and its results are unscaled at once: penalties built on them keep their graph.
-If these are not the gradients of an update, the pass has a scale of its own.
+``torch.autograd.grad`` starts from a scaled gradient as well. Its results are unscaled before it returns, and keep their graph for
+penalties that build on them. If these are not the gradients of an update, the pass has a scale of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mezzo.engine.gradients import all_finite, trained_leaves
 from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
 from mezzo.launch.patches import Patches
-from mezzo.launch.torch.direct_calls import ENTERED
+from mezzo.launch.torch.direct_calls import WITHOUT_MODE_CHECK
 from mezzo.launch.torch.gradients.batched_unscaling import ACCUMULATES
 from mezzo.launch.torch.gradients.gradient_views import UnscaledViews
 from mezzo.launch.torch.gradients.passed import given_gradients, listed, reusable, weighted
@@ -44,11 +44,11 @@ class BackwardPasses:
     def __init__(self, run: Run, communication: Communication) -> None:
         self._run, self._communication = run, communication
         self._inverse: Tensor | None = None
-        """Factor of gradients at the leaves; None outside a scaled ``backward``."""
+        """Factor that unscales gradients at the leaves; None outside a scaled ``backward``."""
         self._hooked = WeakTensorKeyDictionary()
         self._hook_numbers: set[int] = set()
-        """Ids of our own hooks: 30 times faster than inspecting what is hooked."""
-        self._views = UnscaledViews(lambda: self._inverse, on_hook=run.steady.batched.give_up)
+        """Ids of our own hooks: comparing them is 30 times faster than inspecting the hooks."""
+        self._views = UnscaledViews(lambda: self._inverse, on_hook=run.steady.batched.disable)
 
     def install(self, patches: Patches) -> None:
         """Replace both entries until ``patches`` are undone."""
@@ -63,9 +63,11 @@ class BackwardPasses:
         patches.on_undo(self._unhook)
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        run_engine = ENTERED.get(original, original)  # under a function mode, torch's own would call this replacement
-        run, steady, batched, own = self._run, self._run.steady, self._run.steady.batched, self._run.steady.own
-        run_steady = DirectPasses(run_engine) if original in ENTERED else run_engine
+        # Under a function mode, torch's own function would call this replacement.
+        run_engine = WITHOUT_MODE_CHECK.get(original, original)
+        run, steady = self._run, self._run.steady
+        batched, calls = steady.batched, steady.scaler_calls
+        run_steady = DirectPasses(run_engine) if original in WITHOUT_MODE_CHECK else run_engine
 
         @functools.wraps(original)
         def backward(
@@ -77,22 +79,22 @@ class BackwardPasses:
             inputs: Any = None,
         ) -> None:
             rest = retain_graph, create_graph, grad_variables, inputs
-            begins = run.stepped and grad_tensors is None and not (run.in_backward or run.in_closure)
-            optimizer, start = steady.optimizer() if begins else None, None
+            begins_step = run.stepped and grad_tensors is None and not (run.in_backward or run.in_closure)
+            optimizer, start = steady.optimizer() if begins_step else None, None
             if optimizer is not None and run.scale.checks:
                 usual = inputs is None and not (retain_graph or create_graph)
-                if usual and run.found is False and run.scale.calm > 0:
+                if usual and run.overflowed is False and run.scale.calm > 0:
                     start = batched.start_of(tensors, optimizer)
                 optimizer = None if start is None else optimizer
             loss: Any = tensors
             also: tuple[Any, ...] = ()
-            if optimizer is not None and own.scaler is not None:
-                optimizer = optimizer if tensors is own.scaled else None
-                loss, also = own.taken()
+            if optimizer is not None and calls.scaler is not None:
+                optimizer = optimizer if tensors is calls.scaled else None
+                loss, also = calls.take_loss()
             if optimizer is not None and run.recorder.turn(loss, also):
                 run.stepped = run.open_skipped = False
                 if start is not None:
-                    run.found = None
+                    run.overflowed = None
                     run.scale.calm -= 1
                 if run.limit is not None or (run.guard is not None and run.recorder.num_closed >= run.guard.due):
                     run.check_limit()
@@ -102,19 +104,19 @@ class BackwardPasses:
                 finally:
                     run.in_backward = False
                     if start is not None:
-                        batched.unscale(optimizer, self._unscaled_now)
+                        batched.unscale(optimizer, self._unscaled_at_scale)
                 return
             batched.forget()
-            self._pass_in_full(run_engine, tensors, grad_tensors, rest)
+            self._run_with_hooks(run_engine, tensors, grad_tensors, rest)
 
         return backward
 
-    def _pass_in_full(
+    def _run_with_hooks(
         self, run_engine: Callable[..., Any], tensors: Any, grad_tensors: Any, rest: tuple[Any, Any, Any, Any]
     ) -> None:
-        """Run a backward pass with all hooks; ``rest`` are the arguments of ``torch.autograd.backward`` after outputs and gradients."""
+        """Run a backward pass that is hooked and recorded in full; ``rest`` are the later arguments of ``torch.autograd.backward``."""
         run, (retain_graph, create_graph, _, inputs) = self._run, rest
-        if run.apart:
+        if run.not_training:
             with run.graphs.unrecorded():
                 run_engine(tensors, grad_tensors, *rest)
             return
@@ -148,15 +150,15 @@ class BackwardPasses:
                 self._end()
         self._communication.after_backward(before)
         run.lint.backward_ended()
-        if by_hand and not run.optimizers:  # a backward pass inside this one may have reached one
-            run.by_hand.made([p.grad for p in by_hand if p.grad is not None])
+        if by_hand and not run.optimizers:  # a nested backward pass may have reached one
+            run.by_hand.record_update([p.grad for p in by_hand if p.grad is not None])
 
     def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        run_engine = ENTERED.get(original, original)
+        run_engine = WITHOUT_MODE_CHECK.get(original, original)
 
         @functools.wraps(original)
         def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if self._run.apart:
+            if self._run.not_training:
                 with self._run.graphs.unrecorded():
                     return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
             outputs, inputs, grad_outputs = reusable(outputs), reusable(inputs), reusable(grad_outputs)
@@ -174,24 +176,25 @@ class BackwardPasses:
             if not self._run.optimizers:
                 self._run.by_hand.reached(leaves)
             with self._under_policy():
-                found = run_engine(roots, inputs, self._scaled(roots, grad_outputs, self._run.scale), *args, **kwargs)
-            found = self._unscaled(found, self._run.scale)
-            self._communication.reduce([g for g in listed(found) if g is not None])
+                scaled = self._scaled(roots, grad_outputs, self._run.scale)
+                gradients = run_engine(roots, inputs, scaled, *args, **kwargs)
+            gradients = self._unscaled(gradients, self._run.scale)
+            self._communication.reduce([g for g in listed(gradients) if g is not None])
             if not self._run.optimizers:
-                self._run.by_hand.made([g for g in listed(found) if g is not None])
-            return found
+                self._run.by_hand.record_update([g for g in listed(gradients) if g is not None])
+            return gradients
 
         return grad
 
     def _note_transformed(self, roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-        """Record the loss whose gradients ``torch.func`` computes; under ``vmap`` its mean over the samples.
+        """Record the loss whose gradients ``torch.func`` computes; under ``vmap``, the mean loss over the samples.
 
-        The gradients belong to an update if they are of an optimizer's parameters, or of detached ones that share their memory.
+        The gradients belong to an update if they are those of an optimizer's parameters, or of detached tensors that share their memory.
         """
         if not retrieve_all_functorch_interpreters() or len(roots) != 1 or roots[0].numel() != 1:
             return
-        own = {p.data_ptr() for o in self._run.optimizers for p in trained_leaves(o)}
-        if any(unwrapped(leaf).data_ptr() in own for leaf in leaves):
+        trained = {p.data_ptr() for o in self._run.optimizers for p in trained_leaves(o)}
+        if any(unwrapped(leaf).data_ptr() in trained for leaf in leaves):
             self._run.transformed.append(unwrapped(roots[0]).detach().mean())
 
     def _inner_gradients(
@@ -199,28 +202,28 @@ class BackwardPasses:
     ) -> Any:
         """Return gradients that the script computes with, as in a penalty.
 
-        An overflow would make the loss itself infinite, which skipping an update cannot mend. So these passes have
+        An overflow would make the loss itself infinite, and skipping the update would not help. So these passes have
         a loss scale of their own, and a pass that overflows is repeated with a smaller one.
         """
         scale = self._run.inner_scale
-        batched = _is_vmapped()
-        if batched and scale.checks:
+        in_vmap = _in_vmap()
+        if in_vmap and scale.checks:
             why = "no value can be read there, so small ones may become 0 in FP16; BF16 needs no scale"
             self._run.note_left_alone("loss scale", "gradients inside torch.func.vmap", why)
-        if not scale.checks or batched or kwargs.get("is_grads_batched"):
+        if not scale.checks or in_vmap or kwargs.get("is_grads_batched"):
             with self._under_policy():
                 return run_engine(roots, inputs, given, *args, **kwargs)
         kwargs.pop("retain_graph", None)  # the graph is kept, so that the pass can be repeated
         while True:
             with self._under_policy():
-                found = run_engine(roots, inputs, self._scaled(roots, given, scale), True, *args[1:], **kwargs)
-            found = self._unscaled(found, scale)
-            overflow = not all_finite(g.detach() for g in listed(found) if g is not None)
+                gradients = run_engine(roots, inputs, self._scaled(roots, given, scale), True, *args[1:], **kwargs)
+            gradients = self._unscaled(gradients, scale)
+            overflow = not all_finite(g.detach() for g in listed(gradients) if g is not None)
             if not overflow or scale.at_floor() or not all_finite(roots):
-                return found
+                return gradients
             scale.updated(skipped=True)
 
-    def _unscaled_now(self, gradient: Tensor) -> Tensor:
+    def _unscaled_at_scale(self, gradient: Tensor) -> Tensor:
         return unscaled(gradient, self._run.scale.inverse())
 
     @contextmanager
@@ -258,7 +261,7 @@ class BackwardPasses:
 
     @contextmanager
     def _inside_node(self) -> Iterator[None]:
-        """Tell watchers which graph node runs a backward pass of its own."""
+        """Note the outermost graph node that is running a backward pass of its own, for watchers."""
         node = torch._C._current_autograd_node()
         before = self._run.inside
         self._run.inside = node if before is None else before
@@ -268,7 +271,7 @@ class BackwardPasses:
             self._run.inside = before
 
     def _begin(self, outputs: Sequence[Tensor], given: Any) -> None:
-        """Note the losses, each times the gradient that is given for it: WGANs start from -1."""
+        """Begin an update: record the losses, each times the gradient passed for it, since WGANs start from -1."""
         run = self._run
         run.close_update()
         run.left_out.pass_begins()
@@ -296,13 +299,13 @@ class BackwardPasses:
         pairs = zip(outputs, given_gradients(outputs, given), strict=True)
         return [scale.scale(torch.ones_like(t) if g is None else g).to(t) for t, g in pairs]
 
-    def _unscaled(self, found: Any, scale: Scale) -> Any:
+    def _unscaled(self, gradients: Any, scale: Scale) -> Any:
         if not scale.checks:
-            return found
-        change = functools.partial(unscaled, inverse=scale.inverse())
-        if isinstance(found, dict):
-            return {key: None if g is None else change(g) for key, g in found.items()}
-        return tuple(None if g is None else change(g) for g in found)
+            return gradients
+        unscale = functools.partial(unscaled, inverse=scale.inverse())
+        if isinstance(gradients, dict):
+            return {key: None if g is None else unscale(g) for key, g in gradients.items()}
+        return tuple(None if g is None else unscale(g) for g in gradients)
 
     # --- leaves ----------------------------------------------------------------------------------------------------------------
 
@@ -315,7 +318,7 @@ class BackwardPasses:
                     hooks.clear()  # autograd only uses the insertion order
                 handle = self._hooked[leaf] = leaf.register_hook(self._unscale)
                 self._hook_numbers.add(handle.id)
-                if hooks is not None:  # after ours: a hook that clips must see the unscaled gradient
+                if hooks is not None:  # they run after ours: a hook that clips must see the unscaled gradient
                     hooks.update(earlier)
 
     def _unhook_leaf(self, leaf: Tensor) -> None:
@@ -325,7 +328,7 @@ class BackwardPasses:
             self._hook_numbers.discard(handle.id)
 
     def _hook_recomputed(self, outputs: Sequence[Any]) -> None:
-        """Hook the leaves of a backward pass inside a backward pass, which the walk through the outer graph does not reach.
+        """Hook the leaves of a nested backward pass, which the walk through the outer graph does not reach.
 
         Its other leaves are detached inputs: their gradients continue into the outer graph and must stay scaled.
         """
@@ -349,9 +352,9 @@ class BackwardPasses:
         return self._run.owns(leaves) if self._run.optimizers else all(t.is_leaf for t in leaves)
 
 
-def _is_vmapped() -> bool:
-    """Return whether ``torch.func.vmap`` runs the code that asks, at any level."""
-    return any(one.key() == TransformType.Vmap for one in retrieve_all_functorch_interpreters())
+def _in_vmap() -> bool:
+    """Return whether the caller runs under ``torch.func.vmap``, at any level."""
+    return any(level.key() == TransformType.Vmap for level in retrieve_all_functorch_interpreters())
 
 
 def _refuse_infinite(loss: Tensor) -> None:

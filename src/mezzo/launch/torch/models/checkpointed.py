@@ -1,4 +1,4 @@
-"""Checkpoint a script's models from outside: each by a plan of its own, made and applied at its first call in training."""
+"""Checkpoint a script's models from outside: each by a plan of its own, computed and applied at its first call in training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mezzo.measure.checkpointing.trace import trace, unwrapped
 from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.records import CHECKPOINTED, NOT_APPLIED, Reason
 
-_IN_SCRIPT = "call mezzo.checkpoint(model, sample, ...) in the script, where the model is made"
+_IN_SCRIPT = "call mezzo.checkpoint(model, sample, ...) in the script, where the model is created"
 _SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
 
@@ -29,7 +29,7 @@ class CheckpointedModels:
     """The models of a run that are checkpointed, and how."""
 
     def __init__(self, wanted: str) -> None:
-        """Start with none; ``wanted`` is a plan by name, or a budget for each model."""
+        """Start without models; ``wanted`` is a plan's name, or a budget for each model."""
         self._wanted = wanted
         self._known: WeakSet[nn.Module] = WeakSet()
         self._done: list[Reason] = []
@@ -37,7 +37,7 @@ class CheckpointedModels:
     def called(self, model: nn.Module, args: Any, kwargs: Any, casting: Casting | None) -> None:
         """Checkpoint ``model`` if this is its first call in training, with these arguments as the sample.
 
-        For that, the forward pass runs once more without keeping anything, under ``casting`` as the call itself does.
+        For that, the forward pass runs once more without saving anything, under ``casting`` like the call itself.
 
         Raises:
             ScriptError: the model cannot be checkpointed from outside.
@@ -46,21 +46,21 @@ class CheckpointedModels:
         """
         if model in self._known or not (model.training and torch.is_grad_enabled()):
             return
-        if torch._C._current_autograd_node() is not None:  # called while gradients are computed
+        if torch._C._current_autograd_node() is not None:  # called inside a backward pass
             return
         self._known.add(model)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return
         name = type(unwrapped(model)).__name__
-        if why := next(_refusals(model), "") or _used_up(args, kwargs):
+        if why := next(_refusals(model), "") or _single_use(args, kwargs):
             raise ScriptError(
                 f"--checkpoint {self._wanted} cannot be applied to {name}: {why}",
                 hint=f"leave --checkpoint out, or {_IN_SCRIPT}",
             )
-        self._checkpoint(unwrapped(model), name, lambda one: one(*args, **kwargs), casting)
+        self._checkpoint(unwrapped(model), name, lambda module: module(*args, **kwargs), casting)
 
     def compiled_called(self, modules: list[nn.Module]) -> None:
-        """Refuse a compiled function that calls models: none of its calls is seen from outside."""
+        """Refuse a compiled function that calls models: its calls cannot be seen from outside."""
         trained = [type(m).__name__ for m in modules if any(p.requires_grad for p in m.parameters())]
         if trained and not all(module in self._known for module in modules):
             raise ScriptError(
@@ -69,7 +69,7 @@ class CheckpointedModels:
             )
 
     def explanation(self) -> list[Reason]:
-        """Return what was checkpointed, with what it keeps and computes again."""
+        """Return what was checkpointed, with what is kept and what is recomputed."""
         why = "no model with weights to train was called in training mode"
         return self._done or [Reason(what=CHECKPOINTED, value=NOT_APPLIED, reason=why)]
 
@@ -81,7 +81,7 @@ class CheckpointedModels:
                 return call(module)
 
         traced = trace(model, run)
-        torch.clear_autocast_cache()  # casts of weights that were made while nothing was kept
+        torch.clear_autocast_cache()  # weights that were cast while autograd saved nothing
         plan = plan_for(traced, self._wanted)
         refused = next((f"{module or 'the model'}: {why}" for module, why in plan.refused.items()), "")
         if not plan.regions and refused:
@@ -106,10 +106,10 @@ def _words(plan: CheckpointPlan) -> str:
     )
 
 
-def _used_up(args: Any, kwargs: Any) -> str:
-    """Return that the model is called with an iterator, which the pass for the plan would exhaust; empty if it is not."""
-    given = next((one for one in tree_leaves((args, kwargs)) if isinstance(one, Iterator)), None)
-    return "" if given is None else f"it is called with a {type(given).__name__}, which can be read once"
+def _single_use(args: Any, kwargs: Any) -> str:
+    """Return which argument is an iterator, which the pass for the plan would exhaust; empty if none is."""
+    iterator = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Iterator)), None)
+    return "" if iterator is None else f"it is called with a {type(iterator).__name__}, which can be read only once"
 
 
 def _refusals(model: nn.Module) -> Iterator[str]:
@@ -130,7 +130,7 @@ def _refusals(model: nn.Module) -> Iterator[str]:
 
 
 def _wrapped_by(module: nn.Module) -> str:
-    """Return the library that gave ``module`` a forward of its own; empty for its class's, or one that Mezzo wraps."""
+    """Return the library that replaced the forward of ``module``; empty for its class's forward, or one that Mezzo wraps."""
     forward: Any = vars(module).get("forward")
     while isinstance(forward, partial) and forward.func.__module__.startswith("mezzo."):
         forward = forward.args[0]

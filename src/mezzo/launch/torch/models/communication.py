@@ -4,10 +4,10 @@ Several processes: ``DistributedDataParallel`` gets a communication hook before 
 registers one of its own; ``fully_shard`` gets a ``MixedPrecisionPolicy``. One process: its gradients are changed after every
 backward pass as the reduction over ``world`` processes would change them (``engine.processes.emulated_world``). ``DistributedDataParallel``
 does that, too, unless a script calls ``no_sync``: so if a script accumulates, every backward pass reduces what has been added up.
-Gathering computes nothing but a rounding of each weight, the same for any number of processes: ``fully_shard`` in a group of one
-process makes it, with the modules that the script shards.
+Gathering only rounds each weight, in the same way for any number of processes: ``fully_shard`` in a group of one process does it, for
+the modules that the script shards.
 
-The loss scale is taken out of gradients before they are reduced (``backward``); in FP16 they are reduced with it.
+The loss scale is divided out of gradients before they are reduced (``backward``); in FP16 they are reduced with it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ from mezzo.policy import Policy
 from mezzo.records import Reason
 
 Before: TypeAlias = list[tuple[Tensor, Tensor | None, int]]
-"""Parameters, each with its gradient before a backward pass and the version of that."""
+"""Parameters, each with its gradient before a backward pass and that gradient's version."""
 
-_NO_GROUP = "no DistributedDataParallel and no fully_shard of several processes was met; world=N emulates N processes"
-_NO_SHARDS = "no fully_shard was met; in a group of one process it rounds weights as in one of many"
+_NO_GROUP = (
+    "the script uses neither DistributedDataParallel nor fully_shard in several processes; world=N emulates N processes"
+)
+_NO_SHARDS = "the script does not use fully_shard, which in a group of one process rounds weights as in a group of many"
 _EXCHANGED = ("reduce", "gather")
 
 
@@ -61,15 +63,15 @@ class Communication:
                 why = _NO_GROUP if field == "reduce" else _NO_SHARDS
                 self._run.note_left_alone(field, getattr(policy, field), why)
         if dist.is_available():
-            patches.around(DistributedDataParallel, "__init__", functools.partial(self._replicating, policy))
+            patches.around(DistributedDataParallel, "__init__", functools.partial(self._replicate, policy))
             import torch.distributed.fsdp as fsdp
 
-            patches.around(fsdp, "fully_shard", functools.partial(self._sharding, policy))
-            patches.around(fsdp.FullyShardedDataParallel, "__init__", functools.partial(_refusing, policy))
+            patches.around(fsdp, "fully_shard", functools.partial(self._shard, policy))
+            patches.around(fsdp.FullyShardedDataParallel, "__init__", functools.partial(_refuse, policy))
 
     # --- several processes -----------------------------------------------------------------------------------------------------
 
-    def _replicating(
+    def _replicate(
         self, policy: Policy, original: Callable[..., Any], model: DistributedDataParallel, *args: Any, **kwargs: Any
     ) -> None:
         original(model, *args, **kwargs)
@@ -85,16 +87,16 @@ class Communication:
     def _set_hook(self, model: DistributedDataParallel, policy: Policy) -> None:
         if policy.reduce == "auto":
             return
-        self._run.left_alone.pop(f"reduce {policy.reduce}", None)  # what was said before any model was met
+        self._run.left_alone.pop(f"reduce {policy.reduce}", None)  # noted before the script replicated a model
         if model._comm_hooks:
             self._run.note_left_alone("reduce", policy.reduce, "the script's own communication hook decides the format")
             return
         set_hook(model, policy, self._loss_scale)
 
-    def _sharding(self, policy: Policy, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    def _shard(self, policy: Policy, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        alone = dist.get_world_size() == 1  # then nothing is reduced, or an emulated world does it
+        alone = dist.get_world_size() == 1  # then nothing is reduced, or an emulated world reduces
         if not alone:
             refuse_world(policy)
         if not alone and policy.reduce == "fp16" and policy.loss_scale != "none":
@@ -107,25 +109,25 @@ class Communication:
         dtypes = {f: FORMATS[v].dtype for f in fields if (v := getattr(policy, f)) != "auto"}
         if not dtypes:
             return original(module, *args, **kwargs)
-        given = kwargs.pop("mp_policy", MixedPrecisionPolicy())
-        changed = {"param_dtype": dtypes.get("gather", given.param_dtype)}
-        changed["reduce_dtype"] = dtypes.get("reduce", given.reduce_dtype)
+        of_script = kwargs.pop("mp_policy", MixedPrecisionPolicy())
+        changed = {"param_dtype": dtypes.get("gather", of_script.param_dtype)}
+        changed["reduce_dtype"] = dtypes.get("reduce", of_script.reduce_dtype)
         for field in dtypes:
             self._run.left_alone.pop(f"{field} {getattr(policy, field)}", None)
-        return original(module, *args, mp_policy=dataclasses.replace(given, **changed), **kwargs)
+        return original(module, *args, mp_policy=dataclasses.replace(of_script, **changed), **kwargs)
 
     # --- one process -----------------------------------------------------------------------------------------------------------
 
     def before_backward(self, parameters: Callable[[], Iterable[Tensor]]) -> Before | None:
-        """Return the gradients as they are before a backward pass; None if nothing is emulated.
+        """Return the gradients before a backward pass; None if nothing is emulated.
 
         Args:
-            parameters: returns those that the backward pass reaches, for a script without optimizers.
+            parameters: returns the parameters that the backward pass reaches, for a script without optimizers.
         """
         if self._world is None:
             return None
-        held = [p for o in self._run.optimizers for p in trained_leaves(o)]
-        return [(p, p.grad, _version(p.grad)) for p in dict.fromkeys(held or parameters())]
+        trained = [p for o in self._run.optimizers for p in trained_leaves(o)]
+        return [(p, p.grad, _version(p.grad)) for p in dict.fromkeys(trained or parameters())]
 
     def after_backward(self, before: Before | None) -> None:
         """Reduce the gradients that a backward pass has changed since ``before``."""
@@ -149,12 +151,12 @@ class Communication:
         return [Reason(what="rounding of the reduction", value=f"{error:.2g}", reason=reason)]
 
     def _loss_scale(self) -> Tensor | None:
-        """Return the loss scale that was taken out of the gradients."""
+        """Return the loss scale that was divided out of the gradients."""
         scale = self._run.scale.on_device() if self._run.scale.checks else None
         return scale if isinstance(scale, Tensor) else None
 
 
-def _refusing(policy: Policy, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def _refuse(policy: Policy, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     raise PolicyError(
         f"policy {policy!s} sets formats of communication, and the script uses FullyShardedDataParallel; "
         "allowed: DistributedDataParallel and fully_shard",

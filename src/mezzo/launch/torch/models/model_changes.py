@@ -1,4 +1,4 @@
-"""Change a script's models from outside at their first call: memory layout, checkpointing, torch.compile; count what each step is given."""
+"""Change a script's models from outside at their first call: memory layout, checkpointing, torch.compile. Count each step's inputs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from mezzo.launch.torch.models.checkpointed import CheckpointedModels
 from mezzo.launch.torch.state import Run
 from mezzo.records import CHANNELS_LAST, COMPILED, Reason
 
-_IMAGES = 4
-"""Dimensions of a batch of images, and of a convolution's weight."""
+_IMAGE_DIMENSIONS = 4
+"""Number of dimensions of a batch of images, and of a convolution's weight."""
 
 
 class ChangedModels:
-    """The models of a run that were changed, and the elements that each step was given."""
+    """The models of a run that were changed, and the number of input elements of each step."""
 
     def __init__(self, run: Run, changes: ModelChanges) -> None:
         self._run, self._changes = run, changes
         self._seen: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-        """The models called so far: whether their inputs become channels-last."""
+        """By model called so far, whether its inputs become channels-last."""
         self._elements: Counter[int] = Counter()
-        self._done: dict[str, Reason] = {}
+        self._applied: dict[str, Reason] = {}
         self._checkpoints = CheckpointedModels(changes.checkpoint) if changes.checkpoint else None
         self._to_compile: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         """Models to compile once they are checkpointed, with the names of their classes."""
 
     def called(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Change a model that is called from outside any module for the first time; return its inputs as it is to get them."""
+        """Change a model at its first call from outside any module; return its inputs, in channels-last layout if it needs that."""
         if module not in self._seen:
             self._seen[module] = self._change(module)
         if self._changes.counts_inputs and module.training and torch.is_grad_enabled():
@@ -46,7 +46,7 @@ class ChangedModels:
         return args, kwargs
 
     def checkpoint(self, module: nn.Module, args: Any, kwargs: Any, casting: Casting | None) -> None:
-        """Checkpoint a model that is called in training for the first time, under its casting, before it is compiled."""
+        """Checkpoint a model at its first call in training, under its casting, before it is compiled."""
         if self._checkpoints is None:
             return
         self._checkpoints.called(module, args, kwargs, casting)
@@ -54,18 +54,18 @@ class ChangedModels:
             self._compile(module, self._to_compile.pop(module))
 
     def compiled_called(self, modules: list[nn.Module]) -> None:
-        """Notice that a function of the script that is compiled calls models."""
+        """Record that a compiled function of the script calls models."""
         if self._checkpoints is not None:
             self._checkpoints.compiled_called(modules)
 
     def input_elements(self) -> float | None:
-        """Return the elements of the first tensor given to the models, a step (the median); None if none was seen."""
+        """Return the elements per step (the median) of the first tensor passed to the models; None if none was seen."""
         counted = [count for count in self._elements.values() if count]
         return statistics.median(counted) if counted else None
 
     def explanation(self) -> list[Reason]:
         """Return what was changed."""
-        return [*self._done.values(), *(self._checkpoints.explanation() if self._checkpoints is not None else [])]
+        return [*self._applied.values(), *(self._checkpoints.explanation() if self._checkpoints is not None else [])]
 
     def _change(self, module: nn.Module) -> bool:
         """Change one model; return whether its inputs become channels-last."""
@@ -73,22 +73,22 @@ class ChangedModels:
         if not parameters:  # a loss or an activation
             return False
         name = type(module).__name__
-        images = self._changes.channels_last and self._to_channels_last(module, parameters, name)
+        channels_last = self._changes.channels_last and self._to_channels_last(module, parameters, name)
         if self._changes.compiles and self._checkpoints is not None:
             self._to_compile[module] = name
         elif self._changes.compiles:
             self._compile(module, name)
-        return images
+        return channels_last
 
     def _to_channels_last(self, module: nn.Module, parameters: list[nn.Parameter], name: str) -> bool:
-        kernels = [one for one in parameters if one.dim() == _IMAGES]
+        kernels = [p for p in parameters if p.dim() == _IMAGE_DIMENSIONS]
         if not kernels:
-            why = "it has no convolution weights of images"
+            why = "it has no convolution weights for images"
             self._run.note_left_alone("channels-last", name, why)
             return False
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # in place: optimizers keep their parameters
-        why = f"{len(kernels)} weights of {name}, and the images that it is given"
-        self._done.setdefault(CHANNELS_LAST, Reason(what=CHANNELS_LAST, value="channels-last", reason=why))
+        why = f"{len(kernels)} weights of {name}, and its input images"
+        self._applied.setdefault(CHANNELS_LAST, Reason(what=CHANNELS_LAST, value="channels-last", reason=why))
         return True
 
     def _compile(self, module: nn.Module, name: str) -> None:
@@ -97,10 +97,10 @@ class ChangedModels:
             return
         module.compile()
         why = f"{name} is compiled at its first call"
-        self._done.setdefault(COMPILED, Reason(what=COMPILED, value="on", reason=why))
+        self._applied.setdefault(COMPILED, Reason(what=COMPILED, value="on", reason=why))
 
 
 def _channels_last(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() == _IMAGES:
+    if isinstance(value, Tensor) and value.dim() == _IMAGE_DIMENSIONS:
         return value.contiguous(memory_format=torch.channels_last)
     return value

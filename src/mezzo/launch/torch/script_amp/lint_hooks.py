@@ -1,7 +1,7 @@
 """Report a script's calls to the lint: those of its GradScaler and autocast, of torch's clipping, and those that clear gradients.
 
-The hooks on optimizers, schedulers, backward passes and modules, elsewhere in this folder, report to the lint themselves. These hooks
-change nothing: every call proceeds as the script made it. Once the first updates have been checked, most calls go straight to torch again.
+The launcher's other hooks, on optimizers, schedulers, backward passes and modules, report to the lint themselves. These hooks change
+nothing: every call proceeds as the script made it. Once the first updates have been checked, most calls go straight to torch again.
 """
 
 from __future__ import annotations
@@ -39,25 +39,27 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
             patches.around(GradScaler, name, functools.partial(listener, lint))
         else:
             patches.wrap(GradScaler, name, functools.partial(_until_over, lint, name, listener))
-    patches.around(GradScaler, "__init__", functools.partial(_made, lint))
-    patches.wrap(autocast, "__init__", functools.partial(_asking, lint, as_is))
-    patches.wrap(autocast, "__enter__", functools.partial(_entering, lint, as_is))
+    patches.around(GradScaler, "__init__", functools.partial(_created, lint))
+    patches.wrap(autocast, "__init__", functools.partial(_init_reporting, lint, as_is))
+    patches.wrap(autocast, "__enter__", functools.partial(_enter_reporting, lint, as_is))
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-        home = vars(clip_grad).get(name) or getattr(torch.nn.utils, name)
-        reporting = _clipping(lint, home)
+        function = vars(clip_grad).get(name) or getattr(torch.nn.utils, name)
+        reporting = _clip_reporting(lint, function)
         for owner in (clip_grad, torch.nn.utils):
             if hasattr(owner, name):
                 patches.replace(owner, name, reporting)
-    patches.wrap(torch.optim.Optimizer, "zero_grad", functools.partial(_clearing, lint, torch.optim.Optimizer))
-    patches.wrap(nn.Module, "zero_grad", functools.partial(_clearing, lint, nn.Module))
-    patches.around(AveragedModel, "update_parameters", functools.partial(_averaging, lint))
+    patches.wrap(
+        torch.optim.Optimizer, "zero_grad", functools.partial(_zero_grad_reporting, lint, torch.optim.Optimizer)
+    )
+    patches.wrap(nn.Module, "zero_grad", functools.partial(_zero_grad_reporting, lint, nn.Module))
+    patches.around(AveragedModel, "update_parameters", functools.partial(_average, lint))
     patches.on_undo(lint.close)
 
 
 def _until_over(lint: Lint, name: str, listener: Listener, original: Listener) -> Listener:
-    """Report calls of a GradScaler that the policy has turned off until the first updates have been checked.
+    """Report calls of a GradScaler that the policy has turned off, until the first updates have been checked.
 
-    Those of one that is on are checked to the end: where a run is steady, by ``steady_scaler``.
+    Calls of a GradScaler that is on are checked to the end: in a steady run by ``steady_scaler``.
     """
 
     @functools.wraps(original)
@@ -70,18 +72,18 @@ def _until_over(lint: Lint, name: str, listener: Listener, original: Listener) -
     return called
 
 
-def _restore(owner: Any, name: str, own: Listener, original: Listener) -> None:
+def _restore(owner: Any, name: str, replacement: Listener, original: Listener) -> None:
     """Let calls go straight to ``original``, unless another tool has replaced the method since."""
-    if vars(owner)[name] is own:
+    if vars(owner)[name] is replacement:
         setattr(owner, name, original)
 
 
 # --- GradScaler --------------------------------------------------------------------------------------------------------------
 
 
-def _made(lint: Lint, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+def _created(lint: Lint, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     original(self, *args, **kwargs)
-    lint.scalers.asked(self, enabled=bool(kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)))
+    lint.scalers.created(self, enabled=bool(kwargs.get("enabled", args[_ENABLED] if len(args) > _ENABLED else True)))
 
 
 def _scale(lint: Lint, original: Listener, self: Any, outputs: Any) -> Any:
@@ -124,8 +126,8 @@ _LISTENERS: dict[str, Listener] = {
 # --- autocast ----------------------------------------------------------------------------------------------------------------
 
 
-def _asking(lint: Lint, as_is: bool, original: Listener) -> Listener:
-    """Record the region that the script asks for: a policy may open another one instead."""
+def _init_reporting(lint: Lint, as_is: bool, original: Listener) -> Listener:
+    """Record the region that the script requests: a policy may open another one instead."""
 
     @functools.wraps(original)
     def init(
@@ -138,7 +140,7 @@ def _asking(lint: Lint, as_is: bool, original: Listener) -> Listener:
     ) -> None:
         # On a CPU the default is BF16, and FP16 on the device that the script is meant for.
         default = None if device_type == "cpu" else torch.get_autocast_dtype(device_type)
-        self._mezzo_asked = default if dtype is None else dtype, enabled
+        self._mezzo_requested = default if dtype is None else dtype, enabled
         original(self, device_type, dtype, enabled, cache_enabled, **kwargs)
         if lint.over and (as_is or not lint.regions_matter):
             _restore(autocast, "__init__", init, original)
@@ -146,18 +148,18 @@ def _asking(lint: Lint, as_is: bool, original: Listener) -> Listener:
     return init
 
 
-def _entering(lint: Lint, as_is: bool, original: Listener) -> Listener:
+def _enter_reporting(lint: Lint, as_is: bool, original: Listener) -> Listener:
     @functools.wraps(original)
     def enter(self: Any) -> Any:
         if lint.over:
             if not lint.regions_matter:
                 _restore(autocast, "__enter__", enter, original)
                 return original(self)
-            if as_is and self.fast_dtype is not _FP16:  # only one in FP16 changes the finding that is pending
+            if as_is and self.fast_dtype is not _FP16:  # only an FP16 region changes the pending finding
                 return original(self)
         result = original(self)
         if not torch.compiler.is_compiling():
-            dtype, on = getattr(self, "_mezzo_asked", (self.fast_dtype, self._enabled))
+            dtype, on = getattr(self, "_mezzo_requested", (self.fast_dtype, self._enabled))
             lint.region_begins(dtype, on=self._enabled if as_is else on)
         return result
 
@@ -167,15 +169,15 @@ def _entering(lint: Lint, as_is: bool, original: Listener) -> Listener:
 # --- gradients and weights ---------------------------------------------------------------------------------------------------
 
 
-def _clipping(lint: Lint, original: Listener) -> Listener:
+def _clip_reporting(lint: Lint, original: Listener) -> Listener:
     @functools.wraps(original)
     def clip(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(parameters, *args, **kwargs)
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         owners = lint.clip(listed, _number(args[0] if args else next((kwargs[n] for n in _LIMITS if n in kwargs), 0.0)))
-        again = (p for p in listed) if isinstance(parameters, types.GeneratorType) else listed
-        result = original(again, *args, **kwargs)
+        same_kind = (p for p in listed) if isinstance(parameters, types.GeneratorType) else listed
+        result = original(same_kind, *args, **kwargs)
         lint.clipped(owners)
         return result
 
@@ -183,11 +185,11 @@ def _clipping(lint: Lint, original: Listener) -> Listener:
 
 
 def _number(limit: Any) -> float:
-    """Return a limit as a number; NaN for one on a device, which is not read."""
+    """Return a limit as a number; NaN if it is on a device, from which it is not read."""
     return math.nan if isinstance(limit, Tensor) and limit.device.type != "cpu" else float(limit)
 
 
-def _clearing(lint: Lint, owner: type, original: Listener) -> Listener:
+def _zero_grad_reporting(lint: Lint, owner: type, original: Listener) -> Listener:
     """Report ``zero_grad`` of an optimizer or a model while gradients are checked; after that, calls go straight to torch."""
 
     @functools.wraps(original)
@@ -203,6 +205,6 @@ def _clearing(lint: Lint, owner: type, original: Listener) -> Listener:
     return zero_grad
 
 
-def _averaging(lint: Lint, original: Callable[..., Any], self: Any, model: Any) -> Any:
+def _average(lint: Lint, original: Callable[..., Any], self: Any, model: Any) -> Any:
     with lint.averages(self.module, model):
         return original(self, model)

@@ -2,11 +2,10 @@
 
 Under ``fp32`` both are turned off. Under another policy, the script's ``autocast`` becomes a region of that policy, an
 ``autocast(enabled=False)`` stays as it is, and the scaler is turned off, because the policy scales the loss itself.
-A scaler that is off passes losses and steps through, so the script's calls stay valid. With ``as-is`` both are only
-recorded.
+A scaler that is off passes losses and steps through, so the script's calls stay valid. With ``as-is`` both are only recorded.
 
-Inside an autocast that was turned off, modules get their 16-bit arguments in FP32: a library that turns autocast on may cast the
-inputs as well (Lightning's Fabric does), and FP32 weights would not accept them.
+Inside an autocast that was turned off, modules get their 16-bit arguments in FP32: a library that turns autocast on may also cast the
+inputs (Lightning's Fabric does), and FP32 weights would not accept them.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ def replace_amp(run: Run, patches: Patches) -> None:
 
 
 def _dtype_under(run: Run) -> Callable[[], torch.dtype | None]:
-    """Return a function that returns the format of the policy's regions, None for FP32; the policy changes at a fallback only."""
-    known: Any = None
+    """Return a function that returns the format of the policy's regions, None for FP32; it is recomputed only after a fallback."""
+    policy: Any = None
     dtype: torch.dtype | None = None
 
     def current() -> torch.dtype | None:
-        nonlocal known, dtype
-        if run.applied is not known:
-            known = run.applied
-            dtype = known.storage.dtype if known is not None and known.lowers else None
+        nonlocal policy, dtype
+        if run.applied is not policy:
+            policy = run.applied
+            dtype = policy.storage.dtype if policy is not None and policy.lowers else None
         return dtype
 
     return current
@@ -61,15 +60,15 @@ def _in_policy(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     def init(
         self: Any,
         device_type: str,
-        dtype_asked: Any = None,
+        dtype: Any = None,
         enabled: bool = True,
         cache_enabled: Any = None,
         **kwargs: Any,
     ) -> None:
-        asked, dtype = kwargs.pop("dtype", dtype_asked), dtype_under()
-        on = enabled and dtype is not None
+        lowered = dtype_under()
+        on = enabled and lowered is not None
         self._mezzo_turned_off, self._mezzo_left_off = enabled and not on, not enabled
-        original(self, device_type, dtype=dtype if on else asked, enabled=on, cache_enabled=cache_enabled, **kwargs)
+        original(self, device_type, dtype=lowered if on else dtype, enabled=on, cache_enabled=cache_enabled, **kwargs)
 
     return init
 
@@ -79,8 +78,8 @@ def _with_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def enter(self: Any) -> Any:
-        if run.changed_policy is not None and self._enabled and run.applied is not None:  # made under the policy before
-            dtype = dtype_under()
+        if run.changed_policy is not None and self._enabled and run.applied is not None:
+            dtype = dtype_under()  # the region may have been created under an earlier policy
             self._enabled, self._mezzo_turned_off = dtype is not None, dtype is None
             self.fast_dtype = dtype or self.fast_dtype
         result = original(self)
@@ -126,7 +125,7 @@ def _record_scale(run: Run, original: Callable[..., Any], self: Any, outputs: An
 
 
 def _record_step(run: Run, original: Callable[..., Any], self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    if run.apart:  # in a capture, where nothing may be read
+    if run.not_training:  # perhaps in a capture, where nothing may be read
         return original(self, optimizer, *args, **kwargs)
     recorded = _RecordedStep(optimizer)
     self._mezzo_recorded = recorded
@@ -143,7 +142,7 @@ def _record_step(run: Run, original: Callable[..., Any], self: Any, optimizer: A
 
 
 class _RecordedStep:
-    """A wrapper that records whether torch's scaler stepped an optimizer: reading the flag again would make the host wait twice."""
+    """A wrapper that records whether torch's scaler stepped an optimizer: reading the flag again would make the host wait a second time."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer

@@ -1,6 +1,6 @@
 """Keep FP32 products in the policy's precision: under ``fp32`` and ``tf32`` a script's own TF32 switches have no effect and are recorded.
 
-Most GPU scripts turn TF32 on at the top. Under ``fp32`` that would make the baseline of a comparison TF32. All of torch's
+Most GPU scripts turn TF32 on in their first lines. Under ``fp32`` that would make the baseline of a comparison TF32. All of torch's
 switches end in a few functions of ``torch._C``, which are replaced. Reading a switch returns the real state: the policy's precision.
 """
 
@@ -20,7 +20,7 @@ NoteLeftAlone = Callable[[str, str, str], None]
 
 
 def keep_fp32_products(policy: Policy, patches: Patches, note_left_alone: NoteLeftAlone) -> None:
-    """Set the switches as ``policy`` (one that lowers nothing) asks, until ``patches`` are undone.
+    """Set the switches as ``policy`` (one that lowers nothing) requires, until ``patches`` are undone.
 
     Args:
         policy: ``fp32`` or ``tf32``.
@@ -32,22 +32,22 @@ def keep_fp32_products(policy: Policy, patches: Patches, note_left_alone: NoteLe
     patches.on_undo(lambda: switches.__exit__(None, None, None))
     set_fp32_products("tf32" if policy.compute == "tf32" else "ieee")
     override = functools.partial(_override, policy, note_left_alone)
-    for name, called in _SETTERS.items():
+    for name, describe in _SETTERS.items():
         original = getattr(torch._C, name)
-        patches.replace(torch._C, name, functools.update_wrapper(functools.partial(override, called), original))
-    # The only switch that stores its setter as a value.
+        patches.replace(torch._C, name, functools.update_wrapper(functools.partial(override, describe), original))
+    # This switch alone stores its setter as a value.
     cudnn_switch = vars(type(torch.backends.cudnn))["allow_tf32"]
     patches.replace(cudnn_switch, "setter", functools.partial(override, _SETTERS["_set_cudnn_allow_tf32"]))
 
 
 def _override(
-    policy: Policy, note_left_alone: NoteLeftAlone, called: Callable[..., tuple[str, bool | None]], *values: Any
+    policy: Policy, note_left_alone: NoteLeftAlone, describe: Callable[..., tuple[str, bool | None]], *values: Any
 ) -> None:
-    """Record a call of one of torch's setters instead of making it, if it asks for another precision than the policy."""
-    switch, asks_for_tf32 = called(*values)
+    """Ignore a call of one of torch's setters; record it if it asks for a precision other than the policy's."""
+    switch, asks_for_tf32 = describe(*values)
     if asks_for_tf32 not in (None, policy.compute == "tf32"):
-        asked = "reduced precision" if asks_for_tf32 else "FP32"
-        note_left_alone("fp32 products", switch, f"the script asks for {asked}, and policy {policy!s} overrides it")
+        requested = "reduced precision" if asks_for_tf32 else "FP32"
+        note_left_alone("fp32 products", switch, f"the script asks for {requested}, and policy {policy!s} overrides it")
 
 
 def _by_precision(precision: str) -> tuple[str, bool]:
@@ -76,4 +76,4 @@ _SETTERS: dict[str, Callable[..., tuple[str, bool | None]]] = {
     "_set_cudnn_allow_tf32": functools.partial(_allowed, "torch.backends.cudnn"),
     "_set_fp32_precision_setter": _by_part,
 }
-"""What a setter's call asks for: the switch as a script writes it, and whether less than FP32 is allowed; None for neither."""
+"""By setter, a description of a call: the switch as a script writes it, and whether less than FP32 is allowed; None for neither."""

@@ -1,7 +1,7 @@
-"""Counters beside a loader's batches: ``enumerate``, and the variables of the enclosing loops.
+"""Counters that run along with a loader's batches: ``enumerate``, and the variables of the enclosing loops.
 
-A resumed pass leaves out the batches that were delivered, which ``enumerate`` does not notice. Its count is a field of a C object, and
-Python can only read it (``__reduce__``); it is set in memory, once its address has been confirmed.
+A resumed pass leaves out the batches that were delivered, which ``enumerate`` does not notice. Its count is a field of a C object, which
+Python can only read (``__reduce__``); so the count is written to memory, once its address has been confirmed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from mezzo.errors import SnapshotError
 
-_WRAPPERS = (zip, map, filter, reversed, *(one for one in vars(itertools).values() if isinstance(one, type)))
+_WRAPPERS = (zip, map, filter, reversed, *(kind for kind in vars(itertools).values() if isinstance(kind, type)))
 _COUNT_AT = object.__basicsize__
 """The first field of an ``enumerate`` object: a Py_ssize_t."""
 
@@ -29,42 +29,43 @@ def enumerations(iterator: Any) -> list[Any]:
     """Return the ``enumerate`` objects through which a loop gets the batches of ``iterator``.
 
     Raises:
-        SnapshotError: it gets them through ``zip``, ``islice`` or the like, whose state nobody can set.
+        SnapshotError: it gets them through ``zip``, ``islice`` or the like, whose state cannot be set.
     """
     running = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
     inner = [iterator]
     if any(frame.f_code.co_flags & inspect.CO_GENERATOR for frame in running):  # tqdm, perhaps; a walk over all objects
-        inner += [one for one in gc.get_objects() if isinstance(one, types.GeneratorType) and one.gi_frame in running]
+        inner += [obj for obj in gc.get_objects() if isinstance(obj, types.GeneratorType) and obj.gi_frame in running]
     found = []
-    held = gc.get_referrers(*inner)
-    for one in [*held, *gc.get_referrers(*(one for one in held if type(one) is tuple))]:  # zip and map keep a tuple
-        if isinstance(one, enumerate) and any(one.__reduce__()[1][0] is within for within in inner):
-            found.append(one)
-        elif isinstance(one, _WRAPPERS):
+    users = gc.get_referrers(*inner)
+    users += gc.get_referrers(*(user for user in users if type(user) is tuple))  # zip and map keep a tuple
+    for user in users:
+        if isinstance(user, enumerate) and any(user.__reduce__()[1][0] is source for source in inner):
+            found.append(user)
+        elif isinstance(user, _WRAPPERS):
             raise SnapshotError(
-                f"no snapshot: the loop gets its batches through {type(one).__name__}, which a resumed run cannot continue",
+                f"no snapshot: the loop gets its batches through {type(user).__name__}, which a resumed run cannot continue",
                 hint="write `for batch in loader:` or `for number, batch in enumerate(loader):`",
             )
     return found
 
 
-def count_of(one: Any) -> int:
+def count_of(enumeration: Any) -> int:
     """Return the number that an ``enumerate`` object yields next."""
-    count: int = one.__reduce__()[1][1]
+    count: int = enumeration.__reduce__()[1][1]
     return count
 
 
-def set_count(one: Any, count: int) -> None:
+def set_count(enumeration: Any, count: int) -> None:
     """Let an ``enumerate`` object continue with ``count``.
 
     Raises:
-        SnapshotError: this Python keeps it elsewhere.
+        SnapshotError: this Python stores it elsewhere.
     """
     if sys.implementation.name == "cpython":
-        field = ctypes.c_ssize_t.from_address(id(one) + _COUNT_AT)
-        if field.value == count_of(one):
+        field = ctypes.c_ssize_t.from_address(id(enumeration) + _COUNT_AT)
+        if field.value == count_of(enumeration):
             field.value = count
-            if count_of(one) == count:
+            if count_of(enumeration) == count:
                 return
     raise SnapshotError(
         "the run cannot be resumed: this Python does not let enumerate() continue",

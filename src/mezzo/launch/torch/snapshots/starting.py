@@ -1,7 +1,7 @@
-"""Which snapshot a run resumes: the newest that is whole and of this run; in several processes the newest that all of them have.
+"""Choose the snapshot that a run resumes: the newest complete one of this run; in several processes, the newest that all of them have.
 
-A process that is killed while it saves has one snapshot less than the others. So before the script begins, all tell each other in small
-files which snapshots they have, and then, one after the other, whether they could read them.
+A process that is killed while it saves has one snapshot less than the others. So before the script begins, all processes exchange small
+files: first which snapshots they have, and then, for one snapshot after the other, whether they could read it.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ class RunStart(NamedTuple):
     chosen: Chosen | None
     """The snapshot to resume; None to start over."""
     last_number: int
-    """The largest number that a snapshot of any process has: all give their next one the same number."""
+    """The largest snapshot number in any process: the next snapshot has the same number in all."""
 
 
-def start_of(asked: SnapshotRequest) -> RunStart:
+def choose_start(request: SnapshotRequest) -> RunStart:
     """Return where a run begins.
 
     Raises:
-        SnapshotError: it should be resumed and no snapshot can be, or a process gave no answer.
+        SnapshotError: the run is to be resumed and no snapshot can be, or a process did not answer.
     """
-    if asked.ranks > 1:
-        start = _together(asked)
-    elif asked.resume:
-        start = RunStart(load_newest(Path(asked.folder), _check_of(asked)), 0)
+    if request.ranks > 1:
+        start = _choose_together(request)
+    elif request.resume:
+        start = RunStart(load_newest(Path(request.folder), _identity_check(request)), 0)
     else:
         return RunStart(None, 0)
-    if start.chosen is None and asked.resume:
-        if not asked.may_be_first:
-            raise _none(asked)
-        if asked.rank == 0:
-            print(f"mezzo: no snapshot to resume in {_whole(asked)} yet: beginning anew", file=sys.stderr)
+    if start.chosen is None and request.resume:
+        if not request.may_be_first:
+            raise _no_snapshot(request)
+        if request.rank == 0:
+            print(f"mezzo: no snapshot to resume in {_common_folder(request)} yet: starting over", file=sys.stderr)
     return start
 
 
-def _together(asked: SnapshotRequest) -> RunStart:
-    exchange = _Exchange(asked)
-    here = {(one.number, one.updates): one.path for one in saved_in(Path(asked.folder))}
+def _choose_together(request: SnapshotRequest) -> RunStart:
+    exchange = _Exchange(request)
+    here = {(saved.number, saved.updates): saved.path for saved in saved_in(Path(request.folder))}
     everywhere = [{(number, updates) for number, updates in names} for names in exchange("saved", [*here])]
     last = max((number for names in everywhere for number, _ in names), default=0)
-    if not asked.resume:
+    if not request.resume:
         return RunStart(None, last)
     common = sorted(set.intersection(*everywhere), reverse=True)
-    check, refused = _check_of(asked), list[RefusedSnapshot]()
+    check, refused = _identity_check(request), list[RefusedSnapshot]()
     for name in common:
         contents, why = None, ""
         try:
@@ -77,37 +77,39 @@ def _together(asked: SnapshotRequest) -> RunStart:
 
 
 class _Exchange:
-    """An exchange of values between all processes of a run, through files that each writes whole."""
+    """An exchange of values between all processes of a run, through files that appear complete or not at all."""
 
-    def __init__(self, asked: SnapshotRequest) -> None:
-        self._folder, self._rank, self._ranks = Path(asked.meeting), asked.rank, asked.ranks
+    def __init__(self, request: SnapshotRequest) -> None:
+        self._folder, self._rank, self._ranks = Path(request.meeting), request.rank, request.ranks
 
     def __call__(self, name: str, value: Any) -> list[Any]:
         """Return the values of all processes, by rank."""
         write_message(self._folder / f"{name}-{self._rank}.json", {"value": value})
         end = time.monotonic() + JOIN_S
-        found: list[Any] = []
-        while len(found) < self._ranks:
-            message = read_message(self._folder / f"{name}-{len(found)}.json")
+        values: list[Any] = []
+        while len(values) < self._ranks:
+            message = read_message(self._folder / f"{name}-{len(values)}.json")
             if message is not None:
-                found.append(message["value"])
+                values.append(message["value"])
             elif time.monotonic() > end:
                 raise SnapshotError(
-                    f"rank {len(found)} did not say within {JOIN_S:g} s which snapshots it has",
+                    f"rank {len(values)} did not say within {JOIN_S:g} s which snapshots it has",
                     hint="save into a folder that all machines see, and start every process with the same command",
                 )
             else:
                 time.sleep(_POLL_S)
-        return found
+        return values
 
 
-def _check_of(asked: SnapshotRequest) -> Callable[[Any], None]:
-    """Return a function that refuses the contents of another run's snapshot."""
+def _identity_check(request: SnapshotRequest) -> Callable[[Any], None]:
+    """Return a function that raises an error for the contents of another run's snapshot."""
 
     def check(contents: Any) -> None:
         if not isinstance(contents, dict) or not isinstance(contents.get("run"), dict) or "frames" not in contents:
-            raise SnapshotError("it holds no script's state", hint="resume a run of mezzo run --snapshot")
-        for name, now in asked.identity.items():
+            raise SnapshotError(
+                "it does not contain the state of a script", hint="resume a run of mezzo run --snapshot"
+            )
+        for name, now in request.identity.items():
             then = contents["run"].get(name)
             if then != now:
                 raise SnapshotError(
@@ -118,25 +120,25 @@ def _check_of(asked: SnapshotRequest) -> Callable[[Any], None]:
     return check
 
 
-def _none(asked: SnapshotRequest) -> SnapshotError:
-    if asked.ranks > 1:
+def _no_snapshot(request: SnapshotRequest) -> SnapshotError:
+    if request.ranks > 1:
         return SnapshotError(
-            f"the {asked.ranks} processes have no snapshot in common in {str(_whole(asked))!r}",
+            f"the {request.ranks} processes have no snapshot in common in {str(_common_folder(request))!r}",
             hint="resume with as many processes as the run had; the first snapshot is taken once its interval has passed",
         )
-    processes = len(list(Path(asked.folder).glob("rank-*-of-*")))
+    processes = len(list(Path(request.folder).glob("rank-*-of-*")))
     if processes:
         return SnapshotError(
-            f"{asked.folder!r} holds the snapshots of {processes} processes, and this is one",
+            f"{request.folder!r} holds the snapshots of {processes} processes, and this is one",
             hint=f"start {processes} processes with the launcher, as the run that was stopped",
         )
     return SnapshotError(
-        f"there is no snapshot in {asked.folder!r}",
+        f"there is no snapshot in {request.folder!r}",
         hint="pass --resume the folder of a run with --snapshot; the first one is taken once its interval has passed",
     )
 
 
-def _whole(asked: SnapshotRequest) -> Path:
-    """Return the folder of all processes."""
-    folder = Path(asked.folder)
-    return folder if asked.ranks == 1 else folder.parent
+def _common_folder(request: SnapshotRequest) -> Path:
+    """Return the folder that contains the folders of all processes."""
+    folder = Path(request.folder)
+    return folder if request.ranks == 1 else folder.parent

@@ -1,8 +1,8 @@
 """The state of a script, found through its variables: what a debugger would show at the top of its training loop.
 
-From the frames of the script's own files every variable is followed: models, optimizers, schedulers, scalers and generators by their
-states, numbers, texts and lists by value, tensors by their elements, objects of the script's own classes by their attributes. What
-cannot be followed is named. In a script that was started anew, the same path leads to the same variable, whose state is then restored.
+In the frames of the script's own files every variable is followed: models, optimizers, schedulers, scalers and generators by their
+states, numbers, texts and lists by value, tensors by their elements, objects of the script's own classes by their attributes. The record
+names what cannot be followed. In a script that was started again, the same path leads to the same variable, whose state is then restored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mezzo.engine.snapshots.contents import keep_formats
 from mezzo.engine.snapshots.sharded import placed, placed_model, placed_optimizer
 
 _LEAVES = (type(None), bool, int, float, str, bytes, complex, np.number, np.bool_)
-_PASSED_OVER = (
+_NOT_STATE = (
     types.ModuleType,
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -43,21 +43,21 @@ _PASSED_OVER = (
     DataLoader,
     Sampler,
 )
-"""Objects that a script makes anew, or that the position in the data covers."""
-_MOST_BYTES = 2**20
-"""Larger tensors that nothing has changed in place are data, not state."""
-_MOST_VALUES = 100_000
-_DEEPEST = 6
+"""Kinds of objects that a script creates again, or that the position in the data covers."""
+_MAX_BYTES = 2**20
+"""Larger tensors that were never changed in place are data, not state."""
+_MAX_VALUES = 100_000
+_MAX_DEPTH = 6
 
 
 class ScriptState:
-    """The state of a script's variables, with what was found and what was not."""
+    """The state of a script's variables, with the objects found in them, and what was left out."""
 
-    def __init__(self, own: Callable[[str], bool]) -> None:
-        """Find nothing yet; ``own`` tells whether a module's file is one of the script's."""
-        self._own = own
+    def __init__(self, is_own: Callable[[str], bool]) -> None:
+        """Start without variables; ``is_own`` returns whether a module's file is one of the script's."""
+        self._is_own = is_own
         self._seen: set[int] = set()
-        self._only_looks = False
+        self._only_finds = False
         self.objects: dict[str, Any] = {}
         """Models, optimizers and the like, by their paths."""
         self.left_out: dict[str, str] = {}
@@ -66,71 +66,72 @@ class ScriptState:
     def frame(self, variables: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of a frame's variables."""
         named = {name: value for name, value in variables.items() if not name.startswith("_")}
-        self._only_looks, before = True, set(self._seen)
+        # A first walk only finds objects, so that the second does not save their parts once more, as variables of their own.
+        self._only_finds, before = True, set(self._seen)
         objects, left_out = dict(self.objects), dict(self.left_out)
         self._entries(named, "")
-        self._only_looks, self._seen = False, before | self._parts()
+        self._only_finds, self._seen = False, before | self._parts()
         self.objects, self.left_out = objects, left_out
         return self._entries(named, "")
 
     def _parts(self) -> set[int]:
-        """Return the ids of what belongs to objects that are saved whole: a model's layers and weights, an optimizer's groups."""
+        """Return the ids of the parts of objects that are saved whole: a model's layers and weights, an optimizer's groups."""
         parts: set[int] = set()
         for value in self.objects.values():
             if isinstance(value, nn.Module):
                 inner = (*value.modules(), *value.parameters(), *value.buffers())
-                parts |= {id(one) for one in inner} - {id(value)}
+                parts |= {id(part) for part in inner} - {id(value)}
             elif isinstance(value, Optimizer):
-                parts |= {id(one) for group in value.param_groups for one in (group, group["params"])}
+                parts |= {id(part) for group in value.param_groups for part in (group, group["params"])}
                 parts |= {id(value.param_groups), id(value.state)}
         return parts
 
-    def _entries(self, values: Mapping[Any, Any], place: str) -> dict[Any, Any]:
+    def _entries(self, values: Mapping[Any, Any], path: str) -> dict[Any, Any]:
         entries = {}
         for name, value in values.items():
-            entry = self._entry(value, f"{place}.{name}" if place else str(name))
+            entry = self._entry(value, f"{path}.{name}" if path else str(name))
             if entry is not None:
                 entries[name] = entry
         return entries
 
-    def _entry(self, value: Any, place: str) -> dict[str, Any] | None:
-        if isinstance(value, _PASSED_OVER) or place.count(".") > _DEEPEST:
+    def _entry(self, value: Any, path: str) -> dict[str, Any] | None:
+        if isinstance(value, _NOT_STATE) or path.count(".") > _MAX_DEPTH:
             return None
         if isinstance(value, _LEAVES):
             return {"value": value}
-        if id(value) in self._seen:  # another name for the same
+        if id(value) in self._seen:  # another name for the same object
             return None
         self._seen.add(id(value))
         kind = kind_of(value)
         if kind is not None:
-            self.objects[place] = value
-            return {kind: None if self._only_looks else _STATES[kind](value)}
+            self.objects[path] = value
+            return {kind: None if self._only_finds else _STATES[kind](value)}
         if isinstance(value, (Tensor, np.ndarray)):
-            return self._array(value, place)
+            return self._array(value, path)
         if _is_plain(value):
             return {"value": value}
         if isinstance(value, (list, tuple)):
-            return {"items": self._entries(dict(enumerate(value)), place)}
+            return {"items": self._entries(dict(enumerate(value)), path)}
         if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
-            return {"items": self._entries(value, place)}
-        if isinstance(value, (Namespace, types.SimpleNamespace)) or self._own(type(value).__module__):
-            return {"attributes": self._entries(getattr(value, "__dict__", {}), place)}
-        self.left_out[place] = f"a {type(value).__module__}.{type(value).__qualname__}"
+            return {"items": self._entries(value, path)}
+        if isinstance(value, (Namespace, types.SimpleNamespace)) or self._is_own(type(value).__module__):
+            return {"attributes": self._entries(getattr(value, "__dict__", {}), path)}
+        self.left_out[path] = f"a {type(value).__module__}.{type(value).__qualname__}"
         return None
 
-    def _array(self, value: Any, place: str) -> dict[str, Any] | None:
-        if isinstance(value, Tensor) and value.grad_fn is not None:  # it belongs to a step that is over
+    def _array(self, value: Any, path: str) -> dict[str, Any] | None:
+        if isinstance(value, Tensor) and value.grad_fn is not None:  # a result of a step that is over
             return {"value": value.detach()} if value.numel() == 1 else None
-        large = value.nbytes > _MOST_BYTES
+        large = value.nbytes > _MAX_BYTES
         if large and not (isinstance(value, Tensor) and (value._version or value.requires_grad)):
             if isinstance(value, np.ndarray) or value.is_floating_point():
-                self.left_out[place] = f"{value.nbytes:,} bytes that the loop has not changed in place, taken for data"
+                self.left_out[path] = f"{value.nbytes:,} bytes that the loop has not changed in place, taken for data"
             return None
         return {"value": value.detach() if isinstance(value, Tensor) else value}
 
 
 def kind_of(value: Any) -> str | None:
-    """Return the kind of an object with a state of its own; None for any other value."""
+    """Return the kind of an object that has a state of its own; None for any other value."""
     if isinstance(value, nn.Module):
         return "module"
     if isinstance(value, Optimizer):
@@ -173,7 +174,7 @@ def _set_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 _STATES: dict[str, Callable[[Any], Any]] = {
     "module": _module_state,
     "optimizer": lambda optimizer: optimizer.state_dict(),
-    "stateful": lambda one: one.state_dict(),
+    "stateful": lambda obj: obj.state_dict(),
     "generator": lambda generator: generator.get_state(),
     "numpy": lambda generator: generator.bit_generator.state,
     "python": lambda generator: generator.getstate(),
@@ -181,7 +182,7 @@ _STATES: dict[str, Callable[[Any], Any]] = {
 SETTERS: dict[str, Callable[[Any, Any], Any]] = {
     "module": _set_module,
     "optimizer": _set_optimizer,
-    "stateful": lambda one, state: one.load_state_dict(state),
+    "stateful": lambda obj, state: obj.load_state_dict(state),
     "generator": lambda generator, state: generator.set_state(state),
     "numpy": lambda generator, state: setattr(generator.bit_generator, "state", state),
     "python": lambda generator, state: generator.setstate(state),
@@ -193,58 +194,58 @@ _TRAINED = ("module", "optimizer", "stateful")
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a container has values only, and not too many."""
-    left, waiting = _MOST_VALUES, [value]
+    """Return whether a container has only plain values, and not too many."""
+    left, waiting = _MAX_VALUES, [value]
     while waiting and left > 0:
-        one = waiting.pop()
+        item = waiting.pop()
         left -= 1
-        if type(one) is dict:
-            waiting += [*one.keys(), *one.values()]
-        elif type(one) in (list, tuple, set):
-            waiting += one
-        elif not isinstance(one, _LEAVES):
+        if type(item) is dict:
+            waiting += [*item.keys(), *item.values()]
+        elif type(item) in (list, tuple, set):
+            waiting += item
+        elif not isinstance(item, _LEAVES):
             return False
     return not waiting
 
 
-def put(variables: Any, entries: Mapping[Any, Any], place: str = "") -> Iterator[str]:
-    """Put saved entries into a dict, list or object, in place where possible; yield the paths that no longer exist.
+def restore(variables: Any, entries: Mapping[Any, Any], path: str = "") -> Iterator[str]:
+    """Restore saved entries of a dict, list or object, in place where possible; yield the paths of objects that no longer exist.
 
-    Variables that are made inside the loop do not exist yet: values are set, and a container without an object of torch is left out.
+    Variables that are created inside the loop do not exist yet: values are set, and a container without an object of torch is left out.
     """
     for name, entry in entries.items():
-        inner = f"{place}.{name}" if place else str(name)
+        inner = f"{path}.{name}" if path else str(name)
         ((kind, saved),) = entry.items()
-        here = _get(variables, name)
+        present = _get(variables, name)
         if kind == "value":
-            _put_value(variables, name, here, saved)
-        elif kind == "items" and isinstance(here, (list, tuple, dict)):
-            yield from put(here, saved, inner)
-        elif kind == "attributes" and hasattr(here, "__dict__"):
-            yield from put(here.__dict__, saved, inner)
-        elif kind in SETTERS and kind_of(here) == kind:
-            SETTERS[kind](here, saved)
-        elif here is not None or _holds_objects(entry):
+            _restore_value(variables, name, present, saved)
+        elif kind == "items" and isinstance(present, (list, tuple, dict)):
+            yield from restore(present, saved, inner)
+        elif kind == "attributes" and hasattr(present, "__dict__"):
+            yield from restore(present.__dict__, saved, inner)
+        elif kind in SETTERS and kind_of(present) == kind:
+            SETTERS[kind](present, saved)
+        elif present is not None or _contains_objects(entry):
             yield inner
 
 
-def objects_in(variables: Any, entries: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, str, Any, Any]]:
-    """Yield the saved models, optimizers, schedulers and scalers: path, kind, the present object (None for another kind), and state."""
+def objects_in(variables: Any, entries: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str, Any, Any]]:
+    """Yield the saved models, optimizers, schedulers and scalers: path, kind, present object (None if of another kind), and state."""
     for name, entry in entries.items():
-        inner = f"{place}.{name}" if place else str(name)
+        inner = f"{path}.{name}" if path else str(name)
         ((kind, saved),) = entry.items()
-        here = _get(variables, name)
+        present = _get(variables, name)
         if kind in _TRAINED:
-            yield inner, kind, here if kind_of(here) == kind else None, saved
-        elif kind == "items" and isinstance(here, (list, tuple, dict)):
-            yield from objects_in(here, saved, inner)
-        elif kind == "attributes" and hasattr(here, "__dict__"):
-            yield from objects_in(here.__dict__, saved, inner)
+            yield inner, kind, present if kind_of(present) == kind else None, saved
+        elif kind == "items" and isinstance(present, (list, tuple, dict)):
+            yield from objects_in(present, saved, inner)
+        elif kind == "attributes" and hasattr(present, "__dict__"):
+            yield from objects_in(present.__dict__, saved, inner)
 
 
-def _holds_objects(entry: Mapping[str, Any]) -> bool:
+def _contains_objects(entry: Mapping[str, Any]) -> bool:
     ((kind, saved),) = entry.items()
-    return kind in SETTERS or (kind in ("items", "attributes") and any(map(_holds_objects, saved.values())))
+    return kind in SETTERS or (kind in ("items", "attributes") and any(map(_contains_objects, saved.values())))
 
 
 def _get(variables: Any, name: Any) -> Any:
@@ -254,13 +255,18 @@ def _get(variables: Any, name: Any) -> Any:
         return None
 
 
-def _put_value(variables: Any, name: Any, here: Any, saved: Any) -> None:
-    if isinstance(saved, Tensor) and isinstance(here, Tensor) and here.grad_fn is None and here.shape == saved.shape:
+def _restore_value(variables: Any, name: Any, present: Any, saved: Any) -> None:
+    if (
+        isinstance(saved, Tensor)
+        and isinstance(present, Tensor)
+        and present.grad_fn is None
+        and present.shape == saved.shape
+    ):
         with torch.no_grad():
-            here.copy_(saved)
-    elif isinstance(saved, (list, dict, set)) and type(here) is type(saved):  # other names for it go on seeing it
-        here.clear()
-        (here.extend if isinstance(saved, list) else here.update)(saved)  # type: ignore[union-attr]
+            present.copy_(saved)
+    elif isinstance(saved, (list, dict, set)) and type(present) is type(saved):
+        present.clear()  # in place, so that other names for it see the change
+        (present.extend if isinstance(saved, list) else present.update)(saved)  # type: ignore[union-attr]
     elif isinstance(variables, list) and name >= len(variables):  # it grew in the loop
         variables.append(saved)
     elif not isinstance(variables, tuple):
@@ -268,13 +274,18 @@ def _put_value(variables: Any, name: Any, here: Any, saved: Any) -> None:
 
 
 def set_variables(frame: types.FrameType, entries: Mapping[str, Any]) -> list[str]:
-    """Put saved entries into a frame's variables; return the paths that no longer exist."""
+    """Restore the saved entries of a frame's variables; return the paths of objects that no longer exist."""
     variables = frame.f_locals
-    lost = list(put(variables, entries))
+    lost = list(restore(variables, entries))
     if variables is not frame.f_globals and sys.version_info < (3, 13):
-        # A function's f_locals are a copy there, written back by this call; reading the attribute again would make a new one.
+        # A function's f_locals are a copy there, which this call writes back; reading the attribute again would create a new copy.
         ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
     return lost
+
+
+def missing_text(paths: list[str]) -> str:
+    """Return a sentence on saved objects that were not found in a script."""
+    return f"the script no longer has {', '.join(paths)}, or has an object of another kind there"
 
 
 def script_folder() -> Path:
@@ -283,7 +294,7 @@ def script_folder() -> Path:
 
 
 def is_below(folder: Path) -> Callable[[str], bool]:
-    """Return a function that tells whether a module is one of the script's own: in ``folder``, and in no installed package."""
+    """Return a function that returns whether a module is one of the script's own: in ``folder``, and in no installed package."""
 
     def own(module: str) -> bool:
         file = getattr(sys.modules.get(module), "__file__", None)

@@ -21,9 +21,9 @@ from mezzo.measure.resumption.trace import Moment, ObjectState, OptimizerState
 
 _NOT_SETTINGS = ("params", "initial_lr")
 _INTERNAL = ("_step_count", "_is_initial", "_get_lr_called_within_step", "verbose", "_enable")
-"""Entries of a scheduler's state that do not affect its learning rates: they differ in one made with ``last_epoch``."""
-_LEAST_SHARE = 0.5
-"""A container with at least this share of the model's weights, by shape, is a copy of them."""
+"""Entries of a scheduler's state that do not affect its learning rates: they differ in a scheduler created with ``last_epoch``."""
+_MIN_SHARE = 0.5
+"""A container with at least this share of the model's weights, by shape, counts as a copy of them."""
 
 
 def text_digest(value: object) -> str:
@@ -48,7 +48,7 @@ def by_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 @torch.no_grad()
 def optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Return the state of an optimizer: each kind of entry over all parameters, and the numbers of its groups."""
+    """Return the state of an optimizer: each kind of entry over all parameters, and the numeric settings of its groups."""
     parts: dict[str, list[Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -63,8 +63,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> OptimizerState:
 
 
 def _rms(values: list[Tensor]) -> float:
-    num = sum(value.numel() for value in values) or 1
-    return float((sum(float(value.double().abs().square().sum()) for value in values) / num) ** 0.5)
+    count = sum(value.numel() for value in values) or 1
+    return float((sum(float(value.double().abs().square().sum()) for value in values) / count) ** 0.5)
 
 
 def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -73,66 +73,66 @@ def _numbers(group: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             continue
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
             yield key, float(value)
-        elif isinstance(value, tuple) and all(isinstance(one, (int, float)) for one in value):
-            yield from ((f"{key}[{n}]", float(one)) for n, one in enumerate(value))
+        elif isinstance(value, tuple) and all(isinstance(number, (int, float)) for number in value):
+            yield from ((f"{key}[{n}]", float(number)) for n, number in enumerate(value))
 
 
-def object_state(one: Any) -> ObjectState:
+def object_state(stateful: Any) -> ObjectState:
     """Return the simple values in the state of a scheduler or GradScaler."""
-    state = one.state_dict()
+    state = stateful.state_dict()
     values = {key: repr(value) for key, value in state.items() if key not in _INTERNAL and _is_simple(value)}
-    return ObjectState(name=type(one).__name__, values=values)
+    return ObjectState(name=type(stateful).__name__, values=values)
 
 
 def _is_simple(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(isinstance(one, (int, float, str)) for one in value)
+        return all(isinstance(item, (int, float, str)) for item in value)
     return isinstance(value, (int, float, str, type(None)))
 
 
 def generator_digests() -> dict[str, str]:
     """Return digests of the global random generators."""
     states = random_states()
-    found = {"python": text_digest(states.pop("python"))}
+    digests = {"python": text_digest(states.pop("python"))}
     name, keys, *rest = states.pop("numpy")
-    found["numpy"] = text_digest((name, keys.tobytes(), *rest))
-    return found | {name: tensors_digest(state) for name, state in states.items()}
+    digests["numpy"] = text_digest((name, keys.tobytes(), *rest))
+    return digests | {name: tensors_digest(state) for name, state in states.items()}
 
 
-def flat(entries: Mapping[Any, Any], place: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield container, path and value of the plain values among a frame's saved variables (``snapshots.variables``)."""
+def flat(entries: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield the container's path, the path and the value of each plain value among a frame's saved variables (``snapshots.variables``)."""
     for name, entry in entries.items():
-        inner = f"{place}.{name}" if place else str(name)
+        inner = f"{path}.{name}" if path else str(name)
         ((kind, saved),) = entry.items()
         if kind == "value":
-            yield place, inner, saved
+            yield path, inner, saved
         elif kind in ("items", "attributes"):
             yield from flat(saved, inner)
 
 
 def copies_of(weights: Iterable[Tensor], values: Iterable[tuple[str, str, Any]]) -> dict[str, list[Tensor]]:
-    """Return the containers, by path, whose tensors have the shapes of the weights: copies of them."""
+    """Return copies of the weights, by path: the tensors of containers whose shapes are those of the weights."""
     shapes = Counter(tuple(weight.shape) for weight in weights)
     groups: dict[str, list[Tensor]] = {}
-    for place, _, value in values:
-        if place and isinstance(value, Tensor) and value.is_floating_point() and value.dim():
-            groups.setdefault(place, []).append(value)
-    most = sum(shapes.values())
+    for container, _, value in values:
+        if container and isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+            groups.setdefault(container, []).append(value)
+    num_weights = sum(shapes.values())
     return {
-        place: tensors
-        for place, tensors in groups.items()
-        if sum((Counter(tuple(t.shape) for t in tensors) & shapes).values()) >= max(_LEAST_SHARE * most, 2)
+        container: tensors
+        for container, tensors in groups.items()
+        if sum((Counter(tuple(t.shape) for t in tensors) & shapes).values()) >= max(_MIN_SHARE * num_weights, 2)
     }
 
 
 def trained_by(
     optimizers: Iterable[torch.optim.Optimizer], modules: Mapping[str, nn.Module]
 ) -> list[tuple[str, Tensor]]:
-    """Return the parameters that optimizers train, with their names in the modules, or a number if no module is known."""
+    """Return the parameters that optimizers train, each with its name in ``modules``, or with a number if it is in none."""
     names: dict[int, str] = {}
     for module in modules.values():
         for name, parameter in module.named_parameters():
             names.setdefault(id(parameter), name)
-    held = [parameter for optimizer in optimizers for parameter in trained_leaves(optimizer)]
-    dense = [parameter for parameter in held if _is_dense(parameter)]
+    trained = [parameter for optimizer in optimizers for parameter in trained_leaves(optimizer)]
+    dense = [parameter for parameter in trained if _is_dense(parameter)]
     return [(names.get(id(parameter), f"parameter {n}"), parameter) for n, parameter in enumerate(dense)]

@@ -1,6 +1,6 @@
 """Trace a training: its state before the first forward pass of every update, and the files that it writes.
 
-An undisturbed and a resumed run pass that moment at the same place in the code: the batch is loaded, and the optimizer, the scheduler,
+An uninterrupted and a resumed run pass that moment at the same place in the code: the batch is loaded, and the optimizer, the scheduler,
 the scaler and an EMA have finished the previous update.
 """
 
@@ -34,40 +34,40 @@ from mezzo.measure.resumption.trace import Point, Written, line_of
 class StateTrace:
     """The trace of a run, written line by line."""
 
-    def __init__(self, run: Run, asked: TraceRequest) -> None:
-        self._run, self._asked = run, asked
+    def __init__(self, run: Run, request: TraceRequest) -> None:
+        self._run, self._request = run, request
         self._process = os.getpid()
-        self._file = os.open(asked.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file = os.open(request.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._patches, self._samples = Patches(), DrawnSamples()
         self._files = FilesWritten(self._wrote)
         self._schedulers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self._scalers: WeakKeyDictionary[Any, None] = WeakKeyDictionary()
         self._roots: dict[int, nn.Module] = {}
-        self._found = ScriptState(lambda module: False)
-        """The variables at the last point, which keep the models alive until the end."""
+        self._variables = ScriptState(lambda module: False)
+        """The script's variables at the last point; they keep the models alive until the end."""
         self._last = -1
         self._generators: dict[str, str] = {}
         self._default_end = signal.getsignal(signal.SIGTERM)
 
     def install(self) -> None:
         """Trace until ``close``."""
-        if self._asked.first_seed is not None:
-            random.seed(self._asked.first_seed)
-            np.random.seed(self._asked.first_seed)
-            torch.manual_seed(self._asked.first_seed)
-        self._run.called = self._called
+        if self._request.first_seed is not None:
+            random.seed(self._request.first_seed)
+            np.random.seed(self._request.first_seed)
+            torch.manual_seed(self._request.first_seed)
+        self._run.on_root_call = self._called
         self._run.watchers.append(self)
         for kind in (LRScheduler, ReduceLROnPlateau):
-            self._patches.around(kind, "__init__", functools.partial(_remembering, self._schedulers))
-        self._patches.around(torch.amp.GradScaler, "__init__", functools.partial(_remembering, self._scalers))
+            self._patches.around(kind, "__init__", functools.partial(_register, self._schedulers))
+        self._patches.around(torch.amp.GradScaler, "__init__", functools.partial(_register, self._scalers))
         self._samples.install(self._patches)
         self._files.install(self._patches)
 
     def close(self) -> None:
         """Trace the state at the end."""
-        if os.getpid() != self._process or self._run.called is None:
+        if os.getpid() != self._process or self._run.on_root_call is None:
             return
-        self._run.called = None
+        self._run.on_root_call = None
         self._run.watchers.remove(self)
         self._patches.undo()
         self._write("end", self._state(self._run.num_updates, []))
@@ -82,8 +82,8 @@ class StateTrace:
         if drew and self._last >= 0:
             self._write("drew", {"updates": self._last, "generators": drew})
 
-    def began_anew(self) -> None:
-        """Trace from the first step again: the passes so far were no steps."""
+    def steps_discarded(self) -> None:
+        """Trace from the first step again: the passes so far were no training steps."""
         self._last = -1
 
     def step_closed(self, *_: object) -> None:
@@ -97,36 +97,36 @@ class StateTrace:
 
     # --- points ------------------------------------------------------------------------------------------------------------
 
-    def _called(self, module: nn.Module, given: Any) -> None:
+    def _called(self, module: nn.Module, inputs: Any) -> None:
         updates = self._run.num_updates
         if updates == self._last or not (module.training and torch.is_grad_enabled()) or os.getpid() != self._process:
             return
         if threading.current_thread() is not threading.main_thread():
             return
         self._roots.setdefault(id(module), module)
-        if updates == self._asked.stop_after:
+        if updates == self._request.stop_after:
             self._last = updates
             self._stop()
             return
         frames, _ = frames_of_script()
-        self._found = ScriptState(is_below(script_folder()))
-        entries = [self._found.frame(frame.f_locals) for frame in frames]
+        self._variables = ScriptState(is_below(script_folder()))
+        entries = [self._variables.frame(frame.f_locals) for frame in frames]
         values = [value for frame in entries for value in digests.flat(frame)]
         self._last = updates
         samples, batch = self._samples.take()
         point = self._state(updates, values).model_copy(
-            update={"samples": samples, "batch": batch, "inputs": digests.tensors_digest(given)}
+            update={"samples": samples, "batch": batch, "inputs": digests.tensors_digest(inputs)}
         )
         self._generators = point.generators
         self._write("point", point)
 
     def _state(self, updates: int, values: list[tuple[str, str, Any]]) -> Point:
-        named: dict[str, Any] = self._found.objects
-        modules = {name: one for name, one in named.items() if isinstance(one, nn.Module)}
-        modules |= {f"{type(one).__name__} {n}": one for n, one in enumerate(self._roots.values())}
+        named: dict[str, Any] = self._variables.objects
+        modules = {name: obj for name, obj in named.items() if isinstance(obj, nn.Module)}
+        modules |= {f"{type(root).__name__} {n}": root for n, root in enumerate(self._roots.values())}
         trained = digests.trained_by(self._run.optimizers, modules)
-        own = {id(parameter) for _, parameter in trained}
-        models = {name: m for name, m in modules.items() if any(id(p) in own for p in m.parameters())}
+        weights = {id(parameter) for _, parameter in trained}
+        models = {name: m for name, m in modules.items() if any(id(p) in weights for p in m.parameters())}
         buffers: dict[int, tuple[str, Tensor]] = {}
         for model in models.values():
             for name, buffer in model.named_buffers():
@@ -140,25 +140,25 @@ class StateTrace:
             weights=[digests.tensors_digest(parameter) for _, parameter in trained],
             names=[name for name, _ in trained],
             buffers=digests.by_name(buffers.values()),
-            optimizers=[digests.optimizer_state(one) for one in self._run.optimizers],
-            schedulers=[digests.object_state(one) for one in self._schedulers],
-            scalers=[digests.object_state(one) for one in self._scalers],
-            generators=digests.generator_digests() | self._own_generators(),
-            copies={name: found for name, found in copies.items() if found}
+            optimizers=[digests.optimizer_state(optimizer) for optimizer in self._run.optimizers],
+            schedulers=[digests.object_state(scheduler) for scheduler in self._schedulers],
+            scalers=[digests.object_state(scaler) for scaler in self._scalers],
+            generators=digests.generator_digests() | self._script_generators(),
+            copies={name: digest for name, digest in copies.items() if digest}
             | {name: digests.tensors_digest(tensors) for name, tensors in grouped.items()},
-            counters={path: one for _, path, one in values if isinstance(one, int) and not isinstance(one, bool)},
+            counters={path: n for _, path, n in values if isinstance(n, int) and not isinstance(n, bool)},
         )
 
-    def _own_generators(self) -> dict[str, str]:
-        """Return digests of the generators among the variables."""
+    def _script_generators(self) -> dict[str, str]:
+        """Return digests of the generators among the script's variables."""
         found: dict[str, str] = {}
-        for name, one in self._found.objects.items():
-            if isinstance(one, torch.Generator):
-                found[name] = digests.tensors_digest(one.get_state())
-            elif isinstance(one, np.random.Generator):
-                found[name] = digests.text_digest(one.bit_generator.state)
-            elif isinstance(one, random.Random):
-                found[name] = digests.text_digest(one.getstate())
+        for name, obj in self._variables.objects.items():
+            if isinstance(obj, torch.Generator):
+                found[name] = digests.tensors_digest(obj.get_state())
+            elif isinstance(obj, np.random.Generator):
+                found[name] = digests.text_digest(obj.bit_generator.state)
+            elif isinstance(obj, random.Random):
+                found[name] = digests.text_digest(obj.getstate())
         return found
 
     def _wrote(self, path: str, *, is_checkpoint: bool) -> None:
@@ -172,17 +172,17 @@ class StateTrace:
     # --- the stop ------------------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """End the process as pre-emption does: by SIGTERM and, after the notice, SIGKILL; without a handler at once."""
+        """End the process like pre-emption: by SIGTERM and, after the notice, SIGKILL; without a handler for SIGTERM immediately."""
         if signal.getsignal(signal.SIGTERM) in (self._default_end, signal.SIG_DFL):
             os.kill(os.getpid(), signal.SIGKILL)
-        killer = threading.Timer(self._asked.notice_s, os.kill, (os.getpid(), signal.SIGKILL))
+        killer = threading.Timer(self._request.notice_s, os.kill, (os.getpid(), signal.SIGKILL))
         killer.daemon = True
         killer.start()
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _remembering(
-    known: WeakKeyDictionary[Any, None], original: Callable[..., Any], one: Any, *args: Any, **kwargs: Any
+def _register(
+    known: WeakKeyDictionary[Any, None], original: Callable[..., Any], created: Any, *args: Any, **kwargs: Any
 ) -> None:
-    known[one] = None
-    original(one, *args, **kwargs)
+    known[created] = None
+    original(created, *args, **kwargs)

@@ -1,4 +1,7 @@
-"""Which files a script writes, and when: an audit hook sees Python's writes, patches those of torch and safetensors in native code."""
+"""Follow which files a script writes, and when: an audit hook sees writes from Python, patches see those of torch and safetensors.
+
+The latter two write in native code.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ import torch
 from mezzo.launch.import_hooks import after_import
 from mezzo.launch.patches import Patches
 
-_MOST = 1000
-_ELSEWHERE = ("/dev/", "/proc/", "/sys/")
+_MAX_FILES = 1000
+_IGNORED = ("/dev/", "/proc/", "/sys/")
 
 
 class Listener(Protocol):
@@ -32,42 +35,42 @@ class FilesWritten:
 
     def install(self, patches: Patches) -> None:
         """Report writes until ``patches`` are undone."""
-        global _following, _hooked
+        global _active, _hooked
         if not _hooked:
             sys.addaudithook(_audit)
             _hooked = True
-        _following = self
+        _active = self
         patches.on_undo(_forget)
-        patches.around(torch, "save", self._saving)
-        patches.around(torch.jit, "save", self._saving)
+        patches.around(torch, "save", self._save)
+        patches.around(torch.jit, "save", self._save)
         after_import("safetensors.torch", functools.partial(self._wrap_safetensors, patches), patches)
 
     def _wrap_safetensors(self, patches: Patches) -> None:
         for name in ("save_file", "save_model"):
-            patches.around(sys.modules["safetensors.torch"], name, self._saving)
+            patches.around(sys.modules["safetensors.torch"], name, self._save)
 
-    def _saving(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _save(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        named = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
-        self._note(getattr(named, "name", named), is_checkpoint=True)
+        file = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+        self._report(getattr(file, "name", file), is_checkpoint=True)
         return result
 
-    def heard(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Report the file of an audit event, if the event writes one."""
+    def on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Report the file that an audit event writes, if it writes one."""
         if self._calling:
             return
         if event == "open":
             path, _, flags = arguments
             if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR):
-                self._note(path, is_checkpoint=False)
+                self._report(path, is_checkpoint=False)
         elif event == "os.rename":
-            self._note(arguments[1], is_checkpoint=False)
+            self._report(arguments[1], is_checkpoint=False)
 
-    def _note(self, named: Any, *, is_checkpoint: bool) -> None:
-        if self._num >= _MOST or not isinstance(named, (str, bytes, os.PathLike)):
+    def _report(self, file: Any, *, is_checkpoint: bool) -> None:
+        if self._num >= _MAX_FILES or not isinstance(file, (str, bytes, os.PathLike)):
             return
-        path = os.path.abspath(os.fsdecode(named))
-        if path.startswith(_ELSEWHERE) or "__pycache__" in path:
+        path = os.path.abspath(os.fsdecode(file))
+        if path.startswith(_IGNORED) or "__pycache__" in path:
             return
         self._num += 1
         self._calling = True
@@ -77,16 +80,16 @@ class FilesWritten:
             self._calling = False
 
 
-_following: FilesWritten | None = None
+_active: FilesWritten | None = None
 _hooked = False
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     """Pass events on while a run is traced; an audit hook cannot be removed."""
-    if _following is not None:
-        _following.heard(event, arguments)
+    if _active is not None:
+        _active.on_event(event, arguments)
 
 
 def _forget() -> None:
-    global _following
-    _following = None
+    global _active
+    _active = None

@@ -1,14 +1,13 @@
-"""Hook a script's optimizers and schedulers: skip an update that overflowed, hold the schedule, repeat closures.
+"""Hook a script's optimizers and schedulers: skip an update that overflowed, pause the schedule, repeat closures.
 
 A hook before every optimizer step computes the norm of its gradients and, if the loss is scaled, reads one flag: on
 overflow the gradients are set to None while the optimizer steps, so that a torch optimizer does nothing, not even
-increase its step count. Other optimizers may read a gradient without checking that it exists: their step is not called then,
+increase its step count. Other optimizers may read a gradient without checking that it exists: then their step is not called,
 as under a GradScaler.
 
-torch's optimizers call their closure once, before they read the gradients: so the closure runs before the step, and the gradients are
-checked between the two. A closure that draws random numbers, accumulates or logs (Lightning's does all three) behaves
-as without a loss scale. LBFGS and optimizers that are not torch's call their closure at any time; an evaluation
-that overflows is repeated.
+torch's optimizers call their closure once, before they read the gradients. So the closure runs before the step, and the gradients are
+checked in between. A closure that draws random numbers, accumulates or logs (Lightning's does all three) behaves as it does without a
+loss scale. LBFGS and optimizers that are not torch's call their closure at any time; an evaluation that overflows is repeated.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Evaluated:
     """A closure that has already run."""
 
     evaluated = True
-    """Tells watchers that the step itself makes no backward passes."""
+    """A mark for watchers: the step itself runs no backward passes."""
 
     def __init__(self, result: Any) -> None:
         self._result = result
@@ -60,16 +59,16 @@ class Updates:
         self._run = run
         self._stepping: Optimizer | None = None
         self._aside: list[tuple[torch.nn.Parameter, Tensor]] = []
-        self._made: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
+        self._counts: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
         """Number of updates of each optimizer, and how many of them were skipped."""
-        self._made_last = [0, 0]
-        """The same of the optimizer that stepped last in a way that was recorded in full."""
+        self._last_counts = [0, 0]
+        """The counts of the last optimizer whose step was recorded in full."""
         self._schedules = ScriptSchedules(self._updates_of, on_step=run.lint.scheduled)
-        self._casts_again = False
-        """Whether casting was turned off for the step that runs."""
-        self._first: set[type] = set()
+        self._casting_stopped = False
+        """Whether casting is turned off for the running step."""
+        self._closure_runs_first: set[type] = set()
         """Classes of optimizers whose closures run before the step."""
-        self._passed_over: set[type] = set()
+        self._step_is_left_out: set[type] = set()
         """Classes of optimizers whose step is not called in a skipped update."""
 
     def install(self, patches: Patches) -> None:
@@ -89,32 +88,32 @@ class Updates:
 
         patches.on_undo(remove)
         self._run.before_compiling.append(shield)
-        patches.around(Optimizer, "__init__", functools.partial(self._recording, patches))
+        patches.around(Optimizer, "__init__", functools.partial(self._record_optimizer, patches))
         if self._run.applied is not None and self._run.applied.loss_scale != "none":
             patches.wrap(clip_grad, "_get_total_norm", functools.partial(_tolerating_overflow, self._run))
         self._schedules.install(patches, LRScheduler)
 
-    def _recording(
+    def _record_optimizer(
         self, patches: Patches, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> None:
         self._run.steady.end()
-        self._run.by_hand.optimizer_made()
+        self._run.by_hand.optimizer_created()
         self._run.optimizers[optimizer] = None
-        self._pass_over(patches, _stepping_class(optimizer))
+        self._leave_out_step(patches, _stepping_class(optimizer))
         original(optimizer, *args, **kwargs)
-        self._run.owners.made(optimizer)
+        self._run.owners.created(optimizer)
         stepping = _stepping_class(optimizer)
         once = stepping.__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
-        if once and stepping not in self._first:
-            self._first.add(stepping)
+        if once and stepping not in self._closure_runs_first:
+            self._closure_runs_first.add(stepping)
             patches.wrap(stepping, "step", _closure_first)
 
-    def _pass_over(self, patches: Patches, stepping: type) -> None:
-        """Do not call the step of an optimizer that is not torch's while its gradients are set aside; call before torch hooks its step."""
+    def _leave_out_step(self, patches: Patches, stepping: type) -> None:
+        """Let the step of an optimizer that is not torch's be left out in a skipped update; call this before torch hooks the step."""
         hooked = hasattr(vars(stepping)["step"], "hooked")
-        if hooked or stepping in self._passed_over or stepping.__module__.startswith("torch."):
+        if hooked or stepping in self._step_is_left_out or stepping.__module__.startswith("torch."):
             return
-        self._passed_over.add(stepping)
+        self._step_is_left_out.add(stepping)
         run = self._run
 
         def step(original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -126,12 +125,12 @@ class Updates:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         run = self._run
-        if run.apart:
-            run.graphs.trains()
+        if run.not_training:
+            run.graphs.note_training()
             return None
         if self._stepping is not None and self._stepping is not optimizer:
-            return None  # a wrapper that steps other optimizers: one update
-        self._stepping, self._casts_again = optimizer, False
+            return None  # the step of a wrapper around other optimizers: a single update
+        self._stepping, self._casting_stopped = optimizer, False
         run.local.stepping = True
         if run.transformed:
             run.begin_transformed()
@@ -141,19 +140,19 @@ class Updates:
         if run.steady.optimizer() is optimizer and not kwargs and (len(args) == 1 or args[1:] == (None,)):
             step = run.recorder.num_closed + 1
             finite = run.steady.batched.finite(optimizer) if run.scale.checks else True
-            if finite and step > EVERY_NORM:  # what the rest would do, without its calls
+            if finite and step > EVERY_NORM:  # the same as below, without the calls
                 if step % NORMS_APART == 0 and (norm := _norm(optimizer)) is not None:
                     run.recorder.norm(norm)
                 run.stepped = True
                 run.skips = False
-                run.found = False
-                self._made_last[0] += 1
+                run.overflowed = False
+                self._last_counts[0] += 1
                 return None
-        if optimizer not in self._made:
+        if optimizer not in self._counts:
             run.steady.end()
-            run.optimizers[optimizer] = None  # a copy or an unpickled optimizer was never constructed
-            self._made[optimizer] = [0, 0]
-        self._made_last = self._made[optimizer]
+            run.optimizers[optimizer] = None  # for a copied or unpickled optimizer, __init__ never ran
+            self._counts[optimizer] = [0, 0]
+        self._last_counts = self._counts[optimizer]
         closure = _closure_of(args, kwargs)
         if closure is None or isinstance(closure, Evaluated):
             run.lint.step_begins(optimizer)
@@ -162,10 +161,10 @@ class Updates:
             return None
         run.close_update()
         run.in_closure = True
-        again = self._until_finite(optimizer, closure)
-        rest = tuple(again if a is closure else a for a in args)
+        repeating = self._until_finite(optimizer, closure)
+        rest = tuple(repeating if a is closure else a for a in args)
         run.stepping()
-        return rest, {k: again if v is closure else v for k, v in kwargs.items()}
+        return rest, {k: repeating if v is closure else v for k, v in kwargs.items()}
 
     def _stop_casting(self) -> None:
         """Turn casting off for a step inside a module's forward pass: a -master policy casts nearly all operations, the optimizer's too.
@@ -175,24 +174,24 @@ class Updates:
         kind = self._run.device_type
         if self._run.applied is not None and kind is not None and torch.is_autocast_enabled(kind):
             torch.set_autocast_enabled(kind, False)
-            self._casts_again = True
+            self._casting_stopped = True
 
     def _decide(self, optimizer: Optimizer, finite: bool | None) -> None:
-        """Check an optimizer's gradients if nothing is known of them, and set them aside if the update is to be skipped."""
+        """Check an optimizer's gradients unless they are known to be finite or not; set them aside if the update is to be skipped."""
         run = self._run
-        if run.left_out.lost(optimizer):
+        if run.left_out.overflowed(optimizer):
             finite = False
         norm = _norm(optimizer) if (run.scale.checks and finite is None) or run.takes_norm else None
         if norm is not None and finite is False:
-            norm = norm - norm  # NaN, as where an overflow was noticed gradient by gradient
+            norm = norm - norm  # NaN, as it is if the hooks on the leaves detected the overflow
         skip = run.updated(norm, finite=finite)
         if skip:
             self._aside = set_aside(p for group in optimizer.param_groups for p in group["params"])
         if run.observer is not None:
             run.updates.append(Update(scaler=0, optimizer=id(optimizer), skipped=skip))
-        made = self._made[optimizer]
-        made[0] += 1
-        made[1] += skip
+        counts = self._counts[optimizer]
+        counts[0] += 1
+        counts[1] += skip
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._stepping is not optimizer:
@@ -200,7 +199,7 @@ class Updates:
         self._stepping = None
         run = self._run
         run.local.stepping = False
-        if self._casts_again:
+        if self._casting_stopped:
             torch.set_autocast_enabled(run.device_type or "cpu", True)
         if run.steady.optimizer() is optimizer and not (run.in_closure or run.skips):
             clock = run.recorder.clock
@@ -222,7 +221,7 @@ class Updates:
     def _until_finite(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that lowers the loss scale and evaluates again until the gradients are finite.
 
-        The first evaluation that counts is recorded for the update, as an optimizer returns it.
+        The first evaluation that counts is recorded for the update: its loss is what an optimizer returns.
         """
         run = self._run
 
@@ -232,29 +231,29 @@ class Updates:
                     run.recorder.forget()
                 loss = closure()
                 # A loss that is itself infinite is left to the optimizer: a line search went too far.
-                lost = isinstance(loss, Tensor) and not bool(loss.isfinite().all())
+                loss_infinite = isinstance(loss, Tensor) and not bool(loss.isfinite().all())
                 gradients = _gradients(optimizer)
-                if not run.scale.checks or lost or all_finite(gradients):
+                if not run.scale.checks or loss_infinite or all_finite(gradients):
                     break
                 if run.scale.at_floor():
                     raise run.floor_error()
                 run.scale.updated(skipped=True)
             if run.recorder.measures:
-                note = run.evaluated if lost else run.updated
-                note(_norm(optimizer))
+                record = run.evaluated if loss_infinite else run.updated
+                record(_norm(optimizer))
                 run.recorder.measures = False
             return loss
 
         return evaluate
 
     def _updates_of(self, scheduler: Any) -> tuple[int, int]:
-        """Return the updates that a scheduler's optimizer made and skipped, even if another library wrapped the optimizer."""
+        """Return how many updates a scheduler's optimizer made and skipped, even if another library wrapped the optimizer."""
         optimizer: Any = getattr(scheduler, "optimizer", None)
-        while optimizer not in self._made and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        while optimizer not in self._counts and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = optimizer.optimizer  # its name in Fabric's and Accelerate's wrappers
-        if optimizer not in self._made:
+        if optimizer not in self._counts:
             return 0, 0
-        made, skipped = self._made[optimizer]
+        made, skipped = self._counts[optimizer]
         return made, skipped
 
 
@@ -280,7 +279,7 @@ def _closure_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tolerating_overflow(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Clip overflowed gradients without the error that a script may ask for: their update is skipped."""
+    """Clip overflowed gradients without the error that a script may request: their update is skipped."""
 
     @functools.wraps(original)
     def norm(tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: Any = None) -> Any:
@@ -290,7 +289,7 @@ def _tolerating_overflow(run: Run, original: Callable[..., Any]) -> Callable[...
 
 
 def _closure_of(args: Any, kwargs: Any) -> Any:
-    """Return the closure that a step was given; None if there is none."""
+    """Return the closure among the arguments of a step; None if there is none."""
     return kwargs.get("closure") or next((a for a in args[1:] if callable(a)), None)
 
 
@@ -306,7 +305,7 @@ def _norm(optimizer: Optimizer) -> Tensor | None:
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    found = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
-    if True in [g.is_sparse for g in found]:
-        return [g.coalesce().values() if g.is_sparse else g for g in found]
-    return found
+    gradients = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
+    if True in [g.is_sparse for g in gradients]:
+        return [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    return gradients

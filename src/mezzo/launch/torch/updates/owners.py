@@ -37,30 +37,31 @@ class OptimizerOwners:
         parameters = trained_leaves(optimizer)
         if not parameters:
             return None
-        self._add(optimizer, parameters)
-        found: int = self._numbers[parameters[0]]
-        self._known[optimizer] = found
-        return found
+        self._add(parameters)
+        number: int = self._numbers[parameters[0]]
+        self._known[optimizer] = number
+        return number
 
-    def made(self, optimizer: torch.optim.Optimizer) -> None:
+    def created(self, optimizer: torch.optim.Optimizer) -> None:
         """Record an optimizer under construction, and its model's name in the calling frames."""
         number = self.number(optimizer)
         if number is not None and number not in self.names:
-            held = set(map(id, trained_leaves(optimizer)))
-            name = name_at_hand(held, nn.Module, libraries=("torch", "mezzo"))
+            trained = set(map(id, trained_leaves(optimizer)))
+            name = name_at_hand(trained, nn.Module, libraries=("torch", "mezzo"))
             if name is not None:
                 self.names[number] = name
 
-    def _add(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-        held = [self._numbers[p] for p in parameters if p in self._numbers]
-        same = max(set(held), key=held.count, default=None)
-        if same is None or 2 * held.count(same) < len(parameters):
-            same = self._num
+    def _add(self, parameters: Sequence[Tensor]) -> None:
+        """Number an optimizer's parameters: with the number that at least half of them have, or with a new one."""
+        numbers = [self._numbers[p] for p in parameters if p in self._numbers]
+        number = max(set(numbers), key=numbers.count, default=None)
+        if number is None or 2 * numbers.count(number) < len(parameters):
+            number = self._num
             self._num += 1
-        self._numbers.update(dict.fromkeys(parameters, same))
+        self._numbers.update(dict.fromkeys(parameters, number))
 
     def may_need_reach(self, num_steps: int) -> bool:
-        """Return whether to find the optimizers that a backward pass reaches: several exist, and only few updates were recorded."""
+        """Return whether to find the optimizers that a backward pass reaches: if there are several, in the first few updates."""
         return self._num > 1 and num_steps < _WALKED_UPDATES
 
     def reached(self, leaves: Iterable[Tensor]) -> Owners:

@@ -1,4 +1,4 @@
-"""Observe a script's own code between a backward pass and the next forward pass: gradient norms, weight averages.
+"""Observe the calls of torch in a script's own code between a backward pass and the next forward pass: gradient norms, weight averages.
 
 A function mode sees every call of torch from Python and changes none. It is on only in some updates, from a backward
 pass to the update and from the update to the next forward pass, and never around modules or compiled code.
@@ -48,8 +48,8 @@ class CallObserver(Protocol):
         """Inspect one finished call."""
 
 
-class ByHand(TorchFunctionMode):
-    """A mode that shows calls of torch to an observer."""
+class CallMode(TorchFunctionMode):
+    """A mode that passes every call of torch to an observer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class ByHand(TorchFunctionMode):
         return self._observer is not None
 
     def start(self, observer: CallObserver) -> None:
-        """Show every call to ``observer`` from now on, if the active modes allow it."""
+        """Pass every call to ``observer`` from now on, if the active modes allow it."""
         self.stop()
         if self._entered or _insert_below(self):
             self._observer, self._thread.entered = observer, True
@@ -73,10 +73,10 @@ class ByHand(TorchFunctionMode):
         return getattr(self._thread, "entered", False)
 
     def stop(self) -> None:
-        """Stop showing calls.
+        """Stop passing calls on.
 
         torch removes the mode from the stack while it handles a call, such as ``Tensor.backward``, and puts it back afterwards. A mode
-        stopped inside such a call shows nothing, but stays on the stack until it is stopped again outside.
+        stopped inside such a call passes nothing on, but stays on the stack until it is stopped again outside.
         """
         self._observer = None
         if self._entered and any(mode is self for mode in _get_current_function_mode_stack()):
@@ -84,7 +84,7 @@ class ByHand(TorchFunctionMode):
             self._thread.entered = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call ``func``, then show the call."""
+        """Call ``func``, then pass the call to the observer."""
         result = func(*args, **(kwargs or {}))
         if self._observer is not None and args:
             self._observer.inspect_call(getattr(func, "__name__", ""), args, result)
@@ -96,33 +96,33 @@ class GradientView:
 
     Args:
         gradients: the gradients to watch.
-        norm_read: called when the norm or the square of one is computed before any was changed.
-        limited: called when one is clamped before any was changed, with whether it was in place.
+        norm_read: called when the norm or the square of a gradient is computed before any was changed.
+        limited: called when a gradient is clamped before any was changed, with whether that was in place.
     """
 
     def __init__(
         self, gradients: Iterable[Tensor], *, norm_read: Callable[[], None], limited: Callable[[bool], None]
     ) -> None:
         self._gradients = WeakTensorKeyDictionary(dict.fromkeys(gradients))
-        self._places = set(map(_place, self._gradients.keys())) - {0}
+        self._addresses = set(map(_address, self._gradients.keys())) - {0}
         self._derived = WeakTensorKeyDictionary()
         self._norm_read, self._limited = norm_read, limited
         self.changed = False
-        """Whether one was changed in place: versions do not change for torch._foreach under a dispatch mode."""
+        """Whether a gradient was changed in place: torch._foreach under a dispatch mode does not change versions."""
 
     def inspect_call(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Inspect one finished call."""
         same = name in _SAME_VALUES or _casts(args[0], result)
         if not (name in _NORMS or name in _LIMITED or name in _PRODUCTS or same or _changes(name)):
             return
-        own = any(t in self._gradients or _place(t) in self._places for t in _tensors(args[0]))
-        if not own and not any(t in self._derived for t in _tensors(args[0])):
+        is_gradient = any(t in self._gradients or _address(t) in self._addresses for t in _tensors(args[0]))
+        if not is_gradient and not any(t in self._derived for t in _tensors(args[0])):
             return
         if not self.changed:
             self._inspect_first(name, args)
         if same:
             self._derived.update(dict.fromkeys(_tensors(result)))
-        self.changed = self.changed or (own and _changes(name))
+        self.changed = self.changed or (is_gradient and _changes(name))
 
     def _inspect_first(self, name: str, args: Sequence[Any]) -> None:
         if name in _LIMITS or name in _LIMITED:
@@ -151,13 +151,13 @@ class AverageView:
 
     Args:
         parameters: the weights.
-        averaged: called with the weight whose value goes into a 16-bit tensor beside an earlier one.
+        averaged: called with the weight whose value is mixed into a 16-bit tensor.
     """
 
     def __init__(self, parameters: Iterable[Tensor], *, averaged: Callable[[Tensor], None]) -> None:
-        held = [p for p in parameters if _place(p)]
-        self._parameters = {_place(p): p for p in held}
-        self._parts = {_part(p): p for p in held}
+        addressable = [p for p in parameters if _address(p)]
+        self._parameters = {_address(p): p for p in addressable}
+        self._parts = {_part(p): p for p in addressable}
         self._averaged = averaged
         self._derived = WeakTensorKeyDictionary()
 
@@ -165,55 +165,55 @@ class AverageView:
         """Inspect one finished call."""
         if name in _IN_PLACE and len(args) > 1:
             for target, other in zip(_tensors(args[0]), _tensors(args[1]), strict=False):
-                self._inspect_sum(target, target, other, into=True, summed=False)
+                self._inspect_sum(target, target, other, in_place=True, is_sum=False)
         elif name in _MIXES and len(args) > 1:
-            for target, first, second in _together(result, args[0], args[1]):
-                self._inspect_sum(target, first, second, into=False, summed=name in _SUMS)
+            for target, first, second in _zip_tensors(result, args[0], args[1]):
+                self._inspect_sum(target, first, second, in_place=False, is_sum=name in _SUMS)
         elif name in _DIFFERENCES and len(args) > 1:
-            for target, first, second in _together(result, args[0], args[1]):
-                found = self._source(first), self._source(second)
-                whole = next((one for one in found if one.parameter is not None), _NOTHING)
-                self._derived[target] = whole._replace(half=any(one.half for one in found))
+            for target, first, second in _zip_tensors(result, args[0], args[1]):
+                sources = self._source(first), self._source(second)
+                of_weight = next((source for source in sources if source.parameter is not None), _NOTHING)
+                self._derived[target] = of_weight._replace(half=any(source.half for source in sources))
         elif name == "copy_" and len(args) > 1:
             for target, other in zip(_tensors(args[0]), _tensors(args[1]), strict=False):
-                self._inspect_kept(target, self._source(other))
+                self._inspect_stored(target, self._source(other))
         elif name in _SAME_VALUES or name in _PRODUCTS or _casts(args[0], result):
             for before, after in zip(_tensors(args[0]), _tensors(result), strict=False):
                 source = self._source(before)
-                self._inspect_kept(after, source)
+                self._inspect_stored(after, source)
                 self._derived[after] = source._replace(multiplied=source.multiplied or name in _PRODUCTS)
 
-    def _inspect_sum(self, target: Tensor, first: Tensor, second: Tensor, *, into: bool, summed: bool) -> None:
+    def _inspect_sum(self, target: Tensor, first: Tensor, second: Tensor, *, in_place: bool, is_sum: bool) -> None:
         """Detect an average: a tensor of a weight's shape computed from that weight and from something else."""
         if target.numel() < 2 or not first.shape == second.shape == target.shape:
             return
         sources = self._source(first), self._source(second)
-        found = [one for one in sources if one.parameter is not None]
-        if not found or (len(found) == 2 and found[0].parameter is found[1].parameter):
+        of_weights = [source for source in sources if source.parameter is not None]
+        if not of_weights or (len(of_weights) == 2 and of_weights[0].parameter is of_weights[1].parameter):
             return
-        if _place(target) in self._parameters or (summed and not any(one.multiplied for one in found)):
+        if _address(target) in self._parameters or (is_sum and not any(source.multiplied for source in of_weights)):
             return
         if target.dtype in HALF:
-            assert found[0].parameter is not None
-            self._averaged(found[0].parameter)
-        elif not into:
-            half = any(one.half for one in sources)
-            self._derived[target] = _Source(found[0].parameter, half=half, multiplied=True, mixed=True)
+            assert of_weights[0].parameter is not None
+            self._averaged(of_weights[0].parameter)
+        elif not in_place:
+            half = any(source.half for source in sources)
+            self._derived[target] = _Source(of_weights[0].parameter, half=half, multiplied=True, mixed=True)
 
-    def _inspect_kept(self, target: Tensor, source: _Source) -> None:
-        """Detect an average that is computed in FP32 but kept in 16 bits from update to update."""
+    def _inspect_stored(self, target: Tensor, source: _Source) -> None:
+        """Detect an average that is computed in FP32 but stored in 16 bits between updates."""
         if source.mixed and source.half and target.dtype in HALF and source.parameter is not None:
             self._averaged(source.parameter)
 
     def _source(self, tensor: Tensor) -> _Source:
-        parameter = self._parts.get(_part(tensor), self._parameters.get(_place(tensor)))
+        parameter = self._parts.get(_part(tensor), self._parameters.get(_address(tensor)))
         if parameter is not None:
             return _Source(parameter, half=False)
-        found: _Source | None = self._derived.get(tensor)
-        return _Source(None, half=tensor.dtype in HALF) if found is None else found
+        source: _Source | None = self._derived.get(tensor)
+        return _Source(None, half=tensor.dtype in HALF) if source is None else source
 
 
-def _together(*values: Any) -> Iterator[tuple[Tensor, ...]]:
+def _zip_tensors(*values: Any) -> Iterator[tuple[Tensor, ...]]:
     return zip(*map(_tensors, values), strict=False)
 
 
@@ -235,19 +235,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from (v for v in value if isinstance(v, Tensor))
 
 
-def _place(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     """Return the address of a tensor's memory, 0 if it has none."""
-    own = storage(tensor)
-    return 0 if own is None else own.data_ptr()
+    memory = storage(tensor)
+    return 0 if memory is None else memory.data_ptr()
 
 
 def _part(tensor: Tensor) -> tuple[int, Region]:
-    """Return the address of a tensor's memory and the part of it: the weights of a recurrent layer of cuDNN share theirs."""
-    return _place(tensor), region(local(tensor))
+    """Return the address of a tensor's memory, and its part of that: the weights of a recurrent layer of cuDNN share one storage."""
+    return _address(tensor), region(local(tensor))
 
 
 def _insert_below(mode: TorchFunctionMode) -> bool:
-    """Insert a mode below all others, which then leave in the reverse order of their entry; a default device stays lowest.
+    """Insert a mode below all others, which can then leave in the reverse order of their entry; a default device stays lowest.
 
     Return False if a default device is off the stack because it handles the running call: nothing may be inserted below it.
     """

@@ -1,4 +1,4 @@
-"""Judge a script's own code on scaled gradients and on averages of weights, as observed by ``by_hand``."""
+"""Judge what a script's own code does with scaled gradients and averages of weights, as observed by ``torch_calls``."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.engine.gradients import trained_leaves
-from mezzo.observe.lint.by_hand import AverageView, ByHand, GradientView
-from mezzo.observe.lint.gradients import Gradients, Held
-from mezzo.observe.lint.noticed import Noticed
+from mezzo.observe.lint.gradients import Gradients, GradientState
+from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.lint.scalers import Scalers
+from mezzo.observe.lint.torch_calls import AverageView, CallMode, GradientView
 from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import running_line
 
 _INSPECTED = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
-"""The inspected updates: a script may average every tenth update only."""
+"""The numbers of the inspected updates: a script may average only in every tenth."""
 
 
-class HandWork:
-    """A script's own work on gradients and averages, inspected in chosen updates."""
+class OwnCode:
+    """A script's own code on gradients and averages, inspected in chosen updates."""
 
-    def __init__(self, run: ObservedRun, gradients: Gradients, scalers: Scalers, noticed: Noticed) -> None:
-        self._run, self._gradients, self._scalers, self._noticed = run, gradients, scalers, noticed
-        self._mode = ByHand()
-        self._watched: list[tuple[Optimizer, Held]] = []
+    def __init__(self, run: ObservedRun, gradients: Gradients, scalers: Scalers, log: MisuseLog) -> None:
+        self._run, self._gradients, self._scalers, self._log = run, gradients, scalers, log
+        self._mode = CallMode()
+        self._watched: list[tuple[Optimizer, GradientState]] = []
         self._view: GradientView | None = None
-        """The view that inspects their gradients."""
+        """The view of the watched optimizers' gradients."""
         self._averages: list[Tensor] = []
         """The parameters that were averaged since the last update."""
         self._average_at = 0, ""
@@ -50,7 +50,7 @@ class HandWork:
         """Inspect calls on scaled gradients from now on."""
         if not self._inspects:
             return
-        self._watched = [(o, held) for o in optimizers if (held := self._gradients.of(o)).scaled]
+        self._watched = [(o, state) for o in optimizers if (state := self._gradients.of(o)).scaled]
         if self._watched:
             gradients = [p.grad for o, _ in self._watched for p in trained_leaves(o) if p.grad is not None]
             self._view = GradientView(gradients, norm_read=self._norm_read, limited=self._limited)
@@ -63,7 +63,7 @@ class HandWork:
             self._mode.start(AverageView(weights, averaged=self._averaged))
 
     def remove_mode(self) -> None:
-        """Remove a stopped mode from the stack. Call this outside any call that the mode could be handling."""
+        """Remove a stopped mode from the stack. Call this outside any call that the mode may be handling."""
         if not self._mode.on:
             self._mode.stop()
 
@@ -74,12 +74,12 @@ class HandWork:
         if not averaged:
             return
         step, line = self._average_at
-        if self._first_average is None:  # models may be merged once
+        if self._first_average is None:  # a single average may be a merge of models
             self._first_average = step
             return
         detail = f"{len(averaged)} weights are averaged by hand into 16-bit tensors"
-        count = 1 if "A612" in self._noticed else 2
-        self._noticed.add("A612", detail, parameters=averaged, line=line, step=self._first_average, count=count)
+        count = 1 if "A612" in self._log else 2
+        self._log.add("A612", detail, parameters=averaged, line=line, step=self._first_average, count=count)
 
     def judge(self) -> None:
         """Decide whether the script clipped scaled gradients or only read their norm."""
@@ -88,17 +88,17 @@ class HandWork:
         watched, self._watched = self._watched, []
         changed = self._view is not None and self._view.changed
         self.stop()
-        for optimizer, held in watched:
+        for optimizer, state in watched:
             self._gradients.inspect(optimizer)
-            held.by_hand = held.by_hand or (changed and bool(held.passes))
-            norm_read, limit_read = held.norm_read, held.limit_read
-            held.norm_read = held.limit_read = ""
-            if held.clipped or self._scalers.may_undo(held):
+            state.by_hand = state.by_hand or (changed and bool(state.passes))
+            norm_read, limit_read = state.norm_read, state.limit_read
+            state.norm_read = state.limit_read = ""
+            if state.clipped or self._scalers.may_undo(state):
                 continue
-            if held.by_hand and norm_read:
+            if state.by_hand and norm_read:
                 detail = "their norm is taken and they are changed by hand before unscale_"
                 self.clipped([optimizer], detail, norm_read)
-            elif held.by_hand and limit_read:
+            elif state.by_hand and limit_read:
                 self.clipped([optimizer], "gradients are clamped before unscale_", limit_read)
             elif norm_read:
                 self.read(trained_leaves(optimizer), norm_read)
@@ -108,26 +108,26 @@ class HandWork:
         for optimizer in optimizers:
             self._gradients.of(optimizer).clipped = True
         parameters = of or [p for o in optimizers for p in trained_leaves(o)]
-        self._noticed.add("A601", detail, parameters=parameters, line=line)
+        self._log.add("A601", detail, parameters=parameters, line=line)
 
     def read(self, parameters: Sequence[Tensor], line: str) -> None:
         """Record that the norm of scaled gradients is read."""
         detail = "the norm of gradients is taken between backward() and unscale_"
-        self._noticed.add("A602", detail, parameters=parameters, line=line)
+        self._log.add("A602", detail, parameters=parameters, line=line)
 
     # --- what the mode reports -----------------------------------------------------------------------------------------------------
 
     def _norm_read(self) -> None:
-        for _, held in self._watched:
-            if not held.norm_read and not held.by_hand:
-                held.norm_read = running_line()
+        for _, state in self._watched:
+            if not state.norm_read and not state.by_hand:
+                state.norm_read = running_line()
 
     def _limited(self, in_place: bool) -> None:
         if not in_place:
-            for _, held in self._watched:
-                held.limit_read = held.limit_read or running_line()
+            for _, state in self._watched:
+                state.limit_read = state.limit_read or running_line()
             return
-        known = any(held.clipped or held.by_hand or self._scalers.may_undo(held) for _, held in self._watched)
+        known = any(state.clipped or state.by_hand or self._scalers.may_undo(state) for _, state in self._watched)
         if not known:
             self.clipped([o for o, _ in self._watched], "gradients are clamped before unscale_", running_line())
 

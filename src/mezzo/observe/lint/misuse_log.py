@@ -15,16 +15,16 @@ from mezzo.records import Finding
 
 ENOUGH = 2
 """Updates that must show the same misuse before it is reported."""
-_MOST_LINES = 4
+_MAX_LINES = 4
 _ORDER = ("error", "warning", "info", "")
 
 
-class Noticed:
+class MisuseLog:
     """The misuse found in a run, one entry per code."""
 
     def __init__(self, run: ObservedRun) -> None:
         self._run = run
-        self._seen: dict[str, Finding] = {}
+        self._findings: dict[str, Finding] = {}
 
     def add(
         self,
@@ -41,7 +41,7 @@ class Noticed:
 
         Args:
             code: its code.
-            detail: a sentence on what was found; the first one is kept.
+            detail: a sentence on what was found; only the first for a code is kept.
             parameters: the weights concerned, for their modules' names.
             modules: the modules concerned.
             line: the script's line; the one running now if left out.
@@ -49,10 +49,10 @@ class Noticed:
             count: the number of occurrences.
         """
         line = running_line() if line is None else line
-        seen = self._seen.get(code)
-        if seen is None:
+        finding = self._findings.get(code)
+        if finding is None:
             misuse = BY_CODE[code]
-            self._seen[code] = Finding(
+            self._findings[code] = Finding(
                 code=code,
                 title=misuse.title,
                 severity=misuse.severity,
@@ -65,25 +65,27 @@ class Noticed:
                 count=count,
             )
             return
-        new = [line] if line and line not in seen.lines and len(seen.lines) < _MOST_LINES else []
-        self._seen[code] = seen.model_copy(update={"count": seen.count + count, "lines": [*seen.lines, *new]})
+        new = [line] if line and line not in finding.lines and len(finding.lines) < _MAX_LINES else []
+        self._findings[code] = finding.model_copy(
+            update={"count": finding.count + count, "lines": [*finding.lines, *new]}
+        )
 
     def __contains__(self, code: str) -> bool:
-        return code in self._seen
+        return code in self._findings
 
     def findings(self) -> list[Finding]:
-        """Return all misuse found, the gravest first."""
-        return sorted(self._seen.values(), key=lambda f: (_ORDER.index(f.severity), f.code))
+        """Return all misuse found, the most severe first."""
+        return sorted(self._findings.values(), key=lambda f: (_ORDER.index(f.severity), f.code))
 
 
 def _named(roots: Iterable[nn.Module], parameters: Iterable[Tensor], modules: Iterable[nn.Module]) -> list[str]:
     """Return the names of modules; for a model whose parameters are all among ``parameters``, only its class."""
-    known, listed = list(roots), [id(p) for p in parameters]
-    held = set(listed)
-    names = Names(known)
-    whole = [root for root in known if (own := [id(p) for p in root.parameters()]) and held.issuperset(own)]
-    covered = {id(p) for root in whole for p in root.parameters()}
-    found = [type(getattr(root, "_orig_mod", root)).__name__ for root in whole]  # the class under torch.compile's
-    found += [names.of_parameter(p) for p in listed if p not in covered]
-    found += [names.of(module) for module in modules]
-    return list(dict.fromkeys(found))[:MOST_LISTED]
+    models, listed = list(roots), [id(p) for p in parameters]
+    concerned = set(listed)
+    names = Names(models)
+    whole = [model for model in models if (ids := [id(p) for p in model.parameters()]) and concerned.issuperset(ids)]
+    covered = {id(p) for model in whole for p in model.parameters()}
+    named = [type(getattr(model, "_orig_mod", model)).__name__ for model in whole]  # the class inside torch.compile's
+    named += [names.of_parameter(p) for p in listed if p not in covered]
+    named += [names.of(module) for module in modules]
+    return list(dict.fromkeys(named))[:MOST_LISTED]
