@@ -62,8 +62,8 @@ def test_torchs_recorder_reports_each_step_without_a_call_of_torch() -> None:
         with Silence():  # nothing of the loss is read by an operation
             recorder.close(skipped=number == 1, scale=None)
     recorder.loss(torch.tensor(7.0))
-    recorder.begin_turns(frozenset())
-    recorder.turn(torch.tensor(8.0))
+    recorder.prepare_advance(frozenset())
+    recorder.advance(torch.tensor(8.0))
     losses = [0.5 * float(value + np.float32(0)) + 0.5 for value in values]
     assert [latest.loss for latest in found] == pytest.approx([*losses, 7.0], rel=1e-6)
     assert [(latest.step, latest.num_skipped) for latest in found] == [(1, 0), (2, 1), (3, 1), (4, 1)]

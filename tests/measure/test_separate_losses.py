@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from helpers_launch import ran
 from mezzo.launch.torch import TorchTraining, switched
-from mezzo.measure.apart import LossesApart
+from mezzo.measure.separate_losses import SeparateLosses
 from mezzo.policy import Policy
 from mezzo.records import Loss, Steps
 
@@ -43,7 +43,7 @@ def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
 def test_what_a_pass_reaches_matters_only_to_several_passes_and_optimizers(
     passes: int, owners: int, needed: bool
 ) -> None:
-    losses: LossesApart[float] = LossesApart(operator.add)
+    losses: SeparateLosses[float] = SeparateLosses(operator.add)
     for _ in range(passes):
         losses.add(1.0)
     losses.close(1, made_by=frozenset(range(owners)))
@@ -52,16 +52,16 @@ def test_what_a_pass_reaches_matters_only_to_several_passes_and_optimizers(
 
 @pytest.mark.parametrize("first", [0, 1, 2], ids="closed before: {}".format)
 @pytest.mark.parametrize("passes", [1, 2])
-def test_turns_put_losses_where_close_and_add_do(passes: int, first: int) -> None:
-    turning, closing = (LossesApart[float](operator.add) for _ in range(2))
-    both, one = (turning, closing), frozenset((0,))
+def test_advance_puts_losses_where_close_and_add_do(passes: int, first: int) -> None:
+    advancing, closing = (SeparateLosses[float](operator.add) for _ in range(2))
+    both, one = (advancing, closing), frozenset((0,))
     for losses in both:
         for step in range(1, first + 1):
             losses.add(10.0 * step)
             losses.close(step, made_by=one)
         for _ in range(passes):
             losses.add(1.0)
-    turning.turns([2.0, 3.0, 4.0], first + 1, made_by=one)
+    advancing.advance([2.0, 3.0, 4.0], first + 1, made_by=one)
     for step, value in enumerate([2.0, 3.0, 4.0], start=first + 1):
         closing.close(step, made_by=one)
         closing.add(value)
