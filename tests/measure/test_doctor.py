@@ -158,7 +158,7 @@ def test_a_device_without_fp64_is_told_so() -> None:
     assert (first.format, first.level) == ("fp64", "impossible")
 
 
-NO_GPU = ("no effect", "TF32 needs an NVIDIA GPU; none is here")
+NO_GPU = ("no effect", "TF32 needs an NVIDIA GPU, and this machine has none")
 TOO_OLD = ("no effect", "compute capability 7.5, and matrix units take tf32 only from 8.0")
 MATMUL = "torch.backends.cuda.matmul.fp32_precision"
 CONVOLUTION = "torch.backends.cudnn.conv.fp32_precision"

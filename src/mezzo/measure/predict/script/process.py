@@ -28,7 +28,7 @@ from mezzo.measure.predict.script.files import ScriptFiles, with_numbers
 from mezzo.measure.predict.script.recorder import Enough, ScriptRecorder
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 from mezzo.measure.predict.training import STEPS
-from mezzo.measure.standard_input import own_input
+from mezzo.measure.standard_input import reopen_input
 
 _AT_ONCE = 2
 """Scripts that run at the same time."""
@@ -125,7 +125,7 @@ def main(words: list[str]) -> None:
 def _forked(request: TapeRequest, place: Path) -> int:
     child = os.fork()
     if child == 0:
-        own_input()
+        reopen_input()
         made = _write(request, place)
         sys.stdout.flush()
         os._exit(_SLOW_DATA if made.slow_data else 0)
