@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mezzo.measure.check.answer import WENT_WRONG, Repair, skipped_share
-from mezzo.measure.check.preference import order_of_trust
+from mezzo.measure.check.preference import simplest_first
 from mezzo.measure.compare import compare
 from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.pairing import grouped
@@ -255,7 +255,7 @@ def _repair(known: CheckState, wrong: Sequence[str]) -> NextStage | None:
     """Return the next step towards a policy that trains like the baseline."""
     comparison = known.compared()
     rows = {row.policy: row for row in comparison.rows if row.policy != known.baseline}
-    alike = [policy for policy in order_of_trust(list(rows)) if rows[policy].verdict == "equivalent"]
+    alike = [policy for policy in simplest_first(list(rows)) if rows[policy].verdict == "equivalent"]
     if comparison.shared_files:
         return None
     suggested = repairs(known)
@@ -265,7 +265,7 @@ def _repair(known: CheckState, wrong: Sequence[str]) -> NextStage | None:
             return asked
     if alike:
         return _better_scale(known, comparison, alike[0]) if len(alike) == 1 else None
-    for policy in order_of_trust([p for p in known.policies[1:] if p in rows]):
+    for policy in simplest_first([p for p in known.policies[1:] if p in rows]):
         if policy in wrong or rows[policy].verdict == "different":
             tried = [rows[one.policy].verdict for one in suggested if one.of == policy and one.policy in rows]
             if "undecided" in tried:

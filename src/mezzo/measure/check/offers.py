@@ -21,14 +21,14 @@ def offered(here: Device, *, target: Device | None = None, own_amp: str = "") ->
         own_amp: the call or argument by which the script asks for mixed precision; empty if it does not.
     """
     there = target or here
-    found = [_reason(BASELINE, TRIED, "the baseline: all others are compared with it"), _tf32(here, there)]
-    found += _sixteen_bits(here, there)
+    offers = [_reason(BASELINE, TRIED, "the baseline: all others are compared with it"), _tf32(here, there)]
+    offers += _sixteen_bits(here, there)
     fp8 = there.support(E4M3)
-    found.append(_reason("fp8", TRIED if fp8.level == "native" else LEFT_OUT, f"{there.name}: {fp8.reason}"))
+    offers.append(_reason("fp8", TRIED if fp8.level == "native" else LEFT_OUT, f"{there.name}: {fp8.reason}"))
     if own_amp:
         why = f"the script asks for mixed precision itself ({own_amp}), which the other policies replace"
-        found.append(_reason(AS_IS, TRIED, why))
-    return found
+        offers.append(_reason(AS_IS, TRIED, why))
+    return offers
 
 
 def tried(offers: Sequence[Reason]) -> list[str]:
@@ -49,14 +49,14 @@ def _sixteen_bits(here: Device, there: Device) -> list[Reason]:
     """Offer both 16-bit formats, unless an accelerator has units for only one; a CPU emulates a format it has no units for."""
     formats = (BF16, FP16)
     native = [fmt for fmt in formats if there.support(fmt).level == "native"]
-    found = []
+    offers = []
     for fmt in formats:
         left_out = len(native) == 1 and there.kind != "cpu" and fmt not in native
         reason = f"{there.name}: {there.support(fmt).reason}"
         if here.support(fmt).level != "native":
             reason += "; emulated here, which shows what it does to training, not how fast it is"
-        found.append(_reason(fmt.name, LEFT_OUT if left_out else TRIED, reason))
-    return found
+        offers.append(_reason(fmt.name, LEFT_OUT if left_out else TRIED, reason))
+    return offers
 
 
 def _reason(what: str, value: str, reason: str) -> Reason:
