@@ -199,7 +199,7 @@ def test_a_failed_run_keeps_its_place_among_runs_without_a_seed() -> None:
         (
             run("fp32", falling(NAN)),
             "baseline",
-            "1 of 1 run diverged: with seed 0, 2 of the last 2 values of the loss are NaN; no run of it can be compared with",
+            "1 of 1 run diverged: with seed 0, 2 of the last 2 values of the loss are NaN; no run of it can serve for comparison",
         ),
     ],
 )
@@ -369,7 +369,7 @@ EMPTY = Metric(name="val acc", pattern="")
         (
             [GOOD, GOOD],
             [GOOD.model_copy(update={"text": "n/a"}), GOOD],
-            "val acc came out as 'n/a', which is no number, under bf16 with seed 0",
+            "val acc came out as 'n/a', which is not a number, under bf16 with seed 0",
         ),
         (
             [GOOD.model_copy(update={"values": [NAN]})] * 2,
@@ -482,9 +482,7 @@ def test_a_script_with_16_bit_weights_of_its_own_has_no_fp32_run_to_compare_with
 ) -> None:
     row = row_of(series("fp32", [1.0, 1.001, 1.002], effective=effective) + series("bf16", losses), "bf16")
     assert row.verdict == verdict
-    told = (
-        "fp32 is no FP32 run: the script itself keeps the weights of Net in 16 bits, and may scale its losses by hand; "
-    )
+    told = "fp32 is not an FP32 run: the script itself keeps the weights of Net in 16 bits, and may scale its losses by itself; "
     assert row.reason.startswith(told) == (verdict == "undecided")
 
 

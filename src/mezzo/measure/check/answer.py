@@ -135,8 +135,8 @@ def baseline_fault(comparison: CompareRecord) -> str:
     base = Baseline.of(groups[comparison.baseline], runs=comparison.runs, margin=comparison.margin)
     if base.sound:
         return ""
-    ways = [way.text for way in base.ways.values()] or list(base.group.failed.values())
-    return ways[0] if ways else "it recorded no step"
+    faults = [fault.text for fault in base.faults.values()] or list(base.group.failed.values())
+    return faults[0] if faults else "it recorded no step"
 
 
 def skipped_share(comparison: CompareRecord, policy: str) -> float:
