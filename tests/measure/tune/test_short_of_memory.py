@@ -38,9 +38,9 @@ def _ended(**fields: Any) -> RunRecord:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"error": ON_CPU}, "it asked for 596 GiB at once, which this machine, with"),
-        ({"exit_code": -9}, "the system killed it (exit code -9), as when memory runs out"),
-        ({"exit_code": 137}, "the system killed it (exit code 137), as when memory runs out"),
+        ({"error": ON_CPU}, "it requested 596 GiB at once, which this machine, with"),
+        ({"exit_code": -9}, "the system killed it (exit code -9), as it does when memory runs out"),
+        ({"exit_code": 137}, "the system killed it (exit code 137), as it does when memory runs out"),
         ({"error": "OutOfMemoryError: CUDA out of memory."}, "OutOfMemoryError: CUDA out of memory."),
     ],
 )

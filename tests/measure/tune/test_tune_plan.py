@@ -272,7 +272,7 @@ def test_without_time_for_repeats_nothing_is_decided() -> None:
     first = {trial: run for trial, run in known.runs.items() if trial.repeat == 0}
     found = answered(replace(known, runs=first, left_share=0.0))
     assert found.decision == "undecided"
-    assert found.why == "the budget was over before the fastest configurations were repeated"
+    assert found.why == "the budget ran out before the fastest configurations were repeated"
 
 
 def test_an_answer_says_what_there_was_no_time_for() -> None:
@@ -280,7 +280,7 @@ def test_an_answer_says_what_there_was_no_time_for() -> None:
     assert "not run" not in found.why
     unmade = Configuration(policy="bf16", settings=(("batch-size", "128"),))
     found = answered(replace(known, configurations=(*known.configurations, unmade), left_share=0.0))
-    why = f"; 1 of {len(found.rows)} configurations were not run: the budget was over, and a longer --budget runs them"
+    why = f"; 1 of {len(found.rows)} configurations were not run: the budget ran out, and a longer --budget runs them"
     assert found.why.endswith(why)
 
 

@@ -38,10 +38,10 @@ CASES: list[tuple[str, RunMeasurements, str]] = [
     ("an exchange", dataclasses.replace(PLAIN, communication_s=0.4, idle_share=0.4), "communication"),
     (
         "a busy machine",
-        dataclasses.replace(PLAIN, refused_share=0.8, operations=[dataclasses.replace(PRODUCT, cpu_s=0.018)]),
+        dataclasses.replace(PLAIN, preempted_share=0.8, operations=[dataclasses.replace(PRODUCT, cpu_s=0.018)]),
         "arithmetic",
     ),
-    ("a lock on a busy machine", dataclasses.replace(PLAIN, refused_share=0.4, idle_share=0.5), "waiting"),
+    ("a lock on a busy machine", dataclasses.replace(PLAIN, preempted_share=0.4, idle_share=0.5), "waiting"),
     ("no operations", dataclasses.replace(PLAIN, operations=[]), "unknown"),
     ("too few steps", dataclasses.replace(PLAIN, num_steps=4), "unknown"),
     ("too short", dataclasses.replace(PLAIN, wall_s=0.1), "unknown"),
@@ -74,7 +74,7 @@ def test_shares_are_of_the_time_that_others_did_not_take() -> None:
     work = dataclasses.replace(PRODUCT, cpu_s=0.035)
     shares = shares_of(
         dataclasses.replace(
-            PLAIN, idle_share=0.2, refused_share=0.4, input_s=0.1, operations=[work], communication_s=0.0
+            PLAIN, idle_share=0.2, preempted_share=0.4, input_s=0.1, operations=[work], communication_s=0.0
         )
     )
     # The loader's sleep comes first: its 0.1 s are within the 0.2 s asleep. Left: 0.1 s asleep elsewhere and 0.8 s * 1/2 of work.
@@ -86,8 +86,8 @@ def test_shares_are_of_the_time_that_others_did_not_take() -> None:
 @pytest.mark.parametrize(
     ("num_workers", "num_cores", "change"),
     [
-        (0, 16, "DataLoader(num_workers=4): it has none, so it reads while nothing trains"),
-        (0, 2, "DataLoader(num_workers=2): it has none, so it reads while nothing trains"),  # torch warns of more
+        (0, 16, "DataLoader(num_workers=4): it has no workers, so nothing trains while it reads"),
+        (0, 2, "DataLoader(num_workers=2): it has no workers, so nothing trains while it reads"),  # torch warns of more
         (2, 16, "more workers than 2, or cheaper transforms and decoding"),
         (2, 2, "cheaper transforms and decoding"),
     ],

@@ -24,7 +24,7 @@ class Configuration:
 
     policy: str = AS_IS
     settings: tuple[tuple[str, str], ...] = ()
-    """Options of the script by name, each with its value; those that are not here stay as typed."""
+    """Options of the script by name, each with its value; options that are not here stay as typed."""
     channels_last: bool = False
     compiles: bool = False
     checkpoint: str = ""
