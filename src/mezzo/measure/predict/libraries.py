@@ -17,7 +17,7 @@ import torch
 from mezzo.errors import UsageError
 
 
-def imported(library: str) -> Any:
+def import_library(library: str) -> Any:
     """Return a library of models.
 
     torchvision's wheel lacks its operators if torch comes from another build, and timm and transformers import torchvision if

@@ -91,7 +91,7 @@ def test_only_what_comes_before_the_first_module_counts(
 @pytest.mark.slow
 def test_slow_data_are_prepared_with_numbers_and_the_record_says_so(tmp_path: Path) -> None:
     plan = script_plan(script(tmp_path, samples=5000), [], ["fp32", "bf16"])
-    assert {pair.one.batch for pair in plan.tapes.values()} == {8}
+    assert {pair.first.batch for pair in plan.tapes.values()} == {8}
     (said,) = (one for one in plan.assumptions if one.what == "data that the script prepares")
     assert said.value == "with numbers"
     assert "over 20,000 operations before its first module" in said.reason

@@ -18,7 +18,7 @@ from mezzo.measure.predict.script import plan as module
 from mezzo.measure.predict.script.plan import ScriptPlan, script_plan
 from mezzo.measure.predict.script.process import recorded
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
-from mezzo.measure.predict.tape import TrainingTape, _at
+from mezzo.measure.predict.tape import TrainingTape, _size_at
 
 HEAD = """
 import sys
@@ -362,7 +362,7 @@ def test_an_argument_can_name_the_batch(tmp_path: Path) -> None:
     script = _script(tmp_path, SLICES)
     plan = script_plan(script, ["{batch}"], ["fp32"], batch=16)
     assert plan.batch == 16
-    other = plan.tapes["fp32"].other
+    other = plan.tapes["fp32"].second
     assert other is not None
     assert other.batch == 8
     with pytest.raises(UsageError, match=r"arguments have {batch} and --batch is missing"):
@@ -392,7 +392,7 @@ def test_a_trace_at_another_batch_that_is_not_of_the_same_kind_is_not_used(
     monkeypatch.setattr(module, "recorded_tapes", tapes)
     plan = script_plan(_script(tmp_path, LOADER), ["8"], ["fp32", "fp16"])
     assert plan.refused == {}
-    assert all(pair.other is None for pair in plan.tapes.values())
+    assert all(pair.second is None for pair in plan.tapes.values())
     assert _said(plan, "other batch sizes").startswith("do not follow: at batch 4 ")
     assert "fails: no kernel" in _said(plan, "other batch sizes")
 
@@ -417,7 +417,7 @@ def test_accumulated_batches_count_together(tmp_path: Path) -> None:
     plan = script_plan(_script(tmp_path, LOADER, accumulated=4), ["8"], ["fp32", "fp16"])
     assert plan.tapes["fp16"].num_batches == 4
     assert _said(plan, "batch") == "8 samples, 4 of them an update: what the DataLoader yields"
-    tape = plan.tapes["fp16"].one
+    tape = plan.tapes["fp16"].first
     passes = [(op.phase, op.format) for op in tape.operations if op.name == "convolution"]
     assert passes == [("forward", "fp16")] * 4
     found = predict(plan.tapes, gpu_named("t4"), "fp16", batch=8, channels_last=False)
@@ -428,8 +428,8 @@ def test_a_smaller_last_batch_is_not_the_step_that_counts(tmp_path: Path) -> Non
     script = _script(tmp_path, LOADER, samples=12)  # 8, 4, 8
     plan = script_plan(script, ["8"], ["fp32"])
     assert plan.batch == 8
-    assert len(plan.tapes["fp32"].one.step_starts) == 3
-    assert next(op.shape.rows for op in plan.tapes["fp32"].one.operations if op.name == "addmm") == 8
+    assert len(plan.tapes["fp32"].first.step_starts) == 3
+    assert next(op.shape.rows for op in plan.tapes["fp32"].first.operations if op.name == "addmm") == 8
 
 
 PAIRS = """
@@ -487,11 +487,11 @@ def test_a_loss_of_all_pairs_grows_with_the_square_of_the_batch(tmp_path: Path) 
 def test_a_size_at_another_batch(size: Callable[[int], int], sizes: tuple[int, int]) -> None:
     one, other = ((b, size(b)) for b in sizes)
     for batch in (2, 7, 64, 1000):
-        assert _at(batch, one, other) == size(batch)
+        assert _size_at(batch, one, other) == size(batch)
 
 
 def test_half_a_batch_rounded_down_grows_evenly() -> None:
-    assert _at(1000, (7, 3), (3, 1)) == 499  # the line through both
+    assert _size_at(1000, (7, 3), (3, 1)) == 499  # the line through both
 
 
 def test_a_script_that_casts_itself_is_said_to(tmp_path: Path) -> None:

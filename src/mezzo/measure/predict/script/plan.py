@@ -98,14 +98,16 @@ def script_plan(
     for request, found, other in zip(one, first, partners, strict=True):
         found_why, tapes[request.policy] = _paired(found, other, size=named)
         why = why or found_why
-    if batch is not None and batch != size and any(pair.other is None for pair in tapes.values()):
+    if batch is not None and batch != size and any(pair.second is None for pair in tapes.values()):
         own = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
         raise UsageError(
             f"--batch {batch} cannot be predicted for {script}: {why or 'other sizes do not follow'}; {own}",
             hint=f"leave --batch out; {_WRITE_BATCH}",
         )
-    followed = all(pair.other is not None for pair in tapes.values())
-    uneven = followed and any(grow_unevenly(pair.one, pair.other) for pair in tapes.values() if pair.other is not None)
+    followed = all(pair.second is not None for pair in tapes.values())
+    uneven = followed and any(
+        grow_unevenly(pair.first, pair.second) for pair in tapes.values() if pair.second is not None
+    )
     at = others[0].size_at if others else ""
     return ScriptPlan(
         tapes=tapes,

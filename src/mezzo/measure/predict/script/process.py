@@ -65,7 +65,7 @@ def recorded(request: TapeRequest, told_of_gpu: list[str] | None = None) -> Scri
     if watch.num_steps < STEPS:
         return ScriptTape(tape=None, num_steps=watch.num_steps)
     sizes = watch.sizes[-1]
-    tape = watch.recorder.ended(watch.num_events)
+    tape = watch.recorder.finished(watch.num_events)
     tape.batch = sizes[0] if sizes else 1
     return ScriptTape(
         tape=tape,

@@ -34,7 +34,7 @@ from mezzo.measure.predict.script.processes import first_process_alone
 from mezzo.measure.predict.script.saves import saved_in_memory
 from mezzo.measure.predict.script.sizes import largest_sizes
 from mezzo.measure.predict.script.tapes import TapeRequest
-from mezzo.measure.predict.stand_ins import asking_frame, stand_ins
+from mezzo.measure.predict.stand_ins import reading_frame, stand_ins
 from mezzo.measure.predict.tape import Kind, TrainingTape
 from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of, units_of
 from mezzo.policy import Policy
@@ -194,7 +194,7 @@ class ScriptRecorder:
         tensors = [t for t in (*tree_leaves((args, kwargs)), *module.parameters()) if isinstance(t, Tensor)]
         self.channels_last = self.channels_last or any(map(_is_channels_last, tensors))
         self.recorder.phase = "inputs"
-        self.recorder.own((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "inputs")
+        self.recorder.add_existing((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "inputs")
         self._own_moved()
         self.recorder.phase = "forward"
         self._open.enter_context(self._region())
@@ -214,14 +214,14 @@ class ScriptRecorder:
         for unit, size in units_of(module).items():
             self.tape.units[unit] = self.tape.units.get(unit, 0) + size
         for tensors, kind in _weights(module):
-            self.recorder.own(tensors, kind)
+            self.recorder.add_existing(tensors, kind)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         """Return what lies on the GPU of a tensor that was moved: a part of a larger one in host memory is a tensor of its own there."""
         if self.recorder.recording and self.recorder.phase != "optimizer":
             return tensor  # inside a model
         known = self._on_gpu.get(storage_key(tensor))
-        if self.recorder.knows(tensor) or (known is not None and known() is not None):
+        if self.recorder.has_block(tensor) or (known is not None and known() is not None):
             return tensor
         if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
             recording, self.recorder.recording = self.recorder.recording, False
@@ -234,7 +234,7 @@ class ScriptRecorder:
     def _own_moved(self) -> None:
         """Allocate what was moved to the GPU and is not known yet, as the labels of a batch."""
         there = [tensor for made in self._on_gpu.values() if (tensor := made()) is not None]
-        self.recorder.own((tensor for tensor in there if not self.recorder.knows(tensor)), "inputs")
+        self.recorder.add_existing((tensor for tensor in there if not self.recorder.has_block(tensor)), "inputs")
         self._on_gpu.clear()
 
     def _own_what_else_is_there(self, fake: FakeTensorMode) -> None:
@@ -244,7 +244,9 @@ class ScriptRecorder:
         found = (one for one in gc.get_objects() if issubclass(type(one), nn.Module) and id(one) not in self._known)
         for module in sorted(found, key=_told_apart):  # the collector's order differs from run to run
             for tensors, kind in _weights(module):
-                self.recorder.own((t for t in tensors if isinstance(t, FakeTensor) and t.fake_mode is fake), kind)
+                self.recorder.add_existing(
+                    (t for t in tensors if isinstance(t, FakeTensor) and t.fake_mode is fake), kind
+                )
         self._own_moved()
 
     def _backward_begins(self) -> None:
@@ -275,7 +277,7 @@ class ScriptRecorder:
             for masters in self._masters:
                 masters.begin([optimizer])
                 held = (masters.held(p) for model in self._models for p in model.parameters())
-                self.recorder.own((p for p in held if id(p) not in own), "optimizer")
+                self.recorder.add_existing((p for p in held if id(p) not in own), "optimizer")
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
@@ -316,7 +318,7 @@ class ScriptRecorder:
         self._note("" if frame is None else _line_of(frame), self.sized_at)
 
     def _note_line(self) -> None:
-        frame = asking_frame()
+        frame = reading_frame()
         if frame is not None and frame.f_code.co_filename == self._request.script:
             self._note(_line_of(frame), self.read_at)
 
