@@ -167,7 +167,7 @@ for step in range(4):
     optimizer.step()
 """
 TOLD = [
-    ("print()", "what the script is told of its GPU", "it asks torch.cuda.is_available()"),
+    ("print()", "the GPU that the script sees", "it queries torch.cuda.is_available()"),
     (
         "torch.ops.of_a_gpu.kernel()",
         "torch.cuda.is_available()",

@@ -10,7 +10,7 @@ from mezzo.errors import UsageError
 from mezzo.measure.predict.script import data as script_data
 from mezzo.measure.predict.script.data import SlowData
 from mezzo.measure.predict.script.plan import script_plan
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, recorded_tapes
 
 SAMPLES, CLASSES = 60, 7
@@ -52,7 +52,7 @@ def script(
 
 def traced(path: str, *, numbers_first: bool) -> ScriptTape:
     request = TapeRequest(script=path, arguments=(), policy="fp32", numbers_first=numbers_first)
-    return recorded(request)
+    return record_script(request)
 
 
 def parameters_bytes(made: ScriptTape) -> int:

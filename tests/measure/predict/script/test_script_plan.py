@@ -16,7 +16,7 @@ from mezzo.gpus import gpu_named
 from mezzo.measure.predict.plan import predict
 from mezzo.measure.predict.script import plan as module
 from mezzo.measure.predict.script.plan import ScriptPlan, script_plan
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 from mezzo.measure.predict.tape import TrainingTape, _size_at
 
@@ -54,7 +54,7 @@ for step in range(10):
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None) -> list[ScriptTape]:
         try:
-            return [recorded(request) for request in requests]
+            return [record_script(request) for request in requests]
         except Exception as error:  # as the process of a tape reports it
             raise UsageError(str(error), hint="none") from error
 
@@ -83,7 +83,7 @@ def test_another_batch_has_the_tape_that_the_script_has_at_that_batch(policy: st
     assert (plan.batch, plan.unit, plan.optimizer) == (8, "samples", "AdamW")
     assert _said(plan, "batch") == "8 samples: what the DataLoader yields"
     assert _said(plan, "other batch sizes").startswith("follow: ")
-    wanted = recorded(TapeRequest(script=script, arguments=["32"], policy=policy)).tape
+    wanted = record_script(TapeRequest(script=script, arguments=["32"], policy=policy)).tape
     assert wanted is not None
     found = plan.tapes[policy].at(32)
     assert _cost(found) == _cost(wanted)
@@ -113,7 +113,7 @@ def test_batches_without_a_loader_do_not_follow(tmp_path: Path) -> None:
     script = _script(tmp_path, SLICES)
     plan = script_plan(script, ["8"], ["fp32"])
     assert plan.batch == 8
-    assert _said(plan, "batch") == "8 samples: the first dimension of what the model is called with"
+    assert _said(plan, "batch") == "8 samples: the first dimension of the model's inputs"
     assert _said(plan, "other batch sizes").startswith(
         "do not follow: neither a DataLoader nor a number in the script sets the size of its batch"
     )
@@ -220,7 +220,7 @@ def test_the_size_is_found_where_the_script_sets_it(
         PLAIN.format(sizes=sizes.replace("48", "96"), size=size.replace("48", "96"), hidden=hidden), encoding="utf-8"
     )
     words = [word.replace("48", "96") for word in arguments]
-    wanted = recorded(TapeRequest(script=str(longer), arguments=words, policy="fp32")).tape
+    wanted = record_script(TapeRequest(script=str(longer), arguments=words, policy="fp32")).tape
     assert wanted is not None
     assert _cost(plan.tapes["fp32"].at(96)) == _cost(wanted)
 
@@ -319,7 +319,7 @@ def test_the_size_is_found_in_the_files_that_the_script_reads(
     ) -> ScriptTape:  # a tape's own process has imported nothing of the script, and no optimizer is patched
         monkeypatch.delitem(sys.modules, Path(file).stem, raising=False)
         monkeypatch.setattr(torch.nn, "Linear", linear)
-        return recorded(request)
+        return record_script(request)
 
     linear = torch.nn.Linear
     monkeypatch.setattr(module, "recorded_tapes", lambda requests, **_: [alone(request) for request in requests])
@@ -365,7 +365,7 @@ def test_an_argument_can_name_the_batch(tmp_path: Path) -> None:
     other = plan.tapes["fp32"].second
     assert other is not None
     assert other.batch == 8
-    with pytest.raises(UsageError, match=r"arguments have {batch} and --batch is missing"):
+    with pytest.raises(UsageError, match=r"arguments contain {batch}, but --batch is missing"):
         script_plan(script, ["{batch}"], ["fp32"])
 
 
@@ -458,7 +458,7 @@ def test_a_loss_of_all_pairs_grows_with_the_square_of_the_batch(tmp_path: Path) 
         text = PAIRS.replace("batch_size=8", f"batch_size={batch}")
         path = tmp_path / f"train{batch}.py"
         path.write_text(text)
-        wanted = recorded(TapeRequest(script=str(path), arguments=[], policy="fp32")).tape
+        wanted = record_script(TapeRequest(script=str(path), arguments=[], policy="fp32")).tape
         assert wanted is not None
         found = plan.tapes["fp32"].at(batch)
         for one, other in zip(found.operations, wanted.operations, strict=True):
@@ -510,5 +510,5 @@ def test_an_argument_that_sets_the_batch_and_no_other_size_is_named(tmp_path: Pa
     Path(script).write_text(Path(script).read_text().replace("size = int(sys.argv[1])", ""), encoding="utf-8")
     plan = script_plan(script, ["--batch-size", "8"], ["fp32"])
     said = _said(plan, "other batch sizes")
-    assert said.startswith("do not follow: --batch-size seems to set it, and with 4 in place of 8 ")
+    assert said.startswith("do not follow: --batch-size seems to set it, but with 4 in place of 8 ")
     assert "eight only" in said
