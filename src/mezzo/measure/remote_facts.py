@@ -31,9 +31,9 @@ def read_facts(path: Path) -> Facts:
         ) from None
 
 
-def main(words: Sequence[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Write the facts of this machine to the file that the first argument names."""
-    write_whole(TypeAdapter(Facts).dump_json(facts()).decode(), Path(words[0]))
+    write_whole(TypeAdapter(Facts).dump_json(facts()).decode(), Path(arguments[0]))
 
 
 if __name__ == "__main__":

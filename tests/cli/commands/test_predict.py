@@ -272,7 +272,7 @@ def test_the_record_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("--price free", "--price 'free' has 'free' where a price for an hour belongs"),
         ("-m", "-m belongs to a script, not to --model transformers:tiny"),
         ("--optimizer adamwx", "--optimizer 'adamwx' cannot be predicted"),
-        ("--model transformers:tinny", "no configuration of 'tinny'"),
+        ("--model transformers:tinny", "no configuration for 'tinny'"),
     ],
 )
 def test_bad_words(words: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

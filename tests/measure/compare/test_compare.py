@@ -225,10 +225,10 @@ def test_another_number_of_steps_is_no_equivalence() -> None:
     half = [run("bf16", falling(1.0, num_steps=50), seed=seed) for seed in range(3)]
     row = row_of(base + half)
     assert row.verdict == "different"
-    assert row.reason.startswith("made 50 steps where fp32 made 100 with seed 0, and 2 more like it; loss 1 against 1")
+    assert row.reason.startswith("ran 50 steps where fp32 ran 100 with seed 0, and 2 more like it; loss 1 against 1")
     one = row_of([*base, *(run("bf16", falling(1.0, num_steps=99 + (seed > 0)), seed=seed) for seed in range(3))])
     assert one.verdict == "different"
-    assert one.reason.startswith("made 99 steps where fp32 made 100 with seed 0; ")
+    assert one.reason.startswith("ran 99 steps where fp32 ran 100 with seed 0; ")
 
 
 def test_where_the_baselines_own_numbers_of_steps_differ_nothing_is_decided() -> None:
@@ -237,7 +237,7 @@ def test_where_the_baselines_own_numbers_of_steps_differ_nothing_is_decided() ->
     row = row_of(base + other)
     assert (row.verdict, row.reason.split("; ")[0]) == (
         "undecided",
-        "made 101 steps where fp32 made 100 with seed 0, and 2 more like it",
+        "ran 101 steps where fp32 ran 100 with seed 0, and 2 more like it",
     )
 
 

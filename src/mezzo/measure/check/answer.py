@@ -345,11 +345,11 @@ def _cause(case: Case, policy: str) -> str:
     diagnosis = case.diagnosed.get(policy)
     if diagnosis is None or not diagnosis.located:
         return ""
-    place = f"step {diagnosis.step}, {diagnosis.phase} pass of {diagnosis.module}" + (
+    where = f"step {diagnosis.step}, {diagnosis.phase} pass of {diagnosis.module}" + (
         f", {diagnosis.line}" if diagnosis.line else ""
     )
     fix = f"; fix: {diagnosis.fix}{' (tried)' if diagnosis.fix_tried else ''}" if diagnosis.fix else ""
-    return f"{diagnosis.verdict.replace('_', ' ')} in {place}: {diagnosis.detail.rstrip('.')}{fix}"
+    return f"{diagnosis.verdict.replace('_', ' ')} in {where}: {diagnosis.detail.rstrip('.')}{fix}"
 
 
 def _none_trains_alike(case: Case) -> str:

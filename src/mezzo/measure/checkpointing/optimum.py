@@ -82,7 +82,7 @@ def candidates_of(trace: ForwardTrace, *, smallest_share: float = _SMALLEST_SHAR
                 regions[keeps] = region
         if regions:
             found.append(CheckpointCandidate(call, regions))
-    # A plan holds for every call of a module, so what it keeps has to be possible in each.
+    # A plan applies to every call of a module, so what it keeps has to be possible in each.
     calls = Counter(call.module for call in trace.calls)
     ways_of = Counter((one.call.module, keeps) for one in found for keeps in one.regions)
     for one in found:

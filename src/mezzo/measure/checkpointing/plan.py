@@ -77,10 +77,10 @@ class CheckpointPlan:
                 f"{bytes_text(costs.peak_bytes):>9} in the backward pass; recomputes {self._share(costs):.0%} of the forward pass's "
                 f"FLOPs, and moves {bytes_text(costs.recomputed_moved_bytes)}"
             )
-        for keeps, words in (("inputs", "keep their inputs"), ("products", "keep their products")):
+        for keeps, action in (("inputs", "keep their inputs"), ("products", "keep their products")):
             named = [name or "(the model)" for name, one in self.regions.items() if one == keeps]
             if named:
-                lines.append(f"  {words}: {', '.join(named)}")
+                lines.append(f"  {action}: {', '.join(named)}")
         left_out = outermost([name for name in self.refused if name])
         lines += [f"  left out: {name}: {self.refused[name]}" for name in left_out[:3]]
         if len(left_out) > 3:

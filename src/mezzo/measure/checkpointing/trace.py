@@ -235,8 +235,8 @@ class _Tracer:
 
     def finish(self) -> None:
         """Mark the saved tensors whose graphs are alive."""
-        for place, saved, placeholder in self._saved:
-            self.events[place] = saved._replace(alive=placeholder() is not None)
+        for index, saved, placeholder in self._saved:
+            self.events[index] = saved._replace(alive=placeholder() is not None)
 
     def trace(self, changed: tuple[str, ...], buffer_bytes: Mapping[str, int]) -> ForwardTrace:
         """Return the trace, with the buffers that turned out to be changed."""

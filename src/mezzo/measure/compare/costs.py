@@ -16,7 +16,7 @@ SLOWER, _LARGER = 0.95, 1.02
 
 
 def step_ms(run: RunRecord) -> float:
-    """Return the median step time after warm-up, or of all steps if no more were made."""
+    """Return the median step time after warm-up, or of all steps if there are no others."""
     times = run.steps.time_ms
     warm = times[max(_MIN_WARMUP_STEPS, len(times) // 10) :] or times
     finite = [ms for ms in warm if math.isfinite(ms)]

@@ -142,9 +142,9 @@ class Learning:
 
 def spreads_of(levels: Sequence[float]) -> tuple[float, float]:
     """Return the standard deviation of three or more levels about their mean, and about a straight line."""
-    values, places = np.asarray(levels), np.arange(len(levels)) - (len(levels) - 1) / 2.0
+    values, positions = np.asarray(levels), np.arange(len(levels)) - (len(levels) - 1) / 2.0
     centred = values - values.mean()
-    rest = centred - places * (places @ centred) / (places @ places)
+    rest = centred - positions * (positions @ centred) / (positions @ positions)
     return float(np.std(centred, ddof=1)), float(np.sqrt(rest @ rest / (len(levels) - 2)))
 
 

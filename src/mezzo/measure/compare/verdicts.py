@@ -139,9 +139,9 @@ def _objections(
     unequal = [pair for pair in pairs if len(pair.run.steps) != len(pair.baseline.steps)]
     if unequal:
         first, same = unequal[0], len({len(run.steps) for run in base.sound.values()}) == 1
-        counts = f"{len(first.run.steps)} steps where {base.group.name} made {len(first.baseline.steps)}"
+        counts = f"{len(first.run.steps)} steps where {base.group.name} ran {len(first.baseline.steps)}"
         more = f", and {len(unequal) - 1} more like it" if len(unequal) > 1 else ""
-        objections.append((f"made {counts} with {first.key}{more}", "different" if same else "undecided"))
+        objections.append((f"ran {counts} with {first.key}{more}", "different" if same else "undecided"))
     if pairs and all(pair.run.changed_nothing for pair in pairs):
         objections.append((_describe_no_effect(pairs[0].run), "undecided"))
     objections += [(text, "undecided") for text in replayed(pairs)]

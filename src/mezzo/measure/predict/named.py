@@ -84,7 +84,7 @@ def _images(size: int, n: int) -> dict[str, Tensor]:
 
 def _class_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     outputs = model(inputs["x"])
-    if isinstance(outputs, tuple):  # networks with auxiliary heads return them beside the output
+    if isinstance(outputs, tuple):  # networks with auxiliary heads return their outputs as well
         losses = [F.cross_entropy(o, inputs["y"]) for o in outputs if isinstance(o, Tensor)]
         return torch.stack(losses).sum(), outputs
     return F.cross_entropy(outputs, inputs["y"]), outputs
@@ -102,7 +102,7 @@ def _transformer(text: str, name: str, image: int | None, sequence: int | None) 
     by_end = {key.split("/")[-1].lower(): key for key in known}
     key = name if name in known else by_end.get(name.split("/")[-1].lower())
     if key is None:
-        raise UsageError(f"Mezzo has no configuration of {name!r}", hint=nearest(name, known))
+        raise UsageError(f"Mezzo has no configuration for {name!r}", hint=nearest(name, known))
     facts = known[key]
     transformers = import_library("transformers")
     config = transformers.AutoConfig.for_model(facts["type"], **facts["config"])
@@ -171,8 +171,8 @@ def tape_of(
 
     def build() -> nn.Module:
         with quiet():
-            made = model.build()
-        return made.to(memory_format=torch.channels_last) if channels_last else made  # type: ignore[call-overload]
+            built = model.build()
+        return built.to(memory_format=torch.channels_last) if channels_last else built  # type: ignore[call-overload]
 
     def prepared(tensor: Tensor) -> Tensor:
         return tensor.contiguous(memory_format=torch.channels_last) if channels_last and tensor.dim() == 4 else tensor

@@ -8,7 +8,7 @@ being gathered, and its gradients are scattered after its backward pass::
     FSDP2           3 (n - 1) / n x parameters      a step: gathered twice, gradients scattered once
 
 in the bytes of the formats that are sent, over one direction of the link in ``links.csv``. Communication during computation is free
-until it takes longer; the first gather and the last scatter overlap with nothing.
+until it takes longer; the first gather and the last scatter overlap with no computation.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _allocated_in_optimizer(tape: TrainingTape) -> set[int]:
     """Return the numbers of temporary blocks that the optimizer's steps allocate: of the size of what they update."""
     found: set[int] = set()
     for begin in tape.optimizer_starts:
-        end = min((place for place in tape.step_starts if place > begin), default=len(tape.events))
+        end = min((index for index in tape.step_starts if index > begin), default=len(tape.events))
         found.update(event for event in tape.events[begin:end] if event >= 0)
     return {number for number in found if tape.blocks[number].kind == "temporaries"}
 
@@ -149,9 +149,9 @@ def _with_buckets(tape: TrainingTape) -> TrainingTape:
         tape,
         blocks=[*tape.blocks, MemoryBlock(size, "temporaries")],
         events=events,
-        step_starts=[place + 1 for place in tape.step_starts],
-        backward_starts=[place + 1 for place in tape.backward_starts],
-        optimizer_starts=[place + 1 for place in tape.optimizer_starts],
+        step_starts=[index + 1 for index in tape.step_starts],
+        backward_starts=[index + 1 for index in tape.backward_starts],
+        optimizer_starts=[index + 1 for index in tape.optimizer_starts],
     )
 
 
@@ -160,17 +160,17 @@ def _with_whole_layers(tape: TrainingTape, *, gathered: list[int], scattered: li
     blocks, events = list(tape.blocks), list[int]()
     boundaries = sorted(
         # at the same index an optimizer's step without allocations ends before the next step begins
-        [(place, 0, "optimizer") for place in tape.optimizer_starts]
-        + [(place, 1, "step") for place in tape.step_starts]
-        + [(place, 2, "backward") for place in tape.backward_starts]
+        [(index, 0, "optimizer") for index in tape.optimizer_starts]
+        + [(index, 1, "step") for index in tape.step_starts]
+        + [(index, 2, "backward") for index in tape.backward_starts]
     )
     sizes = {"step": gathered, "backward": scattered, "optimizer": list[int]()}
     starts: dict[str, list[int]] = {kind: [] for kind in sizes}
     open_blocks: dict[str, list[int]] = {}
     done = 0
-    for place, _, kind in boundaries:
-        events += tape.events[done:place]
-        done = place
+    for index, _, kind in boundaries:
+        events += tape.events[done:index]
+        done = index
         starts[kind].append(len(events))
         if kind == "optimizer":
             events += [~number for numbers in open_blocks.values() for number in numbers]

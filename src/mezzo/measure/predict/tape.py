@@ -86,9 +86,9 @@ class TrainingTape:
     tries_algorithms: bool = False
     """Whether cuDNN may try its algorithms for convolutions."""
     read_at: list[str] = field(default_factory=list)
-    """Lines of a model by name that asked for a number (``stand_ins``)."""
+    """Lines of a model by name that read a number (``stand_ins``)."""
     units: dict[str, int] = field(default_factory=dict)
-    """Bytes of parameters by the part of the model that sharding gathers at once: a layer of a list, or ``""`` for the rest."""
+    """Bytes of parameters by the part of the model that sharding gathers together: a layer of a list, or ``""`` for the rest."""
 
     def at_batch(self, other: TrainingTape, batch: int) -> TrainingTape:
         """Return the tape of the same training at ``batch``, from this tape and ``other`` at another batch size.

@@ -118,13 +118,13 @@ def _note_line(lines: list[str]) -> None:
 
 def units_of(model: nn.Module) -> dict[str, int]:
     """Return the bytes of parameters by layer of a list, named up to its number; ``""`` for parameters outside of lists."""
-    found: dict[str, int] = {}
+    units: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         parts = name.split(".")
-        end = next((place + 1 for place, part in enumerate(parts) if part.isdecimal()), 0)
+        end = next((index + 1 for index, part in enumerate(parts) if part.isdecimal()), 0)
         unit = ".".join(parts[:end])
-        found[unit] = found.get(unit, 0) + parameter.numel() * parameter.element_size()
-    return found
+        units[unit] = units.get(unit, 0) + parameter.numel() * parameter.element_size()
+    return units
 
 
 def _checkpoint(

@@ -64,7 +64,7 @@ def judged(runs: Runs) -> Judgement:
     if runs.error is not None and runs.checkpoints:
         return Judgement(verdict="does_not_resume", why=f"started again, it failed: {runs.error}")
     if not runs.resumed.points:
-        return _not_resumed(runs, "started again, it made no step")
+        return _not_resumed(runs, "started again, it ran no step")
     first = runs.resumed.points[min(runs.resumed.points)]
     start = start_of(runs.whole, first, latest=runs.stopped_after)
     if start is None:
@@ -114,7 +114,7 @@ def _compared(runs: Runs, pair: Resumed, other_weights: Sequence[str]) -> Judgem
     harmless = [one for one in _all_progress(pair) if one not in progress]
     failed = "" if runs.error is None else f"; it then failed: {runs.error}"
     if not missing and _same_course(difference, pair) and not failed and _same_end(runs):
-        why = f"resumed after step {pair.resumed_after}, it made the same {runs.resumed.num_updates} steps to the bit"
+        why = f"resumed after step {pair.resumed_after}, it ran the same {runs.resumed.num_updates} steps, bit for bit"
         without_effect = [
             Reason(what=one.state, value=f"{one.name}: {one.resumed}, {one.undisturbed} undisturbed", reason=_NO_EFFECT)
             for one in harmless

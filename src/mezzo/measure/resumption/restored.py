@@ -1,4 +1,4 @@
-"""The parts of a training's state, one by one: the resumed run's first state compared with the undisturbed run's there."""
+"""The parts of a training's state, one by one: the resumed run's first state compared with that of the undisturbed run."""
 
 from __future__ import annotations
 

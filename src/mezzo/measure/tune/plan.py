@@ -1,4 +1,4 @@
-"""Choose the next run of a search by a pure function of what is known so far, so that a table can test every course of a search.
+"""Choose the next run of a search by a pure function of what is known so far, so that a table of cases can test every course of it.
 
 1. Every configuration runs for a few steps, beginning with what the script does now. Configurations that fail, exceed the memory, are
    emulated or change nothing are dropped, and so are batches larger than one that did not fit, and variants of a policy that changed
@@ -43,7 +43,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneState:
-    """What a search knows so far."""
+    """What is known in a search so far."""
 
     configurations: tuple[Configuration, ...]
     """What the script does now first."""
@@ -201,7 +201,7 @@ def fault(known: TuneState, trial: Trial) -> str:
     if why := known.unlike_now(trial):
         return why
     if speed_of(run) is None:
-        return f"it made {len(run.steps)} steps, too few to be timed"
+        return f"it ran {len(run.steps)} steps, too few to be timed"
     return ""
 
 
@@ -215,7 +215,7 @@ def pruned(known: TuneState, configuration: Configuration) -> str:
     """Return why a configuration need not be run; empty if it is to be.
 
     Reasons are a prediction, a smaller batch that did not fit, a layout of images that the same script has none for, and a policy that
-    changed nothing of it: a memory layout, torch.compile and checkpointing do not decide what is computed in which format.
+    changed nothing: a memory layout, torch.compile and checkpointing do not decide what is computed in which format.
     """
     if configuration in known.ruled_out:
         return known.ruled_out[configuration]

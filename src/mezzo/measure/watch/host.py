@@ -58,7 +58,7 @@ class HostSamples:
         """How often the thread was seen at each line of the script while it had slept since the sample before."""
 
     def take(self) -> None:
-        """Take one sample; costs one small file and a walk up the thread's stack."""
+        """Take one sample; the cost is one small file read and a walk up the thread's stack."""
         sample = HostSample(time.perf_counter(), *self._times_s())
         if self.samples:
             before = self.samples[-1]

@@ -1,7 +1,7 @@
 """Time each operation of one step on the host, with the operations and bytes that its operands imply.
 
 The clock is the CPU time of the thread: on a busy machine, time in which another process had the core does not count. On a GPU
-an operation's time is that of its launch, so only operations and bytes say anything there.
+an operation's time is that of its launch, so only the counts of operations and bytes are meaningful there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measure the rates of this machine and save them: ``mezzo predict --calibrate``.
 
-Small trainings run on the device. Each of their operations is timed by itself, and the least of several repeats counts: the thread's
+Small trainings run on the device. Each of their operations is timed separately, and the fastest of several repeats counts: the thread's
 CPU time on a CPU, so that other programs matter little, and events on a GPU. Lines through these times are the rates; whole steps,
 timed without a recorder, show the time between operations. The rates are in the user's cache folder, one file for each device.
 """

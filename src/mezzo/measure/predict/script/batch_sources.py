@@ -94,12 +94,12 @@ def _in_configuration(file: str, size: int) -> Iterator[BatchSource]:
 
 
 def _in_arguments(arguments: Sequence[str], size: int) -> Iterator[BatchSource]:
-    for place, word in enumerate(arguments):
+    for index, word in enumerate(arguments):
         option, equals, value = word.partition("=")
         if equals and value == str(size) and _NAMED.search(option):
-            yield BatchSource(where=option, argument=place)
-        elif word == str(size) and place and arguments[place - 1].startswith("-") and _is_batch(arguments[place - 1]):
-            yield BatchSource(where=arguments[place - 1], argument=place)
+            yield BatchSource(where=option, argument=index)
+        elif word == str(size) and index and arguments[index - 1].startswith("-") and _is_batch(arguments[index - 1]):
+            yield BatchSource(where=arguments[index - 1], argument=index)
 
 
 def _is_batch(option: str) -> bool:

@@ -73,9 +73,9 @@ def script_plan(
             f"the script's arguments contain {BATCH}, but --batch is missing", hint="type: mezzo predict --batch 64 …"
         )
     batch_in_arguments = batch if has_batch(arguments) else None
-    words = with_batch(arguments, batch_in_arguments)
+    own_arguments = with_batch(arguments, batch_in_arguments)
     requests = [
-        TapeRequest(script=script, arguments=words, policy=policy, as_module=as_module, gpu_present=on_gpu)
+        TapeRequest(script=script, arguments=own_arguments, policy=policy, as_module=as_module, gpu_present=on_gpu)
         for policy in policies
     ]
     deadline_s = None if limit_s is None else time.monotonic() + limit_s

@@ -1,7 +1,7 @@
 """Record a few steps of an unmodified script on fake tensors: ``python -m mezzo.measure.predict.script.process REQUESTS``.
 
 The script runs from its first line under a fake-tensor mode, so its model and its data take no memory and have no numbers. Where
-it asks for a number (``loss.item()``, a condition, ``tolist``), it gets 1.0, 0 or False, which the record mentions. A script
+it reads a number (``loss.item()``, a condition, ``tolist``), it gets 1.0, 0 or False, which the record mentions. A script
 that takes long to prepare its data has numbers until its first module (``data``). Recording begins when a model in
 training mode is called, and ends after the second optimizer step, where the script stops. Between a step and the next call of the
 model the script prepares data, which is the host's work and not recorded.

@@ -28,7 +28,7 @@ def first_process_alone(*, launched: bool) -> Iterator[None]:
         launched: whether to set the variables that a launcher sets for the only process of a job.
     """
     with ExitStack() as stack:
-        for home, name, made in (
+        for home, name, substitute in (
             *(
                 [(dist, "init_process_group", _with_fake_backend(dist.init_process_group))]
                 if dist.is_available()
@@ -40,7 +40,7 @@ def first_process_alone(*, launched: bool) -> Iterator[None]:
             (parallel.DataParallel, "forward", _on_one_gpu),
             (parallel, "data_parallel", _data_parallel),
         ):
-            stack.enter_context(patch.object(home, name, made))
+            stack.enter_context(patch.object(home, name, substitute))
         if launched:
             stack.enter_context(patch.dict(os.environ, ONLY_PROCESS))
         try:

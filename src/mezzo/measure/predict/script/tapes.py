@@ -1,7 +1,7 @@
 """Tapes of unmodified scripts, recorded in a process of their own (``process``).
 
 The size of a batch is that of what a ``DataLoader`` yields; other sizes follow from a tape at half the size, which the loader is
-made to yield. For a script without loaders, its arguments, its text and the files that it reads are searched for the size.
+made to yield. For a script without loaders, the size is looked for in its arguments, its text and the files that it reads.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ScriptTape:
     num_steps: int = 0
     from_loader: bool = False
     size_at: str = ""
-    """What sets the size of a batch in the script, where that is no loader."""
+    """What sets the size of a batch in the script, if that is not a loader."""
     modules: Sequence[str] = ()
     """The Python files of its own that the script imports."""
     configurations: Sequence[str] = ()
