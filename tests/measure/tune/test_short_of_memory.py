@@ -9,7 +9,8 @@ import pytest
 
 import record_builders as build
 from mezzo.measure.checkpointing.wanted import bytes_text
-from mezzo.measure.tune.short_of_memory import host_bytes, short_of_memory
+from mezzo.measure.environment import host_bytes
+from mezzo.measure.tune.short_of_memory import short_of_memory
 from mezzo.records import Effective, Memory, RunRecord, Steps
 
 ON_CPU = (

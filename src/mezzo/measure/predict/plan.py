@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from mezzo.errors import UsageError, nearest
 from mezzo.gpus import Gpu
+from mezzo.measure.environment import host_bytes
 from mezzo.measure.predict.calibration.calibrate import Calibration
 from mezzo.measure.predict.constants import fitted
 from mezzo.measure.predict.memory.of_tape import (
@@ -183,7 +183,7 @@ def predict_cpu(tape: TrainingTape, calibration: Calibration, *, batch: int) -> 
         reserved_bytes=memory.allocated_bytes,  # the C library's allocator keeps little
         device_bytes=memory.allocated_bytes,
         memory_bytes=memory.by_kind_bytes,
-        fits=memory.allocated_bytes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        fits=memory.allocated_bytes < host_bytes(),
         over_fp32=1.0,
         verdict=f"This machine, {calibration.threads} threads.",
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 
 from mezzo.measure.checkpointing.wanted import bytes_text
+from mezzo.measure.environment import host_bytes
 from mezzo.records import RunRecord
 
 _REQUESTED = re.compile(r"tried to allocate (\d+) bytes")
@@ -31,8 +31,3 @@ def short_of_memory(run: RunRecord) -> str:
     if "out of memory" in (run.error or "").lower():
         return run.error or ""
     return ""
-
-
-def host_bytes() -> int:
-    """Return the memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

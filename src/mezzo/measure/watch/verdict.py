@@ -1,14 +1,12 @@
 """Decide what holds a run back, by a pure function of the shares of the run's time.
 
-    input          the thread waited for its DataLoader
-    communication  it waited in a collective of torch.distributed
-    waiting        it slept elsewhere: a lock, ``time.sleep``, a disk, a socket
-    preempted      it was ready to run while other processes had the cores: not the script's fault, never the verdict
-    host           it ran Python, or operations so small that launching them takes longer than the work
-    bandwidth      it ran operations that move more bytes than the machine can while it computes their products
-    arithmetic     it ran products: only the device's rate holds it back
-
-The usual marks of a busy GPU: utilisation above 90%, memory above 80%, power above 60% of the limit.
+input          the thread waited for its DataLoader
+communication  it waited in a collective of torch.distributed
+waiting        it slept elsewhere: a lock, ``time.sleep``, a disk, a socket
+preempted      it was ready to run while other processes had the cores: not the script's fault, never the verdict
+host           it ran Python, or operations so small that launching them takes longer than the work
+bandwidth      it ran operations that move more bytes than the machine can while it computes their products
+arithmetic     it ran products: only the device's rate holds it back
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ from dataclasses import dataclass, field
 from mezzo.measure.watch.rates import DeviceRates
 from mezzo.records import Bottleneck, GpuUse, Limit, Reason
 
-BUSY, FULL, POWERED = 0.9, 0.8, 0.6
-"""The usual marks: utilisation, memory, and power against its limit."""
 _LOST = 0.25
 """Share of the time from which a wait is what holds a run back. A healthy loader takes a few per cent."""
 _MIN_STEPS, _MIN_S = 5, 0.2
