@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.records import Reason
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
@@ -40,7 +41,7 @@ def memory_settings(
         why = "moments take 1 byte a weight instead of 4"
         savings.append((int(_EIGHT_BIT * state), 'mezzo.AdamW(..., moments="8bit")', why))
     settings = [
-        Reason(what="write", value=setting, reason=f"saves {_size(saved_bytes)}: {why}")
+        Reason(what="write", value=setting, reason=f"saves {bytes_text(saved_bytes)}: {why}")
         for saved_bytes, setting, why in sorted(savings, key=lambda one: -one[0])
     ]
     permanent_bytes = sum(size for kind, size in bytes_by_kind.items() if kind in (PARAMETERS, GRADIENTS, OPTIMIZER))
@@ -51,10 +52,3 @@ def memory_settings(
             value = f"{share:.0%} of the batch fits"
             settings.insert(0, Reason(what="largest batch, estimated", value=value, reason=why))
     return settings
-
-
-def _size(num_bytes: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes} B"
