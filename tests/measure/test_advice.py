@@ -1,4 +1,4 @@
-"""What to do about errors whose cause does not show in their text."""
+"""Advice on errors whose text does not show the cause."""
 
 from __future__ import annotations
 

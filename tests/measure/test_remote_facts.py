@@ -1,4 +1,4 @@
-"""What another machine can compute, in a file: read as it was written; anything else is refused."""
+"""What another machine can compute, in a file: read back as written; any other content is refused."""
 
 from __future__ import annotations
 

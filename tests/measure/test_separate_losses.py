@@ -1,4 +1,4 @@
-"""A script's several losses: told apart by the optimizers that they belong to, or left as one."""
+"""The several losses of a script: separated by the optimizers that they belong to, or left as one."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_gans_losses_alternate(policy: str) -> None:
     assert found(steps) == {"net_d": ([1, 3, 5], [10.5, 11.5, 12.5]), "net_g": ([2, 4, 6], [20.0, 21.0, 22.0])}
 
 
-def test_losses_of_one_update_are_told_apart_by_what_they_reach() -> None:
+def test_losses_of_one_update_are_separated_by_what_they_reach() -> None:
     def train() -> None:
         net_g, net_d = nn.Linear(2, 2), nn.Linear(2, 1)
         updates = sgd(net_g), sgd(net_d)

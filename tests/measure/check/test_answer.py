@@ -77,7 +77,7 @@ def test_the_fastest_of_those_that_train_alike() -> None:
     assert found.evidence.startswith("every step's loss is identical to fp32's")
 
 
-def test_emulated_policies_are_bounded_for_the_gpu_and_their_order_is_an_experts() -> None:
+def test_emulated_policies_are_bounded_for_the_gpu_and_ordered_as_an_expert_would() -> None:
     policies = trained("bf16", emulated=True), trained("fp16", emulated=True)
     found = answered(case(trained("fp32"), *policies, for_gpu=True))
     assert (found.decision, found.policy) == ("use", "bf16")
@@ -134,7 +134,7 @@ def test_a_repaired_policy_says_what_was_changed() -> None:
 # --- stay --------------------------------------------------------------------------------------------------------------------
 
 
-def test_slower_here_means_to_stay_here_but_not_on_the_gpu() -> None:
+def test_a_policy_that_is_slower_only_here_may_still_be_used_on_the_gpu() -> None:
     runs = trained("fp32"), trained("bf16", ms=20.0)
     here = answered(case(*runs))
     assert (here.decision, here.policy) == ("stay", "fp32")
@@ -160,7 +160,7 @@ def predicted(times: float, over_tf32: float, *, validated: bool = True, fits: b
 
 
 @pytest.mark.parametrize("for_gpu", [False, True])
-def test_nothing_gained_means_to_stay_and_says_what_was_measured(for_gpu: bool) -> None:
+def test_without_a_gain_the_answer_is_to_stay_with_the_measured_figures(for_gpu: bool) -> None:
     asked = case(trained("fp32"), trained("bf16", ms=9.9, memory=SAME), for_gpu=for_gpu)
     asked = replace(asked, comparison=asked.comparison.model_copy(update={"real_gpus": predicted(1.3, 1.04)}))
     found = answered(asked)
@@ -227,7 +227,7 @@ def test_no_policy_trains_alike() -> None:
     assert found.memory_saved is None
 
 
-def test_the_cause_stands_beside_the_policy_that_failed() -> None:
+def test_the_cause_is_named_with_the_policy_that_failed() -> None:
     cause = DiagnoseRecord.model_validate(
         {
             "run": broken("fp16")[0],
@@ -330,7 +330,7 @@ def test_seeds_that_would_decide_are_named_with_the_time_they_take() -> None:
     )
 
 
-def test_what_few_seeds_decide_is_asked_before_what_takes_hundreds() -> None:
+def test_a_policy_that_few_seeds_decide_comes_before_one_that_needs_hundreds() -> None:
     groups = [
         [run(policy, falling(end), seed=seed, duration_s=60.0) for seed, end in enumerate(ends)]
         for policy, ends in (("bf16", (1.15, 1.05, 0.8)), ("fp16", (0.98, 1.1, 0.92)))

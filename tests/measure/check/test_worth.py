@@ -1,4 +1,4 @@
-"""What a policy is worth: gains beyond the spread, predictions beyond their error, memory that shows."""
+"""What a policy is worth: gains beyond the spread, predictions beyond their error, and memory savings large enough to use."""
 
 from __future__ import annotations
 

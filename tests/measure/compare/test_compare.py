@@ -1,4 +1,4 @@
-"""Verdicts and their reasons, rows over the same seeds, times and memory, against numbers worked out by hand."""
+"""Verdicts and their reasons, rows over the same seeds, times and memory, against numbers worked out manually."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_seed_that_fails_where_the_baselines_succeeds_bars_equivalent() -> Non
     )
 
 
-def test_a_seed_that_fails_under_the_baseline_too_is_told_and_bars_nothing() -> None:
+def test_a_seed_that_fails_under_the_baseline_too_is_reported_without_an_objection() -> None:
     base, other = series("fp32", [1.0, 1.0, 1.0]), series("bf16", [1.0, 1.0, 1.0])
     base[1], other[1] = (r.model_copy(update={"error": "no memory"}) for r in (base[1], other[1]))
     rows = judge(base + other).rows

@@ -1,4 +1,4 @@
-"""Times are compared between runs on like devices and beside as many others; else the row says why not."""
+"""Times are compared between runs on like devices with equally many concurrent runs; otherwise the row says why not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_unlike_runs_are_not_timed_and_the_row_says_why(
     assert "not compared" not in baseline.reason
 
 
-def test_a_cluster_without_gpus_may_have_had_other_work_beside_them() -> None:
+def test_a_cluster_without_gpus_may_have_run_other_work() -> None:
     placement = Placement(jobs=0, through="slurm", threads=1)
     runs = [timed("fp32", 0, 10.0, placement=placement), timed("bf16", 0, 5.0, placement=placement)]
     row = judge(runs).rows[1]

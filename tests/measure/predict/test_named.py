@@ -1,4 +1,4 @@
-"""Models by name: what a name builds, and what is said of a name that nobody knows."""
+"""Models by name: what a name builds, and the error for an unknown name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions beside a comparison: which policies are priced as which, and a script that cannot be traced."""
+"""Predictions for a comparison: which policies are priced as which, and a script that cannot be traced."""
 
 from __future__ import annotations
 

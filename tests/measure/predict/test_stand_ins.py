@@ -1,4 +1,4 @@
-"""Numbers that are asked for where there are none."""
+"""Numbers that a training reads while it is traced without numbers."""
 
 from __future__ import annotations
 

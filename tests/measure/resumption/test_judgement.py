@@ -1,4 +1,4 @@
-"""Verdicts from traces that are written by hand: what counts as a difference, and what is named."""
+"""Verdicts from handwritten traces: what counts as a difference, and what is named."""
 
 from __future__ import annotations
 

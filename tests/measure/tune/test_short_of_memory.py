@@ -1,4 +1,4 @@
-"""Runs that ended for want of memory, each with what is said of it."""
+"""Runs that ended for lack of memory, each with its reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _ended(**fields: Any) -> RunRecord:
         ({"error": "OutOfMemoryError: CUDA out of memory."}, "OutOfMemoryError: CUDA out of memory."),
     ],
 )
-def test_a_run_that_wanted_memory_says_so(fields: dict[str, Any], said: str) -> None:
+def test_a_run_that_lacked_memory_has_that_as_its_reason(fields: dict[str, Any], said: str) -> None:
     found = short_of_memory(_ended(**fields))
     assert found.startswith(said)
     assert (bytes_text(host_bytes()) in found) == (not found.startswith("OutOf"))

@@ -1,4 +1,4 @@
-"""Every course of a search: which run comes next, what is out, and the answer, on runs whose speeds are given."""
+"""Every course of a search: the next run, what is dropped, and the answer, on runs with given speeds."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_first_run_is_the_script_as_it_is() -> None:
     assert next_trial(replace(known, left_share=0.0)) is None
 
 
-def test_few_steps_first_then_the_finalists_beside_the_script_and_fp32() -> None:
+def test_few_steps_first_then_the_finalists_with_the_script_and_fp32() -> None:
     known, found = search(FAST)
     played = [(trial.round, trial.repeat) for trial in known.runs]
     assert played == [(0, 0)] * 6 + [(1, 0)] * 0 + [(FINAL, 0)] * 5 + [(FINAL, 1)] * 5 + [(FINAL, 2)] * 5

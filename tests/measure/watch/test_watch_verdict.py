@@ -1,4 +1,4 @@
-"""From evidence to verdict: every limit, by hand-made evidence with known shares."""
+"""From measurements to verdict: every limit, by invented measurements with known shares."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def test_shares_are_of_the_time_that_others_did_not_take() -> None:
         (2, 2, "cheaper transforms and decoding"),
     ],
 )
-def test_a_loader_is_told_to_have_workers_where_there_are_cores(num_workers: int, num_cores: int, change: str) -> None:
+def test_workers_are_suggested_where_there_are_cores(num_workers: int, num_cores: int, change: str) -> None:
     loader = Loader(num_workers=num_workers, pin_memory=True, persistent_workers=False)
     slow = dataclasses.replace(PLAIN, input_s=0.5, loader=loader, num_cores=num_cores)
     assert bottleneck(slow).change[0] == change
 
 
-def test_a_loader_on_a_gpu_is_told_what_it_lacks() -> None:
+def test_what_a_loader_for_a_gpu_lacks_is_suggested() -> None:
     loader = Loader(num_workers=2, pin_memory=False, persistent_workers=False)
     words = " ".join(bottleneck(dataclasses.replace(PLAIN, input_s=0.5, on_gpu=True, loader=loader)).change)
     assert all(word in words for word in ("persistent_workers=True", "pin_memory=True"))

@@ -1,4 +1,4 @@
-"""Rates of this machine: measured on a few probes, kept, read again; a step's operations are those of its tape."""
+"""Rates of this machine: measured on a few probes, saved, read again; a step's operations are those of its tape."""
 
 from __future__ import annotations
 

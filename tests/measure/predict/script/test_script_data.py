@@ -1,4 +1,4 @@
-"""A script that prepares its data for long has numbers until it builds its first module."""
+"""A script that prepares its data for a long time has numbers until it builds its first module."""
 
 from __future__ import annotations
 

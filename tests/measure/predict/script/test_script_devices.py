@@ -245,7 +245,7 @@ def test_amp_that_is_chosen_by_the_gpu_is_left_out_as_any_other(policy: str, tmp
     ]
 
 
-def test_what_told_the_script_of_a_gpu_is_known(tmp_path: Path) -> None:
+def test_the_queries_that_reported_a_gpu_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     before = 'device = "cuda" if torch.cuda.is_available() and torch.cuda.mem_get_info() else "cpu"'
     path.write_text(SCRIPT.format(**{**NONE, **DEVICE, "before": before}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A script that compiles is predicted as it runs without."""
+"""A script that compiles is predicted as it runs without compilation."""
 
 from __future__ import annotations
 

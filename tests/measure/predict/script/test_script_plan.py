@@ -1,4 +1,4 @@
-"""Batch sizes of scripts: what follows from two tapes is what a third tape has, and what does not follow is said."""
+"""Batch sizes of scripts: what is derived from two tapes equals a third tape, and sizes that do not follow are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What takes the GPU's memory beside a script's model, and what its loaders run, which does not."""
+"""What takes the GPU's memory besides a script's model, and what its loaders run, which takes none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traced script saves does not replace its files, and comes back when it is loaded."""
+"""What a traced script saves does not replace its files, and is returned when the script loads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts that are traced as they are: what their tapes hold, and what is said of those that cannot be."""
+"""Unmodified scripts: what their tapes contain, and the errors of those that cannot be traced."""
 
 from __future__ import annotations
 
