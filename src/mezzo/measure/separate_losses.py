@@ -52,7 +52,7 @@ class SeparateLosses(Generic[V]):
         self.forget()
 
     def advance(self, values: Sequence[V], step: int, *, made_by: Owners) -> None:
-        """Call ``close`` and then ``add`` for each of ``values``, at once; the open step is number ``step``."""
+        """Do what ``close`` and then ``add`` do, for each of ``values`` in turn; the open step is number ``step``."""
         column = self._columns.get(made_by)
         if self._num_open == 1 and column is not None and None in self._open:
             column.steps.extend(range(step, step + len(values)))

@@ -84,9 +84,9 @@ def candidates_of(trace: ForwardTrace, *, smallest_share: float = _SMALLEST_SHAR
             found.append(CheckpointCandidate(call, regions))
     # A plan applies to every call of a module, so what it keeps has to be possible in each.
     calls = Counter(call.module for call in trace.calls)
-    ways_of = Counter((one.call.module, keeps) for one in found for keeps in one.regions)
+    num_keeping = Counter((one.call.module, keeps) for one in found for keeps in one.regions)
     for one in found:
-        for keeps in [k for k in one.regions if ways_of[one.call.module, k] < calls[one.call.module]]:
+        for keeps in [k for k in one.regions if num_keeping[one.call.module, k] < calls[one.call.module]]:
             del one.regions[keeps]
     return [one for one in found if one.regions]
 
