@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mezzo.measure.predict.calibration.calibrate import calibrate, device_name, kept, least_seconds
-from mezzo.measure.predict.libraries import imported
+from mezzo.measure.predict.calibration.calibrate import calibrate, device_name, least_seconds, saved_calibration
+from mezzo.measure.predict.libraries import import_library
 from mezzo.measure.predict.training import record_training
 
 Inputs = Mapping[str, Tensor]
@@ -74,7 +74,7 @@ def _sentences(n: int) -> dict[str, Tensor]:
 
 def models() -> dict[str, tuple[Callable[[], nn.Module], Callable[[int], Inputs], Any, int]]:
     """Return the models: how they are built, their inputs, their loss and the batch size."""
-    timm, tr, tv = imported("timm"), imported("transformers"), imported("torchvision").models
+    timm, tr, tv = import_library("timm"), import_library("transformers"), import_library("torchvision").models
     bert = tr.BertConfig(
         hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024, vocab_size=8000
     )
@@ -105,7 +105,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
 
-    found = None if options.calibrate else kept(device_name("cpu"))
+    found = None if options.calibrate else saved_calibration(device_name("cpu"))
     if found is None:
         begin = time.monotonic()
         found = calibrate("cpu")

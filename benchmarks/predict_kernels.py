@@ -156,9 +156,9 @@ def case_of(step: Step) -> Case:
 def compare(step: Step, kernels: Sequence[Kernel], gpu: Gpu, calls: str | None) -> list[Part]:
     """Print one case, and return its parts."""
     case = case_of(step)
-    tape = tapes(case.model, case.size, case.batch, recorded_as(case.policy), case.channels_last).one
+    tape = tapes(case.model, case.size, case.batch, recorded_as(case.policy), case.channels_last).first
     priced = Conditions(gpu=gpu, channels_last=case.channels_last).step(tape, case.policy)
-    measured, predicted = measured_calls(kernels), predicted_calls(tape.operations, priced.each)
+    measured, predicted = measured_calls(kernels), predicted_calls(tape.operations, priced.operation_s)
     parts = parts_of(case, measured, predicted)
     waits_ms = step.step_ms - step.kernels_ms
     print(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.errors import UsageError
-from mezzo.measure.predict.libraries import imported
+from mezzo.measure.predict.libraries import import_library
 from mezzo.measure.predict.tape import CostedOperation, MemoryBlock, TrainingTape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
@@ -62,7 +62,7 @@ def installed(library: str) -> Any:
         NotBuilt: it is not installed.
     """
     try:
-        return imported(library)
+        return import_library(library)
     except UsageError as error:
         raise NotBuilt(str(error).splitlines()[0]) from None
 

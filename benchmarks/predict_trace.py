@@ -16,7 +16,7 @@ import time
 import torch
 
 from benchmarks.harness import report
-from mezzo.measure.predict.libraries import imported
+from mezzo.measure.predict.libraries import import_library
 from mezzo.measure.predict.named import named_model, tape_of
 
 MODELS = {"timm:resnet50": 256, "transformers:bert-base-uncased": 32}
@@ -49,7 +49,7 @@ def one(name: str) -> dict[str, float]:
         Seconds on the clock, CPU seconds, and the largest resident memory of the process in GB.
     """
     torch.set_num_threads(THREADS)
-    imported(name.split(":")[0])
+    import_library(name.split(":")[0])
     model = named_model(name)
     wall, cpu = time.perf_counter(), time.process_time()
     tape_of(model, POLICY, MODELS[name], optimizer="adamw", channels_last=False)

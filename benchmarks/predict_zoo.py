@@ -27,7 +27,7 @@ from csv_rows import Cells
 from measure_zoo import CASES, Case
 from mezzo.errors import UsageError
 from mezzo.gpus import Gpu, find_gpu
-from mezzo.measure.predict.libraries import imported
+from mezzo.measure.predict.libraries import import_library
 from mezzo.measure.predict.named import named_model, tape_of
 from mezzo.measure.predict.plan import Tapes, predict, recorded_as
 from mezzo.records import Prediction
@@ -104,7 +104,7 @@ def _stored(case: Case, gpu: Gpu, commit: str) -> dict[str, object]:
         commit=commit,
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         torch=str(torch.__version__),
-        library=f"{library} {imported(library).__version__}",
+        library=f"{library} {import_library(library).__version__}",
     )
     print(f"{label(cells)}: predicted {found.step_ms:7.2f} ms, {found.reserved_bytes >> 20} MiB", flush=True)
     return asdict(row)

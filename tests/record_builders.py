@@ -327,9 +327,9 @@ def resume_check_record(**fields: object) -> ResumeCheckRecord:
         state="optimizer",
         name="Adam",
         undisturbed="step 8, exp_avg 0.0483",
-        resumed="none: it begins anew",
+        resumed="none: it starts over",
         evidence="root mean squares of step, exp_avg before the first resumed update",
-        fix="save optimizer.state_dict(), and load it after the optimizer is made",
+        fix="save optimizer.state_dict(), and load it after the optimizer is created",
     )
     run = run_record("as-is", num_steps=16, script="train.py")
     values: dict[str, object] = {
@@ -374,7 +374,7 @@ def tune_record(**fields: object) -> TuneRecord:
             settings={"batch-size": "64"},
             compiles=True,
             state="faster",
-            reason="equivalent beside fp32 in the first 80 steps: loss 0.41 against 0.41",
+            reason="equivalent, compared with fp32 over the first 80 steps: loss 0.41 against 0.41",
             steps=80,
             step_ms=251.0,
             inputs=2.0,

@@ -94,10 +94,10 @@ def went_wrong(baseline: Array, policy: Array) -> str | None:
     ]  # fmt: skip
     groups = grouped(runs)
     base = Baseline.of(groups["baseline"], runs=runs, margin=0.02)
-    ways = base.ways_of(groups["policy"])
-    if not ways or base.explains(len(ways), len(policy)):
+    faults = base.faults_of(groups["policy"])
+    if not faults or base.explains(len(faults), len(policy)):
         return None
-    return next((way.verdict for way in ways.values() if way.verdict == "diverged"), "stopped_learning")
+    return next((way.verdict for way in faults.values() if way.verdict == "diverged"), "stopped_learning")
 
 
 # --- runs that learn, and runs that go wrong: a loss falls from 2.3 to 0.1 in 200 steps ---------------------------------------------

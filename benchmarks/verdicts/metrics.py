@@ -76,7 +76,7 @@ def _settings(num_examples: int, counted: bool, num_seeds: int) -> Iterator[Sett
 def share_of(setting: Setting, verdict: str, *, num: int, seed: int) -> float:
     """Return the share of ``num`` comparisons that end in ``verdict``."""
     rng = np.random.default_rng(seed)
-    shape, ours = (num, setting.num_seeds), float(_SCALE.on([setting.accuracy])[0])
+    shape, ours = (num, setting.num_seeds), float(_SCALE.to_scale([setting.accuracy])[0])
     sampling = setting.num_examples**-0.5 if setting.drawn else 0.0
     spread = 0.9539 * math.hypot(setting.shared, setting.own, sampling)  # median distance of two normal values
     baseline = ours + setting.shared * rng.standard_normal(shape)
@@ -97,7 +97,7 @@ def _in_steps(places: Array, setting: Setting, rng: np.random.Generator) -> Arra
 
 
 def _is(verdict: str, ours: Array, theirs: Array, *, setting: Setting, grid: MetricGrid) -> bool:
-    spread, step = spread_of(_SCALE.on(theirs.tolist())), grid.on(_SCALE, theirs.tolist())
+    spread, step = spread_of(_SCALE.to_scale(theirs.tolist())), grid.step_on(_SCALE, theirs.tolist())
     quantity = Quantity(
         name="accuracy",
         pairs=tuple(zip(ours.tolist(), theirs.tolist(), strict=True)),

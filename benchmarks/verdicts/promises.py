@@ -14,7 +14,7 @@ from benchmarks.verdicts.rates import Rate
 from mezzo.measure.compare.margins import Margin
 from mezzo.measure.compare.quantities import Quantity
 from mezzo.measure.compare.scales import Absolute
-from mezzo.measure.compare.seeds import KEPT, seeds_needed
+from mezzo.measure.compare.seeds import DECIDED_SHARE, seeds_needed
 
 DIFFERENCES = (0.0, 0.3, 0.5, 1.5, 2.0)
 DEVIATIONS = (0.5, 1.0, 2.0, 4.0)
@@ -32,7 +32,7 @@ def rates(effort: float) -> list[Rate]:
                 outcome = promise(difference, deviation, num_seen=num_seen, rng=rng)
                 made, kept = made + (outcome is not None), kept + bool(outcome)
         what = f"as many seeds as promised decide, promised after {num_seen}"
-        found.append(Rate(what=what, share=kept / max(made, 1), num=max(made, 1), least=KEPT))
+        found.append(Rate(what=what, share=kept / max(made, 1), num=max(made, 1), least=DECIDED_SHARE))
     return found
 
 

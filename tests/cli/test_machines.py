@@ -14,7 +14,7 @@ from mezzo.launch.request import Request
 from mezzo.launch.several.on_cluster import OnCluster
 from mezzo.launch.several.side_by_side import Ended, SideBySide, Slot, one_after_another
 from mezzo.measure.doctor import Facts
-from mezzo.measure.facts_there import TypeAdapter
+from mezzo.measure.remote_facts import TypeAdapter
 from mezzo.records import Placement
 from record_builders import run_record
 
@@ -37,7 +37,7 @@ class Worker(OnCluster):
 
     def __call__(self, requests: Sequence[Request], limit_s: Callable[[], float | None]) -> Iterator[Ended]:
         (request,) = requests
-        assert request.target == "mezzo.measure.facts_there"
+        assert request.target == "mezzo.measure.remote_facts"
         file = Path(request.arguments[0])
         assert file.is_absolute()
         if self._says is not None:

@@ -67,4 +67,4 @@ def test_a_recorded_norm_holds_no_graph() -> None:
     recorder.norm(torch.linalg.vector_norm(weight * 2))
     recorder.close(skipped=False, scale=None)
     kept = [*recorder._loss[0], *recorder._norm[0]]
-    assert [one.where.row(one.number).requires_grad for one in kept] == [False, False]
+    assert [one.buffer.tensor_at(one.position).requires_grad for one in kept] == [False, False]

@@ -23,7 +23,7 @@ import mezzo
 from mezzo.engine.session import Session
 from mezzo.launch.frameworks import training_in
 from mezzo.launch.torch import switched
-from mezzo.measure.numbers import Numbers
+from mezzo.measure.numbers import NumberBuffer
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.policy import PRESETS, Policy
@@ -288,7 +288,9 @@ def test_recorded_numbers_share_one_buffer() -> None:
         recorder.updated()
         recorder.close(skipped=False, scale=torch.tensor(8.0))
     numbers = recorder._numbers[torch.device("cpu")]
-    chunks = {one.where.row(one.number).untyped_storage().data_ptr() for step in recorder._loss for one in step}
+    chunks = {
+        one.buffer.tensor_at(one.position).untyped_storage().data_ptr() for step in recorder._loss for one in step
+    }
     assert len(recorder._numbers) == 1
     assert len(chunks) == len(numbers._chunks) == 4  # 1800 numbers in chunks of 512
     steps = recorder.steps()
@@ -296,7 +298,7 @@ def test_recorded_numbers_share_one_buffer() -> None:
 
 
 def test_a_device_that_has_failed_leaves_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = Numbers(torch.device("cpu"))
+    numbers = NumberBuffer(torch.device("cpu"))
     numbers.keep(torch.tensor(1.0))
     monkeypatch.setattr(torch, "cat", mock.Mock(side_effect=RuntimeError("CUDA error: device-side assert triggered")))
     assert [value != value for value in numbers.read()] == [True]

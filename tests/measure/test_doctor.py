@@ -1,4 +1,4 @@
-"""What the doctor says of machines: this one, and made-up ones with GPUs."""
+"""What the doctor reports about machines: this one, and made-up ones with GPUs."""
 
 from __future__ import annotations
 
@@ -152,13 +152,13 @@ def test_an_amd_gpu_is_reported_with_its_own_formats() -> None:
     assert [state.value for state in tf32_state(machine(device, CPU))] == ["no effect", "no effect"]
 
 
-def test_a_device_without_fp64_is_told_so() -> None:
+def test_a_device_without_fp64_is_reported() -> None:
     device = Device(kind="mps", name="an Apple GPU", has_fp64=False)
     first = device_report(device, facts=machine(device, CPU)).formats[0]
     assert (first.format, first.level) == ("fp64", "impossible")
 
 
-NO_GPU = ("no effect", "TF32 needs an NVIDIA GPU; none is here")
+NO_GPU = ("no effect", "TF32 needs an NVIDIA GPU, and this machine has none")
 TOO_OLD = ("no effect", "compute capability 7.5, and matrix units take tf32 only from 8.0")
 MATMUL = "torch.backends.cuda.matmul.fp32_precision"
 CONVOLUTION = "torch.backends.cudnn.conv.fp32_precision"

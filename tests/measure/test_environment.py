@@ -1,4 +1,4 @@
-"""What a record says of the machine and the versions behind it."""
+"""What a record says about the machine and the versions behind it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_environment_of_a_run_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     assert (on_cpu.gpu, on_cpu.driver, on_cpu.cuda) == (None, None, "12.8")
 
 
-def test_a_device_that_is_not_there_is_not_asked() -> None:
+def test_a_missing_device_is_not_queried() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has the device")
     found = environment("cuda")

@@ -1,4 +1,4 @@
-"""FLOP counts against counts made by hand, in every format, forward and backward."""
+"""FLOP counts against manual counts, in every format, forward and backward."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_only_the_gradients_that_are_needed_count() -> None:
     assert dict(counter.by_format) == {"fp32": 2 * (2 * 5 * 7 * 3)}
 
 
-def test_forward_code_outside_a_region_is_told_apart_and_its_backward_pass_is_not() -> None:
+def test_forward_code_outside_a_region_is_counted_separately_and_its_backward_pass_is_not() -> None:
     inside = iter([True, False])
     with FlopCounter(in_region=lambda: next(inside)) as counter:
         y = torch.randn(2, 3) @ torch.randn(3, 4, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Reports of a running training: from the host's own numbers only, and as seldom as asked for."""
+"""Reports of a running training: only from the host's own numbers, and no more often than requested."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_torchs_recorder_reports_each_step_without_a_call_of_torch() -> None:
         with Silence():  # nothing of the loss is read by an operation
             recorder.close(skipped=number == 1, scale=None)
     recorder.loss(torch.tensor(7.0))
-    recorder.begin_turns(frozenset())
-    recorder.turn(torch.tensor(8.0))
+    recorder.prepare_advance(frozenset())
+    recorder.advance(torch.tensor(8.0))
     losses = [0.5 * float(value + np.float32(0)) + 0.5 for value in values]
     assert [latest.loss for latest in found] == pytest.approx([*losses, 7.0], rel=1e-6)
     assert [(latest.step, latest.num_skipped) for latest in found] == [(1, 0), (2, 1), (3, 1), (4, 1)]
 
 
-def test_what_only_a_device_knows_is_not_asked_for() -> None:
+def test_what_only_a_device_knows_is_not_read() -> None:
     found: list[Latest] = []
     recorder = StepRecorder()
     recorder.reports.begin(found.append, every_s=0.0)

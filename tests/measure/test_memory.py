@@ -1,4 +1,4 @@
-"""Bytes of a training step against counts made by hand."""
+"""Bytes of a training step against manual counts."""
 
 from __future__ import annotations
 

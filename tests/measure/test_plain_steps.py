@@ -50,7 +50,7 @@ def test_steps_without_a_loss_scale_have_none() -> None:
     assert recorder.steps().loss_scale == []
 
 
-def test_losses_of_optimizers_that_take_turns_are_told_apart() -> None:
+def test_losses_of_optimizers_that_take_turns_are_separated() -> None:
     recorder = PlainSteps()
     for number in range(3):
         for owner in (0, 1):

@@ -14,7 +14,7 @@ PARENT = """
 import os, subprocess, sys
 from mezzo.measure.standard_input import digest_of_input, keep_input
 keep_input([sys.argv[1]], say=print)
-child = "from mezzo.measure.standard_input import own_input; own_input(); import sys; print(repr(sys.stdin.read()))"
+child = "from mezzo.measure.standard_input import reopen_input; reopen_input(); import sys; print(repr(sys.stdin.read()))"
 if sys.argv[2] == "read first":
     os.read(0, 4)
 for _ in range(2):
@@ -48,12 +48,14 @@ def test_each_run_reads_all(source: str, from_file: bool, first: str, printed: l
 
 
 def test_a_closed_standard_input_is_left_alone() -> None:
-    words = "import os; os.close(0); from mezzo.measure.standard_input import digest_of_input, keep_input, own_input; "
-    words += "keep_input(['input()'], say=print); own_input(); print(repr(digest_of_input(['input()'])))"
+    words = (
+        "import os; os.close(0); from mezzo.measure.standard_input import digest_of_input, keep_input, reopen_input; "
+    )
+    words += "keep_input(['input()'], say=print); reopen_input(); print(repr(digest_of_input(['input()'])))"
     assert subprocess.run([sys.executable, "-c", words], stdout=subprocess.PIPE, check=True).stdout == b"''\n"
 
 
-def test_the_user_is_told_what_is_waited_for() -> None:
+def test_a_message_says_what_the_command_waits_for() -> None:
     words = [sys.executable, "-c", PARENT, "input()", ""]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mezzo.measure.doctor import Facts
     from mezzo.records import Reason
 
-_PROGRAM = "mezzo.measure.facts_there"
+_PROGRAM = "mezzo.measure.remote_facts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ def machine_of(engine: Engine, folder: Path) -> Machine:
 def _of_worker(engine: Engine, folder: Path) -> Facts:
     from mezzo.launch.process.command_signals import stoppable
     from mezzo.launch.request import Request
-    from mezzo.measure.facts_there import read_facts
+    from mezzo.measure.remote_facts import read_facts
 
     place = (folder / "worker").absolute()
     found = place / "facts.json"

@@ -33,7 +33,7 @@ from mezzo.launch.request import Request
 from mezzo.launch.spawned import Spawned
 from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.environment import surroundings
-from mezzo.measure.standard_input import own_input
+from mezzo.measure.standard_input import reopen_input
 from mezzo.observe.settings import step_text
 from mezzo.records import AnyRecord, Finding, Reason, RunRecord, write_record
 
@@ -45,7 +45,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         argv: the request, as returned by ``Request.packed``.
         unheeded: returns, at the end, the script's settings that came too late to take effect.
     """
-    own_input()
+    reopen_input()
     request = Request.unpacked(argv[0])
     process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory
     shell = surroundings()

@@ -1,4 +1,4 @@
-"""What to do about an error of a script whose cause does not show in its text. Imports no torch."""
+"""Advice on a script's errors whose text does not show the cause. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _ADVICE = {
     "IPython has (magics and shell commands, not training), or put %%mezzo above the cell that trains, in the notebook",
     r"NameError: name 'display' is not defined": "display() is IPython's, which adds it to notebooks only: write from IPython.display "
     "import display, or print",
-    _NO_GPU: "the script asks for a GPU, and this machine has none: mezzo predict says what it would do on GPUs that are not here; to "
-    "train here, write "
-    'device = "cuda" if torch.cuda.is_available() else "cpu" and use that',
+    _NO_GPU: "the script asks for a GPU, and this machine has none: mezzo predict shows its speed and memory on GPUs that this machine "
+    "does not have; to train here, write "
+    'device = "cuda" if torch.cuda.is_available() else "cpu" and use it',
 }
 
 
 def advice_for(error: str) -> str:
-    """Return what to do about ``error``, the text in a record; empty if the text says enough."""
+    """Return what to do about ``error``, the text in a record; empty if that text says enough."""
     return next((advice for pattern, advice in _ADVICE.items() if re.search(pattern, error)), "")
 
 

@@ -27,11 +27,11 @@ class CudaPeaks:
         self._num_steps = 0
 
     def reset(self, num_steps: int) -> None:
-        """Reset the counters; ``num_steps`` were made so far."""
-        found = _read()
-        if found.allocated:
-            self._until_reset, self._num_steps = found, num_steps
-            for device in range(len(found.allocated)):
+        """Reset the counters after ``num_steps`` steps."""
+        peaks = _read()
+        if peaks.allocated:
+            self._until_reset, self._num_steps = peaks, num_steps
+            for device in range(len(peaks.allocated)):
                 torch.cuda.reset_peak_memory_stats(device)
 
     def read(self, num_steps: int) -> Peaks:
@@ -42,7 +42,7 @@ class CudaPeaks:
 
 
 def _read() -> Peaks:
-    # Only if the process already uses CUDA: the query would start it.
+    # Only if the process already uses CUDA: the query would initialise it.
     if not torch.cuda.is_initialized():
         return Peaks()
     devices = range(torch.cuda.device_count())

@@ -114,7 +114,7 @@ def advice(facts: Facts) -> list[Reason]:
 def _tf32_reason(facts: Facts, *, what: str, setting: str, value: str | None) -> Reason:
     gpu = facts.gpu
     if gpu is None:
-        return Reason(what=what, value="no effect", reason="TF32 needs an NVIDIA GPU; none is here")
+        return Reason(what=what, value="no effect", reason="TF32 needs an NVIDIA GPU, and this machine has none")
     support = gpu.support(TF32)
     if support.level != "native":
         return Reason(what=what, value="no effect", reason=support.reason)

@@ -27,7 +27,7 @@ class Counted:
     uncounted: Mapping[str, str] = field(default_factory=dict)
     """Why FLOPs are missing from ``by_format``, by the operation's name."""
     in_updates: Mapping[str, int] = field(default_factory=dict)
-    """FLOPs of optimizers' own products, which ``by_format`` has as well."""
+    """FLOPs of optimizers' own products, which ``by_format`` includes."""
 
 
 def effective(counted: Counted, policy: Policy | None, *, emulates: bool, left_alone: list[Reason]) -> Effective:
@@ -55,22 +55,22 @@ def effective(counted: Counted, policy: Policy | None, *, emulates: bool, left_a
 def _not_lowered(counted: Counted, policy: Policy) -> list[Reason]:
     """Return what ran in FP32 because the policy was not in effect there, or had nothing to lower."""
     total, num_lowered = sum(counted.by_format.values()), counted.num_lowered
-    found = []
+    reasons = []
     if not total and num_lowered == 0 and not counted.uncounted:
         why = f"no matrix product, convolution or other operation ran that {policy.name} lowers, so it costs and gains nothing"
-        found.append(Reason(what="nothing to lower", value="no products", reason=why))
+        reasons.append(Reason(what="nothing to lower", value="no products", reason=why))
     if counted.outside:
         why = (
             "forward code outside any module: only modules, autocast regions and compiled functions are switched. Call a "
             "model as model(x), not as model.forward(x); put other code into torch.autocast"
         )
-        found.append(Reason(what="FP32 code", value=_share(counted.outside, total), reason=why))
-    if counted.switched_off and not (policy.fp32_modules and num_lowered):  # else the policy itself keeps it
+        reasons.append(Reason(what="FP32 code", value=_share(counted.outside, total), reason=why))
+    if counted.switched_off and not (policy.fp32_modules and num_lowered):  # else the policy itself keeps it in FP32
         why = "the script or a library turns autocast off there, as by torch.autocast(enabled=False), and is not overruled"
         if policy.fp32_modules:
             why = f"the policy keeps modules in FP32 ({', '.join(policy.fp32_modules)}), and nothing else was left to lower"
-        found.append(Reason(what="FP32 inside modules", value=_share(counted.switched_off, total), reason=why))
-    return found
+        reasons.append(Reason(what="FP32 inside modules", value=_share(counted.switched_off, total), reason=why))
+    return reasons
 
 
 def _share(flops: int, total: int) -> str:

@@ -15,8 +15,8 @@ The positions of a convolution are those of its output, of a transposed one thos
 ``groups`` out of the backward count, which makes a depthwise convolution 65 times too expensive. Causal attention is
 counted in full.
 
-What an emulated operation multiplies in FP32 counts for the format that it emulates; what it recomputes for its
-backward pass does not count, because the emulated device would not do so. Operations inside compiled kernels are not seen.
+What an emulated operation multiplies in FP32 counts for the format that it emulates. What it recomputes for its backward pass
+does not count, because the emulated device would not recompute it. Operations inside compiled kernels are not seen.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mezzo.engine.matrix_units.fp32_products import runs_in_tf32
 from mezzo.formats import E4M3, FORMATS, FP8_PAIRS, FP32, FP64, TF32
 
 Count: TypeAlias = Callable[..., int]
-_HELD = frozenset(fmt.dtype for pair in FP8_PAIRS.values() for fmt in pair)
+_FP8_DTYPES = frozenset(fmt.dtype for pair in FP8_PAIRS.values() for fmt in pair)
 _NAMES = {fmt.dtype: fmt.name for fmt in FORMATS.values() if fmt is not TF32}
 _FP32_BYTES = FP32.dtype.itemsize
 _WIDE = frozenset((FP32.name, TF32.name, FP64.name, "complex64", "complex128"))
@@ -69,7 +69,7 @@ class FlopCounter(TorchDispatchMode):
         self.switched_off = 0
         """FLOPs of forward code inside a region in which autocast had been turned off again."""
         self.in_updates: Counter[str] = Counter()
-        """FLOPs of optimizers' own products (Muon's), by format; ``by_format`` has them as well."""
+        """FLOPs of optimizers' own products (Muon's), by format; ``by_format`` includes them."""
         self.num_lowered = 0
         """Operations, products or not, that read or wrote numbers below 32 bits."""
         self._in_region, self._in_step, self._formats = in_region, in_step, OperandFormats(inside=inside)
@@ -84,8 +84,8 @@ class FlopCounter(TorchDispatchMode):
         """Count one operation with these arguments and result, which may be fake tensors."""
         self.num_lowered += any(map(is_narrow, tree_leaves((args, result))))
         count = COUNTS.get(func.overloadpacket)
-        if count is not None and not self._formats.computed_again():
-            flops = count(result, *args) * reals(args)
+        if count is not None and not self._formats.is_recomputation():
+            flops = count(result, *args) * num_real_products(args)
             form = self._formats.of(args, op=func.overloadpacket.__name__)
             self.by_format[form] += flops
             if self._in_step():
@@ -115,15 +115,15 @@ class OperandFormats:
         if emulates is not None:
             return emulates
         operand = _operand(args)
-        if _holds_8_bits(operand):
+        if _is_8_bit(operand):
             return E4M3.name
         name = _NAMES.get(operand.dtype)
         if name == FP32.name and runs_in_tf32(op, operand):
             return TF32.name
         return name or str(operand.dtype).removeprefix("torch.")
 
-    def computed_again(self) -> bool:
-        """Return whether the emulated device would not run the operation."""
+    def is_recomputation(self) -> bool:
+        """Return whether the running operation is a recomputation, which the emulated device would not need."""
         if not Emulation.ran:
             return False
         node = torch._C._current_autograd_node()
@@ -155,7 +155,7 @@ def lowered(by_format: Mapping[str, int]) -> bool:
     return any(name not in _WIDE for name in by_format)
 
 
-def reals(args: Sequence[Any]) -> int:
+def num_real_products(args: Sequence[Any]) -> int:
     """Return the number of real products in one product of these operands: 4 for complex numbers."""
     return 4 if _operand(args).is_complex() else 1
 
@@ -165,11 +165,11 @@ def _operand(args: Sequence[Any]) -> Tensor:
     return next((t for t in flat if t.is_floating_point() or t.is_complex()), flat[0])
 
 
-def _holds_8_bits(operand: Tensor) -> bool:
-    # torchao's operands claim to be BF16 and hold 8-bit values: E4M3, or E5M2 for gradients, which count as E4M3 as
+def _is_8_bit(operand: Tensor) -> bool:
+    # torchao's operands report BF16 and store 8-bit values: E4M3, or E5M2 for gradients, which count as E4M3 here as they do
     # under emulation.
-    held = getattr(operand, "_data", None)
-    return isinstance(held, Tensor) and held.dtype in _HELD
+    data = getattr(operand, "_data", None)
+    return isinstance(data, Tensor) and data.dtype in _FP8_DTYPES
 
 
 def _matmul(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
@@ -207,18 +207,18 @@ def _grouped(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
 
 def _sparse_product(result: Tensor, a: Tensor, b: Tensor, *_: Any) -> int:
     columns, rows = (t.to_sparse_coo().coalesce().indices()[i] for t, i in ((a, 1), (b, 0)))
-    met = [torch.bincount(index, minlength=a.shape[1]) for index in (columns, rows)]
-    return 2 * int((met[0] * met[1]).sum())
+    counts = [torch.bincount(index, minlength=a.shape[1]) for index in (columns, rows)]
+    return 2 * int((counts[0] * counts[1]).sum())
 
 
 def _trilinear(
     result: Tensor, a: Tensor, b: Tensor, c: Tensor, expand_a: Any, expand_b: Any, expand_c: Any, *_: Any
 ) -> int:
-    def expanded(tensor: Tensor, places: Sequence[int]) -> list[int]:
+    def expanded(tensor: Tensor, new_dims: Sequence[int]) -> list[int]:
         sizes = iter(tensor.shape)
-        return [1 if d in places else next(sizes) for d in range(tensor.dim() + len(places))]
+        return [1 if d in new_dims else next(sizes) for d in range(tensor.dim() + len(new_dims))]
 
-    shapes = [expanded(t, places) for t, places in ((a, expand_a), (b, expand_b), (c, expand_c))]
+    shapes = [expanded(t, new_dims) for t, new_dims in ((a, expand_a), (b, expand_b), (c, expand_c))]
     return 2 * int(math.prod(max(sizes) for sizes in zip(*shapes, strict=True)))
 
 

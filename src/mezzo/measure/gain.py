@@ -21,7 +21,7 @@ from mezzo.gpus import Gpu
 
 _WRITTEN_AND_READ = 2
 LAUNCH_BOUND_MS = 1.0
-"""A step whose counted work takes less than this at peak mostly launches kernels: a hundred and more at some 5 to 10 us each."""
+"""A step whose counted work takes less than this at peak mostly launches kernels: a hundred or more, at 5 to 10 us each."""
 
 
 @dataclass(frozen=True, kw_only=True)

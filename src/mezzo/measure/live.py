@@ -1,4 +1,4 @@
-"""The latest numbers of a running training, for people who are waiting for it. Imports no framework."""
+"""The latest numbers of a running training, for people who wait for it. Imports no framework."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Reports:
             loss: the loss of the last closed step; None if only the device knows it.
             loss_scale: the loss scale after that step, if the host knows it.
             grad_norm: the gradient norm measured last, if the host knows it.
-            skipped: whether the update of each step was skipped; anything but a bool is known to the device only.
+            skipped: whether the update of each step was skipped; a value that is not a bool is known only to the device.
         """
         self.due_s = now_s + self._every_s
         new = skipped[self._num_read :]

@@ -7,10 +7,10 @@ activations what the forward pass keeps for the backward pass: storages that aut
             each storage once and without parameters; of a view of data, such as a batch cut out of a data set, only its own part;
             for an emulated recurrent layer also what a device keeps inside it
 
-The activations are the largest count over the step's backward passes. Autograd's saved-tensor hooks see
-what it keeps; those of activation checkpointing lie inside ours, so what it drops is not counted. Nor is what a graph
-kept that was discarded without a backward pass (an evaluation with gradients on): only what is
-alive when the backward pass begins counts. ``torch.func`` allows no such hooks: a step that transforms with it has no count.
+The activations are the largest count over the step's backward passes. Autograd's saved-tensor hooks show what it keeps. The hooks of
+activation checkpointing lie inside ours, so what it drops is not counted. Nor are the tensors of a graph that was discarded without a
+backward pass (an evaluation with gradients on): only what is alive when the backward pass begins counts. ``torch.func`` allows no such
+hooks, so a step that transforms with it has no count.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SavedTensors:
 
     @contextmanager
     def _without_hooks(self, message: str) -> Iterator[None]:
-        """Disable hooks as torch does for a transformed function, which refuses to run under any; ours are off meanwhile."""
+        """Disable hooks as torch does for a transformed function, which runs under none; ours are removed until it returns."""
         self._unseen, self.peak_bytes = True, None
         self._hooks.__exit__(None, None, None)
         try:
@@ -117,8 +117,8 @@ def _is_data(tensor: Tensor) -> bool:
 def _kept_bytes(tensors: Iterable[tuple[Tensor, bool]]) -> int:
     """Return the bytes kept for ``tensors``, of which some are data.
 
-    A view keeps its whole storage alive. A batch that is a view of a data set keeps nothing: the data set stays in any case, also
-    where a cast has copied the batch. So it counts with its own part.
+    A view keeps its whole storage alive. A batch that is a view of a data set keeps nothing more alive: the data set stays in any case,
+    even where a cast has copied the batch. So only the batch's own part counts.
     """
     whole: dict[int, int] = {}
     parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -138,15 +138,15 @@ def _span_bytes(tensor: Tensor) -> tuple[int, int]:
 
 
 def _union_bytes(spans: Iterable[tuple[int, int]]) -> int:
-    total, reached = 0, 0
+    total, covered = 0, 0
     for begin, end in sorted(spans):
-        total += max(0, end - max(begin, reached))
-        reached = max(reached, end)
+        total += max(0, end - max(begin, covered))
+        covered = max(covered, end)
     return total
 
 
 def _strided(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with the bytes of ``tensor``: of one that several processes share, this process's part."""
+    """Yield the strided tensors that store ``tensor``; of one that is sharded over processes, this process's shard."""
     tensor = local(tensor)
     if tensor.layout is torch.strided:
         yield tensor

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import SupportsFloat
 
-from mezzo.measure.apart import LossesApart, Owners
 from mezzo.measure.live import Reports
+from mezzo.measure.separate_losses import Owners, SeparateLosses
 from mezzo.records import Loss, Steps
 
 
@@ -27,7 +27,7 @@ class PlainSteps:
         self._time_ms: list[float] = []
         self._cpu_ms: list[float] = []
         self._open: list[SupportsFloat] = []
-        self._apart: LossesApart[list[SupportsFloat]] = LossesApart(operator.add)
+        self._separate_losses: SeparateLosses[list[SupportsFloat]] = SeparateLosses(operator.add)
         self._started = self._now()
         self.reports = Reports()
         """Reports of the latest numbers while the script runs."""
@@ -40,7 +40,7 @@ class PlainSteps:
     def loss(self, loss: SupportsFloat) -> None:
         """Add a loss to the open step: micro-batches and several losses add up."""
         self._open.append(loss)
-        self._apart.add([loss])
+        self._separate_losses.add([loss])
 
     def close(
         self,
@@ -65,7 +65,7 @@ class PlainSteps:
         self._skipped.append(skipped)
         self._time_ms.append((now[0] - self._started[0]) * 1e3)
         self._cpu_ms.append((now[1] - self._started[1]) * 1e3)
-        self._apart.close(len(self._loss), made_by=made_by)
+        self._separate_losses.close(len(self._loss), made_by=made_by)
         self._open, self._started = [], now
         if now[0] >= self.reports.due_s:
             self.reports.send(now[0], loss=_on_host(self._loss[-1]), skipped=self._skipped)
@@ -76,10 +76,10 @@ class PlainSteps:
         Args:
             names: names of what the optimizers train, by optimizer number, if known.
         """
-        apart = self._apart.columns(names or {})
+        columns = self._separate_losses.columns(names or {})
         return Steps(
             loss=[_sum(losses) for losses in self._loss],
-            losses=[Loss(name=n, steps=c.steps, values=[_sum(v) for v in c.values]) for n, c in apart.items()],
+            losses=[Loss(name=n, steps=c.steps, values=[_sum(v) for v in c.values]) for n, c in columns.items()],
             loss_scale=known_scales(self._scale),
             skipped=list(self._skipped),
             grad_norm=[float(norm) for norm in self._norm],

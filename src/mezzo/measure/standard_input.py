@@ -1,4 +1,4 @@
-"""What a script reads from standard input, when a command runs the script several times: each run reads it from its start."""
+"""Standard input of a script that a command runs several times: each run reads it from the start."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from collections.abc import Callable, Iterable
 
 _INPUT = 0
 _PATIENCE_S = 2.0
-"""Time without input after which the user is told what is waited for."""
+"""Time without input after which a message says what the command waits for."""
 _FILE = f"/proc/self/fd/{_INPUT}"
-"""Opened anew, a file has a position of its own."""
+"""A file that is opened again by this path has a position of its own."""
 
 
 def keep_input(sources: Iterable[str], *, say: Callable[[str], object]) -> None:
-    """Put a file in place of the pipe that this process reads, if one of ``sources``, texts of a script's files, reads it.
+    """Replace a pipe on standard input by a file with its content, if one of ``sources``, the texts of a script's files, reads it.
 
-    Without that, the first run would leave nothing to the others. What no script reads is left alone: it may never end.
-    ``say`` prints a line if the input takes long to come.
+    Otherwise the first run would leave nothing for the others. A pipe that the script does not read is left alone: it may never end.
+    ``say`` prints a message if the input takes long to arrive.
     """
     if not (_is_pipe() and any(map(_reads_input, sources))):
         return
     if not select.select([_INPUT], [], [], _PATIENCE_S)[0]:
         say("waiting for the end of standard input, which the script reads; if it needs none, add < /dev/null")
-    with tempfile.TemporaryFile() as kept:
-        with os.fdopen(os.dup(_INPUT), "rb") as given:
-            shutil.copyfileobj(given, kept)
-        kept.seek(0)
-        os.dup2(kept.fileno(), _INPUT)
+    with tempfile.TemporaryFile() as copy:
+        with os.fdopen(os.dup(_INPUT), "rb") as pipe:
+            shutil.copyfileobj(pipe, copy)
+        copy.seek(0)
+        os.dup2(copy.fileno(), _INPUT)
 
 
-def own_input() -> None:
-    """Give this process a position of its own in the file that it reads: what it reads is not lost to others that were given it."""
+def reopen_input() -> None:
+    """Give this process its own position in the file on standard input, so that what it reads is not lost to processes that share it."""
     if not _is_file() or not os.path.exists(_FILE):
         return
     position = os.lseek(_INPUT, 0, os.SEEK_CUR)
-    with contextlib.suppress(OSError):  # a file that may not be opened again
-        own = os.open(_FILE, os.O_RDONLY)
-        os.lseek(own, position, os.SEEK_SET)
-        os.dup2(own, _INPUT)
-        os.close(own)
+    with contextlib.suppress(OSError):  # the file may not be opened again
+        reopened = os.open(_FILE, os.O_RDONLY)
+        os.lseek(reopened, position, os.SEEK_SET)
+        os.dup2(reopened, _INPUT)
+        os.close(reopened)
 
 
 def digest_of_input(sources: Iterable[str]) -> str:
-    """Return a digest of the file that this process reads; empty where it reads none, or none of ``sources`` reads it."""
+    """Return a digest of the file on standard input; empty if there is none, or none of ``sources`` reads it."""
     if not (_is_file() and any(map(_reads_input, sources))):
         return ""
-    position, text = os.lseek(_INPUT, 0, os.SEEK_CUR), hashlib.sha256()
+    position, digest = os.lseek(_INPUT, 0, os.SEEK_CUR), hashlib.sha256()
     while part := os.pread(_INPUT, 1 << 20, position):
-        text.update(part)
+        digest.update(part)
         position += len(part)
-    return text.hexdigest()
+    return digest.hexdigest()
 
 
 def _reads_input(source: str) -> bool:
-    """Return whether a text of Python names standard input; a method called ``input``, as of a layer, is something else."""
+    """Return whether Python source reads standard input; a method called ``input``, such as a layer's, is something else."""
     try:
         nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):

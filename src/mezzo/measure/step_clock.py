@@ -1,7 +1,7 @@
 """Time steps: with events in the queue of a GPU if there is one, else with the host's clock.
 
 A host that never waits for its GPU runs ahead of it: its clock would measure how long a step takes to enqueue, and a policy that reads a
-flag every step would look slow beside one that does not. Events are read long after they have happened, so nothing waits for them.
+flag in every step would look slow next to one that does not. Events are read long after they have happened, so nothing waits for them.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any, TypeAlias
 import torch
 
 _UNREAD = 64
-"""Events kept before the first is read: a step's event is over long before 64 more are enqueued."""
-
-
-CPU_TIMES_APART = 10
-"""Steps between readings of the CPU time in a steady run: it is a call of the system, which takes 1 to 3 us."""
+"""Events kept before the first is read: a step's event has happened long before 64 more are enqueued."""
+STEPS_PER_CPU_READING = 10
+"""Steps between readings of the CPU time in a steady run: each is a system call of 1 to 3 us."""
 
 Mark: TypeAlias = tuple[float, float | None, Any]
 """End of a step: the host's clock and the process's CPU time in seconds (None if that was not read), and a ``torch.cuda.Event`` (None
@@ -41,7 +39,7 @@ class StepClock:
         self._num_unshared = 0
         """Steps since the last reading of the CPU time."""
         self._unread: deque[tuple[int, Mark, Mark]] = deque()
-        """Steps by number, with their ends, that still have the host's times."""
+        """Steps by number, with both ends, that still have the host's times."""
         self._free: list[Any] = []
         """Events to reuse."""
 
@@ -78,7 +76,7 @@ class StepClock:
         self._last_cpu_s, self._num_unshared = cpu_s, 0
 
     def cpu_ms(self) -> list[float]:
-        """Return the process's CPU time of each step: between two readings the mean, after the last one that of the steps before it."""
+        """Return the process's CPU time in each step: between two readings their mean, after the last reading the latest mean."""
         return self._cpu_ms + self._cpu_ms[-1:] * self._num_unshared
 
     def time_ms(self) -> list[float]:

@@ -14,44 +14,44 @@ import torch
 from torch import Tensor
 
 from mezzo.engine.guardrails.alarms import Seen
-from mezzo.measure.apart import LossesApart, Owners
 from mezzo.measure.live import Reports
-from mezzo.measure.numbers import CHUNK, Kept, Numbers
+from mezzo.measure.numbers import CHUNK, NumberBuffer, StoredNumber
 from mezzo.measure.plain_steps import known_scales
+from mezzo.measure.separate_losses import Owners, SeparateLosses
 from mezzo.measure.step_clock import Mark, StepClock
 from mezzo.records import Loss, Steps
 
-Losses = tuple[Kept, ...]
+Losses = tuple[StoredNumber, ...]
 """Losses whose sum is the step's loss."""
-NORMS_APART = 32
-"""Steps between gradient norms, where only some are measured."""
+STEPS_BETWEEN_NORMS = 32
+"""Steps from one measured gradient norm to the next, where not every step has one."""
 
 
 class StepRecorder:
     """A recorder of a run's steps; a step is everything between two updates."""
 
     def __init__(self) -> None:
-        self._numbers: dict[torch.device, Numbers] = {}
+        self._numbers: dict[torch.device, NumberBuffer] = {}
         self._loss: list[Losses] = []
         self._weight: list[float] = []
         """Factor of each step's losses."""
-        self._norm: list[tuple[Kept, ...]] = []
+        self._norm: list[tuple[StoredNumber, ...]] = []
         """For each step, the norms of the optimizers that made its update."""
-        self._scale: list[Kept | float | None] = []
-        self._skipped: list[Kept | bool] = []
+        self._scale: list[StoredNumber | float | None] = []
+        self._skipped: list[StoredNumber | bool] = []
         self.num_closed = 0
         """Number of closed steps; a plain value, because hooks read it in every step."""
         self._open_loss: Losses = ()
         self._open_weight = 1.0
-        self._open_norms: tuple[Kept, ...] = ()
-        self._turned: list[tuple[Mark, int]] = []
-        """Of each step that is not in the columns yet: its end, and the place of its successor's loss in the open chunk."""
-        self._turns_on: Numbers | None = None
+        self._open_norms: tuple[StoredNumber, ...] = ()
+        self._pending: list[tuple[Mark, int]] = []
+        """For each closed step that is not in the columns yet: its end, and the index of the next step's loss in the open chunk."""
+        self._pending_buffer: NumberBuffer | None = None
         self._made_by: Owners = frozenset()
-        self._turns_scale: float | None = None
-        self._turns_also = 0
-        """Numbers that ``turn`` keeps of a step beside its loss."""
-        self.apart: LossesApart[Losses] = LossesApart(lambda one, other: one + other)
+        self._pending_scale: float | None = None
+        self._num_extras = 0
+        """How many numbers ``advance`` stores for a step besides its loss."""
+        self.separate_losses: SeparateLosses[Losses] = SeparateLosses(lambda one, other: one + other)
         """The separate losses of a script that has several."""
         self.measures = True
         """Whether backward passes add to the open step; False while an optimizer re-evaluates its closure."""
@@ -59,8 +59,8 @@ class StepRecorder:
         self.reports = Reports()
         """Reports of the latest numbers while the script runs."""
 
-    def anew(self) -> StepRecorder:
-        """Return an empty recorder to replace this one, with its reports and device."""
+    def replacement(self) -> StepRecorder:
+        """Return an empty recorder that replaces this one and keeps its reports and device."""
         other = StepRecorder()
         other.reports = self.reports
         other.clock.device = self.clock.device
@@ -75,11 +75,11 @@ class StepRecorder:
         """
         if not self.measures:
             return
-        self.settle()
+        self.flush()
         value = loss.detach()
         kept = (self._keep(value.sum() if value.dim() else value),)
         self._open_loss += kept
-        self.apart.add(kept, reached=reached)
+        self.separate_losses.add(kept, reached=reached)
 
     @property
     def has_any_loss(self) -> bool:
@@ -88,24 +88,26 @@ class StepRecorder:
 
     def forget(self) -> None:
         """Discard the open step's losses, because they will be evaluated again."""
-        self.settle()
+        self.flush()
         self._open_loss = ()
-        self.apart.forget()
+        self.separate_losses.forget()
 
     def weigh(self, factor: float) -> None:
         """Multiply the open step's losses, which were divided by more micro-batches than the step turned out to have."""
-        self.settle()
+        self.flush()
         self._open_weight *= factor
 
     def norm(self, norm: Tensor) -> None:
         """Add the gradient norm of one optimizer's update to the open step."""
-        self.settle()
-        self._open_norms += (self._keep(norm.detach() if norm.requires_grad else norm),)  # as after create_graph
+        self.flush()
+        self._open_norms += (
+            self._keep(norm.detach() if norm.requires_grad else norm),
+        )  # create_graph=True gives it a graph
 
     @property
     def has_norm(self) -> bool:
         """Whether the open step has a gradient norm yet."""
-        self.settle()
+        self.flush()
         return bool(self._open_norms)
 
     def updated(self) -> None:
@@ -120,7 +122,7 @@ class StepRecorder:
             scale: the loss scale after it, None if there is none.
             made_by: the optimizers that made its update, by number.
         """
-        self.settle()
+        self.flush()
         ended = self.clock.take()
         self._loss.append(self._open_loss)
         self._weight.append(self._open_weight)
@@ -130,115 +132,116 @@ class StepRecorder:
         self.clock.add(ended)
         self._open_loss, self._open_norms, self._open_weight = (), (), 1.0
         self.num_closed += 1
-        self.apart.close(self.num_closed, made_by=made_by)
+        self.separate_losses.close(self.num_closed, made_by=made_by)
         if ended[0] >= self.reports.due_s:
             self._send(ended[0])
 
-    def begin_turns(self, made_by: Owners, *, scale: float | None = None, also: int = 0) -> None:
-        """Let ``turn`` record the following steps in the buffer of the last loss.
+    def prepare_advance(self, made_by: Owners, *, scale: float | None = None, num_extras: int = 0) -> None:
+        """Prepare ``advance`` to record the following steps in the buffer of the last loss.
 
         Args:
             made_by: the optimizers that make their updates.
             scale: the loss scale after each; None if there is none, or only the device knows it.
-            also: how many tensors ``turn`` gets beside each loss: 1 for the loss scale, 2 for a flag and the loss scale.
+            num_extras: how many tensors ``advance`` gets with each loss: 1 for the loss scale, 2 for a flag and the loss scale.
         """
-        self.settle()
-        self._made_by, self._turns_scale, self._turns_also = made_by, scale, also
-        self._turns_on = self._loss[-1][-1].where if self._loss and self._loss[-1] else None
+        self.flush()
+        self._made_by, self._pending_scale, self._num_extras = made_by, scale, num_extras
+        self._pending_buffer = self._loss[-1][-1].buffer if self._loss and self._loss[-1] else None
 
-    def turn(self, loss: Any, also: tuple[Any, ...] = ()) -> bool:
-        """Close a step that was not skipped and left the scale, and add the next one's first loss, as ``close`` and ``loss`` do.
+    def advance(self, loss: Any, extras: tuple[Any, ...] = ()) -> bool:
+        """Close the open step and add the first loss of the next one, as ``close`` and ``loss`` do.
 
-        ``also`` are numbers of the step that is closed, as ``begin_turns`` was told: a flag above 0 if it was skipped, and its scale.
+        ``extras`` are the numbers of the closed step that ``prepare_advance`` announced: a flag above 0 if it was skipped, and its loss
+        scale. Without them the step was not skipped and left the scale as it was.
 
-        Return False, and do nothing, unless ``loss`` is a scalar on the device of the losses before. Most steps of a run end and
-        begin like this. By then a model's arithmetic has evicted our objects from the CPU's caches, so each object touched costs
-        about 0.1 us and each nested call about 2 us: only the time and the loss are stored, and ``settle`` sorts them into the columns.
+        Return False, and do nothing, unless ``loss`` is a scalar on the device of the earlier losses. Most steps of a run end and
+        begin like this. By then the model's arithmetic has evicted our objects from the CPU's caches, so each object touched costs
+        about 0.1 us and each nested call about 2 us: only the time and the loss are stored here, and ``flush`` moves them into the columns.
         """
-        numbers = self._turns_on
-        if numbers is None or type(loss) is not Tensor or loss.dim():
+        buffer = self._pending_buffer
+        if buffer is None or type(loss) is not Tensor or loss.dim():
             return False
-        clock, place, cells = self.clock, numbers.place, numbers.cells
-        if not (loss.is_cpu if cells is not None else loss.device == numbers.device):
+        clock, index, cells = self.clock, buffer.next_index, buffer.cells
+        if not (loss.is_cpu if cells is not None else loss.device == buffer.device):
             return False
-        if also or self._turns_also:
-            if len(also) != self._turns_also or also[-1].device != numbers.device:
+        if extras or self._num_extras:
+            if len(extras) != self._num_extras or extras[-1].device != buffer.device:
                 return False
-            if place + len(also) >= CHUNK:
-                place = CHUNK  # a step's numbers are neighbours
-        if place == CHUNK:
-            self.settle()
-            numbers.grow()
-            place, cells = 0, numbers.cells
-        for value in also:
+            if index + len(extras) >= CHUNK:
+                index = CHUNK  # the numbers of one step lie in one chunk
+        if index == CHUNK:
+            self.flush()
+            buffer.grow()
+            index, cells = 0, buffer.cells
+        for value in extras:
             if cells is None:
-                numbers.views[place].copy_(value)
+                buffer.views[index].copy_(value)
             else:
-                cells[place] = value.item()
-            place += 1
+                cells[index] = value.item()
+            index += 1
         if cells is None:
-            numbers.views[place].copy_(loss.detach())
+            buffer.views[index].copy_(loss.detach())
         else:
-            cells[place] = loss.item().real  # item() gives a complex number for a complex loss
-        numbers.place = place + 1
+            cells[index] = loss.item().real  # item() gives a complex number for a complex loss
+        buffer.next_index = index + 1
         ended = clock.ended or clock.take()
         clock.ended = None
-        self._turned.append((ended, place))
+        self._pending.append((ended, index))
         self.num_closed += 1
         if ended[0] >= self.reports.due_s:
-            self.settle()
+            self.flush()
             self._send(ended[0])
         return True
 
-    def settle(self) -> None:
-        """Put the steps that ``turn`` has closed into the columns."""
-        if not self._turned:
+    def flush(self) -> None:
+        """Move the steps that ``advance`` has closed into the columns."""
+        if not self._pending:
             return
-        turned, self._turned = self._turned, []
-        where, new = self._turns_on, tuple.__new__  # not Kept(...), a call of Python for each
-        assert where is not None
-        first = where.first  # whatever adds a chunk settles before
-        kept: list[Losses] = [(new(Kept, (where, first + place)),) for _, place in turned]
-        others, also = len(turned) - 1, self._turns_also
-        self.apart.turns(kept, len(self._loss) + 1, made_by=self._made_by)
+        pending, self._pending = self._pending, []
+        buffer, new = self._pending_buffer, tuple.__new__  # StoredNumber(...) would be a Python call for each
+        assert buffer is not None
+        start = buffer.chunk_start  # whatever adds a chunk flushes first
+        kept: list[Losses] = [(new(StoredNumber, (buffer, start + index)),) for _, index in pending]
+        num_more, num_extras = len(pending) - 1, self._num_extras
+        self.separate_losses.advance(kept, len(self._loss) + 1, made_by=self._made_by)
         self._loss += [self._open_loss, *kept[:-1]]
-        self._weight += [self._open_weight] + [1.0] * others
-        self._norm += [self._open_norms] + [()] * others  # a norm settles before it is added
-        if also < 2:
-            self._skipped += [False] * len(turned)
+        self._weight += [self._open_weight] + [1.0] * num_more
+        self._norm += [self._open_norms] + [()] * num_more  # adding a norm flushes first
+        if num_extras < 2:
+            self._skipped += [False] * len(pending)
         else:
-            self._skipped += [new(Kept, (where, first + place - 2)) for _, place in turned]
-        if also < 1:
-            self._scale += [self._turns_scale] * len(turned)
+            self._skipped += [new(StoredNumber, (buffer, start + index - 2)) for _, index in pending]
+        if num_extras < 1:
+            self._scale += [self._pending_scale] * len(pending)
         else:
-            self._scale += [new(Kept, (where, first + place - 1)) for _, place in turned]
-        self.clock.add(*[ended for ended, _ in turned])
+            self._scale += [new(StoredNumber, (buffer, start + index - 1)) for _, index in pending]
+        self.clock.add(*[ended for ended, _ in pending])
         self._open_loss, self._open_norms, self._open_weight = kept[-1], (), 1.0
 
     def _send(self, ended_s: float) -> None:
-        losses = [kept.where.on_host(kept.number) for kept in self._loss[-1]]
+        losses = [kept.buffer.on_host(kept.position) for kept in self._loss[-1]]
         known = [loss for loss in losses if loss is not None]
         loss = self._weight[-1] * sum(known) if losses and len(known) == len(losses) else None
         scale = self._scale[-1]
-        loss_scale = scale.where.on_host(scale.number) if isinstance(scale, Kept) else scale
-        measured = next((norms for norms in reversed(self._norm[-NORMS_APART:]) if norms), ())
-        norms = [kept.where.on_host(kept.number) for kept in measured]
+        loss_scale = scale.buffer.on_host(scale.position) if isinstance(scale, StoredNumber) else scale
+        measured = next((norms for norms in reversed(self._norm[-STEPS_BETWEEN_NORMS:]) if norms), ())
+        norms = [kept.buffer.on_host(kept.position) for kept in measured]
         read = [norm for norm in norms if norm is not None]
-        grad_norm = _together(read) if read and len(read) == len(norms) else None
+        grad_norm = _combined_norm(read) if read and len(read) == len(norms) else None
         self.reports.send(ended_s, loss=loss, skipped=self._skipped, loss_scale=loss_scale, grad_norm=grad_norm)
 
     def finite_flags(self) -> Tensor:
         """Return, on their device, whether the last closed step's loss and gradient norm are finite; unknown ones count as finite."""
-        self.settle()
+        self.flush()
         losses, norms = self._loss[-1], self._norm[-1]
-        device = (losses or norms)[0].where.row(0).device if losses or norms else None
+        device = (losses or norms)[0].buffer.tensor_at(0).device if losses or norms else None
         return torch.stack([_all_finite(losses, device), _all_finite(norms, device)])
 
     def last_skipped(self) -> bool:
         """Return whether the last closed step's update was skipped; waits for the device if only the device knows."""
-        self.settle()
+        self.flush()
         last = self._skipped[-1]
-        return bool(last.where.row(last.number)) if isinstance(last, Kept) else last
+        return bool(last.buffer.tensor_at(last.position)) if isinstance(last, StoredNumber) else last
 
     def send_numbers(self) -> None:
         """Copy the numbers on devices to the host without waiting; ``seen_from`` returns them once they have arrived."""
@@ -247,36 +250,36 @@ class StepRecorder:
 
     def seen_from(self, first: int) -> list[Seen]:
         """Return the closed steps from number ``first`` (from 0) up to the first whose numbers have not reached the host yet."""
-        self.settle()
+        self.flush()
         seen: list[Seen] = []
-        new = tuple.__new__  # not Seen(...), a call of Python
+        new = tuple.__new__  # Seen(...) would be a Python call
         columns = (self._loss, self._norm, self._skipped, self._scale, self._weight)
         for step, row in enumerate(zip(*[column[first:] for column in columns], strict=True), start=first + 1):
             losses, norms, skipped, scale, weight = row
-            if skipped is False and not norms and len(losses) == 1 and not isinstance(scale, Kept):
-                where, number = losses[0]
-                loss = where.on_host(number)
+            if skipped is False and not norms and len(losses) == 1 and not isinstance(scale, StoredNumber):
+                buffer, index = losses[0]
+                loss = buffer.on_host(index)
                 if loss is None:
                     return seen
                 seen.append(new(Seen, (step, weight * loss, None, False, scale)))
-                continue  # most steps: what the rest would return
+                continue  # the usual case; the code below would return the same
             kept = losses + norms
-            if isinstance(skipped, Kept):
+            if isinstance(skipped, StoredNumber):
                 kept += (skipped,)
-            if isinstance(scale, Kept):
+            if isinstance(scale, StoredNumber):
                 kept += (scale,)
             values: list[float] = []  # filled in a loop: until Python 3.12 a comprehension is a call
-            for where, number in kept:
-                value = where.on_host(number)
+            for buffer, index in kept:
+                value = buffer.on_host(index)
                 if value is None:
                     return seen
                 values.append(value)
-            if isinstance(scale, Kept):
+            if isinstance(scale, StoredNumber):
                 scale = values.pop()
-            if isinstance(skipped, Kept):
+            if isinstance(skipped, StoredNumber):
                 skipped = values.pop() > 0
             loss = weight * sum(values[: len(losses)]) if losses else None
-            norm = _together(values[len(losses) :]) if norms else None
+            norm = _combined_norm(values[len(losses) :]) if norms else None
             seen.append(new(Seen, (step, loss, norm, skipped, scale)))
         return seen
 
@@ -286,43 +289,43 @@ class StepRecorder:
         Args:
             names: names of what the optimizers train, by optimizer number, if known.
         """
-        self.settle()
+        self.flush()
         time_ms = self.clock.time_ms()
         read = {id(numbers): numbers.read() for numbers in self._numbers.values()}
         weights = self._weight
 
-        def number(kept: Kept) -> float:
-            return read[id(kept.where)][kept.number]
+        def value(kept: StoredNumber) -> float:
+            return read[id(kept.buffer)][kept.position]
 
         def total(losses: Losses, step: int) -> float:
-            return weights[step] * sum(map(number, losses)) if losses else math.nan
+            return weights[step] * sum(map(value, losses)) if losses else math.nan
 
-        apart = self.apart.columns(names or {}).items()
+        columns = self.separate_losses.columns(names or {}).items()
         return Steps(
             loss=[total(losses, step) for step, losses in enumerate(self._loss)],
             losses=[
-                Loss(name=name, steps=c.steps, values=[sum(map(number, v)) for v in c.values]) for name, c in apart
+                Loss(name=name, steps=c.steps, values=[sum(map(value, v)) for v in c.values]) for name, c in columns
             ],
-            loss_scale=known_scales([number(s) if isinstance(s, Kept) else s for s in self._scale]),
-            skipped=[number(s) > 0 if isinstance(s, Kept) else s for s in self._skipped],
-            grad_norm=[_together([number(norm) for norm in norms]) for norms in self._norm],
+            loss_scale=known_scales([value(s) if isinstance(s, StoredNumber) else s for s in self._scale]),
+            skipped=[value(s) > 0 if isinstance(s, StoredNumber) else s for s in self._skipped],
+            grad_norm=[_combined_norm([value(norm) for norm in norms]) for norms in self._norm],
             time_ms=list(time_ms),
             cpu_ms=self.clock.cpu_ms(),
         )
 
-    def _keep(self, value: Tensor) -> Kept:
+    def _keep(self, value: Tensor) -> StoredNumber:
         device = value.device
         numbers = self._numbers.get(device)
         if numbers is None:
-            numbers = self._numbers[device] = Numbers(device)
+            numbers = self._numbers[device] = NumberBuffer(device)
         return numbers.keep(value)
 
 
-def _all_finite(values: Sequence[Kept], device: torch.device | None) -> Tensor:
-    flags = [kept.where.row(kept.number).isfinite().to(device) for kept in values]
+def _all_finite(values: Sequence[StoredNumber], device: torch.device | None) -> Tensor:
+    flags = [kept.buffer.tensor_at(kept.position).isfinite().to(device) for kept in values]
     return torch.stack(flags).all() if flags else torch.tensor(True, device=device)
 
 
-def _together(norms: Sequence[float]) -> float:
-    """Return the norm of all parts together, from their norms."""
+def _combined_norm(norms: Sequence[float]) -> float:
+    """Return the norm of a gradient from the norms of its parts."""
     return math.sqrt(sum(norm * norm for norm in norms)) if norms else math.nan

@@ -192,7 +192,7 @@ class Tracer(TorchDispatchMode):
         if Emulation.ran:
             if kind != _COUNTED:
                 hidden = self._formats.emulated() is not None
-            elif not recomputed and self._formats.computed_again():
+            elif not recomputed and self._formats.is_recomputation():
                 return result
         if kind == _COUNTED:
             product = self._product(func, result, args)

@@ -167,7 +167,7 @@ for step in range(4):
     optimizer.step()
 """
 TOLD = [
-    ("print()", "what the script is told of its GPU", "it asks torch.cuda.is_available()"),
+    ("print()", "the GPU that the script sees", "it queries torch.cuda.is_available()"),
     (
         "torch.ops.of_a_gpu.kernel()",
         "torch.cuda.is_available()",
@@ -272,7 +272,7 @@ def test_the_record_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ("--price free", "--price 'free' has 'free' where a price for an hour belongs"),
         ("-m", "-m belongs to a script, not to --model transformers:tiny"),
         ("--optimizer adamwx", "--optimizer 'adamwx' cannot be predicted"),
-        ("--model transformers:tinny", "no configuration of 'tinny'"),
+        ("--model transformers:tinny", "no configuration for 'tinny'"),
     ],
 )
 def test_bad_words(words: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -127,11 +127,11 @@ REFUSED = [
     (("--changes", "compil"), "--changes 'compil' names 'compil'; did you mean compile"),
     (
         ("--memory", "much"),
-        "--memory 'much' is no size; allowed: a number above 0 with a unit, as 12GiB, 800MB or 2.5 GB",
+        "--memory 'much' is not a size; allowed: a number above 0 with a unit, such as 12GiB, 800MB or 2.5 GB",
     ),
     (
         ("--memory", "0GiB"),
-        "--memory '0GiB' is no size; allowed: a number above 0 with a unit, as 12GiB, 800MB or 2.5 GB",
+        "--memory '0GiB' is not a size; allowed: a number above 0 with a unit, such as 12GiB, 800MB or 2.5 GB",
     ),
     (("--policies", "bf61"), "unknown policy 'bf61'"),
 ]

@@ -22,7 +22,7 @@ from mezzo.launch.torch import switched
 from mezzo.launch.torch.guarding import ScriptGuard
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
-from mezzo.measure.steps import NORMS_APART
+from mezzo.measure.steps import STEPS_BETWEEN_NORMS
 from mezzo.policy import Policy
 
 STEPS, CHANGED_AT = 130, 115
@@ -379,7 +379,7 @@ def test_a_steady_run_records_the_same(change: Callable[[Training], None], polic
     for number, norm in enumerate(found["grad_norm"]):
         if norm != norm and policy in SCALED and not found["skipped"][number]:  # the check of a batched pass needs none
             assert number >= EVERY_NORM
-            assert (number + 1) % NORMS_APART
+            assert (number + 1) % STEPS_BETWEEN_NORMS
             expected["grad_norm"][number] = norm
     assert repr(found) == repr(expected)  # NaN is equal to itself
     assert len(found["loss"]) >= STEPS
@@ -411,7 +411,7 @@ def test_a_run_with_a_loss_scale_is_never_steady(policy: str) -> None:
 
 OWN_CALLS = [
     # (policy, whether the script has a GradScaler of its own, calls)
-    # as-is and fp32 take the loss, the time, and the hooks around the optimizer's step: see StepRecorder.turn
+    # as-is and fp32 take the loss, the time, and the hooks around the optimizer's step: see StepRecorder.advance
     (None, False, 6.0),
     (None, True, 12.0),
     ("fp32", False, 11.0),

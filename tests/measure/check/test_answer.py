@@ -77,7 +77,7 @@ def test_the_fastest_of_those_that_train_alike() -> None:
     assert found.evidence.startswith("every step's loss is identical to fp32's")
 
 
-def test_emulated_policies_are_bounded_for_the_gpu_and_their_order_is_an_experts() -> None:
+def test_emulated_policies_are_bounded_for_the_gpu_and_ordered_as_an_expert_would() -> None:
     policies = trained("bf16", emulated=True), trained("fp16", emulated=True)
     found = answered(case(trained("fp32"), *policies, for_gpu=True))
     assert (found.decision, found.policy) == ("use", "bf16")
@@ -134,7 +134,7 @@ def test_a_repaired_policy_says_what_was_changed() -> None:
 # --- stay --------------------------------------------------------------------------------------------------------------------
 
 
-def test_slower_here_means_to_stay_here_but_not_on_the_gpu() -> None:
+def test_a_policy_that_is_slower_only_here_may_still_be_used_on_the_gpu() -> None:
     runs = trained("fp32"), trained("bf16", ms=20.0)
     here = answered(case(*runs))
     assert (here.decision, here.policy) == ("stay", "fp32")
@@ -160,14 +160,14 @@ def predicted(times: float, over_tf32: float, *, validated: bool = True, fits: b
 
 
 @pytest.mark.parametrize("for_gpu", [False, True])
-def test_nothing_gained_means_to_stay_and_says_what_was_measured(for_gpu: bool) -> None:
+def test_without_a_gain_the_answer_is_to_stay_with_the_measured_figures(for_gpu: bool) -> None:
     asked = case(trained("fp32"), trained("bf16", ms=9.9, memory=SAME), for_gpu=for_gpu)
     asked = replace(asked, comparison=asked.comparison.model_copy(update={"real_gpus": predicted(1.3, 1.04)}))
     found = answered(asked)
     here = "" if for_gpu else "1.01x to 1.01x the speed on a CPU, "
     assert (found.decision, found.policy) == ("stay", "fp32")
     assert found.why == (
-        f"bf16 trains like fp32, but gains nothing that shows: {here}a predicted 1.04x TF32's speed on A100-SXM4-80GB and "
+        f"bf16 trains like fp32, but shows no gain: {here}a predicted 1.04x TF32's speed on A100-SXM4-80GB and "
         "1% less memory"
     )
 
@@ -183,9 +183,9 @@ def test_a_gain_that_is_predicted_is_the_reason() -> None:
 @pytest.mark.parametrize(
     ("validated", "fits", "note"),
     [
-        (True, True, "such speed-ups are 12% off in the mean"),
+        (True, True, "such predictions are off by 12% on average"),
         (False, True, "no measurement has checked it"),
-        (True, False, "such speed-ups are 12% off in the mean; the batch does not fit"),
+        (True, False, "such predictions are off by 12% on average; the batch does not fit"),
     ],
 )
 def test_a_prediction_has_one_statement_of_trust(validated: bool, fits: bool, note: str) -> None:
@@ -208,7 +208,7 @@ def test_a_prediction_says_what_a_larger_batch_does(bounds: dict[str, float], fi
     own = found.predictions[0].model_copy(update={"bounds": bounds})
     gain = predicted_gain(found.model_copy(update={"predictions": [own]}), "bf16", GPUS["a100-80gb"])
     assert gain is not None
-    assert gain.note == f"such speed-ups are 12% off in the mean{note}"
+    assert gain.note == f"such predictions are off by 12% on average{note}"
 
 
 def test_tf32_is_no_gain_over_itself() -> None:
@@ -227,7 +227,7 @@ def test_no_policy_trains_alike() -> None:
     assert found.memory_saved is None
 
 
-def test_the_cause_stands_beside_the_policy_that_failed() -> None:
+def test_the_cause_is_named_with_the_policy_that_failed() -> None:
     cause = DiagnoseRecord.model_validate(
         {
             "run": broken("fp16")[0],
@@ -290,8 +290,8 @@ def test_a_script_that_casts_by_itself_keeps_its_own_precision(
         return
     assert (found.decision, found.policy, found.next_command) == ("stay", "as-is", "python train.py --lr 0.1")
     assert found.why == (
-        f"the script converts its model or data itself and computes {shares} under fp32 as well: fp32 is no FP32 run here, "
-        "and the other verdicts compare with it; to compare with FP32, take the conversions out of the script"
+        f"the script converts its model or data itself and computes {shares} under fp32 as well: fp32 is not an FP32 run here, "
+        "and the other verdicts compare with it; to compare with FP32, remove the conversions from the script"
     )
 
 
@@ -306,7 +306,7 @@ def test_an_open_question_that_is_not_worth_an_answer() -> None:
         assert found.decision == "stay"
         assert (
             found.why
-            == "fp16 may train like fp32 or not, but gains nothing that shows: at most 1.02x FP32's speed on T4 and 2% less memory"
+            == "fp16 may or may not train like fp32, but shows no gain: at most 1.02x FP32's speed on T4 and 2% less memory"
         )
 
 
@@ -326,11 +326,11 @@ def test_seeds_that_would_decide_are_named_with_the_time_they_take() -> None:
     minutes = -(-2 * needed * 4 // 3)  # two policies, a minute each, and a third to spare
     assert found.next_command == f"mezzo check --policies bf16 --seeds {needed} --budget {minutes}m train.py --lr 0.1"
     assert found.next_why == (
-        f"{needed} seeds decide it in four cases of five; runs with more steps spread less, and need fewer"
+        f"{needed} seeds decide it in four cases out of five; runs with more steps spread less, and need fewer"
     )
 
 
-def test_what_few_seeds_decide_is_asked_before_what_takes_hundreds() -> None:
+def test_a_policy_that_few_seeds_decide_comes_before_one_that_needs_hundreds() -> None:
     groups = [
         [run(policy, falling(end), seed=seed, duration_s=60.0) for seed, end in enumerate(ends)]
         for policy, ends in (("bf16", (1.15, 1.05, 0.8)), ("fp16", (0.98, 1.1, 0.92)))
@@ -341,7 +341,7 @@ def test_what_few_seeds_decide_is_asked_before_what_takes_hundreds() -> None:
     found = answered(record)
     assert found.why.startswith("fp16 is not decided")
     assert f"--policies fp16 --seeds {needed['fp16']} " in found.next_command
-    assert found.next_why == f"{needed['fp16']} seeds decide it in four cases of five"
+    assert found.next_why == f"{needed['fp16']} seeds decide it in four cases out of five"
 
 
 @pytest.mark.parametrize(("steps", "decision"), [(29, "undecided"), (30, "use")])
@@ -387,7 +387,7 @@ def test_the_cause_of_a_baseline_that_goes_wrong() -> None:
         "it goes wrong in fp32 itself, so nothing can be compared with it: invalid operation in step 7, forward pass of head: "
         "log() has no finite result in FP32 either; fix: the logarithm needs an argument above 0"
     )
-    assert (found.next_command, found.next_why) == ("mezzo check train.py --lr 0.1", "answers once that is mended")
+    assert (found.next_command, found.next_why) == ("mezzo check train.py --lr 0.1", "answers once that is fixed")
 
 
 def test_own_mixed_precision_that_was_off_is_no_answer() -> None:
@@ -419,7 +419,7 @@ def test_runs_that_read_each_other_decide_nothing() -> None:
     assert found.decision == "undecided"
     assert (
         found.why
-        == "the runs are not independent: that of bf16 with seed 0 read last.pt, which that of fp32 with seed 0 had written"
+        == "the runs are not independent: the run of bf16 with seed 0 read last.pt, which the run of fp32 with seed 0 had written"
     )
 
 
@@ -428,9 +428,7 @@ def test_steps_that_a_graph_replays_leave_the_answer_open() -> None:
     runs = trained("bf16", ms=5.0, effective=Effective(flops_by_format={"bf16": 900}, left_alone=[why]))
     found = answered(case(trained("fp32"), runs, gpu=None))
     assert (found.decision, found.policy) == ("undecided", "fp32")
-    assert (
-        found.why == "only 20 steps were recorded beside 100 replays of a CUDA graph, which train and are not recorded"
-    )
+    assert found.why == "only 20 steps were recorded; 100 replays of a CUDA graph train as well and are not recorded"
     assert found.next_command == "mezzo check train.py --lr 0.1"
     assert found.next_why == "once the script trains without its graph, which computes the same"
 

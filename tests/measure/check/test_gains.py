@@ -1,4 +1,4 @@
-"""Gains as a check lists them: what was measured, in how many seeds."""
+"""Gains as a check lists them: what was measured, and with how many seeds."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.measure.check.preference import EligiblePolicy, order_of_trust, preferred
+from mezzo.measure.check.preference import EligiblePolicy, preferred, simplest_first
 from mezzo.records import Gain
 
 
@@ -53,4 +53,4 @@ def test_nothing_is_chosen_of_nothing() -> None:
 
 def test_policies_from_the_simplest_on() -> None:
     policies = ["fp8", "unknown", "fp16:init_scale=2", "tf32", "bf16", "as-is"]
-    assert order_of_trust(policies) == ["as-is", "bf16", "fp16:init_scale=2", "tf32", "fp8", "unknown"]
+    assert simplest_first(policies) == ["as-is", "bf16", "fp16:init_scale=2", "tf32", "fp8", "unknown"]

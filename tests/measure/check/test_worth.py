@@ -1,4 +1,4 @@
-"""What a policy is worth: gains beyond the spread, predictions beyond their error, memory that shows."""
+"""What a policy is worth: gains beyond the spread, predictions beyond their error, and memory savings large enough to use."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def there(times: float, over_tf32: float | None = None, kind: str = "predicted")
 def test_a_measured_gain_lies_beyond_its_spread(gain: Gain, num_runs: int, gained: list[str], slower: str) -> None:
     worth = worth_of(row(num_runs=num_runs), [gain], for_gpu=False)
     assert (worth.gained, worth.slower) == (gained, slower)
-    assert worth.none == (not gained and num_runs > 1)
+    assert worth.no_gain == (not gained and num_runs > 1)
 
 
 @pytest.mark.parametrize(
@@ -55,21 +55,21 @@ def test_a_measured_gain_lies_beyond_its_spread(gain: Gain, num_runs: int, gaine
 def test_a_gpu_gain_counts_where_it_is_predicted(gain: Gain, gained: list[str]) -> None:
     worth = worth_of(row(), [measured(1.0, 0.9, 1.1), gain], for_gpu=False)
     assert worth.gained == gained
-    assert worth.none == (not gained)
+    assert worth.no_gain == (not gained)
 
 
 def test_for_a_gpu_times_measured_here_say_nothing() -> None:
     slow = worth_of(row(), [there(0.5, 0.4), measured(2.0, 1.9, 2.1)], for_gpu=True)
     assert (slow.gained, slow.slower) == ([], "a step is predicted to take 2 times as long on an A100")
     open_question = worth_of(row(), [measured(0.5, 0.4, 0.6)], for_gpu=True)
-    assert (open_question.slower, open_question.possible, open_question.none) == (
+    assert (open_question.slower, open_question.possible, open_question.no_gain) == (
         "",
-        "a speed that is not known",
+        "speed, but how much is not known",
         False,
     )
     ceiling = worth_of(row(), [there(6.0, 1.6, "bound")], for_gpu=True)
     assert ceiling.possible == "at most 1.6x TF32's speed on an A100"
-    assert worth_of(row(), [there(1.02, kind="bound")], for_gpu=True).none
+    assert worth_of(row(), [there(1.02, kind="bound")], for_gpu=True).no_gain
 
 
 @pytest.mark.parametrize(
@@ -85,12 +85,12 @@ def test_memory_counts_from_a_share_and_a_segment_of_the_allocator_on(
 def test_what_is_missing_has_its_figures() -> None:
     worth = worth_of(row(ratio=0.7, mib=7), [measured(1.0, 0.95, 1.08), there(1.05, 1.02)], for_gpu=False)
     assert missing_text(worth) == (
-        "gains nothing that shows: 0.95x to 1.08x the speed on a CPU, a predicted 1.02x TF32's speed on an A100 and "
+        "shows no gain: 0.95x to 1.08x the speed on a CPU, a predicted 1.02x TF32's speed on an A100 and "
         "30% less memory, 3 MiB a step"
     )
     emulated = worth_of(row(ratio=None, emulated=True), [], for_gpu=False)
     assert missing_text(emulated) == (
-        "gains nothing that shows: no measured speed (it is emulated here) and memory that was not counted"
+        "shows no gain: no measured speed (it is emulated here) and memory that was not counted"
     )
     assert missing_text(worth_of(row(), [], for_gpu=False)).endswith("no measured speed and the same memory")
     assert missing_text(worth_of(row(ratio=1.1), [], for_gpu=False)).endswith("and 10% more memory")

@@ -1,4 +1,4 @@
-"""State in plain attributes: every kind of change is found, and put back."""
+"""State in plain attributes: every kind of change is found and restored."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ CHANGES: dict[str, tuple[Callable[[Holder], object], str]] = {
 
 
 @pytest.mark.parametrize(("change", "name"), CHANGES.values(), ids=CHANGES)
-def test_a_change_is_found_and_put_back(change: Callable[[Holder], object], name: str) -> None:
+def test_a_change_is_found_and_restored(change: Callable[[Holder], object], name: str) -> None:
     model = nn.Sequential(Holder())
     before = Attributes(model)
     assert before.changed() == []
     change(model[0])  # type: ignore[arg-type]
     changed = before.changed()
     assert changed == [("0", name)]
-    before.put_back(changed)
+    before.restore(changed)
     assert before.changed() == []
 
 
@@ -68,7 +68,7 @@ def test_what_is_the_same_and_what_torch_keeps_is_no_change(change: Callable[[Ho
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
-def test_what_a_hook_makes_anew_from_parameters_is_no_change(norm: Callable[[nn.Module], nn.Module]) -> None:
+def test_what_a_hook_computes_from_parameters_is_no_change(norm: Callable[[nn.Module], nn.Module]) -> None:
     model = norm(nn.Linear(2, 2))
     before = Attributes(model)
     model(torch.ones(1, 2))

@@ -230,7 +230,7 @@ def product_in_place() -> nn.Module:
 
 
 REFUSED: list[tuple[Callable[[], nn.Module], str, str, str]] = [
-    (with_cache, "full", "layers.0", "it is given a Cache, which it may change"),
+    (with_cache, "full", "layers.0", "it receives a Cache, which it may change"),
     (in_place, "full", "1", "an input is changed in place later"),
     (product_in_place, "selective", "0", "the output of a product is changed in place"),
 ]
@@ -266,7 +266,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: mezzo.checkpoint(model(), SAMPLE, plan="every-0"), "there is no checkpointing plan 'every-0'"),
     (lambda: mezzo.checkpoint(model(), SAMPLE, plan="all"), "allowed: none, full, every-K with a number, selective"),
-    (lambda: mezzo.checkpoint(model(), SAMPLE, budget="12 apples"), "budget '12 apples' is no size"),
+    (lambda: mezzo.checkpoint(model(), SAMPLE, budget="12 apples"), "budget '12 apples' is not a size"),
     (lambda: mezzo.checkpoint(model().eval(), SAMPLE, plan="full"), "got a model in evaluation mode"),
     (
         lambda: mezzo.checkpoint(model(), SAMPLE, budget="1KiB"),

@@ -1,4 +1,4 @@
-"""What can be asked of activation checkpointing: plans by name, and bytes."""
+"""Requests for activation checkpointing: plans by name, and bytes."""
 
 from __future__ import annotations
 

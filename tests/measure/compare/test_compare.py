@@ -1,4 +1,4 @@
-"""Verdicts and their reasons, rows over the same seeds, times and memory, against numbers worked out by hand."""
+"""Verdicts and their reasons, rows over the same seeds, times and memory, against numbers worked out manually."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_seed_that_fails_where_the_baselines_succeeds_bars_equivalent() -> Non
     )
 
 
-def test_a_seed_that_fails_under_the_baseline_too_is_told_and_bars_nothing() -> None:
+def test_a_seed_that_fails_under_the_baseline_too_is_reported_without_an_objection() -> None:
     base, other = series("fp32", [1.0, 1.0, 1.0]), series("bf16", [1.0, 1.0, 1.0])
     base[1], other[1] = (r.model_copy(update={"error": "no memory"}) for r in (base[1], other[1]))
     rows = judge(base + other).rows
@@ -199,7 +199,7 @@ def test_a_failed_run_keeps_its_place_among_runs_without_a_seed() -> None:
         (
             run("fp32", falling(NAN)),
             "baseline",
-            "1 of 1 run diverged: with seed 0, 2 of the last 2 values of the loss are NaN; no run of it can be compared with",
+            "1 of 1 run diverged: with seed 0, 2 of the last 2 values of the loss are NaN; no run of it can serve for comparison",
         ),
     ],
 )
@@ -225,10 +225,10 @@ def test_another_number_of_steps_is_no_equivalence() -> None:
     half = [run("bf16", falling(1.0, num_steps=50), seed=seed) for seed in range(3)]
     row = row_of(base + half)
     assert row.verdict == "different"
-    assert row.reason.startswith("made 50 steps where fp32 made 100 with seed 0, and 2 more like it; loss 1 against 1")
+    assert row.reason.startswith("ran 50 steps where fp32 ran 100 with seed 0, and 2 more like it; loss 1 against 1")
     one = row_of([*base, *(run("bf16", falling(1.0, num_steps=99 + (seed > 0)), seed=seed) for seed in range(3))])
     assert one.verdict == "different"
-    assert one.reason.startswith("made 99 steps where fp32 made 100 with seed 0; ")
+    assert one.reason.startswith("ran 99 steps where fp32 ran 100 with seed 0; ")
 
 
 def test_where_the_baselines_own_numbers_of_steps_differ_nothing_is_decided() -> None:
@@ -237,7 +237,7 @@ def test_where_the_baselines_own_numbers_of_steps_differ_nothing_is_decided() ->
     row = row_of(base + other)
     assert (row.verdict, row.reason.split("; ")[0]) == (
         "undecided",
-        "made 101 steps where fp32 made 100 with seed 0, and 2 more like it",
+        "ran 101 steps where fp32 ran 100 with seed 0, and 2 more like it",
     )
 
 
@@ -369,7 +369,7 @@ EMPTY = Metric(name="val acc", pattern="")
         (
             [GOOD, GOOD],
             [GOOD.model_copy(update={"text": "n/a"}), GOOD],
-            "val acc came out as 'n/a', which is no number, under bf16 with seed 0",
+            "val acc came out as 'n/a', which is not a number, under bf16 with seed 0",
         ),
         (
             [GOOD.model_copy(update={"values": [NAN]})] * 2,
@@ -482,9 +482,7 @@ def test_a_script_with_16_bit_weights_of_its_own_has_no_fp32_run_to_compare_with
 ) -> None:
     row = row_of(series("fp32", [1.0, 1.001, 1.002], effective=effective) + series("bf16", losses), "bf16")
     assert row.verdict == verdict
-    told = (
-        "fp32 is no FP32 run: the script itself keeps the weights of Net in 16 bits, and may scale its losses by hand; "
-    )
+    told = "fp32 is not an FP32 run: the script itself keeps the weights of Net in 16 bits, and may scale its losses by itself; "
     assert row.reason.startswith(told) == (verdict == "undecided")
 
 

@@ -142,16 +142,16 @@ def test_the_error_of_the_spread_is_that_of_simulated_seeds(num_seeds: int) -> N
         assert spread_errors(np.asarray(quantile), num_seeds) == pytest.approx(np.quantile(normal, quantile), rel=0.06)
     heavy = rng.standard_t(3, (60_000, num_seeds))
     true = 0.6980 * math.sqrt(3)  # of Student's t with 3 degrees of freedom: the median of four million pairs
-    too_wide = Margin(share=0.0, why="").surely(num_seeds, simulated(heavy)) > true
+    too_wide = Margin(share=0.0, why="").lower_bound(num_seeds, simulated(heavy)) > true
     assert np.mean(too_wide) == pytest.approx(0.01, abs=0.003)
 
 
 def test_a_margin_is_the_share_or_the_spread_whichever_is_wider() -> None:
-    assert Margin(share=0.02, why="", spread=0.05).surely(3) == 0.02  # a seventh of it counts of three seeds
-    assert Margin(share=0.02, why="", spread=0.671).surely(3) == pytest.approx(0.1)
-    assert Margin(share=0.02, why="", spread=0.671, step=0.2).surely(3) == pytest.approx(0.471 / 6.71)
-    assert Margin(share=0.02, why="").at_most(3, error=0.025) == 0.02
-    assert Margin(share=0.02, why="", spread=1.0).at_most(2, error=0.025) == pytest.approx(1 / 0.0463, rel=0.01)
+    assert Margin(share=0.02, why="", spread=0.05).lower_bound(3) == 0.02  # a seventh of it counts of three seeds
+    assert Margin(share=0.02, why="", spread=0.671).lower_bound(3) == pytest.approx(0.1)
+    assert Margin(share=0.02, why="", spread=0.671, step=0.2).lower_bound(3) == pytest.approx(0.471 / 6.71)
+    assert Margin(share=0.02, why="").upper_bound(3, error=0.025) == 0.02
+    assert Margin(share=0.02, why="", spread=1.0).upper_bound(2, error=0.025) == pytest.approx(1 / 0.0463, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_the_margin_of_a_proportion_is_cohens_h() -> None:
     assert found is not None
     assert found.margin == pytest.approx(math.sin(math.pi / 4 + 0.01) ** 2 - 0.5)  # 1 point at 50%
     h = 2 * math.asin(math.sqrt(0.6)) - 2 * math.asin(math.sqrt(0.5))
-    assert Proportion(1.0).on([0.6])[0] - Proportion(1.0).on([0.5])[0] == pytest.approx(h)
+    assert Proportion(1.0).to_scale([0.6])[0] - Proportion(1.0).to_scale([0.5])[0] == pytest.approx(h)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Times are compared between runs on like devices and beside as many others; else the row says why not."""
+"""Times are compared between runs on like devices with equally many concurrent runs; otherwise the row says why not."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def test_unlike_runs_are_not_timed_and_the_row_says_why(
     baseline, row = judge(runs).rows
     assert (row.speedup, row.speedup_low, row.speedup_high) == (None, None, None)
     assert row.verdict == "equivalent"
-    said = f"times are not compared, because the runs were not timed on like terms (seed 1: {why})"
+    said = f"times are not compared, because the runs were not timed under the same conditions (seed 1: {why})"
     assert row.reason.endswith(said)
     assert "not compared" not in baseline.reason
 
 
-def test_a_cluster_without_gpus_may_have_had_other_work_beside_them() -> None:
+def test_a_cluster_without_gpus_may_have_run_other_work() -> None:
     placement = Placement(jobs=0, through="slurm", threads=1)
     runs = [timed("fp32", 0, 10.0, placement=placement), timed("bf16", 0, 5.0, placement=placement)]
     row = judge(runs).rows[1]
     assert row.speedup is None
-    assert row.reason.endswith("the cluster may have had other work beside the runs on the same CPU")
+    assert row.reason.endswith("the cluster may have run other work on the same CPU")
     on_gpu = placement.model_copy(update={"gpus": "0"})
     runs = [timed("fp32", 0, 10.0, placement=on_gpu), timed("bf16", 0, 5.0, placement=on_gpu)]
     assert judge(runs).rows[1].speedup == 2.0

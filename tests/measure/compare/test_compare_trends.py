@@ -78,7 +78,7 @@ def test_a_fault_in_one_of_three_seeds_is_found(fault: np.ndarray, verdict: str,
     assert words in row.reason
 
 
-def test_a_loss_that_stops_half_way_is_told_from_one_that_goes_on() -> None:
+def test_a_loss_that_stops_half_way_differs_from_one_that_keeps_falling() -> None:
     line = [2.3 - 2.2 * TIME + 0.01 * learning(seed) for seed in range(3)]
     stopped = [np.maximum(values, 1.4) for values in line]
     row = row_of(runs("fp32", line) + runs("bf16", stopped))

@@ -1,4 +1,4 @@
-"""The detail of a prediction, from tapes that are written by hand."""
+"""The detail of a prediction, from handwritten tapes."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from mezzo.errors import UsageError
-from mezzo.measure.predict.libraries import imported, quiet
+from mezzo.measure.predict.libraries import import_library, quiet
 from mezzo.measure.predict.named import named_model
 
 
 def test_a_library_that_is_not_installed_is_named() -> None:
     with pytest.raises(UsageError, match="needs the package no_such_library"):
-        imported("no_such_library")
+        import_library("no_such_library")
 
 
 @pytest.mark.parametrize(

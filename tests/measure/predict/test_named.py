@@ -1,4 +1,4 @@
-"""Models by name: what a name builds, and what is said of a name that nobody knows."""
+"""Models by name: what a name builds, and the error for an unknown name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_owner_of_a_model_may_be_left_out() -> None:
     [
         ("resnet50", {}, "'resnet50' does not name a library and a model"),
         ("hub:gpt2", {}, "'hub:gpt2' does not name a library and a model"),
-        ("transformers:gpt3", {}, "no configuration of 'gpt3'\n.*did you mean gpt2"),
+        ("transformers:gpt3", {}, "no configuration for 'gpt3'\n.*did you mean gpt2"),
         ("transformers:bert-base-uncased", {"sequence": 513}, "--sequence 513 is longer than the 512 positions"),
         ("timm:resnet50", {"sequence": 128}, "--sequence 128 does not belong to timm:resnet50"),
     ],

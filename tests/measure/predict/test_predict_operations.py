@@ -1,4 +1,4 @@
-"""Shapes of products as a tape keeps them."""
+"""Shapes of products as a tape records them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions from tapes: what is possible, what fits, and the sentence that judges."""
+"""Predictions from tapes: what is possible, what fits, and the verdict in a sentence."""
 
 from __future__ import annotations
 

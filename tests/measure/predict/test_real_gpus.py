@@ -1,4 +1,4 @@
-"""Predictions beside a comparison: which policies are priced as which, and a script that cannot be traced."""
+"""Predictions for a comparison: which policies are priced as which, and a script that cannot be traced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mezzo.gpus import gpu_named
 from mezzo.measure.predict import real_gpus as module
 from mezzo.measure.predict.real_gpus import priced_as, real_gpus
 from mezzo.measure.predict.script import plan as script_plan
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 from paths import SCRIPTS
 
@@ -38,7 +38,7 @@ def test_policies_are_priced_as_presets(text: str, name: str) -> None:
 def test_each_gpu_under_each_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     def tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None) -> list[ScriptTape]:
         assert deadline_s is None
-        return [recorded(request) for request in requests]
+        return [record_script(request) for request in requests]
 
     monkeypatch.setattr(script_plan, "recorded_tapes", tapes)
     policies = {"fp32": "fp32", "mine": "fp16:init_scale=8", "as-is": "as-is"}

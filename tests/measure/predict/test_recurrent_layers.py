@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.script.packed import longest_sequences
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 from mezzo.measure.predict.tape import TrainingTape
 
@@ -81,7 +81,7 @@ def test_results_and_gradients_have_the_shapes_of_the_layer(
 def _taped(tmp_path: Path, kind: str, policy: str) -> ScriptTape:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.replace("{kind}", kind))
-    return recorded(TapeRequest(script=str(path), arguments=(), policy=policy, steps=2))
+    return record_script(TapeRequest(script=str(path), arguments=(), policy=policy, steps=2))
 
 
 def _products(tape: TrainingTape, *formats: str) -> Counter[tuple[int, int]]:

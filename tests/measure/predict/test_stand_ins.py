@@ -1,4 +1,4 @@
-"""Numbers that are asked for where there are none."""
+"""Numbers that a training reads while it is traced without numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mezzo.measure.predict.script import recorder as script_recorder
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import TapeRequest
 from mezzo.measure.predict.stand_ins import numbers_read, stand_ins
 from mezzo.measure.predict.training import record_training
@@ -49,7 +49,7 @@ for _ in range(4):
     model(data).mean().backward()
     optimizer.step()
 """)
-    made = recorded(TapeRequest(script=str(path), arguments=(), policy="fp32"))
+    made = record_script(TapeRequest(script=str(path), arguments=(), policy="fp32"))
     assert made.tape is not None
     assert set(made.read_at) <= {"train.py:9", "train.py:10"}
     assert "train.py:10" in made.read_at
@@ -101,7 +101,7 @@ def test_a_model_by_name_may_ask_for_a_number_too() -> None:
         ("p.grad.isfinite().all()", ""),
         ("torch.all(torch.isfinite(p.grad)).item()", ""),
         ("not (torch.isnan(p.grad).any() or torch.isinf(p.grad).any())", ""),
-        ("p.grad.sum() > 0", "8 backward passes and no update"),
+        ("p.grad.sum() > 0", "8 backward passes without an update"),
     ],
 )
 def test_gradients_are_finite_and_a_script_that_never_updates_is_ended(
@@ -122,6 +122,6 @@ while True:
     request = TapeRequest(script=str(path), arguments=(), policy="fp32")
     if error:
         with pytest.raises(RuntimeError, match=error):
-            recorded(request)
+            record_script(request)
     else:
-        assert recorded(request).num_steps == 2
+        assert record_script(request).num_steps == 2

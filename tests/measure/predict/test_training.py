@@ -1,4 +1,4 @@
-"""Tapes of small trainings, counted by hand, and what autograd keeps, counted on a real run."""
+"""Tapes of small trainings against manual counts, and what autograd keeps against a real run."""
 
 from __future__ import annotations
 

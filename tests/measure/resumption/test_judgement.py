@@ -1,4 +1,4 @@
-"""Verdicts from traces that are written by hand: what counts as a difference, and what is named."""
+"""Verdicts from handwritten traces: what counts as a difference, and what is named."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_first_step_that_differs_is_named(losses: list[float], weights: list
     assert (found.verdict, found.first_difference) == ("differs", first)
 
 
-def test_a_scheduler_that_begins_anew_counts_without_an_effect() -> None:
+def test_a_scheduler_that_starts_over_counts_without_an_effect() -> None:
     whole = trace(0, STEPS, schedulers=lambda n: [ObjectState(name="StepLR", values={"last_epoch": str(n)})])
     resumed = trace(AT, STEPS, schedulers=lambda n: [ObjectState(name="StepLR", values={"last_epoch": str(n - AT)})])
     found = judged(runs(resumed, whole=whole))

@@ -1,4 +1,4 @@
-"""The file of a trace: what is written comes back, and a line that a kill has cut is left out."""
+"""The file of a trace: what is written is read back, and a line that a kill has cut is left out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_start_is_found_by_the_weights() -> None:
     assert start_of(whole, Point(updates=0, weights=["other", "frozen"]), latest=5) is None
 
 
-def test_equal_weights_are_told_apart_by_the_rest() -> None:
+def test_equal_weights_are_distinguished_by_the_rest() -> None:
     whole = RunTrace(points={n: Point(updates=n, weights=["a"], names=["a"], samples=f"s{n}") for n in range(6)})
     found = start_of(whole, Point(updates=0, weights=["a"], samples="s2"), latest=5)
     assert found is not None

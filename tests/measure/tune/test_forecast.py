@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[Configuration, Forecast], dict[Configuration, str]]]
     "slower beyond both bands": (
         {BF16: at(10), FP32: at(5)},
         {
-            FP32: "predicted 0.5 times as fast as bf16 on T4, and slower even at the best end of its band and the worst of that "
+            FP32: "predicted 0.5 times as fast as bf16 on T4, and slower even if the best end of its band meets the worst end of that "
             "one's"
         },
     ),

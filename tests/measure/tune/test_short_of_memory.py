@@ -1,4 +1,4 @@
-"""Runs that ended for want of memory, each with what is said of it."""
+"""Runs that ended for lack of memory, each with its reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 import record_builders as build
 from mezzo.measure.checkpointing.wanted import bytes_text
-from mezzo.measure.tune.short_of_memory import host_bytes, short_of_memory
+from mezzo.measure.environment import host_bytes
+from mezzo.measure.tune.short_of_memory import short_of_memory
 from mezzo.records import Effective, Memory, RunRecord, Steps
 
 ON_CPU = (
@@ -38,13 +39,13 @@ def _ended(**fields: Any) -> RunRecord:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"error": ON_CPU}, "it asked for 596 GiB at once, which this machine, with"),
-        ({"exit_code": -9}, "the system killed it (exit code -9), as when memory runs out"),
-        ({"exit_code": 137}, "the system killed it (exit code 137), as when memory runs out"),
+        ({"error": ON_CPU}, "it requested 596 GiB at once, which this machine, with"),
+        ({"exit_code": -9}, "the system killed it (exit code -9), as it does when memory runs out"),
+        ({"exit_code": 137}, "the system killed it (exit code 137), as it does when memory runs out"),
         ({"error": "OutOfMemoryError: CUDA out of memory."}, "OutOfMemoryError: CUDA out of memory."),
     ],
 )
-def test_a_run_that_wanted_memory_says_so(fields: dict[str, Any], said: str) -> None:
+def test_a_run_that_lacked_memory_has_that_as_its_reason(fields: dict[str, Any], said: str) -> None:
     found = short_of_memory(_ended(**fields))
     assert found.startswith(said)
     assert (bytes_text(host_bytes()) in found) == (not found.startswith("OutOf"))

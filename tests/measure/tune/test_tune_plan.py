@@ -1,4 +1,4 @@
-"""Every course of a search: which run comes next, what is out, and the answer, on runs whose speeds are given."""
+"""Every course of a search: the next run, what is dropped, and the answer, on runs with given speeds."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_first_run_is_the_script_as_it_is() -> None:
     assert next_trial(replace(known, left_share=0.0)) is None
 
 
-def test_few_steps_first_then_the_finalists_beside_the_script_and_fp32() -> None:
+def test_few_steps_first_then_the_finalists_with_the_script_and_fp32() -> None:
     known, found = search(FAST)
     played = [(trial.round, trial.repeat) for trial in known.runs]
     assert played == [(0, 0)] * 6 + [(1, 0)] * 0 + [(FINAL, 0)] * 5 + [(FINAL, 1)] * 5 + [(FINAL, 2)] * 5
@@ -272,7 +272,7 @@ def test_without_time_for_repeats_nothing_is_decided() -> None:
     first = {trial: run for trial, run in known.runs.items() if trial.repeat == 0}
     found = answered(replace(known, runs=first, left_share=0.0))
     assert found.decision == "undecided"
-    assert found.why == "the budget was over before the fastest configurations were repeated"
+    assert found.why == "the budget ran out before the fastest configurations were repeated"
 
 
 def test_an_answer_says_what_there_was_no_time_for() -> None:
@@ -280,7 +280,7 @@ def test_an_answer_says_what_there_was_no_time_for() -> None:
     assert "not run" not in found.why
     unmade = Configuration(policy="bf16", settings=(("batch-size", "128"),))
     found = answered(replace(known, configurations=(*known.configurations, unmade), left_share=0.0))
-    why = f"; 1 of {len(found.rows)} configurations were not run: the budget was over, and a longer --budget runs them"
+    why = f"; 1 of {len(found.rows)} configurations were not run: the budget ran out, and a longer --budget runs them"
     assert found.why.endswith(why)
 
 
@@ -351,7 +351,7 @@ def test_the_rest_of_the_round_is_expected_once_the_first_run_has_ended() -> Non
         (Placement(jobs=2, gpus="1"), "NVIDIA L4", "device NVIDIA L4, the baseline's NVIDIA H100"),
         (Placement(jobs=2, gpus="1", threads=4), "NVIDIA H100", ""),
         (Placement(jobs=4, gpus="1"), "NVIDIA H100", "runs at once 4, the baseline's 2"),
-        (Placement(jobs=2, through="slurm"), "NVIDIA H100", "the cluster may have had other work beside the runs"),
+        (Placement(jobs=2, through="slurm"), "NVIDIA H100", "the cluster may have run other work on the same CPU"),
     ],
 )
 def test_times_are_compared_between_like_devices_only(placement: Placement, gpu: str, why: str) -> None:
@@ -373,4 +373,4 @@ def test_without_a_gpu_of_its_own_on_a_cluster_nothing_is_timed() -> None:
     now = ran(known.now, ms=10.0, placement=Placement(jobs=0, through="ray"))
     found = answered(replace(known, runs={Trial(known.now, 0): now}))
     assert found.decision == "failed"
-    assert "the cluster may have had other work" in found.why
+    assert "the cluster may have run other work" in found.why

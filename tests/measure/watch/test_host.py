@@ -13,7 +13,7 @@ from mezzo.measure.watch.host import HostSample, HostSamples, HostShares, line_o
 def test_shares_from_samples() -> None:
     host = HostSamples()
     host.samples = [HostSample(t, 0.3 * t, 0.2 * t) for t in (0.0, 1.0, 2.0, 3.0)]
-    assert host.shares(0.5, 3.5) == pytest.approx(HostShares(slept=0.5, refused=0.2))
+    assert host.shares(0.5, 3.5) == pytest.approx(HostShares(slept=0.5, preempted=0.2))
     assert host.shares(1.5, 3.5) is None  # two samples
 
 

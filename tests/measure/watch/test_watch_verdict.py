@@ -1,4 +1,4 @@
-"""From evidence to verdict: every limit, by hand-made evidence with known shares."""
+"""From measurements to verdict: every limit, by invented measurements with known shares."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ CASES: list[tuple[str, RunMeasurements, str]] = [
     ("an exchange", dataclasses.replace(PLAIN, communication_s=0.4, idle_share=0.4), "communication"),
     (
         "a busy machine",
-        dataclasses.replace(PLAIN, refused_share=0.8, operations=[dataclasses.replace(PRODUCT, cpu_s=0.018)]),
+        dataclasses.replace(PLAIN, preempted_share=0.8, operations=[dataclasses.replace(PRODUCT, cpu_s=0.018)]),
         "arithmetic",
     ),
-    ("a lock on a busy machine", dataclasses.replace(PLAIN, refused_share=0.4, idle_share=0.5), "waiting"),
+    ("a lock on a busy machine", dataclasses.replace(PLAIN, preempted_share=0.4, idle_share=0.5), "waiting"),
     ("no operations", dataclasses.replace(PLAIN, operations=[]), "unknown"),
     ("too few steps", dataclasses.replace(PLAIN, num_steps=4), "unknown"),
     ("too short", dataclasses.replace(PLAIN, wall_s=0.1), "unknown"),
@@ -74,7 +74,7 @@ def test_shares_are_of_the_time_that_others_did_not_take() -> None:
     work = dataclasses.replace(PRODUCT, cpu_s=0.035)
     shares = shares_of(
         dataclasses.replace(
-            PLAIN, idle_share=0.2, refused_share=0.4, input_s=0.1, operations=[work], communication_s=0.0
+            PLAIN, idle_share=0.2, preempted_share=0.4, input_s=0.1, operations=[work], communication_s=0.0
         )
     )
     # The loader's sleep comes first: its 0.1 s are within the 0.2 s asleep. Left: 0.1 s asleep elsewhere and 0.8 s * 1/2 of work.
@@ -86,19 +86,19 @@ def test_shares_are_of_the_time_that_others_did_not_take() -> None:
 @pytest.mark.parametrize(
     ("num_workers", "num_cores", "change"),
     [
-        (0, 16, "DataLoader(num_workers=4): it has none, so it reads while nothing trains"),
-        (0, 2, "DataLoader(num_workers=2): it has none, so it reads while nothing trains"),  # torch warns of more
+        (0, 16, "DataLoader(num_workers=4): it has no workers, so nothing trains while it reads"),
+        (0, 2, "DataLoader(num_workers=2): it has no workers, so nothing trains while it reads"),  # torch warns of more
         (2, 16, "more workers than 2, or cheaper transforms and decoding"),
         (2, 2, "cheaper transforms and decoding"),
     ],
 )
-def test_a_loader_is_told_to_have_workers_where_there_are_cores(num_workers: int, num_cores: int, change: str) -> None:
+def test_workers_are_suggested_where_there_are_cores(num_workers: int, num_cores: int, change: str) -> None:
     loader = Loader(num_workers=num_workers, pin_memory=True, persistent_workers=False)
     slow = dataclasses.replace(PLAIN, input_s=0.5, loader=loader, num_cores=num_cores)
     assert bottleneck(slow).change[0] == change
 
 
-def test_a_loader_on_a_gpu_is_told_what_it_lacks() -> None:
+def test_what_a_loader_for_a_gpu_lacks_is_suggested() -> None:
     loader = Loader(num_workers=2, pin_memory=False, persistent_workers=False)
     words = " ".join(bottleneck(dataclasses.replace(PLAIN, input_s=0.5, on_gpu=True, loader=loader)).change)
     assert all(word in words for word in ("persistent_workers=True", "pin_memory=True"))

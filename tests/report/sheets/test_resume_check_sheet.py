@@ -24,7 +24,7 @@ def shown(**fields: object) -> str:
 
 def test_both_views_name_what_is_missing_and_how_to_mend_it() -> None:
     page, text = render_html(build.resume_check_record()).replace("<wbr>", ""), shown()
-    for words in ("train.py resumes with differences: optimizer", "none: it begins anew", "optimizer.state_dict()"):
+    for words in ("train.py resumes with differences: optimizer", "none: it starts over", "optimizer.state_dict()"):
         assert words in page
         assert words in text
 

@@ -198,7 +198,7 @@ def _with_best(record: PredictRecord, plans: list[Traced], where: list[Condition
     traced = next(one for one in plans if one.checkpoint == best.checkpoint)
     same = [one for one in record.predictions if (one.gpu, one.checkpoint) == (best.gpu, best.checkpoint)]
     curves = [one for one in same if one.possible and one.largest_batch]
-    detail = detail_of(traced.tapes, best, curves, batch=traced.batch, where=own)
+    detail = detail_of(traced.tapes, best, curves, batch=traced.batch, conditions=own)
     if not slurm:
         return record.model_copy(update={"detail": detail})
     lines, assumed = renting.slurm_lines(own.gpu, best, num_gpus=own.job.num_gpus)
@@ -219,9 +219,9 @@ def _calibrate() -> None:
 
 def _on_cpu(by_name: ByName, batch: int, channels_last: bool) -> Prediction:
     from mezzo.measure.predict import named, plan
-    from mezzo.measure.predict.calibration.calibrate import device_name, kept
+    from mezzo.measure.predict.calibration.calibrate import device_name, saved_calibration
 
-    found = kept(device_name("cpu"))
+    found = saved_calibration(device_name("cpu"))
     if by_name.model is None:
         raise UsageError(
             "--gpus cpu predicts models by name, not scripts",

@@ -152,7 +152,7 @@ def of_model(
         except Exception as error:  # a library's constructors and forward passes raise what they like
             raise _untraceable(model, policy, error) from error
     layout = channels_last if found.unit == "images" else None
-    lines = list(dict.fromkeys(line for pair in tapes.values() for line in pair.one.read_at))
+    lines = list(dict.fromkeys(line for pair in tapes.values() for line in pair.first.read_at))
     assumed = [numbers_read("model", lines)] if lines else []
     return Traced(model, found.size, found.unit, batch, optimizer, tapes, assumed, layout, checkpoint or "")
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mezzo.measure.check.answer import WENT_WRONG, Repair, skipped_share
-from mezzo.measure.check.preference import order_of_trust
+from mezzo.measure.check.preference import simplest_first
 from mezzo.measure.compare import compare
 from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.pairing import grouped
@@ -162,10 +162,12 @@ def undone(known: CheckState) -> str:
 def gone_wrong(known: CheckState) -> list[str]:
     """Return the policies that diverged, stopped learning or failed; none while as large a share of the baseline's runs did."""
     groups, base = grouped(known.runs), _base(known)
-    if base.ways or base.group.failed:  # an unstable script: only all seeds together tell
+    if base.faults or base.group.failed:  # an unstable script: only all seeds together tell
         return [row.policy for row in known.compared().rows if row.verdict in WENT_WRONG]
     return [
-        policy for policy, group in groups.items() if policy != known.baseline and (group.failed or base.ways_of(group))
+        policy
+        for policy, group in groups.items()
+        if policy != known.baseline and (group.failed or base.faults_of(group))
     ]
 
 
@@ -174,7 +176,7 @@ def gone_wrong(known: CheckState) -> list[str]:
 
 def _next_run(known: CheckState, policies: Sequence[str], *, seeds: int) -> NextStage | None:
     """Return the next run of some policies: seed by seed, each seed beginning with another policy."""
-    wrong = [] if _base(known).ways else gone_wrong(known)
+    wrong = [] if _base(known).faults else gone_wrong(known)
     out = {*wrong, *(run.policy for run in known.runs if run.changed_nothing)}
     for seed in range(seeds):
         playing = [policy for policy in policies if policy not in out]
@@ -215,7 +217,7 @@ def _diagnoses(known: CheckState, wrong: Sequence[str]) -> Iterator[NextStage]:
 
 def _seed_of_fault(known: CheckState, policy: str) -> int:
     groups, base = grouped(known.runs), _base(known)
-    keys = [*base.ways_of(groups[policy]), *groups[policy].failed]
+    keys = [*base.faults_of(groups[policy]), *groups[policy].failed]
     return (keys[0].seed or 0) if keys else 0
 
 
@@ -255,7 +257,7 @@ def _repair(known: CheckState, wrong: Sequence[str]) -> NextStage | None:
     """Return the next step towards a policy that trains like the baseline."""
     comparison = known.compared()
     rows = {row.policy: row for row in comparison.rows if row.policy != known.baseline}
-    alike = [policy for policy in order_of_trust(list(rows)) if rows[policy].verdict == "equivalent"]
+    alike = [policy for policy in simplest_first(list(rows)) if rows[policy].verdict == "equivalent"]
     if comparison.shared_files:
         return None
     suggested = repairs(known)
@@ -265,7 +267,7 @@ def _repair(known: CheckState, wrong: Sequence[str]) -> NextStage | None:
             return asked
     if alike:
         return _better_scale(known, comparison, alike[0]) if len(alike) == 1 else None
-    for policy in order_of_trust([p for p in known.policies[1:] if p in rows]):
+    for policy in simplest_first([p for p in known.policies[1:] if p in rows]):
         if policy in wrong or rows[policy].verdict == "different":
             tried = [rows[one.policy].verdict for one in suggested if one.of == policy and one.policy in rows]
             if "undecided" in tried:

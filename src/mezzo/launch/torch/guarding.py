@@ -16,11 +16,11 @@ from mezzo.engine.processes.agreement import Agreement, are_several
 from mezzo.errors import GuardError
 from mezzo.launch.request_parts import GuardRequest
 from mezzo.launch.torch.state import Run
-from mezzo.measure.steps import NORMS_APART
+from mezzo.measure.steps import STEPS_BETWEEN_NORMS
 from mezzo.observe.stopping import StopScript
 from mezzo.records import Alarm, Guardrails, Rewind, Steps
 
-_STEADY_EVERY = _SEND_EVERY = NORMS_APART
+_STEADY_EVERY = _SEND_EVERY = STEPS_BETWEEN_NORMS
 """Steps between inspections: at these steps a norm has just sorted the steps before it into the recorder's columns."""
 _MAX_STEPS_TO_RETURN = 50
 """Steps after an alarm within which a script must request a batch from a DataLoader; else it cannot return to a snapshot and is stopped."""

@@ -26,7 +26,7 @@ from mezzo.launch.torch.thread_state import Root, ThreadState
 from mezzo.launch.torch.updates.by_hand import UpdatesByHand
 from mezzo.launch.torch.updates.left_out import LeftOutUpdates
 from mezzo.launch.torch.updates.owners import OptimizerOwners
-from mezzo.measure.steps import NORMS_APART, StepRecorder
+from mezzo.measure.steps import STEPS_BETWEEN_NORMS, StepRecorder
 from mezzo.observe.lint.observer import Lint
 from mezzo.observe.module_names import ModuleTree
 from mezzo.observe.observer import Observer
@@ -282,7 +282,7 @@ class Run:
     def takes_norm(self) -> bool:
         """Whether to compute the norm of the open update's gradients even if no check needs it, at 2 to 4% of a small model's step."""
         step = self.recorder.num_closed + 1
-        return step <= EVERY_NORM or step % NORMS_APART == 0 or self.observer is not None
+        return step <= EVERY_NORM or step % STEPS_BETWEEN_NORMS == 0 or self.observer is not None
 
     @property
     def num_updates(self) -> int:

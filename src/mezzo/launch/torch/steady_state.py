@@ -68,7 +68,7 @@ class Steady:
             self.optimizer = ref(optimizer)
             self.made_by = frozenset((number,))
             scale = run.scale.value() if run.scale.checks else None
-            run.recorder.begin_turns(self.made_by, scale=scale, also=also)
+            run.recorder.prepare_advance(self.made_by, scale=scale, num_extras=also)
 
     def end(self) -> None:
         """Record everything again."""

@@ -102,7 +102,7 @@ class Watch:
                 input_s=waits.input.between(begin_s, end_s) if len(waits.input) else None,
                 communication_s=waited_s if len(waits.communication) or exchanged_s else None,
                 idle_share=None if host is None else host.slept,
-                refused_share=0.0 if host is None else host.refused,
+                preempted_share=0.0 if host is None else host.preempted,
                 operations=[] if emulated else operations,
                 rates=None if emulated or not operations else self._rates(effective),
                 on_gpu=on_gpu,

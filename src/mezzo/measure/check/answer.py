@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from mezzo.formats import FP64
 from mezzo.gpus import Gpu
 from mezzo.measure.check.gains import bounded_gain, measured_gain, predicted_gain
-from mezzo.measure.check.preference import EligiblePolicy, order_of_trust, preferred
+from mezzo.measure.check.preference import EligiblePolicy, preferred, simplest_first
 from mezzo.measure.check.worth import FASTER, Worth, missing_text, saved_memory, worth_of
 from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.pairing import grouped
@@ -18,16 +18,16 @@ from mezzo.records import AS_IS, Answer, CompareRecord, Decision, DiagnoseRecord
 from mezzo.records.run import WIDE
 
 Command = Callable[..., str]
-"""Returns the command line of a command of Mezzo on the same script: its name, then its options."""
+"""Returns the command line of a Mezzo command on the same script, from the command's name and its options."""
 
 WENT_WRONG = ("diverged", "stopped_learning", "failed")
 FEWEST_STEPS = 30
 """Steps below which runs that were stopped early show nothing: a dynamic loss scale alone takes up to 16 to settle."""
 _MOSTLY = 0.5
-"""Share of FLOPs below 32 bits from which a baseline is no FP32 run."""
+"""Share of FLOPs below 32 bits from which a baseline no longer counts as an FP32 run."""
 
 MOST_SEEDS = 30
-"""Seeds above which a decision is only asked for where no other policy needs fewer."""
+"""Above this many seeds, deciding a policy is suggested only if no other policy needs fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Case:
     def rows(self) -> list[Row]:
         """The rows of all other policies, the simplest to use first."""
         found = {row.policy: row for row in self.comparison.rows if row.policy != self.baseline}
-        return [found[policy] for policy in order_of_trust(list(found))]
+        return [found[policy] for policy in simplest_first(list(found))]
 
     @property
     def in_double(self) -> bool:
@@ -81,7 +81,7 @@ class Case:
 
     @property
     def own_formats(self) -> dict[str, float]:
-        """The formats, with their shares of the FLOPs, that the script's own casts leave the baseline's passes in."""
+        """The formats that the script's own casts leave the baseline's passes in, with their shares of the FLOPs."""
         runs = [run for run in self.comparison.runs if run.policy == self.baseline]
         return next((run.own_formats for run in runs if run.own_formats), {})
 
@@ -104,10 +104,10 @@ def answered(case: Case) -> Answer:
     """Return the answer."""
     if case.comparison.shared_files:
         return _dependent(case)
-    if wrong := baseline_fault(case.comparison):
-        return _failed(case, wrong)
-    if (found := next((run for run in case.comparison.runs if run.replays), None)) is not None:
-        return _replayed(case, found)
+    if fault := baseline_fault(case.comparison):
+        return _failed(case, fault)
+    if (replayed := next((run for run in case.comparison.runs if run.replays), None)) is not None:
+        return _replayed(case, replayed)
     first_steps = max((run.first_steps or 0 for run in case.comparison.runs), default=0)
     if 0 < first_steps < FEWEST_STEPS and case.rows:
         return _too_few_steps(case, first_steps)
@@ -117,14 +117,14 @@ def answered(case: Case) -> Answer:
     best = preferred([_candidate(case, row) for row in alike], by_bound=case.for_gpu)
     if best is not None:
         row = next(row for row in alike if row.policy == best.policy)
-        return _stay(case, why, row) if (why := _no_gain(case, row)) else _use(case, row, alike)
+        return _stay(case, why, row) if (why := _why_no_gain(case, row)) else _use(case, row, alike)
     open_rows = [row for row in case.rows if row.verdict == "undecided" and not _is_void(case, row)]
     if not open_rows:
         return _in_double(case) if case.in_double else _stay(case, _none_trains_alike(case), None)
-    promising = [row for row in open_rows if not (case.gains(row) and case.worth(row).none)]
+    promising = [row for row in open_rows if not (case.gains(row) and case.worth(row).no_gain)]
     if not promising:
         row = open_rows[0]
-        why = f"{row.policy} may train like {case.baseline} or not, but {missing_text(case.worth(row))}"
+        why = f"{row.policy} may or may not train like {case.baseline}, but {missing_text(case.worth(row))}"
         return _stay(case, why, row)
     return _undecided(case, promising)
 
@@ -135,8 +135,8 @@ def baseline_fault(comparison: CompareRecord) -> str:
     base = Baseline.of(groups[comparison.baseline], runs=comparison.runs, margin=comparison.margin)
     if base.sound:
         return ""
-    ways = [way.text for way in base.ways.values()] or list(base.group.failed.values())
-    return ways[0] if ways else "it recorded no step"
+    faults = [fault.text for fault in base.faults.values()] or list(base.group.failed.values())
+    return faults[0] if faults else "it recorded no step"
 
 
 def skipped_share(comparison: CompareRecord, policy: str) -> float:
@@ -150,20 +150,20 @@ def skipped_share(comparison: CompareRecord, policy: str) -> float:
 
 
 def _use(case: Case, row: Row, alike: Sequence[Row]) -> Answer:
-    own = row.policy == AS_IS
+    is_own_amp = row.policy == AS_IS
     others = [one.policy for one in alike if one is not row]
     worth = case.worth(row)
     gained = worth.gained or ([f"may gain {worth.possible}"] if worth.possible else [])
     why = f"{row.policy} {listed([f'trains like {case.baseline}', *gained])}"
-    if own:
+    if is_own_amp:
         why = f"the script's own mixed precision trains like {case.baseline}, so there is nothing to change"
         why += f"; but {worth.slower} as in {case.baseline}" if worth.slower else ""
     elif others:
         why += f"; {listed(others)} {'does' if len(others) == 1 else 'do'} too, but {_preference(case, row, alike)}"
-    then = "trains under it, with the script unedited" if not own else "trains as before"
-    command = case.command("python") if own else case.command("run", "--policy", row.policy)
-    evidence, changed = _own_words(row), _changed(case, row)
-    return _answer(case, "use", why, (command, then), row=row, policy=row.policy, evidence=evidence, changed=changed)
+    outcome = "trains under it, with the script unedited" if not is_own_amp else "trains as before"
+    command = case.command("python") if is_own_amp else case.command("run", "--policy", row.policy)
+    evidence, changed = _reason_of(row), _changed(case, row)
+    return _answer(case, "use", why, (command, outcome), row=row, policy=row.policy, evidence=evidence, changed=changed)
 
 
 def _preference(case: Case, row: Row, alike: Sequence[Row]) -> str:
@@ -179,12 +179,12 @@ def _preference(case: Case, row: Row, alike: Sequence[Row]) -> str:
         }
         return f"{name} {best[gain.kind]}"
     if gain is not None and gain.kind == "measured" and any(one.kind != "measured" for one in rivals):
-        return f"only {name} has units here, so that its speed was measured"
+        return f"only {name} has units here, so only its speed was measured"
     return f"{name} has FP32's range and needs no loss scale" if name == "bf16" else f"{name} is the simplest to use"
 
 
 def _stay(case: Case, why: str, row: Row | None) -> Answer:
-    evidence = "" if row is None else _own_words(row)
+    evidence = "" if row is None else _reason_of(row)
     return _answer(case, "stay", why, _after_staying(case, row), row=row, evidence=evidence)
 
 
@@ -200,22 +200,22 @@ def _in_double(case: Case) -> Answer:
 
 
 def _own_precision(case: Case) -> Answer:
-    """Answer for a script whose baseline is no FP32 run, since no policy takes the script's own casts back."""
+    """Answer for a script whose baseline is not an FP32 run, because no policy undoes the script's own casts."""
     shares = listed([f"{share:.0%} of its FLOPs in {name.upper()}" for name, share in case.own_formats.items()])
     why = (
         f"the script converts its model or data itself and computes {shares} under {case.baseline} as well: "
-        f"{case.baseline} is no FP32 run here, and the other verdicts compare with it; to compare with FP32, take the "
-        "conversions out of the script"
+        f"{case.baseline} is not an FP32 run here, and the other verdicts compare with it; to compare with FP32, remove "
+        "the conversions from the script"
     )
-    then = (case.command("python"), "trains as before")
-    return _answer(case, "stay", why, then, policy=AS_IS)
+    next_step = (case.command("python"), "trains as before")
+    return _answer(case, "stay", why, next_step, policy=AS_IS)
 
 
 def _after_staying(case: Case, row: Row | None) -> tuple[str, str]:
-    """Return the next command after the answer "stay", and what it does."""
-    wrong = next((one.policy for one in case.rows if one.verdict in WENT_WRONG), None)
-    if row is None and wrong is not None and wrong not in case.diagnosed:
-        return case.command("diagnose", "--policy", wrong), f"shows why {wrong} fails"
+    """Return the command to suggest after the answer "stay", and what it does."""
+    failing = next((one.policy for one in case.rows if one.verdict in WENT_WRONG), None)
+    if row is None and failing is not None and failing not in case.diagnosed:
+        return case.command("diagnose", "--policy", failing), f"shows why {failing} fails"
     if row is None and case.undone:
         return case.command("check", "--budget", case.more_time), f"has time for what was left out: {case.undone}"
     if case.gpu is not None and not case.for_gpu:
@@ -227,7 +227,7 @@ def _undecided(case: Case, rows: Sequence[Row]) -> Answer:
     row = rows[0]
     if (row.seeds_needed or 0) > MOST_SEEDS:  # that takes hours, and another policy may be decided in minutes
         row = min(rows, key=lambda one: one.seeds_needed or math.inf)
-    why = f"{row.policy} is not decided: {_own_words(row)}"
+    why = f"{row.policy} is not decided: {_reason_of(row)}"
     return _answer(case, "undecided", why, _deciding(case, row), row=row, changed=_changed(case, row))
 
 
@@ -235,16 +235,16 @@ def _changed(case: Case, row: Row) -> list[Reason]:
     return [Reason(what=one.of, value=one.policy, reason=one.how) for one in case.repairs if one.policy == row.policy]
 
 
-def _too_few_steps(case: Case, number: int) -> Answer:
-    why = f"only {number} step{'s' * (number != 1)} a run fit the budget, and fewer than {FEWEST_STEPS} show nothing"
-    then = "has time for more steps; arguments that make a step shorter help as well"
-    return _answer(case, "undecided", why, (case.command("check", "--budget", case.more_time), then))
+def _too_few_steps(case: Case, num_steps: int) -> Answer:
+    why = f"only {num_steps} step{'s' * (num_steps != 1)} a run fit the budget, and fewer than {FEWEST_STEPS} show nothing"
+    outcome = "has time for more steps; arguments that make a step shorter help as well"
+    return _answer(case, "undecided", why, (case.command("check", "--budget", case.more_time), outcome))
 
 
 def _replayed(case: Case, run: RunRecord) -> Answer:
-    why = f"only {len(run.steps)} steps were recorded beside {run.replays} of a CUDA graph, which train and are not recorded"
-    then = "once the script trains without its graph, which computes the same"
-    return _answer(case, "undecided", why, (case.command("check"), then))
+    why = f"only {len(run.steps)} steps were recorded; {run.replays} of a CUDA graph train as well and are not recorded"
+    outcome = "once the script trains without its graph, which computes the same"
+    return _answer(case, "undecided", why, (case.command("check"), outcome))
 
 
 def _deciding(case: Case, row: Row) -> tuple[str, str]:
@@ -256,12 +256,12 @@ def _deciding(case: Case, row: Row) -> tuple[str, str]:
         if not row.seeds_needed:
             return command, "shows the spread over seeds"
         longer = "; runs with more steps spread less, and need fewer" if needed > MOST_SEEDS else ""
-        return command, f"{needed} seeds decide it in four cases of five{longer}"
+        return command, f"{needed} seeds decide it in four cases out of five{longer}"
     if "too coarse" in row.reason or "would be needed" in row.reason:
         gpu = ("--gpu", case.gpu.name) if case.gpu is not None and case.for_gpu else ()
         command = case.command("compare", "--policies", f"{case.baseline},{row.policy}", "--margin", "0.05", *gpu)
         return command, "accepts a difference of 5% instead of 2%, if that is small enough for you"
-    return case.command("diagnose", "--policy", row.policy), "shows whether a value leaves its format"
+    return case.command("diagnose", "--policy", row.policy), "shows whether a value leaves its format's range"
 
 
 def _minutes(case: Case, seeds: int) -> float:
@@ -270,34 +270,34 @@ def _minutes(case: Case, seeds: int) -> float:
     return 2 * seeds * longest / 60.0 * 4 / 3
 
 
-def _failed(case: Case, wrong: str) -> Answer:
+def _failed(case: Case, fault: str) -> Answer:
     trained = any(len(run.steps) for run in case.comparison.runs)
-    why = f"its first run, in {case.baseline}, failed: {wrong}"
-    command, then = case.command("python"), "shows the failure without Mezzo"
+    why = f"its first run, in {case.baseline}, failed: {fault}"
+    command, outcome = case.command("python"), "shows the failure without Mezzo"
     if case.too_slow:
-        why, command = f"its first run, in {case.baseline}: {wrong}", case.command("check", "--budget", case.more_time)
-        then = "gives it more time; arguments that make the script begin to train sooner help more"
+        why, command = f"its first run, in {case.baseline}: {fault}", case.command("check", "--budget", case.more_time)
+        outcome = "gives it more time; arguments that make the script start training sooner help more"
     elif trained:
         cause = _cause(case, case.baseline)
-        itself = f"{listed([name.upper() for name in case.own_formats])} by its own casts" if case.own_formats else ""
-        why = f"it goes wrong in {itself or f'{case.baseline} itself'}, so nothing can be compared with it: {cause or wrong}"
+        where = f"{listed([name.upper() for name in case.own_formats])} by its own casts" if case.own_formats else ""
+        why = f"it goes wrong in {where or f'{case.baseline} itself'}, so nothing can be compared with it: {cause or fault}"
         command = case.command("check") if cause else case.command("diagnose", "--policy", case.baseline)
-        then = "answers once that is mended" if cause else "shows the first value that is not finite, if there is one"
-    return _answer(case, "failed", why, (command, then))
+        outcome = "answers once that is fixed" if cause else "shows the first value that is not finite, if there is one"
+    return _answer(case, "failed", why, (command, outcome))
 
 
 def _dependent(case: Case) -> Answer:
     shared = case.comparison.shared_files[0]
-    why = f"the runs are not independent: that of {shared.read_by} read {shared.path}, which that of {shared.written_by} had written"
-    then = "once each run has a path of its own: write {run} in the script's arguments, as in --output_dir out/{run}"
-    return _answer(case, "undecided", why, (case.command("check"), then))
+    why = f"the runs are not independent: the run of {shared.read_by} read {shared.path}, which the run of {shared.written_by} had written"
+    outcome = "once each run has a path of its own: write {run} in the script's arguments, as in --output_dir out/{run}"
+    return _answer(case, "undecided", why, (case.command("check"), outcome))
 
 
 def _answer(
     case: Case,
     decision: Decision,
     why: str,
-    then: tuple[str, str],
+    next_step: tuple[str, str],
     *,
     row: Row | None = None,
     policy: str = "",
@@ -305,7 +305,7 @@ def _answer(
     changed: Sequence[Reason] = (),
 ) -> Answer:
     """Return an answer with the facts of ``row``; its policy is the baseline's unless ``policy`` names another."""
-    command, why_command = then
+    command, why_command = next_step
     return Answer(
         decision=decision,
         policy=policy or case.baseline,
@@ -337,17 +337,19 @@ def _why_not(case: Case, row: Row) -> str:
     if _is_void(case, row) and row.policy == AS_IS:
         return "nothing ran below 32 bits, so the script's own mixed precision was off in these runs"
     cause = "" if row.verdict == "equivalent" else _cause(case, row.policy)
-    return f"{_own_words(row)}; cause: {cause}" if cause else _own_words(row)
+    return f"{_reason_of(row)}; cause: {cause}" if cause else _reason_of(row)
 
 
 def _cause(case: Case, policy: str) -> str:
     """Return where and why a policy went wrong according to its diagnosis; empty if unknown."""
-    found = case.diagnosed.get(policy)
-    if found is None or not found.located:
+    diagnosis = case.diagnosed.get(policy)
+    if diagnosis is None or not diagnosis.located:
         return ""
-    place = f"step {found.step}, {found.phase} pass of {found.module}" + (f", {found.line}" if found.line else "")
-    fix = f"; fix: {found.fix}{' (tried)' if found.fix_tried else ''}" if found.fix else ""
-    return f"{found.verdict.replace('_', ' ')} in {place}: {found.detail.rstrip('.')}{fix}"
+    where = f"step {diagnosis.step}, {diagnosis.phase} pass of {diagnosis.module}" + (
+        f", {diagnosis.line}" if diagnosis.line else ""
+    )
+    fix = f"; fix: {diagnosis.fix}{' (tried)' if diagnosis.fix_tried else ''}" if diagnosis.fix else ""
+    return f"{diagnosis.verdict.replace('_', ' ')} in {where}: {diagnosis.detail.rstrip('.')}{fix}"
 
 
 def _none_trains_alike(case: Case) -> str:
@@ -361,7 +363,7 @@ def _none_trains_alike(case: Case) -> str:
     return f"no other policy trains like {case.baseline}: {listed(outcomes)}"
 
 
-def _no_gain(case: Case, row: Row) -> str:
+def _why_no_gain(case: Case, row: Row) -> str:
     """Return why a policy that trains like the baseline is still not worth using; empty if it is worth it."""
     if row.policy == AS_IS:
         return ""
@@ -370,7 +372,7 @@ def _no_gain(case: Case, row: Row) -> str:
         saved = saved_memory(row)
         memory = f"; it saves {saved:.0%} of the memory, if that is what you need" if saved else ""
         return f"{row.policy} trains like {case.baseline}, but {worth.slower}" + memory
-    return f"{row.policy} trains like {case.baseline}, but {missing_text(worth)}" if worth.none else ""
+    return f"{row.policy} trains like {case.baseline}, but {missing_text(worth)}" if worth.no_gain else ""
 
 
 def _is_void(case: Case, row: Row) -> bool:
@@ -391,7 +393,7 @@ def _candidate(case: Case, row: Row) -> EligiblePolicy:
     )
 
 
-def _own_words(row: Row) -> str:
+def _reason_of(row: Row) -> str:
     """Return a row's reason without the parts that the answer states elsewhere."""
     left_out = ("its formats are emulated here", "slower: ", "larger: ")
     return "; ".join(part for part in row.reason.split("; ") if not part.startswith(left_out))

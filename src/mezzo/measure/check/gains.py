@@ -35,19 +35,21 @@ def bounded_gain(comparison: CompareRecord, policy: str, gpu: Gpu) -> Gain | Non
     return Gain(kind="bound", times=found.times, times_over_tf32=over_tf32, device=gpu.label, note=note)
 
 
-def predicted_gain(found: RealGpus | None, policy: str, gpu: Gpu) -> Gain | None:
+def predicted_gain(real_gpus: RealGpus | None, policy: str, gpu: Gpu) -> Gain | None:
     """Return the predicted gain over strict FP32 on ``gpu``; None without a prediction."""
-    predictions = found.predictions if found else []
-    one = next((one for one in predictions if (one.gpu, one.policy) == (gpu.name, policy)), None)
-    if one is None or not one.possible or one.over_fp32 is None:
+    predictions = real_gpus.predictions if real_gpus else []
+    prediction = next(
+        (prediction for prediction in predictions if (prediction.gpu, prediction.policy) == (gpu.name, policy)), None
+    )
+    if prediction is None or not prediction.possible or prediction.over_fp32 is None:
         return None
-    bound = max(one.bounds, key=lambda kind: one.bounds[kind], default="")
+    bound = max(prediction.bounds, key=lambda kind: prediction.bounds[kind], default="")
     # One statement of trust: the mean error is that of measured rows, which not every GPU and format has.
-    trust = "such speed-ups are 12% off in the mean" if one.validated else "no measurement has checked it"
-    parts = [trust, "the batch does not fit" if not one.fits else _A_LARGER_BATCH if bound == "launch" else ""]
-    over_tf32 = None if _is_tf32(policy) else one.over_tf32
+    trust = "such predictions are off by 12% on average" if prediction.validated else "no measurement has checked it"
+    parts = [trust, "the batch does not fit" if not prediction.fits else _A_LARGER_BATCH if bound == "launch" else ""]
+    over_tf32 = None if _is_tf32(policy) else prediction.over_tf32
     note = "; ".join(filter(None, parts))
-    return Gain(kind="predicted", times=one.over_fp32, times_over_tf32=over_tf32, device=gpu.label, note=note)
+    return Gain(kind="predicted", times=prediction.over_fp32, times_over_tf32=over_tf32, device=gpu.label, note=note)
 
 
 def _is_tf32(policy: str) -> bool:
@@ -81,7 +83,7 @@ def _note(found: Bound, *, run: RunRecord, gpu: Gpu) -> str:
     if found.policy_ms < LAUNCH_BOUND_MS:
         parts.append(
             f"a step this small ({found.policy_ms:.2g} ms of counted work at peak) mostly waits for kernels to be launched: "
-            "expect little of it, and more with a larger batch"
+            "expect little of this bound, and more with a larger batch"
         )
     return ". ".join(part[0].upper() + part[1:] if n else part for n, part in enumerate(parts))
 

@@ -18,26 +18,26 @@ def own_amp(sources: Iterable[str]) -> str:
             tree = ast.parse(source)
         except (SyntaxError, ValueError):
             continue
-        if found := next(_asks(tree), ""):
+        if found := next(_requests(tree), ""):
             return found
     return ""
 
 
-def _asks(tree: ast.AST) -> Iterator[str]:
-    if any(_is_session(node) for node in ast.walk(tree)):  # before its autocast()
+def _requests(tree: ast.AST) -> Iterator[str]:
+    if any(_is_session(node) for node in ast.walk(tree)):  # named before the autocast() that it contains
         yield "mezzo.Session"
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        given = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-        if name in _CALLS and not _is(given.get("enabled"), False):
+        keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+        if name in _CALLS and not _is(keywords.get("enabled"), False):
             yield name
         for option in _PRECISION:
-            value = given.get(option)
+            value = keywords.get(option)
             if isinstance(value, ast.Constant) and _lowers(value.value):
                 yield f"{option}={value.value!r}"
-        yield from (f"{flag}=True" for flag in _FLAGS if _is(given.get(flag), True))
+        yield from (f"{flag}=True" for flag in _FLAGS if _is(keywords.get(flag), True))
 
 
 def _is_session(node: ast.AST) -> bool:

@@ -46,13 +46,13 @@ def preferred(candidates: Sequence[EligiblePolicy], *, by_bound: bool) -> Eligib
     return min(alike, key=_simplicity)
 
 
-def order_of_trust(policies: Sequence[str]) -> list[str]:
+def simplest_first(policies: Sequence[str]) -> list[str]:
     """Return policies in the order in which a person would want them to work: the simplest to use first."""
     return sorted(policies, key=_place)
 
 
-def _simplicity(one: EligiblePolicy) -> tuple[bool, int, int]:
-    return one.skipped >= WORTH_SAYING, _place(one.policy), one.policy.count(":")
+def _simplicity(candidate: EligiblePolicy) -> tuple[bool, int, int]:
+    return candidate.skipped >= WORTH_SAYING, _place(candidate.policy), candidate.policy.count(":")
 
 
 def _place(policy: str) -> int:

@@ -12,7 +12,7 @@ from mezzo.records import Gain, Row
 FASTER = 1.05
 """A measured speed-up, or a ceiling, below this is no gain."""
 _PREDICTED_SLOWER, _PREDICTED_FASTER = 0.85, 1.15
-"""A predicted speed-up between these may be none: predictions are 12% off in the mean."""
+"""A predicted speed-up between these may be none: predictions are off by 12% on average."""
 _LITTLE, _LITTLE_BYTES = 0.05, 20 << 20
 """Savings of memory below these are no gain: too little to enlarge a batch, or less than one segment of torch's CUDA allocator."""
 
@@ -31,8 +31,8 @@ class Worth:
     """How much longer a step takes on the device that the answer is for; empty unless it is longer beyond the spread."""
 
     @property
-    def none(self) -> bool:
-        """Whether there is no gain, and none is possible as far as is known."""
+    def no_gain(self) -> bool:
+        """Whether there is no gain, and as far as is known none is possible."""
         return not self.gained and not self.possible
 
 
@@ -71,7 +71,7 @@ def worth_of(row: Row, gains: Sequence[Gain], *, for_gpu: bool) -> Worth:
         else:
             missing.append(f"a predicted {times:.3g}x {over}'s speed on {on_gpu.device}")
     elif for_gpu:
-        possible = "a speed that is not known"
+        possible = "speed, but how much is not known"
     saved = saved_memory(row)
     if saved:
         gained.append(f"{'would save' if row.emulated else 'saves'} {saved:.0%} of the memory")
@@ -90,7 +90,7 @@ def saved_memory(row: Row) -> float:
 
 def missing_text(worth: Worth) -> str:
     """Return the figures that show no gain, to follow ``bf16 trains like fp32, but``."""
-    return f"gains nothing that shows: {listed(worth.missing)}"
+    return f"shows no gain: {listed(worth.missing)}"
 
 
 def _spread(gain: Gain, num_runs: int) -> str:

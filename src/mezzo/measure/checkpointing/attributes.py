@@ -1,4 +1,4 @@
-"""State that modules keep in plain attributes, beside parameters and buffers: find it, compare it and restore it.
+"""State that modules keep in plain attributes, besides parameters and buffers: find it, compare it and restore it.
 
 A forward pass that changes such state cannot run twice for one step: a counter would count twice.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-_TORCHS = frozenset([*vars(nn.Module()), "forward", "_compiled_call_impl"])
+_TORCH_ATTRIBUTES = frozenset([*vars(nn.Module()), "forward", "_compiled_call_impl"])
 """Attributes that torch and checkpointing itself add to every module."""
 _SIMPLE = (int, float, complex, str, bytes, tuple, frozenset)
 _CONTAINERS = (list, dict, set)
@@ -23,24 +23,25 @@ class Attributes:
     """The plain attributes of all modules of a model at one moment."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Copy them: tensors and generators whole; lists, dicts and sets without what they contain."""
+        """Copy them: tensors and generators with their content; lists, dicts and sets shallowly."""
         self._model = model
         self._before = {
-            name: {key: _Kept(value) for key, value in _own(module).items()} for name, module in model.named_modules()
+            name: {key: _SavedValue(value) for key, value in _plain_attributes(module).items()}
+            for name, module in model.named_modules()
         }
 
     def changed(self) -> list[tuple[str, str]]:
         """Return the attributes that differ from their copies, each with its module's name."""
         found = []
         for name, module in self._model.named_modules():
-            before, now = self._before.get(name, {}), _own(module)
+            before, now = self._before.get(name, {}), _plain_attributes(module)
             for key in dict.fromkeys([*before, *now]):
                 same = key in before and key in now and before[key].equals(now[key])
                 if not same and not _is_reparametrised(module, key):
                     found.append((name, key))
         return found
 
-    def put_back(self, names: Iterable[tuple[str, str]]) -> None:
+    def restore(self, names: Iterable[tuple[str, str]]) -> None:
         """Restore the values of these attributes; delete those that did not exist."""
         for name, key in names:
             module = self._model.get_submodule(name)
@@ -48,10 +49,10 @@ class Attributes:
             if before is None:
                 vars(module).pop(key, None)
             else:
-                vars(module)[key] = before.put_back()
+                vars(module)[key] = before.restore()
 
 
-class _Kept:
+class _SavedValue:
     """The value of an attribute, and a copy to restore it from."""
 
     def __init__(self, value: Any) -> None:
@@ -78,7 +79,7 @@ class _Kept:
             return [*map(id, now)] == [*map(id, self._copy)] and _same_items(now.values(), self._copy.values())
         return not isinstance(now, _CONTAINERS) or _same_items(now, self._copy)
 
-    def put_back(self) -> Any:
+    def restore(self) -> Any:
         """Return the value, restored in place."""
         if isinstance(self.value, Tensor):
             with torch.no_grad():
@@ -93,8 +94,8 @@ class _Kept:
         return self.value
 
 
-def _own(module: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(module).items() if key not in _TORCHS}
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(module).items() if key not in _TORCH_ATTRIBUTES}
 
 
 def _same_items(now: Any, before: Any) -> bool:
@@ -118,5 +119,5 @@ def _same_numbers(now: Tensor, before: Tensor) -> bool:
 
 
 def _is_reparametrised(module: nn.Module, key: str) -> bool:
-    """Return whether a hook computes the attribute from parameters in every pass, as ``weight_norm`` does."""
+    """Return whether a hook computes the attribute from parameters in every pass, such as that of ``weight_norm``."""
     return f"{key}_orig" in module._parameters or f"{key}_g" in module._parameters

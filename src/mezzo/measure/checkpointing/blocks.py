@@ -16,15 +16,17 @@ from mezzo.measure.checkpointing.trace import ForwardTrace
 
 def blocks_of(trace: ForwardTrace) -> list[str]:
     """Return the names of the blocks, in the order in which they run; the outermost modules if no class runs several times."""
-    able = list(dict.fromkeys(c.call.module for c in candidates_of(trace, smallest_share=0.0) if "inputs" in c.regions))
+    checkpointable = list(
+        dict.fromkeys(c.call.module for c in candidates_of(trace, smallest_share=0.0) if "inputs" in c.regions)
+    )
     by_class: dict[str, list[str]] = defaultdict(list)
-    for name in able:
+    for name in checkpointable:
         if name:
             by_class[trace.classes[name]].append(name)
     calls = Counter(call.module for call in trace.calls)
     levels = [level for level in map(outermost, by_class.values()) if sum(calls[name] for name in level) > 1]
     if not levels:
-        return outermost([name for name in able if name]) or able
+        return outermost([name for name in checkpointable if name]) or checkpointable
     return min(levels, key=lambda level: costs_of(trace, dict.fromkeys(level, "inputs")).peak_bytes)
 
 

@@ -42,7 +42,7 @@ class CheckpointedRegion(NamedTuple):
     kept: frozenset[int]
     """Storages that it keeps."""
     copied_bytes: int
-    again: frozenset[int]
+    resaved: frozenset[int]
     """Storages that it saves when it runs again, without casts of weights."""
     cast_bytes: int
     """Bytes of the weights that it casts again and saves."""
@@ -59,16 +59,16 @@ def saved_in(trace: ForwardTrace, begin: int, end: int) -> frozenset[int]:
 def region_of(trace: ForwardTrace, call: ModuleCall, keeps: Keeps) -> CheckpointedRegion:
     """Return what ``call`` costs if it is checkpointed."""
     events = trace.events[call.begin : call.end]
-    last = max((i for i, event in enumerate(events) if isinstance(event, SavedTensor)), default=0)
-    wanted = [e for e in events[:last] if isinstance(e, Computed) and not (keeps == "products" and e.is_product)]
+    last_saved = max((i for i, event in enumerate(events) if isinstance(event, SavedTensor)), default=0)
+    rerun = [e for e in events[:last_saved] if isinstance(e, Computed) and not (keeps == "products" and e.is_product)]
     saved = saved_in(trace, call.begin, call.end)
     return CheckpointedRegion(
         kept=call.arguments | (call.products if keeps == "products" else frozenset()),
         copied_bytes=call.copied_bytes,
-        again=saved - trace.casts,
+        resaved=saved - trace.casts,
         cast_bytes=bytes_of(trace, saved & trace.casts),
-        flops=sum(e.flops for e in wanted),
-        moved_bytes=sum(e.moved_bytes for e in wanted),
+        flops=sum(e.flops for e in rerun),
+        moved_bytes=sum(e.moved_bytes for e in rerun),
     )
 
 
@@ -80,17 +80,17 @@ def bytes_of(trace: ForwardTrace, storages: frozenset[int]) -> int:
 def costs_of(trace: ForwardTrace, choice: Choice) -> Costs:
     """Return what ``choice`` costs: a walk along the forward pass. Modules inside a checkpointed one are ignored."""
     kept: frozenset[int] = frozenset()
-    copied = peak = flops = moved = place = 0
+    copied = peak = flops = moved = position = 0
     for call in trace.calls:
         keeps = choice.get(call.module)
-        if keeps is None or call.begin < place:
+        if keeps is None or call.begin < position:
             continue
-        kept |= saved_in(trace, place, call.begin)
+        kept |= saved_in(trace, position, call.begin)
         region = region_of(trace, call, keeps)
-        kept, copied, place = kept | region.kept, copied + region.copied_bytes, call.end
+        kept, copied, position = kept | region.kept, copied + region.copied_bytes, call.end
         # A second pass runs on a copy of the copies.
-        peak = max(peak, bytes_of(trace, kept | region.again) + region.cast_bytes + copied + region.copied_bytes)
+        peak = max(peak, bytes_of(trace, kept | region.resaved) + region.cast_bytes + copied + region.copied_bytes)
         flops, moved = flops + region.flops, moved + region.moved_bytes
-    kept |= saved_in(trace, place, len(trace.events))
+    kept |= saved_in(trace, position, len(trace.events))
     total = bytes_of(trace, kept) + copied
     return Costs(total, max(peak, total), flops, moved)

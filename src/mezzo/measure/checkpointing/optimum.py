@@ -27,7 +27,7 @@ FLOPS_PER_BYTE = 156
 """What a GPU computes in 16 bits while it moves a byte: an A100's 312 TFLOP/s over 2.0 TB/s."""
 MOST_LABELS = 2000
 _SMALLEST_SHARE = 0.002
-"""Of all that is saved: a module that would free less is no candidate."""
+"""A module that would free less than this share of all that is saved is no candidate."""
 
 Chosen: TypeAlias = tuple[tuple[str, Keeps | None], ...]
 State: TypeAlias = tuple[frozenset[int], Chosen]
@@ -42,7 +42,7 @@ class CheckpointCandidate(NamedTuple):
 
 
 class Label(NamedTuple):
-    """The best of some paths to one place."""
+    """The best of some paths to one position."""
 
     kept_bytes: int
     cost: int
@@ -50,7 +50,7 @@ class Label(NamedTuple):
     """The label before the last jump, and the jump."""
 
 
-class TooMany(Exception):
+class TooManyLabels(Exception):
     """There are more labels than an exact search can follow."""
 
 
@@ -67,24 +67,26 @@ def candidates_of(trace: ForwardTrace, *, smallest_share: float = _SMALLEST_SHAR
     """Return the calls that may be checkpointed, and would free at least ``smallest_share`` of what a plain pass saves."""
     smallest = smallest_share * bytes_of(trace, saved_in(trace, 0, len(trace.events)))
     refused = {call.module for call in trace.calls if call.refused}
-    whole = {call.module for call in trace.calls if call.products_refused}
+    without_products = {call.module for call in trace.calls if call.products_refused}
     found = []
     for call in trace.calls:
         if call.module in refused:
             continue
         regions = {}
-        ways: tuple[Keeps, ...] = ("inputs",) if call.module in whole or not call.products else ("inputs", "products")
-        for keeps in ways:
+        kept_options: tuple[Keeps, ...] = (
+            ("inputs",) if call.module in without_products or not call.products else ("inputs", "products")
+        )
+        for keeps in kept_options:
             region = region_of(trace, call, keeps)
-            if bytes_of(trace, region.again - region.kept) + region.cast_bytes - region.copied_bytes > smallest:
+            if bytes_of(trace, region.resaved - region.kept) + region.cast_bytes - region.copied_bytes > smallest:
                 regions[keeps] = region
         if regions:
             found.append(CheckpointCandidate(call, regions))
-    # A plan holds for every call of a module, so what it keeps has to be possible in each.
+    # A plan applies to every call of a module, so what it keeps has to be possible in each.
     calls = Counter(call.module for call in trace.calls)
-    ways_of = Counter((one.call.module, keeps) for one in found for keeps in one.regions)
+    num_keeping = Counter((one.call.module, keeps) for one in found for keeps in one.regions)
     for one in found:
-        for keeps in [k for k in one.regions if ways_of[one.call.module, k] < calls[one.call.module]]:
+        for keeps in [k for k in one.regions if num_keeping[one.call.module, k] < calls[one.call.module]]:
             del one.regions[keeps]
     return [one for one in found if one.regions]
 
@@ -106,10 +108,10 @@ def best_plan(trace: ForwardTrace, budget_bytes: int) -> Optimum | None:
         candidates = candidates_of(trace, smallest_share=share)
         for slack in (0, forward_cost(trace) // 100):
             try:
-                found = Paths(trace, candidates, budget_bytes, slack=slack).shortest()
-            except TooMany:
+                regions = Paths(trace, candidates, budget_bytes, slack=slack).shortest()
+            except TooManyLabels:
                 continue
-            return None if found is None else Optimum(found, slack, len({c.call.module for c in candidates}))
+            return None if regions is None else Optimum(regions, slack, len({c.call.module for c in candidates}))
         share *= 4  # too many storages are shared between calls: consider larger modules only
 
 
@@ -141,49 +143,49 @@ class Paths:
     ) -> None:
         """Prepare a search; ``free`` makes recomputation cost nothing, to see whether the budget can be kept at all."""
         self._trace, self._budget, self._free = trace, budget_bytes, free
-        self._places = sorted({0, len(trace.events), *(p for c in candidates for p in (c.call.begin, c.call.end))})
-        self._bucket = slack // len(self._places)
-        self._beginning: dict[int, list[CheckpointCandidate]] = defaultdict(list)
+        self._positions = sorted({0, len(trace.events), *(p for c in candidates for p in (c.call.begin, c.call.end))})
+        self._bucket = slack // len(self._positions)
+        self._starting_at: dict[int, list[CheckpointCandidate]] = defaultdict(list)
         for candidate in candidates:
-            self._beginning[candidate.call.begin].append(candidate)
+            self._starting_at[candidate.call.begin].append(candidate)
         calls = Counter(c.call.module for c in candidates)
-        self._again = {name for name, count in calls.items() if count > 1}
+        self._called_again = {name for name, count in calls.items() if count > 1}
         self._inside = {id(c.call): self._several_inside(c, candidates) for c in candidates}
-        steps = zip(self._places[:-1], self._places[1:], strict=True)
+        steps = zip(self._positions[:-1], self._positions[1:], strict=True)
         self._plain = {begin: saved_in(trace, begin, end) for begin, end in steps}
-        self._last: dict[int, int] = {}
-        """The last place where each storage is touched, by a plain step or a jump."""
+        self._last_use: dict[int, int] = {}
+        """The last position at which each storage is used, by a plain step or a jump."""
         self._last_call = {c.call.module: c.call.begin for c in candidates}
-        for place, saved in self._plain.items():
-            self._touch(saved, place)
+        for position, saved in self._plain.items():
+            self._note_use(saved, position)
         for c in candidates:
             for region in c.regions.values():
-                self._touch(region.kept | region.again, c.call.begin)
+                self._note_use(region.kept | region.resaved, c.call.begin)
 
     def _several_inside(self, outer: CheckpointCandidate, candidates: Sequence[CheckpointCandidate]) -> tuple[str, ...]:
         begin, end = outer.call.begin, outer.call.end
         within = [c.call for c in candidates if begin <= c.call.begin and c.call.end <= end and c is not outer]
-        return tuple(sorted({call.module for call in within} & self._again - {outer.call.module}))
+        return tuple(sorted({call.module for call in within} & self._called_again - {outer.call.module}))
 
-    def _touch(self, storages: Iterable[int], place: int) -> None:
+    def _note_use(self, storages: Iterable[int], position: int) -> None:
         for storage in storages:
-            self._last[storage] = max(self._last.get(storage, 0), place)
+            self._last_use[storage] = max(self._last_use.get(storage, 0), position)
 
     def shortest(self) -> dict[str, Keeps] | None:
         """Return what each checkpointed module keeps in the least costly plan; None if none is within the budget.
 
         Raises:
-            TooMany: there are more labels than ``MOST_LABELS`` at one place.
+            TooManyLabels: there are more labels than ``MOST_LABELS`` at one position.
         """
-        at: dict[int, dict[State, list[Label]]] = {place: {} for place in self._places}
+        at: dict[int, dict[State, list[Label]]] = {position: {} for position in self._positions}
         at[0] = {(frozenset(), ()): [Label(0, 0, None)]}
-        for begin, end in zip(self._places[:-1], self._places[1:], strict=True):
+        for begin, end in zip(self._positions[:-1], self._positions[1:], strict=True):
             states = {state: self._undominated(labels) for state, labels in at.pop(begin).items()}
             if sum(map(len, states.values())) > MOST_LABELS:
-                raise TooMany
+                raise TooManyLabels
             for state, labels in states.items():
-                self._go_on(state, labels, begin, end, at[end])
-                for candidate in self._beginning[begin]:
+                self._extend_plainly(state, labels, begin, end, at[end])
+                for candidate in self._starting_at[begin]:
                     for keeps in candidate.regions:
                         self._jump(state, labels, candidate, keeps, at[candidate.call.end])
         finished = [label for labels in at[len(self._trace.events)].values() for label in labels]
@@ -206,15 +208,17 @@ class Paths:
                 lowest = cost
         return kept
 
-    def _go_on(self, state: State, labels: list[Label], begin: int, end: int, to: dict[State, list[Label]]) -> None:
+    def _extend_plainly(
+        self, state: State, labels: list[Label], begin: int, end: int, target: dict[State, list[Label]]
+    ) -> None:
         chosen = dict(state[1])
-        for candidate in self._beginning[begin]:
+        for candidate in self._starting_at[begin]:
             name = candidate.call.module
-            if name in self._again and chosen.setdefault(name, None) is not None:
+            if name in self._called_again and chosen.setdefault(name, None) is not None:
                 return
         added = bytes_of(self._trace, self._plain[begin] - state[0])
-        follows = self._state(state[0] | self._plain[begin], chosen, end)
-        to.setdefault(follows, []).extend(
+        next_state = self._state(state[0] | self._plain[begin], chosen, end)
+        target.setdefault(next_state, []).extend(
             label._replace(kept_bytes=label.kept_bytes + added)
             for label in labels
             if label.kept_bytes + added <= self._budget
@@ -226,26 +230,26 @@ class Paths:
         labels: list[Label],
         candidate: CheckpointCandidate,
         keeps: Keeps,
-        to: dict[State, list[Label]],
+        target: dict[State, list[Label]],
     ) -> None:
         chosen, name, region = dict(state[1]), candidate.call.module, candidate.regions[keeps]
-        # No checkpoint within a checkpoint: neither what lies inside, nor what begins here and lies around.
-        around = {c.call.module for c in self._beginning[candidate.call.begin]} & self._again - {name}
+        # No checkpoint within a checkpoint: neither a call inside this one, nor one that begins here and encloses it.
+        around = {c.call.module for c in self._starting_at[candidate.call.begin]} & self._called_again - {name}
         without = [(other, None) for other in {*self._inside[id(candidate.call)], *around}]
-        for other, wanted in [*without, *([(name, keeps)] if name in self._again else [])]:
+        for other, wanted in [*without, *([(name, keeps)] if name in self._called_again else [])]:
             if chosen.setdefault(other, wanted) != wanted:
                 return
         kept = state[0] | region.kept
         added = bytes_of(self._trace, region.kept - state[0]) + region.copied_bytes
-        again = bytes_of(self._trace, region.again - kept) + region.cast_bytes + region.copied_bytes
+        resaved = bytes_of(self._trace, region.resaved - kept) + region.cast_bytes + region.copied_bytes
         cost = 0 if self._free else cost_of(region)
-        follows = self._state(kept, chosen, candidate.call.end)
-        to.setdefault(follows, []).extend(
+        next_state = self._state(kept, chosen, candidate.call.end)
+        target.setdefault(next_state, []).extend(
             Label(label.kept_bytes + added, label.cost + cost, (label, name, keeps))
             for label in labels
-            if label.kept_bytes + added + again <= self._budget
+            if label.kept_bytes + added + resaved <= self._budget
         )
 
-    def _state(self, kept: frozenset[int], chosen: dict[str, Keeps | None], place: int) -> State:
-        to_come = frozenset(storage for storage in kept if self._last.get(storage, -1) >= place)
-        return to_come, tuple(sorted((n, k) for n, k in chosen.items() if self._last_call[n] >= place))
+    def _state(self, kept: frozenset[int], chosen: dict[str, Keeps | None], position: int) -> State:
+        needed_later = frozenset(storage for storage in kept if self._last_use.get(storage, -1) >= position)
+        return needed_later, tuple(sorted((n, k) for n, k in chosen.items() if self._last_call[n] >= position))

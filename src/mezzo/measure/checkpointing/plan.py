@@ -77,10 +77,10 @@ class CheckpointPlan:
                 f"{bytes_text(costs.peak_bytes):>9} in the backward pass; recomputes {self._share(costs):.0%} of the forward pass's "
                 f"FLOPs, and moves {bytes_text(costs.recomputed_moved_bytes)}"
             )
-        for keeps, words in (("inputs", "keep their inputs"), ("products", "keep their products")):
+        for keeps, action in (("inputs", "keep their inputs"), ("products", "keep their products")):
             named = [name or "(the model)" for name, one in self.regions.items() if one == keeps]
             if named:
-                lines.append(f"  {words}: {', '.join(named)}")
+                lines.append(f"  {action}: {', '.join(named)}")
         left_out = outermost([name for name in self.refused if name])
         lines += [f"  left out: {name}: {self.refused[name]}" for name in left_out[:3]]
         if len(left_out) > 3:
@@ -109,7 +109,7 @@ def checkpoint(
         sample: a tensor, a tuple of arguments or a dict of keyword arguments: a micro-batch as the model gets it.
         budget: bytes (``12 * 2**30`` or ``"12GiB"``) for the tensors that wait for the backward pass. Weights, gradients, optimizer
             state and the operations' own working memory come on top.
-        plan: instead of a budget: ``full`` checkpoints every block, ``every-3`` each third one, ``selective`` keeps the outputs of
+        plan: instead of a budget: ``full`` checkpoints every block, ``every-3`` every third one, ``selective`` keeps the outputs of
             products in each, ``none`` removes an earlier plan. Blocks are the modules of one class, the one that gives the lowest peak.
         policy: the precision of the training, which decides how many bytes are saved.
 
@@ -137,9 +137,9 @@ def checkpoint(
     first = next((t for t in (*inner.parameters(), *inner.buffers())), None)
     casting = Casting.of(Policy.of(policy), "cpu" if first is None else first.device.type)
     traced = trace(inner, runner(sample, casting.region))
-    made = _agreed(traced, lambda: plan_for(traced, plan if budget is None else budget))
-    made.apply(inner)
-    return made
+    chosen = _agreed(traced, lambda: plan_for(traced, plan if budget is None else budget))
+    chosen.apply(inner)
+    return chosen
 
 
 def runner(sample: Any, region: Callable[[], AbstractContextManager[Any]]) -> Callable[[nn.Module], Any]:
@@ -155,7 +155,7 @@ def runner(sample: Any, region: Callable[[], AbstractContextManager[Any]]) -> Ca
 
 
 def plan_for(traced: ForwardTrace, wanted: str | int | None) -> CheckpointPlan:
-    """Return the plan that is called ``wanted``, or the best within that many bytes.
+    """Return the plan called ``wanted``, or the best plan within that many bytes.
 
     Raises:
         UsageError: there is no such plan.
@@ -164,7 +164,7 @@ def plan_for(traced: ForwardTrace, wanted: str | int | None) -> CheckpointPlan:
     named = None if isinstance(wanted, int) else named_regions(traced, str(wanted), blocks)
     if named is not None:
         name, regions = str(wanted), named
-        guarantee = f"{len(regions)} of {len(blocks)} blocks ({_classes(traced, blocks)})."
+        guarantee = f"{len(regions)} of {len(blocks)} blocks ({_class_names(traced, blocks)})."
     else:
         budget_bytes = bytes_of_text(wanted if isinstance(wanted, int) else str(wanted))
         name, (regions, guarantee) = f"within {bytes_text(budget_bytes)}", _within(traced, budget_bytes)
@@ -183,19 +183,19 @@ def plan_for(traced: ForwardTrace, wanted: str | int | None) -> CheckpointPlan:
 
 
 def _within(traced: ForwardTrace, budget_bytes: int) -> tuple[dict[str, Keeps], str]:
-    found = best_plan(traced, budget_bytes)
-    if found is None:
+    optimum = best_plan(traced, budget_bytes)
+    if optimum is None:
         least = least_peak(traced)
         raise UsageError(
             f"no plan keeps what waits for the backward pass within {bytes_text(budget_bytes)}; the least is about {bytes_text(least)}",
             hint="raise the budget, pass a smaller micro-batch as the sample, or train with Session(..., micro_batch='auto')",
         )
-    which = f"the least recomputation over {found.num_candidates} modules that could be checkpointed"
-    return found.regions, f"{which.capitalize()}{', within 1% of a forward pass' if found.slack else ''}."
+    claim = f"the least recomputation over {optimum.num_candidates} modules that could be checkpointed"
+    return optimum.regions, f"{claim.capitalize()}{', within 1% of a forward pass' if optimum.slack else ''}."
 
 
 def named_regions(traced: ForwardTrace, name: str, blocks: Sequence[str]) -> dict[str, Keeps] | None:
-    """Return the regions of the plan called ``name``; None if no plan is called so."""
+    """Return the regions of the plan called ``name``; None if there is no such plan."""
     every = EVERY.fullmatch(name)
     if name == "none":
         return {}
@@ -209,22 +209,22 @@ def named_regions(traced: ForwardTrace, name: str, blocks: Sequence[str]) -> dic
     return None
 
 
-def _classes(traced: ForwardTrace, blocks: Sequence[str]) -> str:
+def _class_names(traced: ForwardTrace, blocks: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(traced.classes[block] for block in blocks)) or "no module saves anything"
 
 
 def _agreed(traced: ForwardTrace, choose: Callable[[], CheckpointPlan]) -> CheckpointPlan:
-    """Return the first process's plan: normalisation across processes meets in both passes, so all need the same one."""
+    """Return the plan of rank 0: normalisation across processes synchronises in both passes, so all ranks need the same plan."""
     if not (dist.is_available() and dist.is_initialized()):
         return choose()
-    held: list[Any] = [None]
+    shared: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            held = [choose()]
+            shared = [choose()]
         except UsageError as error:
-            held = [error]
-    dist.broadcast_object_list(held, src=0)
-    if isinstance(held[0], UsageError):
-        raise held[0]
-    made: CheckpointPlan = held[0]
-    return replace(made, costs=costs_of(traced, made.regions))
+            shared = [error]
+    dist.broadcast_object_list(shared, src=0)
+    if isinstance(shared[0], UsageError):
+        raise shared[0]
+    chosen: CheckpointPlan = shared[0]
+    return replace(chosen, costs=costs_of(traced, chosen.regions))

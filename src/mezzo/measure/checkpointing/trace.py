@@ -32,9 +32,9 @@ from mezzo.measure.predict.operations import operations_of
 
 aten: Any = torch.ops.aten
 _HARMLESS = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout)
-"""Arguments that a module cannot change, beside tensors."""
+"""Arguments besides tensors that a module cannot change."""
 _CHECKPOINT_ENTRIES = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
-"""What every call of torch's ``checkpoint`` looks up, also one that was imported by name."""
+"""What every call of torch's ``checkpoint`` looks up, even if that was imported by name."""
 
 
 class Computed(NamedTuple):
@@ -50,7 +50,7 @@ class SavedTensor(NamedTuple):
 
     storage: int
     alive: bool
-    """Whether its graph was still there after the forward pass."""
+    """Whether its graph was still alive after the forward pass."""
 
 
 @dataclass(kw_only=True)
@@ -103,7 +103,7 @@ def trace(model: nn.Module, run: Callable[[nn.Module], Any]) -> ForwardTrace:
         between = Attributes(model)
         traced = _traced(model, run)
         changed = between.changed()
-        before.put_back(changed)
+        before.restore(changed)
         for module, attribute in changed:
             _refuse_calls(traced, module, attribute)
     return traced
@@ -165,8 +165,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-class _OwnCheckpoint:
-    """Replaces torch's checkpointing while a model is traced: a model that checkpoints itself cannot be planned."""
+class _RefusedCheckpoint:
+    """Replacement of torch's checkpointing while a model is traced: no plan can be made for a model that checkpoints itself."""
 
     def __init__(self, running: Callable[[], str]) -> None:
         self._running = running
@@ -175,7 +175,7 @@ class _OwnCheckpoint:
         name = self._running()
         raise SessionError(
             f"{f'module {name}' if name else 'the model'} checkpoints itself already, so no plan can be made for the model",
-            hint="switch that off, as by model.gradient_checkpointing_disable() in transformers, or keep it and leave Mezzo's out",
+            hint="switch that off, as by model.gradient_checkpointing_disable() in transformers, or keep it and do without Mezzo's",
         )
 
     apply = __call__
@@ -194,16 +194,16 @@ class _Tracer:
         self.sizes: dict[int, int] = {}
         self.calls: list[ModuleCall] = []
         self._saved: list[tuple[int, SavedTensor, weakref.ref[_Placeholder]]] = []
-        """The place of each saved tensor among the events, its event, and a reference to what dies with its graph."""
+        """For each saved tensor its index among the events, its event, and a reference to what dies with its graph."""
         self._numbers: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self._open: list[ModuleCall] = []
-        self._made: dict[int, tuple[int, list[ModuleCall]]] = {}
-        """Of each storage that a product wrote: the event, and the calls that were running."""
-        self._taken: dict[int, list[ModuleCall]] = {}
-        """Of each storage: the calls that took it as an argument."""
+        self._product_outputs: dict[int, tuple[int, list[ModuleCall]]] = {}
+        """For each storage that a product wrote: the event, and the calls that were running."""
+        self._argument_of: dict[int, list[ModuleCall]] = {}
+        """For each storage: the calls that got it as an argument."""
         self._casts: set[int] = set()
-        self._own = {t.untyped_storage()._cdata for t in (*self.model.parameters(), *self.model.buffers())}
+        self._own_storages = {t.untyped_storage()._cdata for t in (*self.model.parameters(), *self.model.buffers())}
         """Storages that exist whether or not they are saved."""
 
     @contextmanager
@@ -216,13 +216,13 @@ class _Tracer:
                     entered = partial(self._entered, name)
                     for handle in (
                         module.register_forward_pre_hook(entered, with_kwargs=True),
-                        module.register_forward_hook(self._left, prepend=True),
+                        module.register_forward_hook(self._exited, prepend=True),
                     ):
                         stack.callback(handle.remove)
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 for entry in _CHECKPOINT_ENTRIES:
                     stack.callback(setattr, torch.utils.checkpoint, entry, getattr(torch.utils.checkpoint, entry))
-                    setattr(torch.utils.checkpoint, entry, _OwnCheckpoint(self._running))
+                    setattr(torch.utils.checkpoint, entry, _RefusedCheckpoint(self._running))
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._save, _refuse))
                 stack.enter_context(_Operations(self))
                 yield
@@ -235,8 +235,8 @@ class _Tracer:
 
     def finish(self) -> None:
         """Mark the saved tensors whose graphs are alive."""
-        for place, saved, placeholder in self._saved:
-            self.events[place] = saved._replace(alive=placeholder() is not None)
+        for index, saved, placeholder in self._saved:
+            self.events[index] = saved._replace(alive=placeholder() is not None)
 
     def trace(self, changed: tuple[str, ...], buffer_bytes: Mapping[str, int]) -> ForwardTrace:
         """Return the trace, with the buffers that turned out to be changed."""
@@ -256,7 +256,7 @@ class _Tracer:
         """Record an operation, and what it changed in place."""
         found = operations_of(func, args, kwargs, result, "forward", "")
         is_product = func in PRODUCTS
-        if func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._own:
+        if func is aten._to_copy.default and args[0].untyped_storage()._cdata in self._own_storages:
             self._casts.add(self._number(result))
         if found:
             moved = sum(one.read_bytes + one.written_bytes for one in found)
@@ -266,32 +266,32 @@ class _Tracer:
         if is_product:
             written = frozenset(self._number(t) for t in tree_leaves(result) if isinstance(t, Tensor))
             for storage in written:
-                self._made[storage] = (len(self.events), list(self._open))
+                self._product_outputs[storage] = (len(self.events), list(self._open))
             for call in self._open:
                 call.products |= written
 
     def _note_change(self, storage: int) -> None:
-        for call in self._taken.get(storage, ()):
+        for call in self._argument_of.get(storage, ()):
             call.refused = call.refused or "an input is changed in place later"
-        for call in self._made.get(storage, (0, []))[1]:
+        for call in self._product_outputs.get(storage, (0, []))[1]:
             call.products_refused = "the output of a product is changed in place"
 
     def _entered(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        tensors, strange = _arguments((args, kwargs))
-        storages = frozenset(self._number(t) for t in tensors if t.untyped_storage()._cdata not in self._own)
-        refused = f"it is given a {strange}, which it may change" if strange else ""
+        tensors, opaque = _arguments((args, kwargs))
+        storages = frozenset(self._number(t) for t in tensors if t.untyped_storage()._cdata not in self._own_storages)
+        refused = f"it receives a {opaque}, which it may change" if opaque else ""
         call = ModuleCall(module=name, begin=len(self.events), end=0, arguments=storages, refused=refused)
         for storage in storages:
-            self._taken.setdefault(storage, []).append(call)
+            self._argument_of.setdefault(storage, []).append(call)
         self.calls.append(call)
         self._open.append(call)
 
-    def _left(self, *_: Any) -> None:
+    def _exited(self, *_: Any) -> None:
         self._open.pop().end = len(self.events)
 
     def _save(self, tensor: Tensor) -> _Placeholder:
         placeholder = _Placeholder()
-        takes_memory = tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._own
+        takes_memory = tensor.layout is torch.strided and tensor.untyped_storage()._cdata not in self._own_storages
         # A tensor without a storage of its own still marks where a second pass may end.
         saved = SavedTensor(self._number(tensor) if takes_memory else -1, alive=False)
         self._saved.append((len(self.events), saved, weakref.ref(placeholder)))
@@ -299,7 +299,7 @@ class _Tracer:
         return placeholder
 
     def _number(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage, one that no later storage gets."""
+        """Return the number of a tensor's storage, which no later storage gets."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._numbers:
@@ -328,30 +328,30 @@ def _changed_by(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     schema = func._schema
     if not schema.is_mutable:
         return []
-    given = [*zip(schema.arguments, args, strict=False), *((a, (kwargs or {}).get(a.name)) for a in schema.arguments)]
-    written = [value for argument, value in given if argument.alias_info is not None and argument.alias_info.is_write]
+    values = [*zip(schema.arguments, args, strict=False), *((a, (kwargs or {}).get(a.name)) for a in schema.arguments)]
+    written = [value for argument, value in values if argument.alias_info is not None and argument.alias_info.is_write]
     return [t for t in tree_leaves(written) if isinstance(t, Tensor)]
 
 
 def _refuse(_: _Placeholder) -> Tensor:
     raise SessionError(
         "the forward pass runs a backward pass of its own, so its memory cannot be traced",
-        hint="checkpoint the part of the model that does not, by handing that module and its inputs to mezzo.checkpoint",
+        hint="checkpoint the part of the model that does not, by passing that module and its inputs to mezzo.checkpoint",
     )
 
 
-def _arguments(given: Any) -> tuple[list[Tensor], str]:
+def _arguments(arguments: Any) -> tuple[list[Tensor], str]:
     """Return the tensors in arguments, and the class of another object that a module could change; empty if there is none."""
-    tensors, strange = list[Tensor](), ""
-    rest = [given]
+    tensors, opaque = list[Tensor](), ""
+    rest = [arguments]
     while rest:
-        one = rest.pop()
-        if isinstance(one, Tensor):
-            tensors.append(one)
-        elif type(one) is dict:
-            rest += one.values()
-        elif isinstance(one, (list, tuple)):
-            rest += one
-        elif not isinstance(one, _HARMLESS):
-            strange = strange or type(one).__name__
-    return tensors, strange
+        value = rest.pop()
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif type(value) is dict:
+            rest += value.values()
+        elif isinstance(value, (list, tuple)):
+            rest += value
+        elif not isinstance(value, _HARMLESS):
+            opaque = opaque or type(value).__name__
+    return tensors, opaque

@@ -53,7 +53,8 @@ def bytes_of_text(text: str | int, *, option: str = "budget") -> int:
     if found is None:
         hint = f"type: {option} 12GiB" if option.startswith("-") else f'pass {option}="12GiB"'
         raise UsageError(
-            f"{option} {text!r} is no size; allowed: a number above 0 with a unit, as 12GiB, 800MB or 2.5 GB", hint=hint
+            f"{option} {text!r} is not a size; allowed: a number above 0 with a unit, such as 12GiB, 800MB or 2.5 GB",
+            hint=hint,
         )
     unit = found.group(2).upper()
     power = "BKMGT".index(unit[0])

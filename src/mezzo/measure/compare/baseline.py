@@ -11,7 +11,7 @@ from mezzo.measure.compare.gathering import MetricKind
 from mezzo.measure.compare.pairing import Group, Key
 from mezzo.measure.compare.series import last_metric, losses_of, names_of, title_of
 from mezzo.measure.compare.skips import skipped_at_the_end
-from mezzo.measure.compare.trends import Course, Learning, Way, not_finite, way_of
+from mezzo.measure.compare.trends import Fault, Learning, LossTrend, fault_of, not_finite
 from mezzo.records import RunRecord
 
 
@@ -27,7 +27,7 @@ class Baseline:
     metric: MetricKind | None
     learning: dict[str, Learning]
     """How far the baseline's runs lowered each loss."""
-    ways: dict[Key, Way]
+    faults: dict[Key, Fault]
     """How runs of the baseline itself went wrong."""
     sound: dict[Key, RunRecord]
     """The runs that trained well."""
@@ -40,55 +40,59 @@ class Baseline:
         names, trained = names_of(group.trained.values()), group.trained
         series = {name: [losses_of(run).get(name, []) for run in trained.values()] for name in names}
         learning = {
-            name: Learning([Course(losses) for losses in known if losses and not_finite(losses, name=name) is None])
+            name: Learning([LossTrend(losses) for losses in known if losses and not_finite(losses, name=name) is None])
             for name, known in series.items()
         }
-        ways = {key: way for key, run in trained.items() if (way := _way_of(run, None, learning, baseline=group.name))}
+        faults = {
+            key: fault for key, run in trained.items() if (fault := _fault_of(run, None, learning, baseline=group.name))
+        }
         return cls(
             group=group,
             margin=margin,
             names=names,
             metric=MetricKind.of(runs),
             learning=learning,
-            ways=ways,
-            sound={key: run for key, run in trained.items() if key not in ways},
+            faults=faults,
+            sound={key: run for key, run in trained.items() if key not in faults},
             dependences=dependences(runs),
         )
 
-    def ways_of(self, group: Group) -> dict[Key, Way]:
+    def faults_of(self, group: Group) -> dict[Key, Fault]:
         """Return how the runs of another policy went wrong."""
         return {
-            key: way
+            key: fault
             for key, run in group.trained.items()
-            if (way := _way_of(run, self.sound.get(key), self.learning, baseline=self.group.name))
+            if (fault := _fault_of(run, self.sound.get(key), self.learning, baseline=self.group.name))
         }
 
     def explains(self, num_wrong: int, num_runs: int) -> bool:
         """Return whether the baseline's own runs went wrong at least as often; never if all ``num_runs`` did."""
-        return num_wrong < num_runs and num_wrong * len(self.group.trained) <= len(self.ways) * num_runs
+        return num_wrong < num_runs and num_wrong * len(self.group.trained) <= len(self.faults) * num_runs
 
 
-def _way_of(run: RunRecord, partner: RunRecord | None, learning: dict[str, Learning], *, baseline: str) -> Way | None:
+def _fault_of(
+    run: RunRecord, partner: RunRecord | None, learning: dict[str, Learning], *, baseline: str
+) -> Fault | None:
     """Return how ``run`` went wrong; ``partner`` is the baseline's run with its seed, None for a typical one."""
     for name, losses in losses_of(run).items():
         if (bad := not_finite(losses, name=title_of(name))) is not None:
-            return Way(verdict="diverged", text=bad)
+            return Fault(verdict="diverged", text=bad)
     if num_skipped := skipped_at_the_end(run):
         many = f"its last {num_skipped} updates were all skipped"
-        return Way(verdict="stopped_learning", text="its last update was skipped" if num_skipped == 1 else many)
+        return Fault(verdict="stopped_learning", text="its last update was skipped" if num_skipped == 1 else many)
     for name, losses in losses_of(run).items():
         known = learning.get(name)
-        if known is None or not known.courses:
+        if known is None or not known.trends:
             continue
-        other = known.typical if partner is None else Course(losses_of(partner).get(name, []))
-        way = way_of(Course(losses), other, known, name=title_of(name), baseline=baseline)
-        if way is not None:
-            return way
+        other = known.typical if partner is None else LossTrend(losses_of(partner).get(name, []))
+        fault = fault_of(LossTrend(losses), other, known, name=title_of(name), baseline=baseline)
+        if fault is not None:
+            return fault
     return None if partner is None else _lost_metric(run, partner)
 
 
-def _lost_metric(run: RunRecord, partner: RunRecord) -> Way | None:
+def _lost_metric(run: RunRecord, partner: RunRecord) -> Fault | None:
     ours, theirs = last_metric(run), last_metric(partner)
     if ours is None or theirs is None or math.isfinite(ours) or not math.isfinite(theirs) or run.metric is None:
         return None
-    return Way(verdict="diverged", text=f"the last {run.metric.name} is {ours}, where the baseline's is {theirs:.4g}")
+    return Fault(verdict="diverged", text=f"the last {run.metric.name} is {ours}, where the baseline's is {theirs:.4g}")

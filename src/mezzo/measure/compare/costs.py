@@ -16,7 +16,7 @@ SLOWER, _LARGER = 0.95, 1.02
 
 
 def step_ms(run: RunRecord) -> float:
-    """Return the median step time after warm-up, or of all steps if no more were made."""
+    """Return the median step time after warm-up, or of all steps if there are no others."""
     times = run.steps.time_ms
     warm = times[max(_MIN_WARMUP_STEPS, len(times) // 10) :] or times
     finite = [ms for ms in warm if math.isfinite(ms)]
@@ -24,29 +24,29 @@ def step_ms(run: RunRecord) -> float:
 
 
 def why_not_timed(pairs: Sequence[Pair]) -> str:
-    """Return why times are not compared: the runs of a pair were on unlike devices, or beside another number of runs. Empty if they are."""
+    """Return why times are not compared, such as unlike devices or different numbers of concurrent runs; empty if they are compared."""
     return next((why for pair in pairs if (why := why_unlike(pair.run, pair.baseline, pair.key))), "")
 
 
 def why_unlike(run: RunRecord, baseline: RunRecord, name: object) -> str:
-    """Return why the times of two runs are not compared; ``name`` is that of the pair. Empty if they are."""
+    """Return why the times of two runs are not compared; ``name`` is the name of the pair. Empty if they are compared."""
     if replays := run.replays or baseline.replays:
         return f"times are not compared, because {replays} of a CUDA graph are not timed"
-    if any(_shares_unknown(one) for one in (run, baseline)):
-        return "times are not compared, because the cluster may have had other work beside the runs on the same CPU"
-    for (what, ours), (_, theirs) in zip(_terms(run), _terms(baseline), strict=True):
+    if any(_shared_cpu_unknown(one) for one in (run, baseline)):
+        return "times are not compared, because the cluster may have run other work on the same CPU"
+    for (what, ours), (_, theirs) in zip(_timing_conditions(run), _timing_conditions(baseline), strict=True):
         if ours != theirs:
             here = f"{name}: {what} {ours}, the baseline's {theirs}"
-            return f"times are not compared, because the runs were not timed on like terms ({here})"
+            return f"times are not compared, because the runs were not timed under the same conditions ({here})"
     return ""
 
 
-def _shares_unknown(run: RunRecord) -> bool:
-    """Return whether a cluster placed a run without a GPU of its own: what computed beside it is not known."""
+def _shared_cpu_unknown(run: RunRecord) -> bool:
+    """Return whether a cluster placed a run without a GPU of its own: what else ran on its CPU is not known."""
     return run.placement is not None and bool(run.placement.through) and run.placement.gpus is None
 
 
-def _terms(run: RunRecord) -> list[tuple[str, str]]:
+def _timing_conditions(run: RunRecord) -> list[tuple[str, str]]:
     """Return what has to be the same in two runs whose times are compared."""
     environment, placement = run.environment, run.placement
     return [
@@ -75,7 +75,7 @@ def time_facts(runs: Sequence[RunRecord], pairs: Sequence[Pair]) -> dict[str, An
 
 
 def memory_ratio(pairs: Sequence[Pair]) -> float | None:
-    """Return a policy's bytes over the baseline's in the first pair: the allocator's peak, else the four kinds; None if unknown."""
+    """Return a policy's bytes over the baseline's in the first pair: the allocator's peak, or else the four kinds; None if unknown."""
     if not pairs:
         return None
     ours, theirs = pairs[0].run.memory, pairs[0].baseline.memory

@@ -29,15 +29,17 @@ def loss_quantity(pairs: Sequence[Pair], name: str, *, learning: Learning, margi
     if not known:
         return None
     scale: Scale = Ratio() if all(value > 0 for pair in known for value in pair) else Absolute()
-    places = scale.on([theirs for _, theirs in known])
-    share, why = _share_of_loss(scale, float(np.mean(places)), learning=learning, margin=margin)
-    return Quantity(name=name, pairs=known, scale=scale, margin=Margin(share=share, why=why, spread=spread_of(places)))
+    baselines = scale.to_scale([theirs for _, theirs in known])
+    share, why = _share_of_loss(scale, float(np.mean(baselines)), learning=learning, margin=margin)
+    return Quantity(
+        name=name, pairs=known, scale=scale, margin=Margin(share=share, why=why, spread=spread_of(baselines))
+    )
 
 
-def _share_of_loss(scale: Scale, place: float, *, learning: Learning, margin: float) -> tuple[float, str]:
+def _share_of_loss(scale: Scale, position: float, *, learning: Learning, margin: float) -> tuple[float, str]:
     """Return the margin as a share of the final loss, or of the fall in training if that is less, and why."""
-    share, fall, value = scale.nearest(margin, at=place), learning.surely(), abs(scale.back(place))
-    if isinstance(scale, Absolute) and learning.courses:
+    share, fall, value = scale.margin_for(margin, at=position), learning.lower_bound(), abs(scale.from_scale(position))
+    if isinstance(scale, Absolute) and learning.trends:
         resolved = _FP32_RESOLUTION * abs(learning.typical.start)
         if share < resolved:
             return resolved, "what FP32 resolves of the loss at the start"
@@ -47,7 +49,7 @@ def _share_of_loss(scale: Scale, place: float, *, learning: Learning, margin: fl
     if most * fall >= margin * value:
         return share, ""
     why = f"{100 * most:.2g}% of what training took off"
-    return scale.nearest(most * fall / value, at=place), why
+    return scale.margin_for(most * fall / value, at=position), why
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,37 +73,37 @@ class MetricKind:
 
     def quantity(self, pairs: Sequence[Pair], *, margin: float) -> Quantity | None:
         """Return the last metric over the pairs in which it is finite; None if there are none."""
-        found = [(last_metric(pair.run), last_metric(pair.baseline)) for pair in pairs]
-        known = _finite([(ours, theirs) for ours, theirs in found if ours is not None and theirs is not None])
+        pairs_of_values = [(last_metric(pair.run), last_metric(pair.baseline)) for pair in pairs]
+        known = _finite([(ours, theirs) for ours, theirs in pairs_of_values if ours is not None and theirs is not None])
         if not known:
             return None
-        places = self.scale.on([theirs for _, theirs in known])
+        baselines = self.scale.to_scale([theirs for _, theirs in known])
         grid = grid_of(self.values, self.scale)
-        share, why = self.scale.nearest(margin, at=float(np.mean(places))), ""
+        share, why = self.scale.margin_for(margin, at=float(np.mean(baselines))), ""
         if grid.num_examples is not None and grid.num_examples**-0.5 > share:
             share, why = grid.num_examples**-0.5, f"the sampling error of {grid.num_examples} examples"
-        step = grid.on(self.scale, [theirs for _, theirs in known])
+        step = grid.step_on(self.scale, [theirs for _, theirs in known])
         return Quantity(
             name=self.name,
             pairs=known,
             scale=self.scale,
-            margin=Margin(share=share, why=why, spread=spread_of(places), step=step),
+            margin=Margin(share=share, why=why, spread=spread_of(baselines), step=step),
             grid=grid,
             is_metric=True,
         )
 
     def gap(self, pairs: Sequence[Pair], *, policy: str, baseline: str) -> str | None:
-        """Return a run whose metric is missing, text or not finite, so that its pair is not compared; None if all are compared."""
+        """Describe a run whose metric is missing, text or not finite, so that its pair is not compared; None if all are compared."""
         for pair in pairs:
             for run, of in ((pair.run, policy), (pair.baseline, baseline)):
-                if (what := _lacks(run.metric)) is not None:
+                if (what := _describe_lack(run.metric)) is not None:
                     return f"{self.name} {what} under {of} with {pair.key}"
         return None
 
 
-def _lacks(metric: Metric | None) -> str | None:
+def _describe_lack(metric: Metric | None) -> str | None:
     if metric is not None and metric.text is not None:
-        return f"came out as {metric.text!r}, which is no number,"
+        return f"came out as {metric.text!r}, which is not a number,"
     if metric is None or not metric.values:
         return "was not printed"
     return None if math.isfinite(metric.values[-1]) else f"came out as {metric.values[-1]}"

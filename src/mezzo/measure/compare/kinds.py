@@ -27,7 +27,7 @@ _PROPORTIONS = {
     *("ndcg", "hit", "hits", "top", "top1", "top3", "top5", "top10", "purity", "percent"),
 }
 _ERRORS = {"err", "error", "errors", "misclassified", "wrong", "wer", "cer", "eer"}
-_OF_A_VALUE = {
+_VALUE_ERRORS = {
     *("mse", "mae", "rmse", "rms", "squared", "square", "absolute", "abs", "relative", "rel", "l1", "l2", "huber"),
 }
 """Words next to which "error" means that of a predicted value, not a share of wrong answers."""
@@ -50,14 +50,14 @@ def scale_of_metric(metric: Metric, values: Sequence[float]) -> Scale:
     if not values or words & _LOSSES:
         return otherwise
     in_one, in_hundred = (all(0 <= value <= top for value in values) for top in (1, 100))
-    is_error = bool(words & _ERRORS) and not words & _OF_A_VALUE
+    is_error = bool(words & _ERRORS) and not words & _VALUE_ERRORS
     if metric.percent and in_hundred:
         return Proportion(100.0)
     if words & _PROPORTIONS or is_error:
         if in_one:
             return Proportion(1.0)
         return Proportion(100.0) if in_hundred and words & _PROPORTIONS else otherwise
-    known = words & (_OF_A_VALUE | _REWARDS)
+    known = words & (_VALUE_ERRORS | _REWARDS)
     unknown_share = in_one and not known and (not positive or statistics.fmean(values) > 0.5)
     return Proportion(1.0) if unknown_share else otherwise
 
@@ -70,10 +70,10 @@ class MetricGrid:
     num_examples: int | None = None
     """Number of examples counted; None if the step is that of the printed digits."""
 
-    def on(self, scale: Scale, values: Sequence[float]) -> float:
+    def step_on(self, scale: Scale, values: Sequence[float]) -> float:
         """Return the step on ``scale``, the mean over ``values``."""
-        places, above, below = (scale.on([v + d for v in values]) for d in (0.0, self.step, -self.step))
-        return float(np.mean(np.maximum(np.abs(above - places), np.abs(places - below))))
+        centres, above, below = (scale.to_scale([v + d for v in values]) for d in (0.0, self.step, -self.step))
+        return float(np.mean(np.maximum(np.abs(above - centres), np.abs(centres - below))))
 
 
 def grid_of(values: Sequence[float], scale: Scale) -> MetricGrid:
@@ -102,7 +102,7 @@ def _num_counted(values: Sequence[float], *, whole: float, digits: float) -> int
     fits = np.all(np.abs(products - np.round(products)) <= allowed, axis=1)
     if not fits.any():
         return None
-    place = int(np.argmax(fits))
-    chance = float(np.prod(np.minimum(2.0 * allowed[place], 1.0))) * counts[place]
-    is_decimal = math.log10(counts[place]).is_integer()
-    return int(counts[place]) if chance < _PLAUSIBLE and not is_decimal else None
+    smallest = int(np.argmax(fits))
+    chance = float(np.prod(np.minimum(2.0 * allowed[smallest], 1.0))) * counts[smallest]
+    is_decimal = math.log10(counts[smallest]).is_integer()
+    return int(counts[smallest]) if chance < _PLAUSIBLE and not is_decimal else None

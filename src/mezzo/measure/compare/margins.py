@@ -57,22 +57,22 @@ class Margin:
     step: float = 0.0
     """The step of the values, by which the spread may be too large or too small."""
 
-    def surely(self, num_seeds: int, spread: Array | None = None) -> Array:
-        """Return the margin that holds with confidence, inside which differences are equivalent; for other spreads if given."""
+    def lower_bound(self, num_seeds: int, spread: Array | None = None) -> Array:
+        """Return the lower confidence bound of the margin, inside which differences are equivalent; for other spreads if given."""
         known = np.maximum(np.asarray(self.spread if spread is None else spread) - self.step, 0.0)
         otherwise = 1.0 + 2.2 / math.sqrt(num_seeds) + 5.4 / num_seeds
         return np.maximum(self.share, known / _OVERESTIMATED.get(num_seeds, otherwise))
 
-    def at_most(self, num_seeds: int, spread: Array | None = None, *, error: float) -> Array:
-        """Return the largest margin that the spread allows with probability 1 - ``error``, beyond which differences are real."""
+    def upper_bound(self, num_seeds: int, spread: Array | None = None, *, error: float) -> Array:
+        """Return the upper bound of the margin at error level ``error``, beyond which differences are real; for other spreads if given."""
         possible = np.asarray(self.spread if spread is None else spread) + self.step
         return np.maximum(self.share, possible / spread_errors(np.asarray(error), num_seeds))
 
 
-def spread_of(places: Array) -> float:
-    """Return the median distance between two of ``places``; 0 for a single one."""
-    first, second = np.triu_indices(len(places), 1)
-    return float(np.median(np.abs(places[first] - places[second]))) if len(places) > 1 else 0.0
+def spread_of(values: Array) -> float:
+    """Return the median distance between two of ``values``; 0 for a single one."""
+    first, second = np.triu_indices(len(values), 1)
+    return float(np.median(np.abs(values[first] - values[second]))) if len(values) > 1 else 0.0
 
 
 def spread_errors(quantiles: Array, num_seeds: int) -> Array:

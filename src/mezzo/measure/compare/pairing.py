@@ -48,7 +48,7 @@ class Group:
 
     @property
     def compared_as(self) -> str:
-        """What its runs are told apart by: their policy, and how they are checkpointed."""
+        """The key that distinguishes its runs from others: their policy, and how they are checkpointed."""
         return varied(self.policy, self.checkpoint)
 
     @property

@@ -58,21 +58,25 @@ class Quantity:
         return len(self.pairs)
 
     @cached_property
-    def places(self) -> tuple[Array, Array]:
+    def scaled(self) -> tuple[Array, Array]:
         """The policy's and the baseline's values on the scale."""
         ours, theirs = zip(*self.pairs, strict=True)
-        return self.scale.on(ours), self.scale.on(theirs)
+        return self.scale.to_scale(ours), self.scale.to_scale(theirs)
 
     @cached_property
     def differences(self) -> Array:
         """Policy minus baseline of each pair, on the scale."""
-        ours, theirs = self.places
+        ours, theirs = self.scaled
         return ours - theirs
 
     @cached_property
     def step(self) -> float:
         """The step of the values on the scale."""
-        return 0.0 if self.grid is None else self.grid.on(self.scale, [value for pair in self.pairs for value in pair])
+        return (
+            0.0
+            if self.grid is None
+            else self.grid.step_on(self.scale, [value for pair in self.pairs for value in pair])
+        )
 
     @cached_property
     def deviation(self) -> float:
@@ -107,14 +111,14 @@ class Quantity:
 
     def inside(self, seen: PairStatistics, num_pairs: int) -> Flags:
         """Return ``is_inside`` for other samples of ``num_pairs`` pairs."""
-        margin = self.margin.surely(num_pairs, seen.spread)
+        margin = self.margin.lower_bound(num_pairs, seen.spread)
         shown: Flags = np.abs(seen.mean) + self._half(seen, num_pairs, error=INSIDE_ERROR) <= margin
         return shown
 
     def beyond(self, seen: PairStatistics, num_pairs: int, *, num_quantities: int) -> Flags:
         """Return ``is_beyond`` for other samples of ``num_pairs`` pairs."""
         error = BEYOND_ERROR / num_quantities
-        margin = self.margin.at_most(num_pairs, seen.spread, error=error)
+        margin = self.margin.upper_bound(num_pairs, seen.spread, error=error)
         shown: Flags = np.abs(seen.mean) - self._half(seen, num_pairs, error=error) > margin
         return shown
 
@@ -132,7 +136,7 @@ class Quantity:
 
     def natural(self, difference: float) -> float:
         """Return a difference on the scale, from the baseline's mean, in the units in which people state it."""
-        at = float(np.mean(self.places[1]))
+        at = float(np.mean(self.scaled[1]))
         return difference if math.isnan(difference) else self.scale.change(difference, at=at)
 
     def natural_margin(self, margin: float) -> float:
@@ -142,16 +146,18 @@ class Quantity:
 
     def record(self) -> Difference:
         """Return the quantity as part of a record."""
-        ours, theirs = self.places
+        ours, theirs = self.scaled
         low, high = self.interval()
         return Difference(
-            value=self.scale.back(float(np.mean(ours))),
-            baseline=self.scale.back(float(np.mean(theirs))),
+            value=self.scale.from_scale(float(np.mean(ours))),
+            baseline=self.scale.from_scale(float(np.mean(theirs))),
             scale=self.scale.name,
             difference=self.natural(float(self.seen.mean)),
             low=self.natural(low),
             high=self.natural(high),
-            margin=self.natural_margin(float(self.margin.surely(len(self))) if len(self) > 1 else self.margin.share),
+            margin=self.natural_margin(
+                float(self.margin.lower_bound(len(self))) if len(self) > 1 else self.margin.share
+            ),
         )
 
 

@@ -29,17 +29,17 @@ class Scale(Protocol):
     def name(self) -> ScaleName:
         """The name of the scale in records."""
 
-    def on(self, values: Sequence[float]) -> Array:
+    def to_scale(self, values: Sequence[float]) -> Array:
         """Return ``values`` on the scale."""
 
-    def back(self, place: float) -> float:
-        """Return the value at a place on the scale."""
+    def from_scale(self, position: float) -> float:
+        """Return the value at a position on the scale."""
 
     def change(self, difference: float, *, at: float) -> float:
-        """Return a difference on the scale, taken from the place ``at``, in the units in which people state it."""
+        """Return a difference on the scale, taken from the position ``at``, in the units in which people state it."""
 
-    def nearest(self, share: float, *, at: float) -> float:
-        """Return the margin on the scale for a share of the value at the place ``at``."""
+    def margin_for(self, share: float, *, at: float) -> float:
+        """Return the margin on the scale for a share of the value at the position ``at``."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class Ratio:
 
     name: ScaleName = "ratio"
 
-    def on(self, values: Sequence[float]) -> Array:
+    def to_scale(self, values: Sequence[float]) -> Array:
         """Return logarithms."""
         return np.log(np.asarray(values, dtype=np.float64))
 
-    def back(self, place: float) -> float:
-        """Return the value at a place on the scale."""
-        return math.exp(place)
+    def from_scale(self, position: float) -> float:
+        """Return the value at a position on the scale."""
+        return math.exp(position)
 
     def change(self, difference: float, *, at: float) -> float:
         """Return the ratio less one."""
         return math.expm1(difference)
 
-    def nearest(self, share: float, *, at: float) -> float:
+    def margin_for(self, share: float, *, at: float) -> float:
         """Return the logarithm of 1 + ``share``."""
         return math.log1p(share)
 
@@ -73,21 +73,21 @@ class Proportion:
     """The whole: 1, or 100 for percent."""
     name: ScaleName = "proportion"
 
-    def on(self, values: Sequence[float]) -> Array:
+    def to_scale(self, values: Sequence[float]) -> Array:
         """Return angles from 0 to pi."""
         shares = np.clip(np.asarray(values, dtype=np.float64) / self.unit, 0.0, 1.0)
         angles: Array = 2.0 * np.arcsin(np.sqrt(shares))
         return angles
 
-    def back(self, place: float) -> float:
-        """Return the value at a place on the scale."""
-        return self.unit * math.sin(min(max(place, 0.0), math.pi) / 2.0) ** 2
+    def from_scale(self, position: float) -> float:
+        """Return the value at a position on the scale."""
+        return self.unit * math.sin(min(max(position, 0.0), math.pi) / 2.0) ** 2
 
     def change(self, difference: float, *, at: float) -> float:
         """Return the change of the value."""
-        return self.back(at + difference) - self.back(at)
+        return self.from_scale(at + difference) - self.from_scale(at)
 
-    def nearest(self, share: float, *, at: float) -> float:
+    def margin_for(self, share: float, *, at: float) -> float:
         """Return ``share`` as Cohen's h: the geometric mean of that share of the value and that share of its complement."""
         return share
 
@@ -98,18 +98,18 @@ class Absolute:
 
     name: ScaleName = "absolute"
 
-    def on(self, values: Sequence[float]) -> Array:
+    def to_scale(self, values: Sequence[float]) -> Array:
         """Return the values."""
         return np.asarray(values, dtype=np.float64)
 
-    def back(self, place: float) -> float:
+    def from_scale(self, position: float) -> float:
         """Return the value."""
-        return place
+        return position
 
     def change(self, difference: float, *, at: float) -> float:
         """Return the difference."""
         return difference
 
-    def nearest(self, share: float, *, at: float) -> float:
+    def margin_for(self, share: float, *, at: float) -> float:
         """Return that share of the value's magnitude."""
         return share * abs(at)

@@ -22,9 +22,10 @@ from mezzo.measure.compare.quantities import PairStatistics, Quantity
 
 MAX_SEEDS = 1000
 """The largest number of seeds that is considered."""
-KEPT = 0.8
+DECIDED_SHARE = 0.8
 """The smallest share of cases that the returned number decides."""
-_SURE = 0.85
+_ESTIMATED_SHARE = 0.85
+"""The share that is asked of the estimate, which may be too optimistic."""
 _DRAWS = 2000
 
 
@@ -35,7 +36,9 @@ def seeds_needed(quantities: Sequence[Quantity]) -> int | None:
     rng = np.random.default_rng(0)
     futures = [Future(quantity, rng) for quantity in quantities]
     counts = range(max(map(len, quantities)) + 1, MAX_SEEDS + 1)
-    found = bisect_left(counts, True, key=lambda n: _chance(futures, n) >= _SURE)  # more seeds decide more cases
+    found = bisect_left(
+        counts, True, key=lambda n: _chance(futures, n) >= _ESTIMATED_SHARE
+    )  # more seeds decide more cases
     return counts[found] if found < len(counts) else None
 
 
@@ -54,25 +57,25 @@ class Future:
     def __init__(self, quantity: Quantity, rng: np.random.Generator) -> None:
         self.quantity, self._num = quantity, len(quantity)
         # The absolute mean, because the sign of a difference must not matter.
-        self._before = replace(quantity.seen, mean=np.abs(quantity.seen.mean))
+        self._observed = replace(quantity.seen, mean=np.abs(quantity.seen.mean))
         freedom = self._num - 1
-        self._deviation = self._before.deviation * np.sqrt(freedom / stats.chi2.ppf(rng.random(_DRAWS), freedom))
-        self._mean = self._before.mean + self._deviation / math.sqrt(self._num) * rng.standard_normal(_DRAWS)
-        self._spread = self._before.spread / spread_errors(rng.random(_DRAWS), self._num)
-        self._to_come = rng.standard_normal(_DRAWS), rng.random(_DRAWS), rng.random(_DRAWS)
+        self._deviation = self._observed.deviation * np.sqrt(freedom / stats.chi2.ppf(rng.random(_DRAWS), freedom))
+        self._mean = self._observed.mean + self._deviation / math.sqrt(self._num) * rng.standard_normal(_DRAWS)
+        self._spread = self._observed.spread / spread_errors(rng.random(_DRAWS), self._num)
+        self._draws = rng.standard_normal(_DRAWS), rng.random(_DRAWS), rng.random(_DRAWS)
 
     def seen(self, num_pairs: int) -> PairStatistics:
         """Return the statistics of ``num_pairs`` pairs, including those already seen."""
         more = num_pairs - self._num
-        normal, uniform, spread_uniform = self._to_come
+        normal, uniform, spread_uniform = self._draws
         mean = self._mean + self._deviation / math.sqrt(more) * normal
         squares = self._deviation**2 * stats.chi2.ppf(uniform, more - 1) if more > 1 else np.zeros(_DRAWS)
-        between = self._num * more / num_pairs * (mean - self._before.mean) ** 2
-        total = (self._num - 1) * self._before.deviation**2 + squares + between
+        between = self._num * more / num_pairs * (mean - self._observed.mean) ** 2
+        total = (self._num - 1) * self._observed.deviation**2 + squares + between
         deviation = np.maximum(np.sqrt(total / (num_pairs - 1)), self.quantity.step / 2.0)
         return PairStatistics(
-            mean=(self._num * self._before.mean + more * mean) / num_pairs,
+            mean=(self._num * self._observed.mean + more * mean) / num_pairs,
             deviation=deviation,
             spread=self._spread * spread_errors(spread_uniform, num_pairs),
-            rounding=self._before.rounding,
+            rounding=self._observed.rounding,
         )

@@ -29,14 +29,14 @@ def title_of(name: str) -> str:
     return name if name.split()[0] == LOSS else f"{LOSS} of {name}"
 
 
-def tenth(values: Sequence[float]) -> int:
+def num_in_tenth(values: Sequence[float]) -> int:
     """Return the number of values in a tenth of ``values``, at least one."""
     return max(1, len(values) // 10)
 
 
 def final(values: Sequence[float]) -> float:
     """Return the mean of the finite values in the last tenth; NaN if none is finite."""
-    return mean(values[-tenth(values) :])
+    return mean(values[-num_in_tenth(values) :])
 
 
 def mean(values: Iterable[float]) -> float:

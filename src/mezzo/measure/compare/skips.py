@@ -41,8 +41,8 @@ def skip_note(runs: Sequence[RunRecord], *, policy: str) -> str | None:
 
 
 def _skipped_at_the_start(skipped: Sequence[bool]) -> int:
-    made_twice = (i for i, pair in enumerate(pairwise(skipped)) if not any(pair))
-    return sum(skipped[: next(made_twice, len(skipped))])
+    first_pair_made = (i for i, pair in enumerate(pairwise(skipped)) if not any(pair))
+    return sum(skipped[: next(first_pair_made, len(skipped))])
 
 
 def _settled_scale(runs: Sequence[RunRecord], num_skipped: int) -> float | None:

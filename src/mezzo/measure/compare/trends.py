@@ -28,7 +28,7 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-from mezzo.measure.compare.series import final, mean, tenth
+from mezzo.measure.compare.series import final, mean, num_in_tenth
 from mezzo.measure.compare.words import short
 
 _RISE, _GIVEN_BACK, _LEARNED = 0.1, 0.5, 0.2
@@ -43,22 +43,22 @@ _LEAST_FALL = 1e-4
 _BLOCKS = 10
 
 Window = Literal["whole", "second half"]
-WayName = Literal["diverged", "stopped_learning"]
+FaultKind = Literal["diverged", "stopped_learning"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
+class Fault:
     """How a run went wrong."""
 
-    verdict: WayName
+    verdict: FaultKind
     text: str
 
 
-class Course:
+class LossTrend:
     """The levels of one run's loss: means over tenths of its steps."""
 
     def __init__(self, losses: Sequence[float]) -> None:
-        num, half = tenth(losses), len(losses) // 2
+        num, half = num_in_tenth(losses), len(losses) // 2
         at = max(0, half - num // 2)
         self.losses = losses
         self.start, self.middle, self.end = mean(losses[:num]), mean(losses[at : at + num]), final(losses)
@@ -82,34 +82,34 @@ class Course:
 class Learning:
     """How far the runs of the baseline lowered their loss."""
 
-    def __init__(self, courses: Sequence[Course]) -> None:
-        self.courses = [course for course in courses if math.isfinite(course.fall())]
+    def __init__(self, trends: Sequence[LossTrend]) -> None:
+        self.trends = [trend for trend in trends if math.isfinite(trend.fall())]
         windows: tuple[Window, ...] = ("whole", "second half")
         self._falls = {window: self._fall(window) for window in windows}
 
     @property
-    def typical(self) -> Course:
+    def typical(self) -> LossTrend:
         """The run whose fall is the median."""
-        return sorted(self.courses, key=Course.fall)[len(self.courses) // 2]
+        return sorted(self.trends, key=LossTrend.fall)[len(self.trends) // 2]
 
     def fall(self, window: Window = "whole") -> float | None:
         """Return the mean fall of the loss; None if it is not beyond doubt."""
         return self._falls[window]
 
-    def surely(self) -> float | None:
+    def lower_bound(self) -> float | None:
         """Return the lower end of the fall's 90% interval over seeds; None if no fall is beyond doubt."""
-        fall, falls = self.fall(), [course.fall() for course in self.courses]
+        fall, falls = self.fall(), [trend.fall() for trend in self.trends]
         if fall is None or len(falls) < 2:
             return fall
         error = statistics.stdev(falls) / math.sqrt(len(falls))
         return max(fall - float(stats.t.ppf(0.95, len(falls) - 1)) * error, 0.0)
 
     def _fall(self, window: Window) -> float | None:
-        falls = [fall for course in self.courses if math.isfinite(fall := course.fall(window))]
+        falls = [fall for trend in self.trends if math.isfinite(fall := trend.fall(window))]
         if not falls:
             return None
         fall = statistics.fmean(falls)
-        if not fall > _LEAST_FALL * max(abs(course.start) for course in self.courses):
+        if not fall > _LEAST_FALL * max(abs(trend.start) for trend in self.trends):
             return None
         shown = self._is_shown_by_seeds(falls) or fall > self._needed_by_spread()
         return fall if shown else None
@@ -122,7 +122,7 @@ class Learning:
 
     def _needed_by_spread(self) -> float:
         """Return the fall that cannot come from the spread of levels in each run's second half, about their mean or their own trend."""
-        spreads = [spreads_of(course.late) for course in self.courses if len(course.late) > 2]
+        spreads = [spreads_of(trend.late) for trend in self.trends if len(trend.late) > 2]
         if not spreads:
             return math.inf
         about_mean, about_trend = (math.sqrt(mean(s**2 for s in column)) for column in zip(*spreads, strict=True))
@@ -130,27 +130,27 @@ class Learning:
         needed: float = min(_TIMES_SPREAD / num**0.8 * about_mean, _TIMES_SPREAD_ABOUT_TREND / num * about_trend)
         return needed
 
-    def is_left_by(self, course: Course) -> bool:
+    def is_exceeded_by(self, trend: LossTrend) -> bool:
         """Return whether a loss rose above every level of the baseline, by ten times its spread and half of its size."""
-        levels = [level for known in self.courses for level in known.blocks]
+        levels = [level for known in self.trends for level in known.blocks]
         if len(levels) < 2:
             return False
         top = max(levels)
         far = _TIMES_SPREAD_BEYOND * statistics.stdev(levels) + 0.5 * abs(top)
-        return course.end > top + far and course.end - course.start > far
+        return trend.end > top + far and trend.end - trend.start > far
 
 
 def spreads_of(levels: Sequence[float]) -> tuple[float, float]:
     """Return the standard deviation of three or more levels about their mean, and about a straight line."""
-    values, places = np.asarray(levels), np.arange(len(levels)) - (len(levels) - 1) / 2.0
+    values, positions = np.asarray(levels), np.arange(len(levels)) - (len(levels) - 1) / 2.0
     centred = values - values.mean()
-    rest = centred - places * (places @ centred) / (places @ places)
+    rest = centred - positions * (positions @ centred) / (positions @ positions)
     return float(np.std(centred, ddof=1)), float(np.sqrt(rest @ rest / (len(levels) - 2)))
 
 
 def not_finite(losses: Sequence[float], *, name: str) -> str | None:
     """Return how a loss ends in non-finite values; None if it does not, or if it recovers from them."""
-    tail = losses[-tenth(losses) :]
+    tail = losses[-num_in_tenth(losses) :]
     bad = [loss for loss in tail if not math.isfinite(loss)]
     if not bad or (math.isfinite(tail[-1]) and len(bad) < len(tail) / 2):
         return None
@@ -158,42 +158,44 @@ def not_finite(losses: Sequence[float], *, name: str) -> str | None:
     return f"{which} of the {name} {'are' if len(bad) > 1 else 'is'} {'NaN' if math.isnan(bad[-1]) else 'infinite'}"
 
 
-def way_of(course: Course, partner: Course, learning: Learning, *, name: str, baseline: str) -> Way | None:
+def fault_of(trend: LossTrend, partner: LossTrend, learning: Learning, *, name: str, baseline: str) -> Fault | None:
     """Return how a run went wrong compared with the baseline's run ``partner``; None if nothing shows it.
 
     Args:
-        course: the run's loss.
+        trend: the run's loss.
         partner: that of the baseline's run with the same seed.
         learning: those of all the baseline's runs.
         name: the name of the loss.
         baseline: the baseline's policy.
     """
     fall = learning.fall()
-    if not math.isfinite(course.fall()) or not math.isfinite(partner.fall()):
+    if not math.isfinite(trend.fall()) or not math.isfinite(partner.fall()):
         return None
     theirs = f"where {baseline}'s fell from {short(partner.start)} to {short(partner.end)}"
-    if learning.is_left_by(course):
-        return Way(verdict="diverged", text=f"the {name} ended at {short(course.end)}, far above all of {baseline}'s")
+    if learning.is_exceeded_by(trend):
+        return Fault(verdict="diverged", text=f"the {name} ended at {short(trend.end)}, far above all of {baseline}'s")
     if fall is None or partner.fall() < _TYPICAL * fall:
         return None
-    rise, ends = course.end - course.start, f"from {short(course.start)} to {short(course.end)} {theirs}"
+    rise, ends = trend.end - trend.start, f"from {short(trend.start)} to {short(trend.end)} {theirs}"
     if rise > _RISE * fall:
-        return Way(verdict="diverged", text=f"the {name} rose {ends}")
-    given_back = course.end - course.lowest
-    if min(given_back, course.start - course.lowest) > _GIVEN_BACK * fall:
-        fell = f"fell from {short(course.start)} to {short(course.lowest)} and rose again to {short(course.end)}"
-        return Way(verdict="diverged", text=f"the {name} {fell} {theirs}")
+        return Fault(verdict="diverged", text=f"the {name} rose {ends}")
+    given_back = trend.end - trend.lowest
+    if min(given_back, trend.start - trend.lowest) > _GIVEN_BACK * fall:
+        fell = f"fell from {short(trend.start)} to {short(trend.lowest)} and rose again to {short(trend.end)}"
+        return Fault(verdict="diverged", text=f"the {name} {fell} {theirs}")
     # Measured from the partner's start, the second follows from the first. A baseline run may begin low, and end low without a fall.
-    if -rise < _LEARNED * fall and course.end - partner.end > (_TYPICAL - _LEARNED) * fall:
-        return Way(verdict="stopped_learning", text=f"the {name} went {ends}")
-    return _stop_half_way(course, partner, learning, name=name, baseline=baseline)
+    if -rise < _LEARNED * fall and trend.end - partner.end > (_TYPICAL - _LEARNED) * fall:
+        return Fault(verdict="stopped_learning", text=f"the {name} went {ends}")
+    return _stop_half_way(trend, partner, learning, name=name, baseline=baseline)
 
 
-def _stop_half_way(course: Course, partner: Course, learning: Learning, *, name: str, baseline: str) -> Way | None:
+def _stop_half_way(
+    trend: LossTrend, partner: LossTrend, learning: Learning, *, name: str, baseline: str
+) -> Fault | None:
     fall, late = learning.fall(), learning.fall("second half")
     if fall is None or late is None or late < _LEARNED * fall or partner.fall("second half") < 0.5 * late:
         return None
-    if course.fall("second half") > _LEARNED * late or course.end - partner.end < 0.5 * late:
+    if trend.fall("second half") > _LEARNED * late or trend.end - partner.end < 0.5 * late:
         return None
-    own = f"the {name} stopped falling half-way, at {short(course.middle)}, and ended at {short(course.end)}"
-    return Way(verdict="stopped_learning", text=f"{own} where {baseline}'s went on to {short(partner.end)}")
+    stopped = f"the {name} stopped falling half-way, at {short(trend.middle)}, and ended at {short(trend.end)}"
+    return Fault(verdict="stopped_learning", text=f"{stopped} where {baseline}'s went on to {short(partner.end)}")

@@ -7,7 +7,7 @@ The first rule that applies decides:
 3. ``diverged`` or ``stopped_learning``: one run is enough, unless as large a share of the baseline's runs went wrong.
 4. ``failed`` if a run failed with a seed with which the baseline succeeded.
 5. ``different`` if a quantity is shown to lie beyond its margin.
-6. What rules out ``equivalent``: runs that went wrong as some of the baseline's did (``undecided``); a number of steps other than the
+6. Objections to ``equivalent``: runs that went wrong as some of the baseline's did (``undecided``); a number of steps other than the
    baseline's with that seed (``different`` if all the baseline's seeds make the same number, else ``undecided``); a policy under which
    nothing ran in a lower format, so that it was not really tried (``undecided``); steps missing from the record because a CUDA graph
    of the script replayed them (``undecided``); a requested metric that is missing in a run (``undecided``).
@@ -24,10 +24,10 @@ from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.gathering import loss_quantity
 from mezzo.measure.compare.pairing import Group, Key, Pair
 from mezzo.measure.compare.quantities import Quantity
-from mezzo.measure.compare.seeds import KEPT, MAX_SEEDS, seeds_needed
+from mezzo.measure.compare.seeds import DECIDED_SHARE, MAX_SEEDS, seeds_needed
 from mezzo.measure.compare.series import last_metric, losses_of, title_of
 from mezzo.measure.compare.skips import skip_note
-from mezzo.measure.compare.trends import Way
+from mezzo.measure.compare.trends import Fault
 from mezzo.measure.compare.words import listed, percent, sentence, short
 from mezzo.records import RunRecord, Verdict
 
@@ -82,34 +82,34 @@ def _quantities(pairs: Sequence[Pair], *, base: Baseline) -> list[Quantity]:
 def _judge_baseline(base: Baseline, quantities: Sequence[Quantity]) -> Judged:
     group = base.group
     reasons = [d.text() for d in base.dependences if d.reader.compared_as == group.compared_as][:1]
-    reasons += _describe_ways(base.ways, group)
+    reasons += _describe_faults(base.faults, group)
     reasons += _describe_failures(group, list(group.failed))
     names = [q.name if q.is_metric else title_of(q.name) for q in quantities]
     sizes = " and ".join(f"{n} {short(q.record().value)}" for n, q in zip(names, quantities, strict=True))
-    reasons.append(f"the others are compared with its {sizes}" if sizes else "no run of it can be compared with")
+    reasons.append(f"the others are compared with its {sizes}" if sizes else "no run of it can serve for comparison")
     return Judged(verdict="baseline", reasons=reasons)
 
 
 def _judge_other(group: Group, pairs: Sequence[Pair], quantities: Sequence[Quantity], *, base: Baseline) -> Judged:
     shown = [sentence(q, num_quantities=len(quantities), baseline=base.group.name) for q in quantities]
     failures = _describe_failures(group, list(group.failed))
-    ways = base.ways_of(group)
-    if ways and not base.explains(len(ways), len(group.trained)):
-        first = next((way for way in ways.values() if way.verdict == "diverged"), next(iter(ways.values())))
-        return Judged(verdict=first.verdict, reasons=[*_describe_ways(ways, group, base=base), *failures])
-    own = [key for key in group.failed if key not in base.group.failed]
-    if own:
+    faults = base.faults_of(group)
+    if faults and not base.explains(len(faults), len(group.trained)):
+        first = next((fault for fault in faults.values() if fault.verdict == "diverged"), next(iter(faults.values())))
+        return Judged(verdict=first.verdict, reasons=[*_describe_faults(faults, group, base=base), *failures])
+    new_failures = [key for key in group.failed if key not in base.group.failed]
+    if new_failures:
         rest = _describe_failures(group, [key for key in group.failed if key in base.group.failed])
-        sentences = _describe_failures(group, own, where=f" where {base.group.name} did not")
+        sentences = _describe_failures(group, new_failures, where=f" where {base.group.name} did not")
         return Judged(verdict="failed", reasons=[*sentences, *rest, *shown])
-    bars = _bars(group, pairs, ways, base=base)
-    reasons = [*(text for text, _ in bars), *shown, *failures]
+    objections = _objections(group, pairs, faults, base=base)
+    reasons = [*(text for text, _ in objections), *shown, *failures]
     if own_16_bits := _describe_own_16_bits(pairs, base=base):
         return Judged(verdict="undecided", reasons=[own_16_bits, *reasons])
     if any(q.is_beyond(num_quantities=len(quantities)) for q in quantities):
         return Judged(verdict="different", reasons=reasons)
-    if bars:
-        return Judged(verdict=bars[0][1], reasons=reasons)
+    if objections:
+        return Judged(verdict=objections[0][1], reasons=reasons)
     return _equivalent_or_not(pairs, quantities, shown=shown, baseline=base.group.name, failures=failures)
 
 
@@ -131,30 +131,32 @@ def _equivalent_or_not(
     return Judged(verdict="undecided", reasons=reasons, seeds_needed=needed)
 
 
-def _bars(group: Group, pairs: Sequence[Pair], ways: Mapping[Key, Way], *, base: Baseline) -> list[tuple[str, Verdict]]:
-    """Return the reasons why a policy cannot be called equivalent, each with the verdict that it leaves."""
-    bars: list[tuple[str, Verdict]] = [(text, "undecided") for text in _describe_ways(ways, group, base=base)]
+def _objections(
+    group: Group, pairs: Sequence[Pair], faults: Mapping[Key, Fault], *, base: Baseline
+) -> list[tuple[str, Verdict]]:
+    """Return the reasons why a policy cannot be called equivalent, each with the verdict that applies instead."""
+    objections: list[tuple[str, Verdict]] = [(text, "undecided") for text in _describe_faults(faults, group, base=base)]
     unequal = [pair for pair in pairs if len(pair.run.steps) != len(pair.baseline.steps)]
     if unequal:
         first, same = unequal[0], len({len(run.steps) for run in base.sound.values()}) == 1
-        counts = f"{len(first.run.steps)} steps where {base.group.name} made {len(first.baseline.steps)}"
+        counts = f"{len(first.run.steps)} steps where {base.group.name} ran {len(first.baseline.steps)}"
         more = f", and {len(unequal) - 1} more like it" if len(unequal) > 1 else ""
-        bars.append((f"made {counts} with {first.key}{more}", "different" if same else "undecided"))
+        objections.append((f"ran {counts} with {first.key}{more}", "different" if same else "undecided"))
     if pairs and all(pair.run.changed_nothing for pair in pairs):
-        bars.append((_describe_no_effect(pairs[0].run), "undecided"))
-    bars += [(text, "undecided") for text in replayed(pairs)]
+        objections.append((_describe_no_effect(pairs[0].run), "undecided"))
+    objections += [(text, "undecided") for text in replayed(pairs)]
     if base.metric is not None:
         gap = base.metric.gap(pairs, policy=group.name, baseline=base.group.name)
-        bars += [(gap, "undecided")] if gap else []
-    return bars
+        objections += [(gap, "undecided")] if gap else []
+    return objections
 
 
 def replayed(pairs: Sequence[Pair]) -> list[str]:
     """Return a sentence if steps of some runs are missing from their records because a CUDA graph replayed them; else nothing."""
-    found = [(pair, run) for pair in pairs for run in (pair.run, pair.baseline) if run.replays]
-    if not found:
+    runs_with_replays = [(pair, run) for pair in pairs for run in (pair.run, pair.baseline) if run.replays]
+    if not runs_with_replays:
         return []
-    pair, run = found[0]
+    pair, run = runs_with_replays[0]
     recorded = f"{len(run.steps)} recorded step{'s' * (len(run.steps) != 1)}"
     return [
         f"{run.replays} of a CUDA graph are missing from the {recorded} with {pair.key}: what the script trains in them is not compared"
@@ -169,12 +171,12 @@ def _describe_no_effect(run: RunRecord) -> str:
 
 
 def _describe_own_16_bits(pairs: Sequence[Pair], *, base: Baseline) -> str:
-    """Return why nothing can be said against a baseline in FP32 where the script itself trains in 16 bits; empty elsewhere."""
+    """Return why an FP32 baseline is no basis for a verdict, because the script itself trains in 16 bits; empty if it does not."""
     models = [pair.baseline.own_16_bits for pair in pairs if pair.baseline.own_16_bits]
     if not models:
         return ""
-    keeps = f"the script itself keeps the weights of {models[0]} in 16 bits, and may scale its losses by hand"
-    return f"{base.group.name} is no FP32 run: {keeps}"
+    keeps = f"the script itself keeps the weights of {models[0]} in 16 bits, and may scale its losses by itself"
+    return f"{base.group.name} is not an FP32 run: {keeps}"
 
 
 def _is_identical(pair: Pair) -> bool:
@@ -182,15 +184,15 @@ def _is_identical(pair: Pair) -> bool:
     return same_losses and last_metric(pair.run) == last_metric(pair.baseline)
 
 
-def _describe_ways(ways: Mapping[Key, Way], group: Group, *, base: Baseline | None = None) -> list[str]:
+def _describe_faults(faults: Mapping[Key, Fault], group: Group, *, base: Baseline | None = None) -> list[str]:
     sentences = []
     for verdict, verb in _WENT_WRONG.items():
-        found = [(key, way) for key, way in ways.items() if way.verdict == verdict]
+        found = [(key, fault) for key, fault in faults.items() if fault.verdict == verdict]
         if found:
-            key, way = found[0]
-            sentences.append(f"{len(found)} of {_runs(group.num_runs)} {verb}: with {key}, {way.text}")
-    if sentences and base is not None and base.ways:
-        sentences.append(f"{len(base.ways)} of {_runs(base.group.num_runs)} under {base.group.name} went wrong too")
+            key, fault = found[0]
+            sentences.append(f"{len(found)} of {_runs(group.num_runs)} {verb}: with {key}, {fault.text}")
+    if sentences and base is not None and base.faults:
+        sentences.append(f"{len(base.faults)} of {_runs(base.group.num_runs)} under {base.group.name} went wrong too")
     return sentences
 
 
@@ -205,7 +207,7 @@ def _runs(number: int) -> str:
 
 
 def _describe_seeds(quantities: Sequence[Quantity], num_seeds: int, needed: int | None) -> str:
-    coarse = next((q for q in quantities if q.grid and q.rounding >= q.margin.surely(num_seeds)), None)
+    coarse = next((q for q in quantities if q.grid and q.rounding >= q.margin.lower_bound(num_seeds)), None)
     if coarse is not None and coarse.grid is not None:
         return (
             f"{coarse.name} comes in steps of {short(coarse.grid.step)}, too coarse for its margin: print more digits, evaluate on more "
@@ -213,4 +215,4 @@ def _describe_seeds(quantities: Sequence[Quantity], num_seeds: int, needed: int 
         )
     if needed is None:
         return f"{num_seeds} seeds do not decide; more than {MAX_SEEDS} would be needed"
-    return f"{num_seeds} seeds do not decide; {needed} would, in {percent(KEPT)} of cases or more"
+    return f"{num_seeds} seeds do not decide; {needed} would, in {percent(DECIDED_SHARE)} of cases or more"

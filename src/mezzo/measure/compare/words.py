@@ -56,7 +56,7 @@ def sentence(quantity: Quantity, *, num_quantities: int, baseline: str) -> str:
         return f"{text}, beyond the margin of {margin}"
     if nearest > d.margin and quantity.margin.spread:
         error = BEYOND_ERROR / num_quantities
-        most = quantity.natural_margin(float(quantity.margin.at_most(len(quantity), error=error)))
+        most = quantity.natural_margin(float(quantity.margin.upper_bound(len(quantity), error=error)))
         return f"{text}, beyond {margin}, but {baseline}'s own seeds may lie {size(quantity, most)} apart"
     return f"{text}, partly beyond the margin of {margin}"
 
@@ -69,6 +69,6 @@ def _interval(quantity: Quantity, low: float, high: float) -> str:
 
 def _reason(quantity: Quantity, *, baseline: str) -> str:
     margin = quantity.margin
-    if len(quantity) > 1 and margin.surely(len(quantity)) > margin.share:
+    if len(quantity) > 1 and margin.lower_bound(len(quantity)) > margin.share:
         return f" ({baseline}'s own seed-to-seed spread)"
     return f" ({margin.why})" if margin.why else ""

@@ -1,1 +1,1 @@
-"""Time and memory of a training step on a GPU that is not here, from one trace on this machine."""
+"""Time and memory of a training step on a GPU that this machine does not have, from one trace on this machine."""

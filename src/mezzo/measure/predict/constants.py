@@ -31,9 +31,9 @@ class Constants:
     issue_bytes: float = 20.0
     """Bytes that one multiprocessor moves in a cycle, at most."""
     block_elements: float = 1.25
-    """Elements that one block of threads moves in a cycle: channels-first batch normalisation has a block a channel."""
+    """Elements that one block of threads moves in a cycle: channels-first batch normalisation has one block per channel."""
     feed_bytes: float = 40.0
-    """Bytes that matrix units get from the L2 cache, a cycle and multiprocessor."""
+    """Bytes that matrix units get from the L2 cache, per cycle and multiprocessor."""
     layout_copies: float = 0.5
     """Copies of a channels-first 16-bit convolution's operands, in reads and writes of all of them."""
     norm_passes: float = 1.0

@@ -27,13 +27,13 @@ _FLASH_HEAD = 256
 @contextmanager
 def cuda_operators() -> Iterator[None]:
     """Replace the functions for the block."""
-    own = F.dropout, F.scaled_dot_product_attention
+    originals = F.dropout, F.scaled_dot_product_attention
     F.dropout, F.scaled_dot_product_attention = _dropout, _attention
     try:
         with recurrent_layers(_cast):
             yield
     finally:
-        F.dropout, F.scaled_dot_product_attention = own
+        F.dropout, F.scaled_dot_product_attention = originals
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -75,7 +75,7 @@ def _attention(
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    # Autocast's lists for CUDA have attention and recurrent layers in the lower precision; what is called here is not on them.
+    # Autocast's lists for CUDA put attention and recurrent layers in the lower precision; the operators called here are not on them.
     if not torch.is_autocast_enabled("cpu"):
         return tensors
     dtype = torch.get_autocast_dtype("cpu")

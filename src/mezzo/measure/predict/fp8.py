@@ -8,7 +8,7 @@ three products::
     casts   = (rows x depth + depth x columns) x (2 + 2 + 1) bytes / bandwidth + 4 launches
 
 Each operand is read for its largest magnitude, read again for rounding, and written in 8 bits: two fused kernels an operand, as
-torch.compile makes them. FP8 loses where a product's columns and rows are few beside its operands: the casts then cost more
+torch.compile makes them. FP8 loses where a product has few rows and columns for the size of its operands: the casts then cost more
 than the faster units gain.
 """
 

@@ -17,7 +17,7 @@ import torch
 from mezzo.errors import UsageError
 
 
-def imported(library: str) -> Any:
+def import_library(library: str) -> Any:
     """Return a library of models.
 
     torchvision's wheel lacks its operators if torch comes from another build, and timm and transformers import torchvision if
@@ -48,8 +48,8 @@ def quiet() -> Iterator[None]:
 
 
 def _declare_operators() -> None:
-    place = find_spec("torchvision") if "torchvision" not in sys.modules else None
-    if place is None or place.origin is None:
+    spec = find_spec("torchvision") if "torchvision" not in sys.modules else None
+    if spec is None or spec.origin is None:
         return
     try:
         import_module("torchvision")
@@ -57,7 +57,7 @@ def _declare_operators() -> None:
     except (ImportError, RuntimeError):
         for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
             del sys.modules[name]
-    text = Path(place.origin).with_name("_meta_registrations.py").read_text(encoding="utf-8")
+    text = Path(spec.origin).with_name("_meta_registrations.py").read_text(encoding="utf-8")
     declared = re.findall(r'register_(?:meta|fake)\("(?:torchvision::)?(\w+)"\)', text)
     for name in sorted({"nms", "qnms", *declared}):
         if not hasattr(torch.ops.torchvision, name):

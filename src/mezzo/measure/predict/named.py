@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mezzo.errors import UsageError, nearest
-from mezzo.measure.predict.libraries import imported, quiet
+from mezzo.measure.predict.libraries import import_library, quiet
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
@@ -59,18 +59,18 @@ def named_model(text: str, *, image: int | None = None, sequence: int | None = N
             hint="write timm:resnet50, torchvision:vgg16 or transformers:gpt2",
         )
     if library == "transformers":
-        return _of_transformers(text, name, image, sequence)
+        return _transformer(text, name, image, sequence)
     if sequence is not None:
         raise UsageError(f"--sequence {sequence} does not belong to {text}, a model of images", hint="leave it out")
-    return _of_images(text, library, name, image or _IMAGE)
+    return _image_model(text, library, name, image or _IMAGE)
 
 
-def _of_images(text: str, library: str, name: str, size: int) -> NamedModel:
+def _image_model(text: str, library: str, name: str, size: int) -> NamedModel:
     if library == "timm":
-        timm = imported("timm")
+        timm = import_library("timm")
         known, build = timm.list_models(), partial(timm.create_model, name)
     else:
-        models = imported("torchvision").models
+        models = import_library("torchvision").models
         known = models.list_models(module=models)
         build = partial(models.get_model, name, weights=None)
     if name not in known:
@@ -84,7 +84,7 @@ def _images(size: int, n: int) -> dict[str, Tensor]:
 
 def _class_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     outputs = model(inputs["x"])
-    if isinstance(outputs, tuple):  # networks with auxiliary heads return them beside the output
+    if isinstance(outputs, tuple):  # networks with auxiliary heads return their outputs as well
         losses = [F.cross_entropy(o, inputs["y"]) for o in outputs if isinstance(o, Tensor)]
         return torch.stack(losses).sum(), outputs
     return F.cross_entropy(outputs, inputs["y"]), outputs
@@ -97,30 +97,30 @@ def configurations() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _of_transformers(text: str, name: str, image: int | None, sequence: int | None) -> NamedModel:
+def _transformer(text: str, name: str, image: int | None, sequence: int | None) -> NamedModel:
     known = configurations()
     by_end = {key.split("/")[-1].lower(): key for key in known}
     key = name if name in known else by_end.get(name.split("/")[-1].lower())
     if key is None:
-        raise UsageError(f"Mezzo has no configuration of {name!r}", hint=nearest(name, known))
-    fact = known[key]
-    transformers = imported("transformers")
-    config = transformers.AutoConfig.for_model(fact["type"], **fact["config"])
+        raise UsageError(f"Mezzo has no configuration for {name!r}", hint=nearest(name, known))
+    facts = known[key]
+    transformers = import_library("transformers")
+    config = transformers.AutoConfig.for_model(facts["type"], **facts["config"])
     heads = {
         "masked": transformers.AutoModelForMaskedLM,
         "causal": transformers.AutoModelForCausalLM,
         "sequence": transformers.AutoModelForSeq2SeqLM,
         "image": transformers.AutoModelForImageClassification,
     }
-    build = partial(heads[fact["task"]].from_config, config)
-    if fact["task"] == "image":
+    build = partial(heads[facts["task"]].from_config, config)
+    if facts["task"] == "image":
         size = image or config.image_size
-        return NamedModel(text, "images", f"{size}x{size}", build, partial(_pixels, size), _own_loss)
+        return NamedModel(text, "images", f"{size}x{size}", build, partial(_pixels, size), _model_loss)
     length = sequence or _SEQUENCE
     most = getattr(config, "max_position_embeddings", None)
     if isinstance(most, int) and length > most:
         raise UsageError(f"--sequence {length} is longer than the {most} positions of {name}", hint="shorten it")
-    return NamedModel(text, "sequences", f"{length} tokens", build, partial(_tokens, length), _own_loss)
+    return NamedModel(text, "sequences", f"{length} tokens", build, partial(_tokens, length), _model_loss)
 
 
 def _pixels(size: int, n: int) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ def _tokens(length: int, n: int) -> dict[str, Tensor]:
     return {name: torch.empty(n, length, dtype=torch.long) for name in ("input_ids", "labels")}
 
 
-def _own_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
+def _model_loss(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Any]:
     outputs = model(**inputs)
     return outputs.loss, outputs
 
@@ -171,8 +171,8 @@ def tape_of(
 
     def build() -> nn.Module:
         with quiet():
-            made = model.build()
-        return made.to(memory_format=torch.channels_last) if channels_last else made  # type: ignore[call-overload]
+            built = model.build()
+        return built.to(memory_format=torch.channels_last) if channels_last else built  # type: ignore[call-overload]
 
     def prepared(tensor: Tensor) -> Tensor:
         return tensor.contiguous(memory_format=torch.channels_last) if channels_last and tensor.dim() == 4 else tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from mezzo.errors import UsageError, nearest
 from mezzo.gpus import Gpu
+from mezzo.measure.environment import host_bytes
 from mezzo.measure.predict.calibration.calibrate import Calibration
 from mezzo.measure.predict.constants import fitted
 from mezzo.measure.predict.memory.of_tape import (
@@ -36,39 +36,39 @@ _MOST = 1 << 24
 
 @dataclass(frozen=True)
 class Tapes:
-    """A training under one policy at two batch sizes; ``other`` is None if other sizes do not follow."""
+    """A training under one policy at two batch sizes; ``second`` is None if other sizes do not follow."""
 
-    one: TrainingTape
-    other: TrainingTape | None
+    first: TrainingTape
+    second: TrainingTape | None
     num_batches: int = 1
     """Batches that one update accumulates."""
-    _made: dict[int, TrainingTape] = field(default_factory=dict, repr=False, compare=False)
+    _derived: dict[int, TrainingTape] = field(default_factory=dict, repr=False, compare=False)
     largest: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
-    """The largest batch by memory, workspace, formats of matrix units, headroom and job: GPUs and policies that share these share it."""
+    """The largest batch by memory, workspace, matrix formats, headroom and job: GPUs and policies with equal values share it."""
 
     def at(self, batch: int) -> TrainingTape:
         """Return the tape at ``batch``."""
-        if batch == self.one.batch:
-            return self.one
-        if self.other is None:
+        if batch == self.first.batch:
+            return self.first
+        if self.second is None:
             raise UsageError(
-                f"batch {batch} does not follow from the step at batch {self.one.batch}",
-                hint=f"predict batch {self.one.batch}",
+                f"batch {batch} does not follow from the step at batch {self.first.batch}",
+                hint=f"predict batch {self.first.batch}",
             )
-        if batch not in self._made:
-            self._made[batch] = self.one.at_batch(self.other, batch)
-        return self._made[batch]
+        if batch not in self._derived:
+            self._derived[batch] = self.first.at_batch(self.second, batch)
+        return self._derived[batch]
 
     @classmethod
     def record(cls, record: Callable[[int], TrainingTape], batch: int) -> Tapes:
         """Record at ``batch`` and at another size, and check that the steps are the same."""
-        one = record(batch)
+        first = record(batch)
         try:
-            other = record(batch + max(1, batch // 2))
-            check_same_steps(one, other)
+            second = record(batch + max(1, batch // 2))
+            check_same_steps(first, second)
         except UsageError:
-            return cls(one, None)
-        return cls(one, other)
+            return cls(first, None)
+        return cls(first, second)
 
 
 def to_record(policies: Sequence[str]) -> list[str]:
@@ -111,25 +111,30 @@ def predict(
     why = impossible(gpu, policy) or failure(policy, refused or {})
     if why:
         return Prediction(gpu=gpu.name, gpu_bytes=gpu.memory_bytes, policy=policy, possible=False, reason=why)
-    where = Conditions(gpu=gpu, channels_last=channels_last, job=job, calibration=calibration).covering(policy)
-    own = tapes[recorded_as(policy)]
-    tape, wide = own.at(batch), tapes["fp32"].at(batch)
-    step = where.step(tape, policy)
-    over_fp32 = where.step(wide, "fp32").seconds / step.seconds
+    conditions = Conditions(gpu=gpu, channels_last=channels_last, job=job, calibration=calibration).covering(policy)
+    policy_tapes = tapes[recorded_as(policy)]
+    tape, fp32_tape = policy_tapes.at(batch), tapes["fp32"].at(batch)
+    step = conditions.step(tape, policy)
+    over_fp32 = conditions.step(fp32_tape, "fp32").seconds / step.seconds
     has_tf32 = gpu.tf32_flops_per_s is not None
-    over_tf32 = where.step(wide, "tf32").seconds / step.seconds if has_tf32 else None
+    over_tf32 = conditions.step(fp32_tape, "tf32").seconds / step.seconds if has_tf32 else None
     is_fp32 = policy == "tf32" and not has_tf32
     rank = job.tape_of_rank(tape)
-    memory, rate = memory_on(rank, gpu, policy), where.throughput(tape, policy, num_batches=own.num_batches)
-    largest = _largest_batch(own, where, policy, headroom)
-    low, high = where.band
-    most, words = None, ""
+    memory, rate = (
+        memory_on(rank, gpu, policy),
+        conditions.throughput(tape, policy, num_batches=policy_tapes.num_batches),
+    )
+    largest = _largest_batch(policy_tapes, conditions, policy, headroom)
+    low, high = conditions.band
+    largest_throughput, sentence = None, ""
     if largest:
-        most = where.throughput(own.at(largest), policy, num_batches=own.num_batches)
+        largest_throughput = conditions.throughput(
+            policy_tapes.at(largest), policy, num_batches=policy_tapes.num_batches
+        )
     if not is_fp32:
-        share = memory.reserved_bytes / memory_on(job.tape_of_rank(wide), gpu, "fp32").reserved_bytes
-        over_bf16 = where.step(tape, "bf16").seconds / step.seconds if policy == "fp8" else None
-        words = verdict(policy, over_fp32, over_tf32, share, over_bf16=over_bf16)
+        share = memory.reserved_bytes / memory_on(job.tape_of_rank(fp32_tape), gpu, "fp32").reserved_bytes
+        over_bf16 = conditions.step(tape, "bf16").seconds / step.seconds if policy == "fp8" else None
+        sentence = verdict(policy, over_fp32, over_tf32, share, over_bf16=over_bf16)
     return Prediction(
         gpu=gpu.name,
         gpu_bytes=gpu.memory_bytes,
@@ -137,31 +142,31 @@ def predict(
         possible=True,
         reason=f"{gpu.label} has no TF32: this is FP32" if is_fp32 else step.note,
         validated=job == ALONE and fitted().covers(gpu.architecture, "fp32" if is_fp32 else policy),
-        calibrated=where.calibration is not None,
+        calibrated=conditions.calibration is not None,
         step_ms=step.seconds * 1e3,
         communication_ms=step.communication_s * 1e3,
         throughput=rate,
         throughput_low=rate * low,
         throughput_high=rate * high,
         bounds=step.bounds(),
-        modules=module_shares(step.tape, step.each, step.kinds()),
+        modules=module_shares(step.tape, step.operation_s, step.kinds()),
         allocated_bytes=memory.allocated_bytes,
         reserved_bytes=memory.reserved_bytes,
         device_bytes=memory.reserved_bytes + DRIVER_BYTES,
         memory_bytes=memory.by_kind_bytes,
         fits=memory_on(rank, gpu, policy, headroom=0.0).fits,
         largest_batch=largest,
-        largest_throughput=most,
+        largest_throughput=largest_throughput,
         over_fp32=over_fp32,
         over_tf32=over_tf32,
-        verdict=words,
+        verdict=sentence,
     )
 
 
 def predict_cpu(tape: TrainingTape, calibration: Calibration, *, batch: int) -> Prediction:
     """Return the prediction for this machine's CPU in FP32, from a tape of CPU operations and its calibration."""
-    each = calibration.rates["fp32"].seconds(tape.operations)
-    seconds, memory = float(each.sum()), predict_memory(tape, workspace_bytes=0)
+    operation_s = calibration.rates["fp32"].seconds(tape.operations)
+    seconds, memory = float(operation_s.sum()), predict_memory(tape, workspace_bytes=0)
     kinds = np.array(["arithmetic" if op.flops else "bandwidth" for op in tape.operations])
     return Prediction(
         gpu="cpu",
@@ -172,13 +177,13 @@ def predict_cpu(tape: TrainingTape, calibration: Calibration, *, batch: int) -> 
         throughput=batch / seconds,
         throughput_low=batch / seconds * calibration.low,
         throughput_high=batch / seconds * calibration.high,
-        bounds=shares_by_kind(each, kinds),
-        modules=module_shares(tape, each, kinds),
+        bounds=shares_by_kind(operation_s, kinds),
+        modules=module_shares(tape, operation_s, kinds),
         allocated_bytes=memory.allocated_bytes,
         reserved_bytes=memory.allocated_bytes,  # the C library's allocator keeps little
         device_bytes=memory.allocated_bytes,
         memory_bytes=memory.by_kind_bytes,
-        fits=memory.allocated_bytes < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        fits=memory.allocated_bytes < host_bytes(),
         over_fp32=1.0,
         verdict=f"This machine, {calibration.threads} threads.",
     )
@@ -239,14 +244,14 @@ def _workspace_bytes(gpu: Gpu) -> int:
     return CUBLAS_WORKSPACE_HOPPER_BYTES if gpu.compute_capability == "9.0" else CUBLAS_WORKSPACE_BYTES
 
 
-def _largest_batch(tapes: Tapes, where: Conditions, policy: str, headroom: float) -> int | None:
+def _largest_batch(tapes: Tapes, conditions: Conditions, policy: str, headroom: float) -> int | None:
     """Return the largest batch size that fits, 0 if none does; by doubling and bisection, with a replay each time."""
-    gpu, job = where.gpu, where.job
+    gpu, job = conditions.gpu, conditions.job
 
     def fits(batch: int) -> bool:
         return memory_on(job.tape_of_rank(tapes.at(batch)), gpu, policy, headroom=headroom).fits
 
-    if tapes.other is None:
+    if tapes.second is None:
         return None
     key = gpu.memory_bytes, _workspace_bytes(gpu), matrix_formats(gpu, policy), headroom, job
     if key in tapes.largest:

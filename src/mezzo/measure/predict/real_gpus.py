@@ -1,4 +1,4 @@
-"""Predict compared policies on GPUs that are not here: trace the comparison's script once, and price it on each GPU."""
+"""Predict compared policies on GPUs that this machine does not have: trace the comparison's script once, and price it on each GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def real_gpus(
     scaled: bool = True,
     limit_s: float | None = None,
 ) -> RealGpus:
-    """Return the predictions, or why there are none; raise nothing.
+    """Return the predictions, or why there are none; never raises.
 
     Args:
         script: the path of the script, or a module's name.
@@ -104,5 +104,5 @@ def priced_as(text: str) -> str:
 
 def _why_not(text: str) -> str:
     if text == AS_IS:
-        return "what the script's own mixed precision casts on a GPU does not show on this machine"
+        return "the casts of the script's own mixed precision on a GPU do not show on this machine"
     return "only a preset's own casts are predicted"

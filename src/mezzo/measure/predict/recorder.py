@@ -7,7 +7,7 @@ dropout and attention in ``cuda_operators``, and two more here.
 - With a dispatch mode on, autograd adds gradients out of place, where it would add them in place. The engine's own additions,
   those outside every node, therefore return their first operand.
 - A storage is freed when its last tensor dies. The storage's Python object lives as long as the storage, so a weak reference
-  to it tells when.
+  to it shows when.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
         self.tape = TrainingTape(batch=batch)
         self.phase: Phase = "setup"
         self.recording = True
-        """Whether operations count; storages that are known are freed in any case."""
+        """Whether operations are recorded; blocks that exist are freed in any case."""
         self.module = ""
         self._numbers: dict[int, int] = {}
         self._references: dict[int, Any] = {}
@@ -60,15 +60,15 @@ class Recorder(TorchDispatchMode):
         self._modules: dict[int, str] = {}
         """The module of each autograd node, by the node's sequence number."""
 
-    def own(self, tensors: Iterable[Tensor], kind: Kind) -> None:
-        """Record the allocation of storages that exist already, such as parameters."""
+    def add_existing(self, tensors: Iterable[Tensor], kind: Kind) -> None:
+        """Record as allocated what exists already, such as the storages of parameters."""
         for tensor in tensors:
             number = self._allocated(tensor)
             if number is not None:
                 self.tape.blocks[number].kind = kind
 
-    def knows(self, tensor: Tensor) -> bool:
-        """Return whether the storage of ``tensor`` is allocated."""
+    def has_block(self, tensor: Tensor) -> bool:
+        """Return whether the storage of ``tensor`` has a block."""
         return storage_key(tensor) in self._numbers
 
     def label(self, tensors: Iterable[Tensor], kind: Kind) -> None:
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         self.tape.step_starts.append(len(self.tape.events))
         self.tape.operations = []
 
-    def ended(self, num_events: int) -> TrainingTape:
+    def finished(self, num_events: int) -> TrainingTape:
         """Return the tape with its first ``num_events`` events; later frees are not recorded."""
         self._numbers.clear()
         del self.tape.events[num_events:]
@@ -91,15 +91,15 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and record it."""
-        if func is aten.add.Tensor and self.recording and self.phase == "backward" and self._engine_adds():
+        if func is aten.add.Tensor and self.recording and self.phase == "backward" and self._is_engine_addition():
             result = args[0]
         else:
-            result = func(*self._as_cuda_takes(func, args), **(kwargs or {}))
+            result = func(*self._as_cuda_expects(func, args), **(kwargs or {}))
         if self.recording:
             self._record(func, args, kwargs, result)
         return result
 
-    def _as_cuda_takes(self, func: Any, args: Any) -> Any:
+    def _as_cuda_expects(self, func: Any, args: Any) -> Any:
         # CUDA's layer norm copies operands that are not contiguous, and its result is contiguous; meta kernels keep strides.
         num_copied = _COPIED_BY_CUDA.get(func.overloadpacket, 0)
         return (*map(self._contiguous, args[:num_copied]), *args[num_copied:])
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):
         self._allocated(copy)
         return copy
 
-    def _engine_adds(self) -> bool:
+    def _is_engine_addition(self) -> bool:
         return torch._C._current_autograd_node() is None and not torch.is_grad_enabled()
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -124,33 +124,33 @@ class Recorder(TorchDispatchMode):
             if not (self.phase == "optimizer" and self._is_part_of_unknown(tensor, args)):
                 self._allocated(tensor)
         if func.overloadpacket in _CONVOLUTIONS:
-            self._cudnn_takes(func, args, result)
+            self._record_workspaces(func, args, result)
         self.tape.operations += operations_of(func, args, kwargs, result, self.phase, self._module_of_node())
 
     def _is_part_of_unknown(self, tensor: Tensor, args: Any) -> bool:
         """Return whether ``tensor`` is a view of an operand without a block, such as data that wait on the host for the next batch."""
         operands = (storage_key(t) for t in tree_leaves(args) if isinstance(t, Tensor))
-        return not self.knows(tensor) and storage_key(tensor) in operands
+        return not self.has_block(tensor) and storage_key(tensor) in operands
 
-    def _cudnn_takes(self, func: Any, args: Any, result: Any) -> None:
+    def _record_workspaces(self, func: Any, args: Any, result: Any) -> None:
         found = format_of(args[0].dtype)
         form = found.name if found is not None else "other"
-        taken = [MemoryBlock(copied_bytes(func, args, result), "workspaces", form)]
-        # cuDNN tries its algorithms on each new shape. In FP32 it continues with Winograd's, which multiplies least; in 16 bits not.
+        workspaces = [MemoryBlock(copied_bytes(func, args, result), "workspaces", form)]
+        # cuDNN tries its algorithms on each new shape. In FP32 it then uses Winograd's, which multiplies least; in 16 bits it does not.
         self.tape.tries_algorithms |= torch.backends.cudnn.benchmark
         if torch.backends.cudnn.benchmark and (len(self.tape.step_starts) == 1 or args[0].dtype is torch.float32):
-            taken.append(MemoryBlock(trial_bytes(func, args), "workspaces"))
-        for block in taken:
+            workspaces.append(MemoryBlock(trial_bytes(func, args), "workspaces"))
+        for block in workspaces:
             if block.size_bytes:
                 self.tape.events += [len(self.tape.blocks), ~len(self.tape.blocks)]
                 self.tape.blocks.append(block)
 
     def _module_of_node(self) -> str:
-        """Return the module whose forward pass made the running backward node; the running module in the forward pass."""
+        """Return the module whose forward pass created the running backward node; the running module in the forward pass."""
         node: Any = torch._C._current_autograd_node()
         if node is None:
             if self.phase == "forward":
-                # The first operation after a node is made is the node's own; others, without nodes, may follow.
+                # The first operation after a node is created is the node's own; operations without nodes may follow.
                 self._modules.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.module)
             return self.module
         return self._modules.get(node._sequence_nr(), "")

@@ -23,7 +23,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 @contextmanager
 def recurrent_layers(cast: Callable[..., tuple[Tensor, ...]]) -> Iterator[None]:
-    """Replace the functions behind ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` for the block; ``cast`` does what autocast does with operands."""
+    """Replace the functions behind ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` for the block; ``cast`` casts operands as autocast would."""
     with ExitStack() as stack:
         for name in _GATES:
             stack.enter_context(patch.object(torch._VF, name, _replaced(name, cast), create=True))
@@ -31,7 +31,7 @@ def recurrent_layers(cast: Callable[..., tuple[Tensor, ...]]) -> Iterator[None]:
 
 
 def _replaced(name: str, cast: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
-    own = getattr(torch._VF, name)
+    original = getattr(torch._VF, name)
 
     def function(x: Tensor, state: Any, weights: Sequence[Tensor], *settings: Any) -> Any:
         has_biases, num_layers, dropout, training, bidirectional, *rest = settings
@@ -39,7 +39,7 @@ def _replaced(name: str, cast: Callable[..., tuple[Tensor, ...]]) -> Callable[..
         directions = num_layers * (2 if bidirectional else 1)
         each = 4 if has_biases else 2
         if not rest or len(weights) != each * directions:  # packed data, or projections
-            return own(x, state, weights, *settings)
+            return original(x, state, weights, *settings)
         x, *cast_states = cast(x, *states)
         parts = [cast(*weights[each * n : each * (n + 1)]) for n in range(directions)]
         out = x.transpose(0, 1) if rest[0] else x
@@ -62,31 +62,33 @@ class _Direction(torch.autograd.Function):
     """One layer in one direction; positions come first."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, state: Tensor, of_input: Tensor, of_state: Tensor, *biases: Tensor) -> Tensor:
-        gates = _flat(x).mm(of_input.t()) if not biases else torch.addmm(biases[0], _flat(x), of_input.t())
+    def forward(
+        ctx: Any, x: Tensor, state: Tensor, input_weight: Tensor, state_weight: Tensor, *biases: Tensor
+    ) -> Tensor:
+        gates = _flat(x).mm(input_weight.t()) if not biases else torch.addmm(biases[0], _flat(x), input_weight.t())
         gates = gates.view(*x.shape[:2], -1)
-        out = x.new_empty(*x.shape[:2], of_state.shape[1])
+        out = x.new_empty(*x.shape[:2], state_weight.shape[1])
         kept = [torch.empty_like(out)] if gates.shape[-1] == _GATES["lstm"] * out.shape[-1] else []  # an LSTM's cells
         for position in range(x.shape[0]):
-            gates[position].add_(state.mm(of_state.t()))
+            gates[position].add_(state.mm(state_weight.t()))
             state = out[position]
-        ctx.save_for_backward(x, of_input, of_state, gates, out, *kept)
+        ctx.save_for_backward(x, input_weight, state_weight, gates, out, *kept)
         ctx.num_biases = len(biases)
         return out
 
     @staticmethod
     @once_differentiable  # as cuDNN's
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, of_input, of_state, gates, out, *_ = ctx.saved_tensors
-        of_gates = torch.empty_like(gates)
-        of_last = gradient[-1]
+        x, input_weight, state_weight, gates, out, *_ = ctx.saved_tensors
+        gate_gradients = torch.empty_like(gates)
+        state_gradient = gradient[-1]
         for position in reversed(range(x.shape[0])):
-            of_gates[position].add_(gates[position])
-            of_last = of_gates[position].mm(of_state)
-        flat = _flat(of_gates)
-        of_x = flat.mm(of_input).view(x.shape) if ctx.needs_input_grad[0] else None
-        weights = (flat.t().mm(_flat(x)), flat.t().mm(_flat(out)))
-        return of_x, of_last, *weights, *(flat.sum(0) for _ in range(ctx.num_biases))
+            gate_gradients[position].add_(gates[position])
+            state_gradient = gate_gradients[position].mm(state_weight)
+        flat = _flat(gate_gradients)
+        input_gradient = flat.mm(input_weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        weight_gradients = (flat.t().mm(_flat(x)), flat.t().mm(_flat(out)))
+        return input_gradient, state_gradient, *weight_gradients, *(flat.sum(0) for _ in range(ctx.num_biases))
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ being gathered, and its gradients are scattered after its backward pass::
     FSDP2           3 (n - 1) / n x parameters      a step: gathered twice, gradients scattered once
 
 in the bytes of the formats that are sent, over one direction of the link in ``links.csv``. Communication during computation is free
-until it takes longer; the first gather and the last scatter overlap with nothing.
+until it takes longer; the first gather and the last scatter overlap with no computation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SHARDED: frozenset[Kind] = frozenset({"parameters", "gradients", "optimizer"})
 LINK_SHARE = 0.8
 """Share of a link's speed that is reached; assumed."""
 _GATHERED = 2
-"""Layers whose parameters are whole at once: the one that runs and the next."""
+"""Layers whose parameters are complete at the same time: the one that runs and the next."""
 
 
 class Link(NamedTuple):
@@ -80,7 +80,7 @@ class GpuGroup:
         return moved / (link_of(gpu).bytes_per_s * LINK_SHARE)
 
     def step_s(self, compute_s: float, communication_s: float, tape: TrainingTape) -> float:
-        """Return the seconds of a step whose communication runs beside its computation, but for one layer's."""
+        """Return the seconds of a step whose communication overlaps with its computation, except that of one layer."""
         if not communication_s:
             return compute_s
         whole = max(1, sum(tape.units.values()))
@@ -101,7 +101,7 @@ class GpuGroup:
         layers = [size for unit, size in tape.units.items() if unit] or [0]
         rest = tape.units.get("", 0)
         whole = [rest, *[max(layers)] * _GATHERED]
-        return _held_over_passes(
+        return _with_whole_layers(
             replace(tape, blocks=blocks, operations=[self._updated(op) for op in tape.operations]),
             gathered=whole,
             scattered=[rest, max(layers)],
@@ -117,10 +117,10 @@ def check_job(num_gpus: int, shard: str) -> GpuGroup:
     """Return the job that options name.
 
     Raises:
-        UsageError: there is no such way to share a training, or one GPU has nobody to share with.
+        UsageError: there is no such way to share a training, or a single GPU is to shard it.
     """
     if shard not in SHARDS:
-        raise UsageError(f"--shard {shard!r} is no way to share a training", hint=f"choose from {', '.join(SHARDS)}")
+        raise UsageError(f"--shard {shard!r} is not a way to share a training", hint=f"choose from {', '.join(SHARDS)}")
     if num_gpus == 1 and shard == "fsdp":
         raise UsageError("--shard fsdp needs several GPUs", hint="add --gpus-per-job 8")
     return GpuGroup(num_gpus, "fsdp" if shard == "fsdp" else "ddp")
@@ -136,7 +136,7 @@ def _allocated_in_optimizer(tape: TrainingTape) -> set[int]:
     """Return the numbers of temporary blocks that the optimizer's steps allocate: of the size of what they update."""
     found: set[int] = set()
     for begin in tape.optimizer_starts:
-        end = min((place for place in tape.step_starts if place > begin), default=len(tape.events))
+        end = min((index for index in tape.step_starts if index > begin), default=len(tape.events))
         found.update(event for event in tape.events[begin:end] if event >= 0)
     return {number for number in found if tape.blocks[number].kind == "temporaries"}
 
@@ -149,35 +149,35 @@ def _with_buckets(tape: TrainingTape) -> TrainingTape:
         tape,
         blocks=[*tape.blocks, MemoryBlock(size, "temporaries")],
         events=events,
-        step_starts=[place + 1 for place in tape.step_starts],
-        backward_starts=[place + 1 for place in tape.backward_starts],
-        optimizer_starts=[place + 1 for place in tape.optimizer_starts],
+        step_starts=[index + 1 for index in tape.step_starts],
+        backward_starts=[index + 1 for index in tape.backward_starts],
+        optimizer_starts=[index + 1 for index in tape.optimizer_starts],
     )
 
 
-def _held_over_passes(tape: TrainingTape, *, gathered: list[int], scattered: list[int]) -> TrainingTape:
+def _with_whole_layers(tape: TrainingTape, *, gathered: list[int], scattered: list[int]) -> TrainingTape:
     """Return the tape with whole parameters from each step's start, and whole gradients from its backward pass, to its optimizer."""
     blocks, events = list(tape.blocks), list[int]()
-    marks = sorted(
-        # at one place an optimizer's step without allocations ends before the next step begins
-        [(place, 0, "optimizer") for place in tape.optimizer_starts]
-        + [(place, 1, "step") for place in tape.step_starts]
-        + [(place, 2, "backward") for place in tape.backward_starts]
+    boundaries = sorted(
+        # at the same index an optimizer's step without allocations ends before the next step begins
+        [(index, 0, "optimizer") for index in tape.optimizer_starts]
+        + [(index, 1, "step") for index in tape.step_starts]
+        + [(index, 2, "backward") for index in tape.backward_starts]
     )
     sizes = {"step": gathered, "backward": scattered, "optimizer": list[int]()}
     starts: dict[str, list[int]] = {kind: [] for kind in sizes}
-    held: dict[str, list[int]] = {}
+    open_blocks: dict[str, list[int]] = {}
     done = 0
-    for place, _, kind in marks:
-        events += tape.events[done:place]
-        done = place
+    for index, _, kind in boundaries:
+        events += tape.events[done:index]
+        done = index
         starts[kind].append(len(events))
         if kind == "optimizer":
-            events += [~number for numbers in held.values() for number in numbers]
-            held = {}
-        elif kind not in held:  # a step may have several backward passes
-            held[kind] = list(range(len(blocks), len(blocks) + sum(map(bool, sizes[kind]))))
-            events += held[kind]
+            events += [~number for numbers in open_blocks.values() for number in numbers]
+            open_blocks = {}
+        elif kind not in open_blocks:  # a step may have several backward passes
+            open_blocks[kind] = list(range(len(blocks), len(blocks) + sum(map(bool, sizes[kind]))))
+            events += open_blocks[kind]
             blocks += [MemoryBlock(size, "temporaries") for size in sizes[kind] if size]
     return replace(
         tape,

@@ -1,6 +1,6 @@
-"""Answer a training that asks for a number while it is traced without numbers: 1.0, 0 or False. Everything is finite.
+"""Answer a training that reads a number while it is traced without numbers: 1.0, 0 or False. Everything is finite.
 
-An optimizer that divides by its step counter must not get 0. Torch itself asks too, as for ``data[i]`` with a tensor ``i``.
+An optimizer that divides by its step counter must not get 0. Torch itself reads numbers too, as for ``data[i]`` with a tensor ``i``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _TRACING = (
         for name in ("_ops.py", "_subclasses", "_compile.py", "_dynamo", "utils/_python_dispatch.py", "utils/_stats.py")
     ),
 )
-"""Files whose functions are on the stack between a line and the question that it asks a tensor."""
+"""Files whose functions are on the stack between a line and the tensor method that it calls to read a number."""
 
 
-def asking_frame() -> FrameType | None:
-    """Return the frame that asks for a number, for the ``told`` of ``stand_ins``."""
+def reading_frame() -> FrameType | None:
+    """Return the frame that reads a number; for use in the ``on_read`` of ``stand_ins``."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_TRACING):
         frame = frame.f_back
@@ -54,33 +54,33 @@ def numbers_read(who: str, lines: Sequence[str]) -> Reason:
 
 
 @contextmanager
-def stand_ins(told: Callable[[], None], *, some_are_real: bool = False) -> Iterator[None]:
-    """Answer each question for a number in the block.
+def stand_ins(on_read: Callable[[], None], *, some_are_real: bool = False) -> Iterator[None]:
+    """Answer each read of a number in the block.
 
     Args:
-        told: called for each question.
+        on_read: called for each read.
         some_are_real: whether tensors that are not fake have numbers.
     """
     answers = _Answers()
 
-    def noted(answer: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def noted(answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        def answered(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             if some_are_real and not isinstance(tensor, FakeTensor):
                 with _disable_current_modes():
-                    return own(tensor, *args, **kwargs)
-            told()
+                    return original(tensor, *args, **kwargs)
+            on_read()
             return answer(tensor, *args, **kwargs)
 
-        return asked
+        return answered
 
     def by_torch(answer: Callable[..., Any]) -> Callable[..., Any]:
-        def asked(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-            told()
+        def answered(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+            on_read()
             return answer(*args)
 
-        return asked
+        return answered
 
-    asked_by_torch = {
+    torch_operators = {
         aten._local_scalar_dense.default: by_torch(answers.number),
         aten.item.default: by_torch(answers.number),
         aten.equal.default: by_torch(_false),
@@ -97,7 +97,7 @@ def stand_ins(told: Callable[[], None], *, some_are_real: bool = False) -> Itera
             for kind in (Tensor, FakeTensor):
                 if name in vars(kind) or kind is Tensor:
                     stack.enter_context(patch.object(kind, name, noted(answer, getattr(kind, name))))
-        stack.enter_context(patch.dict(fake_impls.op_implementations_dict, asked_by_torch))
+        stack.enter_context(patch.dict(fake_impls.op_implementations_dict, torch_operators))
         stack.enter_context(patch.object(torch.nn.functional, "one_hot", _one_hot(torch.nn.functional.one_hot)))
         yield
 
@@ -130,25 +130,25 @@ class _Answers:
             return self._true_if_finite(tensor)
         return 1.0 if tensor.is_floating_point() else self._whole(tensor)
 
-    def about_finite(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    def about_finite(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``isfinite``, or ``all`` or ``any`` of what it returned, whose result is known to be true."""
 
-        def asked(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            result = own(tensor, *args, **kwargs)
+        def tracked(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(tensor, *args, **kwargs)
             if isinstance(result, FakeTensor) and (name == "isfinite" or tensor in self._finite):
                 self._finite[result] = True
             return result
 
-        return asked
+        return tracked
 
     def _true_if_finite(self, tensor: Tensor) -> bool:
         return tensor in self._finite
 
-    def shifted(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def shifted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``Tensor.__add__`` that keeps what was added to a whole number."""
 
         def sum_of(tensor: Tensor, other: Any) -> Any:
-            result = own(tensor, other)
+            result = original(tensor, other)
             if type(other) is int and isinstance(result, FakeTensor) and result.dim() == 0:
                 self._offsets[result] = self._whole(tensor) + other
             return result
@@ -169,12 +169,12 @@ def _false(*args: object, **kwargs: object) -> bool:
     return False
 
 
-def _one_hot(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _one_hot(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``one_hot``, which without a number of classes depends on numbers."""
 
     def one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
         if num_classes == -1 and isinstance(tensor, FakeTensor):
             raise DataDependentOutputException(aten.one_hot.default)
-        return own(tensor, num_classes)
+        return original(tensor, num_classes)
 
     return one_hot

@@ -45,7 +45,7 @@ class Conditions:
         return measured[own] if {"fp32", own} <= set(measured) else None
 
     def covering(self, policy: str) -> Conditions:
-        """Return these conditions, without rates if they do not cover ``policy``: steps that are compared must be priced alike."""
+        """Return these conditions, without rates if they do not cover ``policy``: compared steps must be priced in the same way."""
         return self if self.rates(policy) is not None else replace(self, calibration=None)
 
     @property
@@ -79,71 +79,76 @@ class PredictedStep:
         self.parts = {"arithmetic": found.arithmetic, "bandwidth": found.traffic}
         self.latency = constants.latency_s
         rates = conditions.rates(policy)
-        self.each = found.total if rates is None else rates.seconds(self.tape.operations)
+        self.operation_s = found.total if rates is None else rates.seconds(self.tape.operations)
         self.note = ""
-        """What the policy means for this model, if it needs saying."""
+        """A remark on what the policy means for this model, if there is one."""
         self.num_launches = len(self.tape.operations)
         if policy == "fp8":
             self._in_fp8(gpu, constants, channels_last)
-        self.device_s, self.host_s = float(self.each.sum()), self.num_launches * constants.launch_s
+        self.device_s, self.host_s = float(self.operation_s.sum()), self.num_launches * constants.launch_s
         self.seconds = job.step_s(float(longer_of(self.device_s, self.host_s)), self.communication_s, tape)
 
     def _in_fp8(self, gpu: Gpu, constants: Constants, channels_last: bool) -> None:
         layers = fp8_layers(self.tape.operations)
         self.note = layers.sentence
-        places = np.flatnonzero(layers.chosen)
-        if not len(places):
+        indices = np.flatnonzero(layers.chosen)
+        if not len(indices):
             return
-        own = [self.tape.operations[place] for place in places]
-        found = fp8_bounds(own, gpu, constants, channels_last=channels_last)
-        times = self.each[places].sum() / found.total.sum()
-        how = f"are {times:.2g} times as fast as" if times >= 1 else f"take {1 / times:.2g} times as long as"
-        self.note += f". They {how} in BF16, casts included"
-        self.parts["arithmetic"][places], self.parts["bandwidth"][places] = found.arithmetic, found.traffic
-        self.each[places] = found.total
-        self.num_launches += CASTS * len(places)
+        operations = [self.tape.operations[index] for index in indices]
+        bounds = fp8_bounds(operations, gpu, constants, channels_last=channels_last)
+        ratio = self.operation_s[indices].sum() / bounds.total.sum()
+        comparison = f"are {ratio:.2g} times as fast as" if ratio >= 1 else f"take {1 / ratio:.2g} times as long as"
+        self.note += f". They {comparison} in BF16, casts included"
+        self.parts["arithmetic"][indices], self.parts["bandwidth"][indices] = bounds.arithmetic, bounds.traffic
+        self.operation_s[indices] = bounds.total
+        self.num_launches += CASTS * len(indices)
 
     def bounds(self) -> dict[str, float]:
         """Return the share of the step by what limits its operations."""
         if self.host_s > self.device_s:
             return {"arithmetic": 0.0, "bandwidth": 0.0, "launch": 1.0}
-        return shares_by_kind(self.each, self.kinds())
+        return shares_by_kind(self.operation_s, self.kinds())
 
     def kinds(self) -> NDArray[np.str_]:
         """Return what limits each operation."""
         arithmetic, traffic = self.parts["arithmetic"], self.parts["bandwidth"]
         longer = np.where(arithmetic > traffic, "arithmetic", "bandwidth")
-        result: NDArray[np.str_] = np.where(self.each < 2 * self.latency, "launch", longer)
+        result: NDArray[np.str_] = np.where(self.operation_s < 2 * self.latency, "launch", longer)
         return result
 
 
-def shares_by_kind(each: Array, kinds: NDArray[np.str_]) -> dict[str, float]:
-    """Return the share of each kind in ``each``, the seconds by operation."""
-    return {kind: float(each[kinds == kind].sum() / each.sum()) for kind in ("arithmetic", "bandwidth", "launch")}
+def shares_by_kind(operation_s: Array, kinds: NDArray[np.str_]) -> dict[str, float]:
+    """Return the share of each kind in the seconds of all operations."""
+    return {
+        kind: float(operation_s[kinds == kind].sum() / operation_s.sum())
+        for kind in ("arithmetic", "bandwidth", "launch")
+    }
 
 
 def seconds_by_module(
-    tape: TrainingTape, each: Array, kinds: NDArray[np.str_], *, name_of: Callable[[str], str] = str
+    tape: TrainingTape, operation_s: Array, kinds: NDArray[np.str_], *, name_of: Callable[[str], str] = str
 ) -> dict[str, dict[str, float]]:
-    """Return the seconds of each module by kind, the longest first, from ``each``, the seconds by operation; the optimizer is one."""
+    """Return the seconds of each module by kind, the longest first; the optimizer counts as one module."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for operation, seconds, kind in zip(tape.operations, each, kinds, strict=True):
+    for operation, seconds, kind in zip(tape.operations, operation_s, kinds, strict=True):
         name = "(optimizer)" if operation.phase == "optimizer" else name_of(operation.module) or "(model)"
         found[name][str(kind)] += float(seconds)
     return dict(sorted(found.items(), key=lambda item: -sum(item[1].values())))
 
 
-def module_shares(tape: TrainingTape, each: Array, kinds: NDArray[np.str_]) -> list[ModuleShare]:
-    """Return the modules with the largest shares of ``each``, the seconds by operation; names are cut where the tree is deep."""
-    found = [*seconds_by_module(tape, each, kinds, name_of=_cut).items()][:_SHOWN]
+def module_shares(tape: TrainingTape, operation_s: Array, kinds: NDArray[np.str_]) -> list[ModuleShare]:
+    """Return the modules with the largest shares of the step's seconds; names are shortened where the tree is deep."""
+    found = [*seconds_by_module(tape, operation_s, kinds, name_of=_shortened).items()][:_SHOWN]
     return [
         ModuleShare(
-            module=name, share=sum(own.values()) / float(each.sum()), bound=max(own, key=lambda kind: own[kind])
+            module=name,
+            share=sum(seconds.values()) / float(operation_s.sum()),
+            bound=max(seconds, key=lambda kind: seconds[kind]),
         )
-        for name, own in found
+        for name, seconds in found
     ]
 
 
-def _cut(module: str) -> str:
+def _shortened(module: str) -> str:
     """Return the name up to its first number: ``encoder.layer.3.output`` is part of ``encoder.layer``."""
     return ".".join([*takewhile(lambda part: not part.isdecimal(), module.split("."))][:3])

@@ -25,7 +25,7 @@ class MemoryBlock:
     size_bytes: int
     kind: Kind
     matrix_format: str = ""
-    """The format of a convolution that needs the block where matrix units compute that format; empty if any device does."""
+    """The format of a convolution that needs the block where matrix units compute that format; empty if every device needs it."""
 
     def is_taken(self, matrix_formats: Collection[str]) -> bool:
         """Return whether a device whose matrix units compute ``matrix_formats`` needs the block."""
@@ -35,8 +35,8 @@ class MemoryBlock:
 class Shape(NamedTuple):
     """The shape of ``products`` equal matrix products (rows, depth) x (depth, columns), or of a normalisation over the batch.
 
-    A convolution is the product that computes it, one a group; ``window`` is the size of its kernel. A normalisation has a row a
-    channel, a column an element of it, and no depth. All zeros for other operations.
+    A convolution is the product that computes it, one per group; ``window`` is the size of its kernel. A normalisation has a row for each
+    channel, a column for each element of a channel, and no depth. All zeros for other operations.
     """
 
     products: int = 0
@@ -47,7 +47,8 @@ class Shape(NamedTuple):
 
 
 _NO_SHAPE = Shape()
-_LEFT_OUT = 2
+_MOST_OMITTED = 2
+"""Samples that a linear size may leave out: differences of neighbours leave out one, and rounded halves up to two."""
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class CostedOperation:
     format: str
     """The format of its operands."""
     flops: int
-    """Operations of products and convolutions; 0 for others."""
+    """FLOPs of products and convolutions; 0 for others."""
     read_bytes: int
     written_bytes: int
     shape: Shape = _NO_SHAPE
@@ -85,9 +86,9 @@ class TrainingTape:
     tries_algorithms: bool = False
     """Whether cuDNN may try its algorithms for convolutions."""
     read_at: list[str] = field(default_factory=list)
-    """Lines of a model by name that asked for a number (``stand_ins``)."""
+    """Lines of a model by name that read a number (``stand_ins``)."""
     units: dict[str, int] = field(default_factory=dict)
-    """Bytes of parameters by the part of the model that sharding gathers at once: a layer of a list, or ``""`` for the rest."""
+    """Bytes of parameters by the part of the model that sharding gathers together: a layer of a list, or ``""`` for the rest."""
 
     def at_batch(self, other: TrainingTape, batch: int) -> TrainingTape:
         """Return the tape of the same training at ``batch``, from this tape and ``other`` at another batch size.
@@ -98,7 +99,7 @@ class TrainingTape:
         check_same_steps(self, other)
 
         def scaled(low: int, high: int) -> int:
-            return _at(batch, (self.batch, low), (other.batch, high))
+            return _size_at(batch, (self.batch, low), (other.batch, high))
 
         return replace(
             self,
@@ -129,7 +130,7 @@ def grow_unevenly(one: TrainingTape, other: TrainingTape) -> bool:
     return any(_is_curved((one.batch, a.size_bytes), (other.batch, b.size_bytes)) for a, b in pairs)
 
 
-def _at(batch: int, one: tuple[int, int], other: tuple[int, int]) -> int:
+def _size_at(batch: int, one: tuple[int, int], other: tuple[int, int]) -> int:
     """Return the size at ``batch`` from pairs of batch and size: a constant plus a multiple of the batch, or of its square too."""
     (b1, y1), (b2, y2) = one, other
     if _is_curved(one, other):
@@ -141,10 +142,10 @@ def _at(batch: int, one: tuple[int, int], other: tuple[int, int]) -> int:
 
 
 def _is_curved(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Return whether the line through two sizes reaches 0 at more samples than computing with neighbours or halves leaves out."""
+    """Return whether a size grows faster than the batch: the line through two sizes reaches 0 at more than ``_MOST_OMITTED`` samples."""
     (b1, y1), (b2, y2) = one, other
     slope = (y2 - y1) / (b2 - b1)
-    return min(y1, y2) > 0 and slope * b1 - y1 > slope * _LEFT_OUT
+    return min(y1, y2) > 0 and slope * b1 - y1 > slope * _MOST_OMITTED
 
 
 def check_same_steps(one: TrainingTape, other: TrainingTape) -> None:

@@ -41,7 +41,7 @@ _TILE_ROWS, _TILE_COLUMNS, _TILE_DEPTH = 128, 64, 32
 _SPLIT_DEPTH = 512
 """Depth from which a product with few tiles is split along its sum."""
 _NARROW = ("7.0", "7.5", "8.0")
-"""Compute capabilities with 64 FP32 lanes a multiprocessor; later ones have 128."""
+"""Compute capabilities with 64 FP32 lanes per multiprocessor; later ones have 128."""
 _GROUP_COLUMNS = 16
 """Channels of a group that a grouped convolution computes together."""
 _L2_SPEED = 3.0
@@ -157,24 +157,24 @@ def operation_bounds(ops: Columns, card: Card, constants: Constants) -> Bounds:
     return Bounds(arithmetic, traffic, total)
 
 
-def _kept_clock(card: Card, c: Constants) -> Any:
+def _clock_share(card: Card, c: Constants) -> Any:
     """Return the share of the stated clock that the board's power allows: power grows with about the square of the clock."""
     return np.minimum(1.0, card.power_w / c.full_clock_w) ** 0.5
 
 
 def _traffic(ops: Columns, card: Card, c: Constants) -> Array:
-    first, clock = np.logical_not(card.channels_last), _kept_clock(card, c)
-    copied = ops.convolution & ~ops.depthwise & ops.half & first
+    channels_first, clock = np.logical_not(card.channels_last), _clock_share(card, c)
+    copied = ops.convolution & ~ops.depthwise & ops.half & channels_first
     moved = ops.moved_bytes * (1 + np.where(copied, 2 * c.layout_copies, 0.0))
-    kept = np.minimum(1.0, card.l2_bytes / np.maximum(1.0, ops.norm_channel_bytes * card.multiprocessors))
-    moved = moved + ops.norm_bytes * c.norm_passes * (1 - kept)
+    kept_in_l2 = np.minimum(1.0, card.l2_bytes / np.maximum(1.0, ops.norm_channel_bytes * card.multiprocessors))
+    moved = moved + ops.norm_bytes * c.norm_passes * (1 - kept_in_l2)
     from_l2 = np.minimum(1.0, c.l2_share * card.l2_bytes / np.maximum(1.0, ops.moved_bytes))
     moved = moved * (1 - from_l2 * (1 - 1 / _L2_SPEED))
     memory = card.bandwidth_bytes_per_s * c.bandwidth
     issue = card.multiprocessors * card.clock_hz * clock * c.issue_bytes
     bandwidth = (memory**-2 + issue**-2) ** -0.5
     block_bytes = c.block_elements * np.where(ops.half, 2, 4)
-    by_channel = np.where((ops.norm_bytes > 0) & first, ops.rows * block_bytes * card.clock_hz * clock, np.inf)
+    by_channel = np.where((ops.norm_bytes > 0) & channels_first, ops.rows * block_bytes * card.clock_hz * clock, np.inf)
     result: Array = moved / np.minimum(bandwidth, by_channel)
     return result
 
@@ -190,7 +190,7 @@ def _arithmetic(ops: Columns, card: Card, c: Constants) -> Array:
     narrow = np.clip(np.minimum(ops.rows, ops.columns), 16, 128)
     loaded = ops.flops / 2 * np.where(ops.half, 2, 4) * (1 / 128 + 1 / narrow)
     feeding = np.where(ops.depthwise, 0.0, loaded) / (card.multiprocessors * card.clock_hz * c.feed_bytes)
-    units, feeding = units / _kept_clock(card, c), feeding / _kept_clock(card, c)
+    units, feeding = units / _clock_share(card, c), feeding / _clock_share(card, c)
     result: Array = (units**c.overlap + feeding**c.overlap) ** (1 / c.overlap)
     return result
 

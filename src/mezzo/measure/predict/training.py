@@ -20,13 +20,13 @@ from mezzo.measure.checkpointing.plan import plan_for
 from mezzo.measure.checkpointing.trace import trace
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder
-from mezzo.measure.predict.stand_ins import asking_frame, stand_ins
+from mezzo.measure.predict.stand_ins import reading_frame, stand_ins
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.policy import Policy
 
 ZeroGrad = Literal["before_forward", "before_backward", "after_step"]
 """Where the loop sets gradients to None."""
-STEPS = 2  # the optimizer's state is made in the first step, so the second has the peak
+STEPS = 2  # the optimizer's state is created in the first step, so the second has the peak
 
 
 def record_training(
@@ -45,11 +45,11 @@ def record_training(
     """Return the tape of a training on fake tensors.
 
     Args:
-        build: makes the model.
-        batch_of: makes the inputs for a batch size; called inside a fake-tensor mode.
+        build: builds the model.
+        batch_of: creates the inputs for a batch size; called inside a fake-tensor mode.
         loss_of: returns the loss, and objects that the loop's variables keep alive until the next step, such as the model's outputs.
         batch: the batch size.
-        optimizer: makes the optimizer from parameters.
+        optimizer: creates the optimizer from parameters.
         policy: the precision; None for FP32.
         zero_grad: where gradients are set to None.
         steps: how many steps to record.
@@ -66,11 +66,11 @@ def record_training(
     if checkpoint is not None:
         _checkpoint(model, fake, region, lambda: loss_of(model, batch_of(batch)), checkpoint)
     with recorder:
-        _setup(model, recorder)
-        recorder.phase = "optimizer"  # some optimizers create their state at once
-        made = optimizer(model.parameters())
-        masters = _masters(model, made, policy, recorder)
-        for group in made.param_groups:
+        _add_model(model, recorder)
+        recorder.phase = "optimizer"  # some optimizers create their state when they are constructed
+        built_optimizer = optimizer(model.parameters())
+        masters = _masters(model, built_optimizer, policy, recorder)
+        for group in built_optimizer.param_groups:
             if gpu and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True  # what torch chooses on a GPU
         kept: Any = None
@@ -80,15 +80,15 @@ def record_training(
             with fake:
                 inputs = batch_of(batch)
             if zero_grad == "before_forward":
-                made.zero_grad()
+                built_optimizer.zero_grad()
             recorder.phase = "forward"
-            asked = stand_ins(partial(_note_line, recorder.tape.read_at), some_are_real=True)
-            with fake, asked, cuda_operators() if gpu else nullcontext(), modules_named(model, recorder):
+            answers = stand_ins(partial(_note_line, recorder.tape.read_at), some_are_real=True)
+            with fake, answers, cuda_operators() if gpu else nullcontext(), modules_named(model, recorder):
                 with region():
                     loss, outputs = loss_of(model, inputs)
                 kept = outputs
                 if zero_grad == "before_backward":
-                    made.zero_grad()
+                    built_optimizer.zero_grad()
                 recorder.phase = "backward"
                 recorder.tape.backward_starts.append(len(recorder.tape.events))
                 with nullcontext() if checkpoint is None else backward_region_of(policy)():
@@ -98,19 +98,19 @@ def record_training(
             recorder.phase = "optimizer"
             recorder.tape.optimizer_starts.append(len(recorder.tape.events))
             masters.pull_gradients()
-            made.step()
+            built_optimizer.step()
             masters.push()
             free_gradients(masters, model)
-            recorder.label(optimizer_state(made), "optimizer")
+            recorder.label(optimizer_state(built_optimizer), "optimizer")
             if zero_grad == "after_step":
-                made.zero_grad()
+                built_optimizer.zero_grad()
             del inputs
     del kept
     return recorder.tape
 
 
 def _note_line(lines: list[str]) -> None:
-    frame = asking_frame()
+    frame = reading_frame()
     line = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     if line not in lines:
         lines.append(line)
@@ -118,13 +118,13 @@ def _note_line(lines: list[str]) -> None:
 
 def units_of(model: nn.Module) -> dict[str, int]:
     """Return the bytes of parameters by layer of a list, named up to its number; ``""`` for parameters outside of lists."""
-    found: dict[str, int] = {}
+    units: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         parts = name.split(".")
-        end = next((place + 1 for place, part in enumerate(parts) if part.isdecimal()), 0)
+        end = next((index + 1 for index, part in enumerate(parts) if part.isdecimal()), 0)
         unit = ".".join(parts[:end])
-        found[unit] = found.get(unit, 0) + parameter.numel() * parameter.element_size()
-    return found
+        units[unit] = units.get(unit, 0) + parameter.numel() * parameter.element_size()
+    return units
 
 
 def _checkpoint(
@@ -159,7 +159,7 @@ def _masters(
         return NoMasters()
     masters = MasterWeights(())
     masters.begin([optimizer])
-    recorder.own((masters.held(p) for p in model.parameters() if masters.held(p) is not p), "optimizer")
+    recorder.add_existing((masters.held(p) for p in model.parameters() if masters.held(p) is not p), "optimizer")
     return masters
 
 
@@ -184,14 +184,14 @@ def _built(build: Callable[[], nn.Module], policy: Policy | None) -> nn.Module:
 
 def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:
     """Replace the model's parameters and buffers by fake ones; tied weights stay tied."""
-    made: dict[int, Any] = {}
+    fakes: dict[int, Any] = {}
 
     def faked(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in fakes:
             with fake, torch.no_grad():
                 copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            made[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
-        found: Tensor = made[id(tensor)]
+            fakes[id(tensor)] = nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+        found: Tensor = fakes[id(tensor)]
         return found
 
     for module in model.modules():
@@ -200,12 +200,12 @@ def _make_fake(model: nn.Module, fake: FakeTensorMode) -> None:
             tensors.update({name: faked(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
-def _setup(model: nn.Module, recorder: Recorder) -> None:
+def _add_model(model: nn.Module, recorder: Recorder) -> None:
     # The order of Module.to: children first, then a module's own parameters and buffers.
     for child in model.children():
-        _setup(child, recorder)
-    recorder.own((p for p in model._parameters.values() if p is not None), "parameters")
-    recorder.own((b for b in model._buffers.values() if b is not None), "buffers")
+        _add_model(child, recorder)
+    recorder.add_existing((p for p in model._parameters.values() if p is not None), "parameters")
+    recorder.add_existing((b for b in model._buffers.values() if b is not None), "buffers")
 
 
 def region_of(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]]:

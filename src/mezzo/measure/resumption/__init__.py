@@ -1,1 +1,1 @@
-"""Whether a stopped training went on as if it had not been stopped, from traces of its state. Imports no torch."""
+"""Whether a stopped training continued as if it had not been stopped, from traces of its state. Imports no torch."""

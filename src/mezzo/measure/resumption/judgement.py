@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from mezzo.measure.resumption.followed import (
+from mezzo.measure.resumption.progress import (
     Resumed,
     first_other_rate,
     lost_counters,
@@ -59,19 +59,19 @@ def judged(runs: Runs) -> Judgement:
     """Return the verdict."""
     step = first_unlike(runs.whole, runs.stopped, until=runs.stopped_after)
     if step is not None:
-        why = f"the script does not repeat: two runs with the same seeds differ at step {step}, before any stop"
+        why = f"the script is not reproducible: two runs with the same seeds differ at step {step}, before any stop"
         return Judgement(verdict="undecided", why=why)
     if runs.error is not None and runs.checkpoints:
         return Judgement(verdict="does_not_resume", why=f"started again, it failed: {runs.error}")
     if not runs.resumed.points:
-        return _not_resumed(runs, "started again, it made no step")
+        return _not_resumed(runs, "started again, it ran no step")
     first = runs.resumed.points[min(runs.resumed.points)]
     start = start_of(runs.whole, first, latest=runs.stopped_after)
     if start is None:
-        return _not_resumed(runs, "its first weights are those of no step of the undisturbed run")
+        return _not_resumed(runs, "its first weights match no step of the undisturbed run")
     if start.updates == 0:
-        return _not_resumed(runs, "started again, it begins with the weights of before step 1")
-    pair = Resumed(whole=runs.whole, trace=runs.resumed, begun=start.updates)
+        return _not_resumed(runs, "started again, it begins with the weights from before step 1")
+    pair = Resumed(whole=runs.whole, trace=runs.resumed, resumed_after=start.updates)
     return _compared(runs, pair, start.other_weights)
 
 
@@ -103,36 +103,36 @@ def _compared(runs: Runs, pair: Resumed, other_weights: Sequence[str]) -> Judgem
     difference = _first_difference(runs, pair)
     then, now = pair.pairs[0]
     restored = [
-        *lost_weights(other_weights, pair.begun),
+        *lost_weights(other_weights, pair.resumed_after),
         *lost_optimizers(then, now),
         *lost_objects(then, now),
         *lost_buffers(then, now),
         *lost_copies(then, now),
     ]
-    followed = [] if _same_course(difference, pair) else list(_followed(pair, restored))
-    missing = [*restored, *followed]
-    harmless = [one for one in _all_followed(pair) if one not in followed]
+    progress = [] if _same_course(difference, pair) else list(_lost_progress(pair, restored))
+    missing = [*restored, *progress]
+    harmless = [one for one in _all_progress(pair) if one not in progress]
     failed = "" if runs.error is None else f"; it then failed: {runs.error}"
     if not missing and _same_course(difference, pair) and not failed and _same_end(runs):
-        why = f"resumed after step {pair.begun}, it made the same {runs.resumed.num_updates} steps to the bit"
+        why = f"resumed after step {pair.resumed_after}, it ran the same {runs.resumed.num_updates} steps, bit for bit"
         without_effect = [
             Reason(what=one.state, value=f"{one.name}: {one.resumed}, {one.undisturbed} undisturbed", reason=_NO_EFFECT)
             for one in harmless
         ]
-        return Judgement(verdict="exact", why=why, resumed_at=pair.begun, without_effect=without_effect)
+        return Judgement(verdict="exact", why=why, resumed_at=pair.resumed_after, without_effect=without_effect)
     if not missing:
         missing = [_unknown(difference, pair)]
     named = ", ".join(dict.fromkeys(one.state for one in missing))
     return Judgement(
         verdict="differs",
-        why=f"resumed after step {pair.begun}, without the right {named}{failed}",
-        resumed_at=pair.begun,
+        why=f"resumed after step {pair.resumed_after}, without the right {named}{failed}",
+        resumed_at=pair.resumed_after,
         first_difference=difference,
         missing=missing,
     )
 
 
-def _followed(pair: Resumed, restored: Sequence[MissingState]) -> Iterator[MissingState]:
+def _lost_progress(pair: Resumed, restored: Sequence[MissingState]) -> Iterator[MissingState]:
     """Yield lost state that shows as the training continues, unless ``restored`` explains it.
 
     A learning rate or a batch that a script computes from a counter is a consequence of the counter.
@@ -155,15 +155,15 @@ def _followed(pair: Resumed, restored: Sequence[MissingState]) -> Iterator[Missi
         yield from lost_rates(rates, step)
 
 
-def _all_followed(pair: Resumed) -> list[MissingState]:
+def _all_progress(pair: Resumed) -> list[MissingState]:
     position = list(lost_position(pair))
     return [*position, *lost_randomness(pair, has_position=not position), *lost_counters(pair)]
 
 
 def _first_difference(runs: Runs, pair: Resumed) -> int | None:
     """Return the first step whose loss differs, or whose weights do after it."""
-    losses = zip(runs.resumed_losses, runs.whole_losses[pair.begun :], strict=False)
-    steps = [pair.begun + n for n, (now, then) in enumerate(losses, start=1) if not same_number(now, then)]
+    losses = zip(runs.resumed_losses, runs.whole_losses[pair.resumed_after :], strict=False)
+    steps = [pair.resumed_after + n for n, (now, then) in enumerate(losses, start=1) if not same_number(now, then)]
     weights = [
         then.updates for then, now in pair.pairs[1:] if then.weights != now.weights or then.buffers != now.buffers
     ]
@@ -195,5 +195,5 @@ def _unknown(difference: int | None, pair: Resumed) -> MissingState:
         undisturbed="",
         resumed="",
         evidence=f"the first difference is in {where}; weights, optimizers, schedulers, scaler, buffers and generators are as they were",
-        fix="see what else of the script changes from step to step: attributes of modules, state in data sets",
+        fix="look for other state that changes from step to step: attributes of modules, state in data sets",
     )

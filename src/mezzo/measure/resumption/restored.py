@@ -1,4 +1,4 @@
-"""The parts of a training's state, one by one: the resumed run's first state compared with the undisturbed run's there."""
+"""The parts of a training's state, one by one: the resumed run's first state compared with that of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mezzo.records.resume_check import State
 
 _MOST_NAMES = 3
 _FIXES: dict[State, str] = {
-    "weights": "save model.state_dict() whole, and load it with strict=True",
+    "weights": "save the complete model.state_dict(), and load it with strict=True",
     "buffers": "save model.state_dict(), which has the buffers, not only the parameters",
-    "optimizer": "save optimizer.state_dict(), and load it after the optimizer is made",
+    "optimizer": "save optimizer.state_dict(), and load it after the optimizer is created",
     "learning rate": "save what the learning rate is computed from, or the optimizer's state_dict(), which has it",
-    "scheduler": "save scheduler.state_dict(), and load it after the scheduler is made",
-    "GradScaler": "save scaler.state_dict(), and load it after the scaler is made",
-    "copy of the weights": "save the copy's state_dict() beside the model's, and load it into the copy",
+    "scheduler": "save scheduler.state_dict(), and load it after the scheduler is created",
+    "GradScaler": "save scaler.state_dict(), and load it after the scaler is created",
+    "copy of the weights": "save the copy's state_dict() with the model's, and load it into the copy",
 }
 
 
@@ -49,7 +49,7 @@ def lost_optimizers(then: Point, now: Point) -> Iterator[MissingState]:
             had = ", ".join(f"{key} {before.moments[key].rms:.3g}" for key in keys)
             has = ", ".join(f"{key} {after.moments[key].rms:.3g}" for key in keys if key in after.moments)
             evidence = f"root mean squares of {_listed(keys)} before the first resumed update"
-            yield _missing("optimizer", before.name, had, has or "none: it begins anew", evidence)
+            yield _missing("optimizer", before.name, had, has or "none: it starts over", evidence)
 
 
 def lost_objects(then: Point, now: Point) -> Iterator[MissingState]:
@@ -72,7 +72,7 @@ def lost_copies(then: Point, now: Point) -> Iterator[MissingState]:
     """Yield copies of the weights, such as an EMA, that were not restored; what the resumed run does not have yet is left out."""
     for name, digest in then.copies.items():
         if name in now.copies and now.copies[name] != digest:
-            evidence = "the variable holds other values before the first resumed update"
+            evidence = "the variable has other values before the first resumed update"
             yield _missing("copy of the weights", name, f"as after step {then.updates}", "other values", evidence)
 
 

@@ -19,7 +19,7 @@ class ResumedStart:
 
 
 def start_of(whole: RunTrace, first: Point, *, latest: int) -> ResumedStart | None:
-    """Return where a run began whose first state is ``first``; None if its weights are those of no step.
+    """Return where a run began whose first state is ``first``; None if its weights match no step.
 
     Args:
         whole: the undisturbed run.

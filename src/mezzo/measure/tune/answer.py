@@ -16,7 +16,7 @@ from mezzo.measure.tune.speed import speed_of, speed_up
 from mezzo.records import AS_IS, Row, RunRecord, TuneDecision, TuneRow
 
 _BARRING = ("different", "diverged", "stopped_learning", "failed")
-_NO_TIME = "the budget was over"
+_NO_TIME = "the budget ran out"
 _SEEMS = 1.05
 """A speed-up from which an open answer is worth more repeats."""
 
@@ -34,29 +34,29 @@ class BestTrial:
 def answered(known: TuneState) -> BestTrial:
     """Return the answer that follows from all runs so far."""
     first = Trial(known.now, 0)
-    if wrong := fault(known, first) if first in known.runs else "it was not run":
-        why = f"the script as it is cannot be timed: {wrong}"
-        row = _plain(known, known.now, state="failed", reason=wrong)
+    if why_not := fault(known, first) if first in known.runs else "it was not run":
+        why = f"the script as it is cannot be timed: {why_not}"
+        row = _row(known, known.now, state="failed", reason=why_not)
         return BestTrial(decision="failed", chosen=known.now, why=why, rows=[row])
     chosen = finalists(known)
-    finals = {one: _final(known, one, num_compared=len(chosen)) for one in chosen}
+    finals = {one: _final_row(known, one, num_compared=len(chosen)) for one in chosen}
     others = [one for one in known.configurations[1:] if one not in finals]
-    rows = [_plain(known, known.now), *finals.values(), *(_other(known, one) for one in others)]
+    rows = [_row(known, known.now), *finals.values(), *(_other_row(known, one) for one in others)]
     faster = [one for one in finals if finals[one].state == "faster"]
     if faster:
         best = max(faster, key=lambda one: finals[one].speedup or 0)
         return BestTrial(decision="use", chosen=best, why=_why(finals[best]) + _unrun(rows), rows=rows)
     if chosen and not any(len(_repeats(known, one)) > 1 for one in chosen):
-        why = "the budget was over before the fastest configurations were repeated"
+        why = "the budget ran out before the fastest configurations were repeated"
         return BestTrial(decision="undecided", chosen=known.now, why=why, rows=rows)
     if not chosen and _unrun(rows):
-        why = "the budget was over before anything was found"
+        why = "the budget ran out before anything was found"
         return BestTrial(decision="undecided", chosen=known.now, why=why, rows=rows)
     return BestTrial(decision="keep", chosen=known.now, why=_why_keep(list(finals.values())) + _unrun(rows), rows=rows)
 
 
 def _unrun(rows: Sequence[TuneRow]) -> str:
-    """Return how many configurations were not run because the budget was over; empty if all were."""
+    """Return how many configurations were not run because the budget ran out; empty if all were."""
     count = sum(row.state == "not run" and row.reason == _NO_TIME for row in rows)
     left_out = f"; {count} of {len(rows)} configurations were not run: {_NO_TIME}, and a longer --budget runs them"
     return left_out if count else ""
@@ -88,7 +88,7 @@ def _why_keep(finals: Sequence[TuneRow]) -> str:
 # --- rows ----------------------------------------------------------------------------------------------------------------------
 
 
-def _plain(known: TuneState, configuration: Configuration, **more: Any) -> TuneRow:
+def _row(known: TuneState, configuration: Configuration, **more: Any) -> TuneRow:
     """Return a row with what the latest round of a configuration measured."""
     last = max((trial.round for trial in known.runs if trial.configuration == configuration), default=0)
     trials = [trial for trial in known.runs if trial.configuration == configuration and trial.round == last]
@@ -119,21 +119,21 @@ def _inputs(known: TuneState, runs: Sequence[RunRecord]) -> float | None:
     return mine / now if mine and now else None
 
 
-def _other(known: TuneState, configuration: Configuration) -> TuneRow:
-    """Return the row of a configuration that is no finalist."""
+def _other_row(known: TuneState, configuration: Configuration) -> TuneRow:
+    """Return the row of a configuration that is not a finalist."""
     trials = [trial for trial in known.runs if trial.configuration == configuration]
     if not trials:
         why = pruned(known, configuration)
-        return _plain(known, configuration, state="not run", reason=why or _NO_TIME)
+        return _row(known, configuration, state="not run", reason=why or _NO_TIME)
     last = max(trials, key=lambda trial: trial.round)
     run = known.runs[last]
     if wrong := fault(known, last):
         failed = run.error is not None or bool(run.exit_code)
-        return _plain(known, configuration, state="failed" if failed else "barred", reason=wrong)
+        return _row(known, configuration, state="failed" if failed else "barred", reason=wrong)
     if known.over_now(last) is None:
-        why = "what its steps are given was not seen, so they cannot be compared with the present ones"
-        return _plain(known, configuration, state="barred", reason=why)
-    return _plain(known, configuration, state="dropped", reason=f"others were faster in round {last.round + 1}")
+        why = "the inputs of its steps were not seen, so they cannot be compared with the present ones"
+        return _row(known, configuration, state="barred", reason=why)
+    return _row(known, configuration, state="dropped", reason=f"others were faster in round {last.round + 1}")
 
 
 def _repeats(known: TuneState, configuration: Configuration) -> list[float]:
@@ -141,23 +141,23 @@ def _repeats(known: TuneState, configuration: Configuration) -> list[float]:
     return [ratio for trial in trials if trial in known.runs and (ratio := known.over_now(trial)) is not None]
 
 
-def _final(known: TuneState, configuration: Configuration, *, num_compared: int) -> TuneRow:
+def _final_row(known: TuneState, configuration: Configuration, *, num_compared: int) -> TuneRow:
     """Return the row of a finalist: its speed over repeats, and how it trains."""
     ratios = _repeats(known, configuration)
-    wrong = next((w for t in _finals(known, configuration) if (w := fault(known, t))), "")
+    wrong = next((w for t in _final_trials(known, configuration) if (w := fault(known, t))), "")
     if len(ratios) < 2:
-        why = wrong or "the budget was over before it was repeated"
-        return _plain(known, configuration, state="failed" if wrong else "not faster", reason=why)
+        why = wrong or "the budget ran out before it was repeated"
+        return _row(known, configuration, state="failed" if wrong else "not faster", reason=why)
     gain = speed_up(ratios, num_compared=num_compared)
     interval = {"speedup": gain.times, "speedup_low": gain.low, "speedup_high": gain.high}
     verdict, how = _judged(known, configuration)
     if wrong or verdict in _BARRING:
-        return _plain(known, configuration, state="barred", reason=wrong or how, verdict=verdict, **interval)
+        return _row(known, configuration, state="barred", reason=wrong or how, verdict=verdict, **interval)
     state = "faster" if gain.faster else "not faster"
-    return _plain(known, configuration, state=state, reason=how, verdict=verdict, **interval)
+    return _row(known, configuration, state=state, reason=how, verdict=verdict, **interval)
 
 
-def _finals(known: TuneState, configuration: Configuration) -> list[Trial]:
+def _final_trials(known: TuneState, configuration: Configuration) -> list[Trial]:
     return [trial for trial in known.runs if trial.configuration == configuration and trial.round == FINAL]
 
 
@@ -165,12 +165,12 @@ def _finals(known: TuneState, configuration: Configuration) -> list[Trial]:
 
 
 def _judged(known: TuneState, configuration: Configuration) -> tuple[str | None, str]:
-    """Return how a finalist trains beside FP32 on the same batches: a verdict, and its reason."""
+    """Return how a finalist trains compared with FP32 on the same batches: a verdict, and its reason."""
     baseline = Configuration(policy=FP32.name, settings=configuration.settings)
-    theirs = [known.runs[trial] for trial in _finals(known, baseline)]
+    theirs = [known.runs[trial] for trial in _final_trials(known, baseline)]
     if not theirs:
-        return None, "the budget was over before FP32 was run on the same batches: how it trains is not judged"
-    mine = [_apart(known.runs[trial], configuration.name) for trial in _finals(known, configuration)]
+        return None, "the budget ran out before FP32 was run on the same batches: how it trains is not judged"
+    mine = [_relabelled(known.runs[trial], configuration.name) for trial in _final_trials(known, configuration)]
     steps = min(len(run.steps) for run in [*mine, *theirs])
     if steps < FEWEST_STEPS:
         return "undecided", f"{steps} steps are too few to judge how it trains: {FEWEST_STEPS} are needed"
@@ -180,10 +180,10 @@ def _judged(known: TuneState, configuration: Configuration) -> tuple[str | None,
         return "undecided", f"its runs read what an earlier one wrote ({read}): how it trains is not judged"
     row: Row = next(row for row in record.rows if row.policy != FP32.name)
     words = row.verdict.replace("_", " ")
-    return row.verdict, f"{words} beside fp32 in the first {steps} steps: {row.reason}"
+    return row.verdict, f"{words}, compared with fp32 over the first {steps} steps: {row.reason}"
 
 
-def _apart(run: RunRecord, name: str) -> RunRecord:
-    """Return a finalist's run, told apart from the FP32 runs that it is compared with."""
+def _relabelled(run: RunRecord, name: str) -> RunRecord:
+    """Return a finalist's run under a name that distinguishes it from the FP32 runs that it is compared with."""
     policy = AS_IS if run.policy == FP32.name else run.policy
     return run.model_copy(update={"policy": policy, "policy_typed": name, "checkpoint": ""})

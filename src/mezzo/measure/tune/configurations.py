@@ -24,7 +24,7 @@ class Configuration:
 
     policy: str = AS_IS
     settings: tuple[tuple[str, str], ...] = ()
-    """Options of the script by name, each with its value; those that are not here stay as typed."""
+    """Options of the script by name, each with its value; options that are not here stay as typed."""
     channels_last: bool = False
     compiles: bool = False
     checkpoint: str = ""
@@ -40,13 +40,13 @@ class Configuration:
 
     def arguments(self, own: Sequence[str]) -> list[str]:
         """Return the script's arguments: ``{name}`` becomes the value; without that, the option is appended."""
-        words = list(own)
+        arguments = list(own)
         for name, value in self.settings:
-            if _placed(name, own):
-                words = [word.replace(f"{{{name}}}", value) for word in words]
+            if _has_placeholder(name, own):
+                arguments = [word.replace(f"{{{name}}}", value) for word in arguments]
             else:
-                words += [f"-{name}" if len(name) == 1 else f"--{name}", value]
-        return words
+                arguments += [f"-{name}" if len(name) == 1 else f"--{name}", value]
+        return arguments
 
 
 def grid(
@@ -60,11 +60,11 @@ def grid(
     """Return all configurations; the first is what the script does now.
 
     Args:
-        policies: policies beside the script's own precision.
+        policies: policies besides the script's own precision.
         vary: values of the script's options by name. Where ``own`` has ``{name}``, the first value is the present one.
-        changes: changes to the models beside none.
+        changes: changes to the models besides none.
         own: the script's arguments as typed.
-        checkpoints: plans of activation checkpointing beside none.
+        checkpoints: plans of activation checkpointing besides none.
     """
     settings = list(_settings(vary, own))
     found = [
@@ -82,24 +82,24 @@ def grid(
 def _settings(vary: Mapping[str, Sequence[str]], own: Sequence[str]) -> Iterator[tuple[tuple[str, str], ...]]:
     choices: list[list[tuple[tuple[str, str], ...]]] = []
     for name, values in vary.items():
-        now: list[tuple[tuple[str, str], ...]] = [] if _placed(name, own) else [()]
-        present = _present(name, own)
+        now: list[tuple[tuple[str, str], ...]] = [] if _has_placeholder(name, own) else [()]
+        present = _present_value(name, own)
         choices.append([*now, *(((name, value),) for value in dict.fromkeys(values) if value != present)])
     for chosen in product(*choices):
         yield tuple(setting for part in chosen for setting in part)
 
 
-def _placed(name: str, own: Sequence[str]) -> bool:
+def _has_placeholder(name: str, own: Sequence[str]) -> bool:
     return any(f"{{{name}}}" in word for word in own)
 
 
-def _present(name: str, own: Sequence[str]) -> str | None:
+def _present_value(name: str, own: Sequence[str]) -> str | None:
     """Return the value that the arguments give an option, the last one; None if they do not name it."""
     option = f"-{name}" if len(name) == 1 else f"--{name}"
-    found = None
-    for place, word in enumerate(own):
-        if word == option and place + 1 < len(own):
-            found = own[place + 1]
+    value = None
+    for index, word in enumerate(own):
+        if word == option and index + 1 < len(own):
+            value = own[index + 1]
         elif word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-    return found
+            value = word.partition("=")[2]
+    return value

@@ -1,7 +1,7 @@
-"""What the predictor says of configurations before any is run: what each needs and how fast it is, and which need no run.
+"""What the predictor says about configurations before any is run: the memory and the speed of each, and which need no run.
 
-Predicted are configurations under a policy that the predictor knows, neither compiled nor checkpointed: what these change, it does not
-know. What is ruled out is left out for a reason in the record; what the script does now never is.
+Only configurations under a policy that the predictor knows are predicted, and none that is compiled or checkpointed: it does not know what
+these change. A configuration that is ruled out has its reason in the record; what the script does now is never ruled out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mezzo.measure.tune.configurations import Configuration
 from mezzo.records import AS_IS, Reason
 
 MEMORY_ERROR = 0.1
-"""By how much more than the limit a step must be predicted to need: 90% of measured peaks lie within that of their predictions."""
+"""Share by which a predicted step must exceed the limit to be ruled out: 90% of measured peaks lie within it of their predictions."""
 _MEASURED_ON_CPU = ("parameters", "gradients", "optimizer", "activations")
-"""What a search counts of a step on a CPU."""
+"""The parts of a step that a search counts on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,14 @@ class Forecast:
     """One configuration, predicted."""
 
     needed_bytes: int
-    """Allocated on a GPU; on a CPU what is counted there of a step."""
+    """What is allocated on a GPU; on a CPU the parts of a step that are counted there."""
     rate: float | None = None
     """Samples or steps a second; None on a CPU."""
     rate_low: float = 0.0
     """10th percentile, from the predictor's own errors."""
     rate_high: float = 0.0
     comparable: object = None
-    """Rates are compared where these are equal: in samples a second all, in steps a second those with the same arguments."""
+    """Rates are compared where these are equal: all rates in samples a second, but in steps a second only those with the same arguments."""
 
 
 def predictable(configuration: Configuration) -> bool:
@@ -68,16 +68,16 @@ def forecasts(
     notes: list[Reason] = []
     wanted = [one for one in configurations if predictable(one) and not (gpu and impossible(gpu, one.policy))]
     for settings in dict.fromkeys(one.settings for one in wanted):
-        playing = [one for one in wanted if one.settings == settings]
+        alike = [one for one in wanted if one.settings == settings]
         shown = ", ".join(f"{name} {value}" for name, value in settings) or "the script's own options"
         if not in_time():
             notes.append(Reason(what="not predicted", value=shown, reason="a fifth of the budget went to predictions"))
             continue
-        arguments = [word.replace("{run}", "predict") for word in playing[0].arguments(own)]
+        arguments = [word.replace("{run}", "predict") for word in alike[0].arguments(own)]
         try:
-            policies = to_record([one.policy for one in playing])
+            policies = to_record([one.policy for one in alike])
             traced = script_plan(script, arguments, policies, as_module=as_module, scaled=False, on_gpu=gpu is not None)
-            for one in playing:
+            for one in alike:
                 if why := failure(one.policy, traced.refused):
                     notes.append(Reason(what="not predicted", value=one.name, reason=why))
                 else:
@@ -93,7 +93,7 @@ def _forecast(traced: ScriptPlan, one: Configuration, gpu: Gpu | None) -> Foreca
         tape = traced.tapes[recorded_as(one.policy)].at(traced.batch)
         kinds = predict_memory(tape, workspace_bytes=0).by_kind_bytes
         return Forecast(needed_bytes=sum(kinds.get(kind, 0) for kind in _MEASURED_ON_CPU))
-    made = predict(
+    prediction = predict(
         traced.tapes,
         gpu,
         one.policy,
@@ -102,10 +102,10 @@ def _forecast(traced: ScriptPlan, one: Configuration, gpu: Gpu | None) -> Foreca
         calibration=calibration_of(gpu),
     )
     return Forecast(
-        needed_bytes=made.allocated_bytes,
-        rate=made.throughput,
-        rate_low=made.throughput_low,
-        rate_high=made.throughput_high,
+        needed_bytes=prediction.allocated_bytes,
+        rate=prediction.throughput,
+        rate_low=prediction.throughput_low,
+        rate_high=prediction.throughput_high,
         comparable="" if traced.unit == "samples" else one.settings,
     )
 
@@ -121,24 +121,24 @@ def ruled_out(
         where: the name of the GPU or CPU, for the reasons.
         now: what the script does now, which is never ruled out.
     """
-    out: dict[Configuration, str] = {}
+    reasons: dict[Configuration, str] = {}
     for one, forecast in found.items():
         if one != now and limit_bytes is not None and forecast.needed_bytes > limit_bytes * (1 + MEMORY_ERROR):
-            out[one] = (
+            reasons[one] = (
                 f"predicted to need {bytes_text(forecast.needed_bytes)} on {where}, above the limit of "
                 f"{bytes_text(limit_bytes)} by more than the predictor's {MEMORY_ERROR:.0%}"
             )
-    fits = {one: forecast for one, forecast in found.items() if one not in out and forecast.rate}
+    fits = {one: forecast for one, forecast in found.items() if one not in reasons and forecast.rate}
     for one, forecast in fits.items():
         rivals = [other for other in fits if fits[other].comparable == forecast.comparable]
         best = max(rivals, key=lambda other: fits[other].rate_low)
         if one != now and forecast.rate_high < fits[best].rate_low:
             times = (forecast.rate or 0.0) / (fits[best].rate or 1.0)
-            out[one] = (
-                f"predicted {times:.2g} times as fast as {best.name} on {where}, and slower even at the best end of its band "
-                "and the worst of that one's"
+            reasons[one] = (
+                f"predicted {times:.2g} times as fast as {best.name} on {where}, and slower even if the best end of its band "
+                "meets the worst end of that one's"
             )
-    return out
+    return reasons
 
 
 def not_predicted(configurations: Sequence[Configuration]) -> list[Reason]:

@@ -1,9 +1,9 @@
-"""Choose the next run of a search by a pure function of what is known so far, so that a table can test every course of a search.
+"""Choose the next run of a search by a pure function of what is known so far, so that a table of cases can test every course of it.
 
 1. Every configuration runs for a few steps, beginning with what the script does now. Configurations that fail, exceed the memory, are
-   emulated or change nothing are out, and so are batches larger than one that did not fit, and variants of a policy that changed
-   nothing. What predictions rule out is not run (``forecast``).
-2. The faster half runs for twice the steps, until few are left. What is clearly slower than the script now is out.
+   emulated or change nothing are dropped, and so are batches larger than one that did not fit, and variants of a policy that changed
+   nothing. Configurations that predictions rule out are not run (``forecast``).
+2. The faster half runs for twice the steps, until few are left. Configurations clearly slower than the script now are dropped.
 3. The finalists, the script as it is now, and FP32 on the same batches, interleaved, seed by seed.
 """
 
@@ -27,9 +27,9 @@ FINAL = 100
 TIMES_LONGER = 4
 """How many times the steps of the first round the finalists run."""
 _SLOWER = 0.9
-"""Share of the present speed below which a configuration is out without repeats."""
+"""Share of the present speed below which a configuration is dropped without repeats."""
 _FOR_ROUNDS = 0.5
-"""Share of the budget before the finals; the rest is for repeats."""
+"""Share of the budget for the rounds before the finals; the rest is for repeats."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneState:
-    """What a search knows so far."""
+    """What is known in a search so far."""
 
     configurations: tuple[Configuration, ...]
     """What the script does now first."""
@@ -71,12 +71,12 @@ class TuneState:
         return None if run is None else speed_of(run)
 
     def unlike_now(self, trial: Trial) -> str:
-        """Return why a trial's time cannot be compared with the script's now in the same round and repeat; empty if it can."""
+        """Return why a trial's time cannot be compared with that of the script now in the same round and repeat; empty if it can."""
         run, now = self.runs[trial], self.runs.get(replace(trial, configuration=self.now))
         return "" if now is None else why_unlike(run, now, trial.configuration.name)
 
     def over_now(self, trial: Trial) -> float | None:
-        """Return how many times as fast a trial is as the script now, in the same round and repeat."""
+        """Return a trial's speed over that of the script now, in the same round and repeat."""
         mine, now = self.speed(trial), self.speed(replace(trial, configuration=self.now))
         if mine is None or now is None or self.unlike_now(trial):
             return None
@@ -97,10 +97,10 @@ def next_trial(known: TuneState) -> Trial | None:
         return first
     if fault(known, first):
         return None
-    for number, playing in enumerate(rounds(known)):
+    for number, configurations in enumerate(rounds(known)):
         if known.left_share < 1 - _FOR_ROUNDS:
             break
-        for configuration in playing:
+        for configuration in configurations:
             trial = Trial(configuration, number)
             if trial not in known.runs and not (number == 0 and pruned(known, configuration)):
                 return trial
@@ -120,24 +120,24 @@ def expected_trials(known: TuneState) -> Iterator[Trial]:
 
 def rounds(known: TuneState) -> Iterator[list[Configuration]]:
     """Yield the configurations of each round before the finals, the script as it is now first."""
-    playing, number = [one for one in known.configurations if one not in known.ruled_out], 0
-    while number == 0 or len(playing) > FINALISTS + 1:
-        yield playing
-        playing = [known.now, *_survivors(known, playing, number)]
+    remaining, number = [one for one in known.configurations if one not in known.ruled_out], 0
+    while number == 0 or len(remaining) > FINALISTS + 1:
+        yield remaining
+        remaining = [known.now, *_survivors(known, remaining, number)]
         number += 1
 
 
 def finalists(known: TuneState) -> list[Configuration]:
     """Return the configurations that are repeated, the fastest first."""
     *_, last = enumerate(rounds(known))
-    number, playing = last
-    return _survivors(known, playing, number)[:FINALISTS]
+    number, remaining = last
+    return _survivors(known, remaining, number)[:FINALISTS]
 
 
-def _survivors(known: TuneState, playing: Sequence[Configuration], number: int) -> list[Configuration]:
+def _survivors(known: TuneState, remaining: Sequence[Configuration], number: int) -> list[Configuration]:
     """Return the faster half of the configurations in a round, at least as many as there are finalists."""
     speeds: dict[Configuration, float] = {}
-    for configuration in playing:
+    for configuration in remaining:
         trial = next(
             (Trial(configuration, n) for n in range(number, -1, -1) if Trial(configuration, n) in known.runs), None
         )
@@ -147,7 +147,7 @@ def _survivors(known: TuneState, playing: Sequence[Configuration], number: int) 
         if times is not None and times >= _SLOWER:
             speeds[configuration] = times
     ranked = sorted(speeds, key=lambda one: -speeds[one])
-    return ranked[: max(math.ceil(len(playing) / 2) - 1, FINALISTS)]
+    return ranked[: max(math.ceil(len(remaining) / 2) - 1, FINALISTS)]
 
 
 def quality_baselines(known: TuneState) -> list[Configuration]:
@@ -162,10 +162,10 @@ def _missing_finals(known: TuneState) -> Iterator[Trial]:
     chosen = finalists(known)
     if not chosen:
         return
-    playing = list(dict.fromkeys([known.now, *chosen, *quality_baselines(known)]))
+    configurations = list(dict.fromkeys([known.now, *chosen, *quality_baselines(known)]))
     for repeat in range(known.repeats):
-        start = repeat % len(playing)
-        for configuration in playing[start:] + playing[:start]:
+        start = repeat % len(configurations)
+        for configuration in configurations[start:] + configurations[:start]:
             trial = Trial(configuration, FINAL, repeat)
             if trial not in known.runs:
                 yield trial
@@ -188,20 +188,20 @@ def fault(known: TuneState, trial: Trial) -> str:
     if run.changed_nothing and run.policy != AS_IS:
         return f"{run.policy} {run.no_effect}"
     done = {reason.what for reason in run.explanation if reason.value != NOT_APPLIED}
-    asked_for = {
+    requested = {
         CHANNELS_LAST: configuration.channels_last,
         COMPILED: configuration.compiles,
         CHECKPOINTED: bool(configuration.checkpoint),
     }
-    for what, asked in asked_for.items():
-        if asked and what not in done:
+    for what, is_requested in requested.items():
+        if is_requested and what not in done:
             noted = "channels-last" if what == CHANNELS_LAST else what
             why = next((one.reason for one in run.effective.left_alone if one.what == noted), "")
             return f"{what} changed nothing" + (f": {why}" if why else "")
     if why := known.unlike_now(trial):
         return why
     if speed_of(run) is None:
-        return f"it made {len(run.steps)} steps, too few to be timed"
+        return f"it ran {len(run.steps)} steps, too few to be timed"
     return ""
 
 
@@ -215,16 +215,16 @@ def pruned(known: TuneState, configuration: Configuration) -> str:
     """Return why a configuration need not be run; empty if it is to be.
 
     Reasons are a prediction, a smaller batch that did not fit, a layout of images that the same script has none for, and a policy that
-    changed nothing of it: a memory layout, torch.compile and checkpointing do not decide what is computed in which format.
+    changed nothing: a memory layout, torch.compile and checkpointing do not decide what is computed in which format.
     """
     if configuration in known.ruled_out:
         return known.ruled_out[configuration]
     for trial, run in known.runs.items():
         other = trial.configuration
-        varies = replace(
+        with_its_changes = replace(
             configuration, channels_last=other.channels_last, compiles=other.compiles, checkpoint=other.checkpoint
         )
-        if varies == other != configuration and run.changed_nothing and run.error is None:
+        if with_its_changes == other != configuration and run.changed_nothing and run.error is None:
             return f"{other.name} {run.no_effect}: neither would its other variants"
         same_layout = configuration.channels_last and other.channels_last and configuration.settings == other.settings
         if same_layout and other != configuration and _has_no_layout(run):
@@ -253,9 +253,9 @@ def _is_larger(configuration: Configuration, other: Configuration) -> bool:
     """Return whether two configurations differ in nothing but the batch, and the first one's is larger."""
     if replace(configuration, settings=()) != replace(other, settings=()):
         return False
-    mine, its = dict(configuration.settings), dict(other.settings)
-    differing = [name for name in mine if mine[name] != its.get(name)]
-    if mine.keys() != its.keys() or len(differing) != 1 or "batch" not in differing[0]:
+    settings, other_settings = dict(configuration.settings), dict(other.settings)
+    differing = [name for name in settings if settings[name] != other_settings.get(name)]
+    if settings.keys() != other_settings.keys() or len(differing) != 1 or "batch" not in differing[0]:
         return False
-    values = mine[differing[0]], its[differing[0]]
+    values = settings[differing[0]], other_settings[differing[0]]
     return all(value.isdecimal() for value in values) and int(values[0]) > int(values[1])

@@ -25,17 +25,17 @@ class Speed:
     step_ms: float
     """Median: an evaluation between two steps, or a step that waited for a disk, does not count."""
     input_elements: float | None = None
-    """What a step was given, in elements of the model's first input."""
+    """The input of a step, in elements of the model's first input."""
 
     def over(self, other: Speed, *, alike: bool) -> float | None:
         """Return how many times as much this one trains in a second.
 
         Args:
             other: the speed to compare with.
-            alike: whether the steps of both do the same work; if not, they are compared by what they were given.
+            alike: whether the steps of both do the same work; if not, they are compared by their inputs.
 
         Returns:
-            The ratio; None if it is not known what steps were given.
+            The ratio; None if the inputs of steps are not known.
         """
         times = other.step_ms / self.step_ms
         if alike:

@@ -1,4 +1,4 @@
-"""Sample the training thread from outside, ten times a second: its CPU time, the time it was refused a core, and its line.
+"""Sample the training thread from outside, ten times a second: its CPU time, the time it waited for a core, and its line.
 
 Linux counts for each thread how long it ran and how long it was ready to run while others had the cores
 (``/proc/self/task/*/schedstat``). The rest of the time it slept: on a lock, in ``time.sleep``, on a disk or a socket. So a machine
@@ -36,7 +36,7 @@ class HostSample(NamedTuple):
     """By ``time.perf_counter``."""
     ran_s: float
     """CPU time of the thread."""
-    refused_s: float
+    preempted_s: float
     """Time in which the thread was ready to run and other threads had the cores."""
 
 
@@ -44,7 +44,7 @@ class HostShares(NamedTuple):
     """Shares of a time."""
 
     slept: float
-    refused: float
+    preempted: float
 
 
 class HostSamples:
@@ -58,11 +58,11 @@ class HostSamples:
         """How often the thread was seen at each line of the script while it had slept since the sample before."""
 
     def take(self) -> None:
-        """Take one sample; costs one small file and a walk up the thread's stack."""
+        """Take one sample; the cost is one small file read and a walk up the thread's stack."""
         sample = HostSample(time.perf_counter(), *self._times_s())
         if self.samples:
             before = self.samples[-1]
-            ready_s = sample.ran_s - before.ran_s + sample.refused_s - before.refused_s
+            ready_s = sample.ran_s - before.ran_s + sample.preempted_s - before.preempted_s
             busy = ready_s / max(sample.at_s - before.at_s, 1e-9)
             line = line_of(sys._current_frames().get(self._thread)) if busy < _ASLEEP else ""
             if line:
@@ -76,14 +76,14 @@ class HostSamples:
             return None
         first, last = inside[0], inside[-1]
         wall_s = last.at_s - first.at_s
-        ran, refused = (last.ran_s - first.ran_s) / wall_s, (last.refused_s - first.refused_s) / wall_s
-        return HostShares(slept=min(max(1.0 - ran - refused, 0.0), 1.0), refused=min(max(refused, 0.0), 1.0))
+        ran, preempted = (last.ran_s - first.ran_s) / wall_s, (last.preempted_s - first.preempted_s) / wall_s
+        return HostShares(slept=min(max(1.0 - ran - preempted, 0.0), 1.0), preempted=min(max(preempted, 0.0), 1.0))
 
     def _times_s(self) -> tuple[float, float]:
         try:
             with open(self._file, encoding="ascii") as file:
-                ran_ns, refused_ns, _ = file.read().split()
-            return int(ran_ns) * 1e-9, int(refused_ns) * 1e-9
+                ran_ns, preempted_ns, _ = file.read().split()
+            return int(ran_ns) * 1e-9, int(preempted_ns) * 1e-9
         except (OSError, ValueError):
             return time.process_time(), 0.0
 

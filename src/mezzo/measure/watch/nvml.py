@@ -101,7 +101,7 @@ def gpu_use(
     """Return a GPU's samples as part of a record; None without any."""
     if not samples:
         return None
-    held = Counter(
+    throttled = Counter(
         reason
         for sample in samples
         for reason in {word for bit, word in THROTTLE_REASONS.items() if (sample.reasons or 0) & bit}
@@ -116,7 +116,7 @@ def gpu_use(
         temperature_c=max((s.temperature_c for s in samples if s.temperature_c is not None), default=None),
         clock_mhz=_mean([sample.clock_mhz for sample in samples]),
         clock_limit_mhz=clock_limit_mhz,
-        throttled={reason: count / len(samples) for reason, count in sorted(held.items())},
+        throttled={reason: count / len(samples) for reason, count in sorted(throttled.items())},
     )
 
 

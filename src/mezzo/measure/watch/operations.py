@@ -1,7 +1,7 @@
 """Time each operation of one step on the host, with the operations and bytes that its operands imply.
 
 The clock is the CPU time of the thread: on a busy machine, time in which another process had the core does not count. On a GPU
-an operation's time is that of its launch, so only operations and bytes say anything there.
+an operation's time is that of its launch, so only the counts of operations and bytes are meaningful there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mezzo.measure.flops import COUNTS, reals
+from mezzo.measure.flops import COUNTS, num_real_products
 from mezzo.measure.watch.verdict import OperationWork
 
 
@@ -31,7 +31,7 @@ class OperationTimes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         cpu_s = time.thread_time() - began_s
         count = COUNTS.get(func.overloadpacket)
-        flops = 0 if count is None else count(result, *args) * reals(args)
+        flops = 0 if count is None else count(result, *args) * num_real_products(args)
         moved = 0 if func.is_view else _bytes((args, kwargs, result))
         self.operations.append(OperationWork(flops=flops, bytes=moved, cpu_s=cpu_s))
         return result

@@ -1,14 +1,12 @@
 """Decide what holds a run back, by a pure function of the shares of the run's time.
 
-    input          the thread waited for its DataLoader
-    communication  it waited in a collective of torch.distributed
-    waiting        it slept elsewhere: a lock, ``time.sleep``, a disk, a socket
-    preempted      it was ready to run while other processes had the cores: not the script's fault, never the verdict
-    host           it ran Python, or operations so small that starting them takes longer than the work
-    bandwidth      it ran operations that move more bytes than the machine can while it computes their products
-    arithmetic     it ran products: only the device's rate holds it back
-
-The usual marks of a busy GPU: utilisation above 90%, memory above 80%, power above 60% of the limit.
+input          the thread waited for its DataLoader
+communication  it waited in a collective of torch.distributed
+waiting        it slept elsewhere: a lock, ``time.sleep``, a disk, a socket
+preempted      it was ready to run while other processes had the cores: not the script's fault, never the verdict
+host           it ran Python, or operations so small that launching them takes longer than the work
+bandwidth      it ran operations that move more bytes than the machine can while it computes their products
+arithmetic     it ran products: only the device's rate holds it back
 """
 
 from __future__ import annotations
@@ -19,19 +17,17 @@ from dataclasses import dataclass, field
 from mezzo.measure.watch.rates import DeviceRates
 from mezzo.records import Bottleneck, GpuUse, Limit, Reason
 
-BUSY, FULL, POWERED = 0.9, 0.8, 0.6
-"""The usual marks: utilisation, memory, and power against its limit."""
 _LOST = 0.25
 """Share of the time from which a wait is what holds a run back. A healthy loader takes a few per cent."""
 _MIN_STEPS, _MIN_S = 5, 0.2
 _TINY_S = 10e-6
-"""An operation with less work than this on the machine is as long as its start."""
+"""An operation with less work than this takes as long as its launch."""
 _HOST = 0.6
 """Share of the busy time from which the host is named."""
 _USUAL_WORKERS = 4
-"""Of a data loader; fewer where there are fewer cores, since torch warns of more."""
+"""Of a data loader; fewer where there are fewer cores, because torch warns of more workers than cores."""
 _AT_LIMIT, _OFTEN = 0.95, 0.3
-"""Power against its limit, and share of the samples that were held down by it, from which power is named."""
+"""Power against its limit, and share of the samples throttled by it, from which power is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +60,8 @@ class RunMeasurements:
     communication_s: float | None = None
     idle_share: float | None = None
     """Share of the time in which the training thread slept, waits for input and communication included."""
-    refused_share: float = 0.0
-    """Share in which it was ready to run and other processes or threads had the cores."""
+    preempted_share: float = 0.0
+    """Share of the time in which it was ready to run and other processes or threads had the cores."""
     operations: Sequence[OperationWork] = ()
     """Of one step; empty if they were not counted."""
     rates: DeviceRates | None = None
@@ -81,118 +77,118 @@ class RunMeasurements:
     not_measured: list[Reason] = field(default_factory=list)
 
 
-def bottleneck(seen: RunMeasurements) -> Bottleneck:
+def bottleneck(run: RunMeasurements) -> Bottleneck:
     """Return what holds a run back, and what to change."""
-    if seen.num_steps < _MIN_STEPS or seen.wall_s < _MIN_S:
-        short = f"not known: too short to tell, {seen.num_steps} steps in {seen.wall_s:.2g} s after the first tenth"
-        return Bottleneck(limit="unknown", sentence=short, gpu=seen.gpu, not_measured=seen.not_measured)
-    shares = shares_of(seen)
-    limit = _limit(seen, shares)
-    operation_us = 1e6 * sum(one.cpu_s for one in seen.operations) / max(len(seen.operations), 1)
-    line = seen.sleeping_line if limit == "waiting" else ""
+    if run.num_steps < _MIN_STEPS or run.wall_s < _MIN_S:
+        short = f"not known: too short to tell, {run.num_steps} steps in {run.wall_s:.2g} s after the first tenth"
+        return Bottleneck(limit="unknown", sentence=short, gpu=run.gpu, not_measured=run.not_measured)
+    shares = shares_of(run)
+    limit = _limit(run, shares)
+    operation_us = 1e6 * sum(one.cpu_s for one in run.operations) / max(len(run.operations), 1)
+    line = run.sleeping_line if limit == "waiting" else ""
     return Bottleneck(
         limit=limit,
-        sentence=_sentence(limit, seen, shares, line=line, operation_us=operation_us),
-        change=_changes(limit, seen),
+        sentence=_sentence(limit, run, shares, line=line, operation_us=operation_us),
+        change=_changes(limit, run),
         shares=shares,
         line=line,
-        operations=len(seen.operations) or None,
-        operation_us=operation_us if seen.operations else None,
-        gpu=seen.gpu,
-        not_measured=seen.not_measured,
+        operations=len(run.operations) or None,
+        operation_us=operation_us if run.operations else None,
+        gpu=run.gpu,
+        not_measured=run.not_measured,
     )
 
 
-def shares_of(seen: RunMeasurements) -> dict[str, float]:
+def shares_of(run: RunMeasurements) -> dict[str, float]:
     """Return the share of the time by kind, as far as it was measured.
 
-    Shares are of the time without ``preempted``, which is a share of the whole time: what other processes took is no time
-    of the script's. It is taken from waits that computed, as a loader without workers does, and from the rest alike.
+    Shares are of the time without ``preempted``, which is itself a share of the whole time: what other processes took is not the script's
+    time. It is deducted in proportion from waits that computed, such as those for a loader without workers, and from the rest.
     """
-    waits = {"input": seen.input_s, "communication": seen.communication_s}
-    known = {name: min(waited_s / seen.wall_s, 1.0) for name, waited_s in waits.items() if waited_s is not None}
+    waits = {"input": run.input_s, "communication": run.communication_s}
+    known = {name: min(waited_s / run.wall_s, 1.0) for name, waited_s in waits.items() if waited_s is not None}
     waited = min(sum(known.values()), 1.0)
-    if seen.on_gpu:
-        return _rounded(known | _gpu_kinds(seen, waited))
-    idle, refused = seen.idle_share or 0.0, seen.refused_share
+    if run.on_gpu:
+        return _rounded(known | _gpu_kinds(run, waited))
+    idle, preempted = run.idle_share or 0.0, run.preempted_share
     asleep = min(waited, idle)
-    ran = 1.0 - refused / max(1.0 - idle, refused, 1e-9)  # had a core, of the time in which it was ready to run
+    ran = 1.0 - preempted / max(1.0 - idle, preempted, 1e-9)  # had a core, of the time in which it was ready to run
     waited_alone = asleep + (waited - asleep) * ran
     parts = {name: share * waited_alone / waited for name, share in known.items()} if waited else dict(known)
-    if seen.idle_share is not None:
+    if run.idle_share is not None:
         parts["waiting"] = idle - asleep
     busy = max(1.0 - idle - (waited - asleep), 0.0) * ran
     whole = max(sum(parts.values()) + busy, 1e-9)
-    preempted = {"preempted": refused} if seen.idle_share is not None else {}
-    parts |= {name: busy * share for name, share in _kinds(seen, busy).items()}
-    return _rounded({name: part / whole for name, part in parts.items()} | preempted)
+    parts |= {name: busy * share for name, share in _kinds(run, busy).items()}
+    shares = {name: part / whole for name, part in parts.items()}
+    return _rounded(shares if run.idle_share is None else shares | {"preempted": preempted})
 
 
 def _rounded(shares: dict[str, float]) -> dict[str, float]:
     return {name: round(share, 4) for name, share in shares.items()}
 
 
-def _kinds(seen: RunMeasurements, busy: float) -> dict[str, float]:
+def _kinds(run: RunMeasurements, busy: float) -> dict[str, float]:
     """Return host, bandwidth and arithmetic as shares of the CPU's busy time; empty where operations or rates are not known."""
-    if seen.rates is None or not seen.operations:
+    if run.rates is None or not run.operations:
         return {}
     seconds = {"bandwidth": 0.0, "arithmetic": 0.0}
-    for one in seen.operations:
-        kind, work_s = _kind(one, seen.rates)
+    for operation in run.operations:
+        kind, work_s = _kind(operation, run.rates)
         if work_s >= _TINY_S:
-            seconds[kind] += one.cpu_s
+            seconds[kind] += operation.cpu_s
     known_s = sum(seconds.values())
-    host_s = max(busy * seen.wall_s / seen.num_steps - known_s, 0.0)
+    host_s = max(busy * run.wall_s / run.num_steps - known_s, 0.0)
     total_s = known_s + host_s
     return {"host": host_s / total_s, **{k: v / total_s for k, v in seconds.items()}} if total_s else {}
 
 
-def _kind(one: OperationWork, rates: DeviceRates) -> tuple[str, float]:
+def _kind(operation: OperationWork, rates: DeviceRates) -> tuple[str, float]:
     """Return what an operation waits for, and the least time that its work takes at the device's rates."""
-    multiply_s, move_s = one.flops / rates.flops_per_s, one.bytes / rates.bytes_per_s
+    multiply_s, move_s = operation.flops / rates.flops_per_s, operation.bytes / rates.bytes_per_s
     return ("arithmetic" if multiply_s >= move_s else "bandwidth"), max(multiply_s, move_s)
 
 
-def _gpu_kinds(seen: RunMeasurements, waited: float) -> dict[str, float]:
-    """Return the kinds by the GPU's own utilisation: what it idles beyond known waits is the host's."""
-    used = None if seen.gpu is None else seen.gpu.utilization
+def _gpu_kinds(run: RunMeasurements, waited: float) -> dict[str, float]:
+    """Return the kinds by the GPU's own utilisation: its idle time beyond known waits is the host's."""
+    used = None if run.gpu is None else run.gpu.utilization
     shares = {} if used is None else {"host": max(1.0 - used - waited, 0.0)}
     busy = max(1.0 - waited - shares.get("host", 0.0), 0.0)
-    if seen.rates is None or not seen.operations:
+    if run.rates is None or not run.operations:
         return shares
     seconds = {"bandwidth": 0.0, "arithmetic": 0.0}
-    for one in seen.operations:
-        kind, work_s = _kind(one, seen.rates)
+    for operation in run.operations:
+        kind, work_s = _kind(operation, run.rates)
         seconds[kind] += work_s
     total_s = sum(seconds.values())
     return shares | ({kind: busy * s / total_s for kind, s in seconds.items()} if total_s else {})
 
 
-def _limit(seen: RunMeasurements, shares: dict[str, float]) -> Limit:
+def _limit(run: RunMeasurements, shares: dict[str, float]) -> Limit:
     lost: dict[Limit, float] = {
         name: shares[name] for name in ("input", "communication", "waiting") if shares.get(name, 0.0) >= _LOST
     }
     if lost:
         return max(lost, key=lambda name: lost[name])
-    if _held_by_power(seen.gpu):
+    if _is_power_limited(run.gpu):
         return "power"
     host = shares.get("host", 0.0)
     device = shares.get("bandwidth", 0.0) + shares.get("arithmetic", 0.0)
-    if host >= (_LOST if seen.on_gpu else _HOST * (host + device)) and host > 0:
+    if host >= (_LOST if run.on_gpu else _HOST * (host + device)) and host > 0:
         return "host"
     if not device:
         return "unknown"
     return "bandwidth" if shares["bandwidth"] > shares["arithmetic"] else "arithmetic"
 
 
-def _held_by_power(gpu: GpuUse | None) -> bool:
+def _is_power_limited(gpu: GpuUse | None) -> bool:
     if gpu is None or gpu.power_w is None or not gpu.power_limit_w:
         return False
     often = max(gpu.throttled.get("power limit", 0.0), gpu.throttled.get("power brake", 0.0)) >= _OFTEN
     return often and gpu.power_w >= _AT_LIMIT * gpu.power_limit_w
 
 
-def _sentence(limit: Limit, seen: RunMeasurements, shares: dict[str, float], *, line: str, operation_us: float) -> str:
+def _sentence(limit: Limit, run: RunMeasurements, shares: dict[str, float], *, line: str, operation_us: float) -> str:
     def share(name: str) -> str:
         return f"{shares.get(name, 0.0):.0%}"
 
@@ -205,42 +201,42 @@ def _sentence(limit: Limit, seen: RunMeasurements, shares: dict[str, float], *, 
         case "waiting":
             return f"waiting: the training thread sleeps {share('waiting')} of the time{where}"
         case "power":
-            return "power: the GPU runs at its power limit, which holds its clock down"
+            return "power: the GPU runs at its power limit, which keeps its clock down"
         case "host":
-            counted = f"{len(seen.operations)} operations a step of {operation_us:.0f} us on average"
-            return f"host: {share('host')} of the time is Python and the start of operations ({counted})"
+            counted = f"{len(run.operations)} operations a step of {operation_us:.0f} us on average"
+            return f"host: {share('host')} of the time is spent in Python and in launching operations ({counted})"
         case "bandwidth":
             return f"memory bandwidth: {share('bandwidth')} of the time is spent in operations that mostly move memory"
         case "arithmetic":
             return (
                 f"arithmetic: {share('arithmetic')} of the time is spent in products, and no wait reaches {_LOST:.0%}"
             )
-    why = "compiled code's operations are not seen" if seen.compiled else "no operation was counted"
-    why = "formats were emulated, so times of operations say nothing" if seen.emulated else why
+    why = "compiled code's operations are not seen" if run.compiled else "no operation was counted"
+    why = "formats were emulated, so times of operations say nothing" if run.emulated else why
     return f"not known: no wait reaches {_LOST:.0%}, and {why}"
 
 
-def _changes(limit: Limit, seen: RunMeasurements) -> list[str]:
+def _changes(limit: Limit, run: RunMeasurements) -> list[str]:
     """Return what to change, the most promising first."""
     match limit:
         case "input":
-            return _loader_changes(seen)
+            return _loader_changes(run)
         case "communication":
             return [
-                "exchange gradients once a window of micro-batches: no_sync(), or mezzo.Session's accumulate",
+                "exchange gradients once per window of micro-batches: no_sync(), or mezzo.Session's accumulate",
                 "larger batches on each process, so that a step computes longer between exchanges",
-                "larger DDP buckets (bucket_cap_mb), and as many batches on each rank",
+                "larger DDP buckets (bucket_cap_mb), and the same number of batches on each rank",
             ]
         case "waiting":
-            where = f" at {seen.sleeping_line}" if seen.sleeping_line else ""
+            where = f" at {run.sleeping_line}" if run.sleeping_line else ""
             return [f"remove the wait{where}, or move it to another thread: a lock, a sleep, a file or a server"]
         case "host":
-            compiled = [] if seen.compiled else ["torch.compile, which joins small operations"]
-            captured = ["the step as a CUDA graph (mezzo.Session's capture)"] if seen.on_gpu else []
-            return ["a larger batch", *compiled, *captured, "fewer, larger operations in place of loops in Python"]
+            compiled = [] if run.compiled else ["torch.compile, which joins small operations"]
+            captured = ["the step as a CUDA graph (mezzo.Session's capture)"] if run.on_gpu else []
+            return ["a larger batch", *compiled, *captured, "fewer, larger operations instead of Python loops"]
         case "bandwidth":
             lower = "a 16-bit policy, which halves the bytes: mezzo compare"
-            compiled = [] if seen.compiled else ["torch.compile, which fuses element-wise operations"]
+            compiled = [] if run.compiled else ["torch.compile, which fuses element-wise operations"]
             return [*compiled, lower, "channels_last for convolutions", "fused optimizers (mezzo.AdamW, fused=True)"]
         case "power":
             return [
@@ -252,19 +248,19 @@ def _changes(limit: Limit, seen: RunMeasurements) -> list[str]:
     return []
 
 
-def _loader_changes(seen: RunMeasurements) -> list[str]:
-    loader = seen.loader
+def _loader_changes(run: RunMeasurements) -> list[str]:
+    loader = run.loader
     if loader is None:
         return ["read batches ahead, in a DataLoader with workers"]
     changes = []
     if loader.num_workers == 0:
-        num_workers = min(_USUAL_WORKERS, seen.num_cores)
-        changes.append(f"DataLoader(num_workers={num_workers}): it has none, so it reads while nothing trains")
+        num_workers = min(_USUAL_WORKERS, run.num_cores)
+        changes.append(f"DataLoader(num_workers={num_workers}): it has no workers, so nothing trains while it reads")
     else:
-        more = f"more workers than {loader.num_workers}, or " if loader.num_workers < seen.num_cores else ""
+        more = f"more workers than {loader.num_workers}, or " if loader.num_workers < run.num_cores else ""
         changes.append(f"{more}cheaper transforms and decoding")
         if not loader.persistent_workers:
-            changes.append("persistent_workers=True: its workers start anew each epoch")
-    if seen.on_gpu and not loader.pin_memory:
+            changes.append("persistent_workers=True: its workers are started again in each epoch")
+    if run.on_gpu and not loader.pin_memory:
         changes.append("pin_memory=True, and .to(device, non_blocking=True)")
     return [*changes, "data that is prepared once and kept in memory or in a faster format"]

@@ -1,4 +1,4 @@
-"""Rates of this machine: measured on a few probes, kept, read again; a step's operations are those of its tape."""
+"""Rates of this machine: measured on a few probes, saved, read again; a step's operations are those of its tape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from mezzo.measure.predict.calibration import calibrate as module
-from mezzo.measure.predict.calibration.calibrate import Stopwatch, calibrate, device_name, kept, least_seconds, path_of
+from mezzo.measure.predict.calibration.calibrate import (
+    Stopwatch,
+    calibrate,
+    device_name,
+    least_seconds,
+    path_of,
+    saved_calibration,
+)
 from mezzo.measure.predict.calibration.probes import Probe
 from mezzo.measure.predict.training import record_training
 
@@ -28,11 +35,11 @@ def test_a_calibration_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "probes", lambda scale: [_small(16), _small(64)])
     monkeypatch.setattr(module, "_PROBE_S", 0.05)
-    assert kept(device_name("cpu")) is None
+    assert saved_calibration(device_name("cpu")) is None
     notes: list[str] = []
     found = calibrate("cpu", note=notes.append)
     found.save()
-    assert kept(found.device) == found
+    assert saved_calibration(found.device) == found
     assert found.path == path_of(found.device)
     assert found.path.is_relative_to(tmp_path / "mezzo" / "calibration")
     assert "addmm fp32 thin rows" in found.rates["fp32"].lines

@@ -1,4 +1,4 @@
-"""Lines through timed operations: exact on times that lie on a line, and which kind takes whose rates."""
+"""Lines through timed operations: exact on times that lie on a line, and which rates an untimed kind gets."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_weight_gradient_of_a_depthwise_convolution_is_depthwise() -> None:
     assert not is_depthwise(Shape(2, 32, 288, 1000, 9))
 
 
-def test_an_operation_that_was_not_timed_takes_the_nearest_rates() -> None:
+def test_an_operation_that_was_not_timed_gets_the_nearest_rates() -> None:
     rates = MachineRates(
         {"(others)": CostLine(1.0, 0, 0), "(products)": CostLine(2.0, 0, 0), "mm fp32": CostLine(3.0, 0, 0)}
     )

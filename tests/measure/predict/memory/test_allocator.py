@@ -1,4 +1,4 @@
-"""The rules of torch's caching allocator, each with the bytes that it gives."""
+"""The rules of torch's caching allocator, each with the bytes that follow from it."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import TapeRequest
 
 SCRIPT = """
@@ -49,7 +49,7 @@ def test_products_are_those_of_the_script_without_it(made: str, step: str, polic
         path = tmp_path / name
         path.write_text(SCRIPT.format(made=words[0], step=words[1]))
         request = TapeRequest(script=str(path), arguments=(), policy=policy, steps=2)
-        tape = recorded(request).tape
+        tape = record_script(request).tape
         assert tape is not None
         kinds.append([(op.name, op.format, op.flops) for op in tape.operations if op.flops])
     assert kinds[0] == kinds[1]

@@ -1,4 +1,4 @@
-"""A script that prepares its data for long has numbers until it builds its first module."""
+"""A script that prepares its data for a long time has numbers until it builds its first module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mezzo.errors import UsageError
 from mezzo.measure.predict.script import data as script_data
 from mezzo.measure.predict.script.data import SlowData
 from mezzo.measure.predict.script.plan import script_plan
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, recorded_tapes
 
 SAMPLES, CLASSES = 60, 7
@@ -52,7 +52,7 @@ def script(
 
 def traced(path: str, *, numbers_first: bool) -> ScriptTape:
     request = TapeRequest(script=path, arguments=(), policy="fp32", numbers_first=numbers_first)
-    return recorded(request)
+    return record_script(request)
 
 
 def parameters_bytes(made: ScriptTape) -> int:
@@ -91,7 +91,7 @@ def test_only_what_comes_before_the_first_module_counts(
 @pytest.mark.slow
 def test_slow_data_are_prepared_with_numbers_and_the_record_says_so(tmp_path: Path) -> None:
     plan = script_plan(script(tmp_path, samples=5000), [], ["fp32", "bf16"])
-    assert {pair.one.batch for pair in plan.tapes.values()} == {8}
+    assert {pair.first.batch for pair in plan.tapes.values()} == {8}
     (said,) = (one for one in plan.assumptions if one.what == "data that the script prepares")
     assert said.value == "with numbers"
     assert "over 20,000 operations before its first module" in said.reason

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mezzo.measure.predict.script.devices import gpu_on_cpu
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import TapeRequest
 
 SCRIPT = """
@@ -174,7 +174,7 @@ def traced(folder: Path, *, policy: str = "fp16", **parts: str) -> list[Any]:
     path = folder / "train.py"
     path.write_text(SCRIPT.format(**{**NONE, **parts}), encoding="utf-8")
     try:
-        found = recorded(TapeRequest(script=str(path), arguments=[], policy=policy))
+        found = record_script(TapeRequest(script=str(path), arguments=[], policy=policy))
     finally:
         torch.set_default_device(None)  # the trace ends inside the script's loop
     assert found.error == ""
@@ -204,7 +204,7 @@ def test_without_a_gpu_it_sees_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     after = "assert not a.is_cuda and str(a.device) == 'cpu' and torch.device('cuda').type == 'cpu'"
     path.write_text(SCRIPT.format(**{**NONE, "model": ".cuda()", "data": ".cuda()", "after": after}), encoding="utf-8")
-    found = recorded(TapeRequest(script=str(path), arguments=[], policy="fp32", gpu_there=False))
+    found = record_script(TapeRequest(script=str(path), arguments=[], policy="fp32", gpu_present=False))
     assert found.tape is not None
 
 
@@ -245,12 +245,12 @@ def test_amp_that_is_chosen_by_the_gpu_is_left_out_as_any_other(policy: str, tmp
     ]
 
 
-def test_what_told_the_script_of_a_gpu_is_known(tmp_path: Path) -> None:
+def test_the_queries_that_reported_a_gpu_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     before = 'device = "cuda" if torch.cuda.is_available() and torch.cuda.mem_get_info() else "cpu"'
     path.write_text(SCRIPT.format(**{**NONE, **DEVICE, "before": before}), encoding="utf-8")
     told: list[str] = []
-    recorded(TapeRequest(script=str(path), arguments=[], policy="fp32"), told)
+    record_script(TapeRequest(script=str(path), arguments=[], policy="fp32"), told)
     assert told == ["torch.cuda.is_available()", "torch.cuda.mem_get_info()"]
 
 
@@ -264,7 +264,7 @@ def test_torch_itself_has_no_accelerator_but_an_amp_for_one() -> None:
 
 
 def test_it_is_said_only_where_there_is_said_to_be_one(cpu_alone: None) -> None:
-    with gpu_on_cpu(there=False):
+    with gpu_on_cpu(gpu_present=False):
         assert not torch.cuda.is_available()
         torch.cuda.synchronize()
 

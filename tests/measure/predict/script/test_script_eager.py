@@ -1,4 +1,4 @@
-"""A script that compiles is predicted as it runs without."""
+"""A script that compiles is predicted as it runs without compilation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 
 SCRIPT = """
@@ -31,7 +31,7 @@ def _taped(
 ) -> ScriptTape:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(before=before, made=made, inside=inside, capturable=capturable), encoding="utf-8")
-    return recorded(TapeRequest(script=str(path), arguments=(), policy="fp32"))
+    return record_script(TapeRequest(script=str(path), arguments=(), policy="fp32"))
 
 
 @pytest.mark.parametrize(

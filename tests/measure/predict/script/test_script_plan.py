@@ -1,4 +1,4 @@
-"""Batch sizes of scripts: what follows from two tapes is what a third tape has, and what does not follow is said."""
+"""Batch sizes of scripts: what is derived from two tapes equals a third tape, and sizes that do not follow are reported."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mezzo.gpus import gpu_named
 from mezzo.measure.predict.plan import predict
 from mezzo.measure.predict.script import plan as module
 from mezzo.measure.predict.script.plan import ScriptPlan, script_plan
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
-from mezzo.measure.predict.tape import TrainingTape, _at
+from mezzo.measure.predict.tape import TrainingTape, _size_at
 
 HEAD = """
 import sys
@@ -54,7 +54,7 @@ for step in range(10):
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None) -> list[ScriptTape]:
         try:
-            return [recorded(request) for request in requests]
+            return [record_script(request) for request in requests]
         except Exception as error:  # as the process of a tape reports it
             raise UsageError(str(error), hint="none") from error
 
@@ -83,7 +83,7 @@ def test_another_batch_has_the_tape_that_the_script_has_at_that_batch(policy: st
     assert (plan.batch, plan.unit, plan.optimizer) == (8, "samples", "AdamW")
     assert _said(plan, "batch") == "8 samples: what the DataLoader yields"
     assert _said(plan, "other batch sizes").startswith("follow: ")
-    wanted = recorded(TapeRequest(script=script, arguments=["32"], policy=policy)).tape
+    wanted = record_script(TapeRequest(script=script, arguments=["32"], policy=policy)).tape
     assert wanted is not None
     found = plan.tapes[policy].at(32)
     assert _cost(found) == _cost(wanted)
@@ -113,7 +113,7 @@ def test_batches_without_a_loader_do_not_follow(tmp_path: Path) -> None:
     script = _script(tmp_path, SLICES)
     plan = script_plan(script, ["8"], ["fp32"])
     assert plan.batch == 8
-    assert _said(plan, "batch") == "8 samples: the first dimension of what the model is called with"
+    assert _said(plan, "batch") == "8 samples: the first dimension of the model's inputs"
     assert _said(plan, "other batch sizes").startswith(
         "do not follow: neither a DataLoader nor a number in the script sets the size of its batch"
     )
@@ -220,7 +220,7 @@ def test_the_size_is_found_where_the_script_sets_it(
         PLAIN.format(sizes=sizes.replace("48", "96"), size=size.replace("48", "96"), hidden=hidden), encoding="utf-8"
     )
     words = [word.replace("48", "96") for word in arguments]
-    wanted = recorded(TapeRequest(script=str(longer), arguments=words, policy="fp32")).tape
+    wanted = record_script(TapeRequest(script=str(longer), arguments=words, policy="fp32")).tape
     assert wanted is not None
     assert _cost(plan.tapes["fp32"].at(96)) == _cost(wanted)
 
@@ -319,7 +319,7 @@ def test_the_size_is_found_in_the_files_that_the_script_reads(
     ) -> ScriptTape:  # a tape's own process has imported nothing of the script, and no optimizer is patched
         monkeypatch.delitem(sys.modules, Path(file).stem, raising=False)
         monkeypatch.setattr(torch.nn, "Linear", linear)
-        return recorded(request)
+        return record_script(request)
 
     linear = torch.nn.Linear
     monkeypatch.setattr(module, "recorded_tapes", lambda requests, **_: [alone(request) for request in requests])
@@ -362,10 +362,10 @@ def test_an_argument_can_name_the_batch(tmp_path: Path) -> None:
     script = _script(tmp_path, SLICES)
     plan = script_plan(script, ["{batch}"], ["fp32"], batch=16)
     assert plan.batch == 16
-    other = plan.tapes["fp32"].other
+    other = plan.tapes["fp32"].second
     assert other is not None
     assert other.batch == 8
-    with pytest.raises(UsageError, match=r"arguments have {batch} and --batch is missing"):
+    with pytest.raises(UsageError, match=r"arguments contain {batch}, but --batch is missing"):
         script_plan(script, ["{batch}"], ["fp32"])
 
 
@@ -392,7 +392,7 @@ def test_a_trace_at_another_batch_that_is_not_of_the_same_kind_is_not_used(
     monkeypatch.setattr(module, "recorded_tapes", tapes)
     plan = script_plan(_script(tmp_path, LOADER), ["8"], ["fp32", "fp16"])
     assert plan.refused == {}
-    assert all(pair.other is None for pair in plan.tapes.values())
+    assert all(pair.second is None for pair in plan.tapes.values())
     assert _said(plan, "other batch sizes").startswith("do not follow: at batch 4 ")
     assert "fails: no kernel" in _said(plan, "other batch sizes")
 
@@ -417,7 +417,7 @@ def test_accumulated_batches_count_together(tmp_path: Path) -> None:
     plan = script_plan(_script(tmp_path, LOADER, accumulated=4), ["8"], ["fp32", "fp16"])
     assert plan.tapes["fp16"].num_batches == 4
     assert _said(plan, "batch") == "8 samples, 4 of them an update: what the DataLoader yields"
-    tape = plan.tapes["fp16"].one
+    tape = plan.tapes["fp16"].first
     passes = [(op.phase, op.format) for op in tape.operations if op.name == "convolution"]
     assert passes == [("forward", "fp16")] * 4
     found = predict(plan.tapes, gpu_named("t4"), "fp16", batch=8, channels_last=False)
@@ -428,8 +428,8 @@ def test_a_smaller_last_batch_is_not_the_step_that_counts(tmp_path: Path) -> Non
     script = _script(tmp_path, LOADER, samples=12)  # 8, 4, 8
     plan = script_plan(script, ["8"], ["fp32"])
     assert plan.batch == 8
-    assert len(plan.tapes["fp32"].one.step_starts) == 3
-    assert next(op.shape.rows for op in plan.tapes["fp32"].one.operations if op.name == "addmm") == 8
+    assert len(plan.tapes["fp32"].first.step_starts) == 3
+    assert next(op.shape.rows for op in plan.tapes["fp32"].first.operations if op.name == "addmm") == 8
 
 
 PAIRS = """
@@ -458,7 +458,7 @@ def test_a_loss_of_all_pairs_grows_with_the_square_of_the_batch(tmp_path: Path) 
         text = PAIRS.replace("batch_size=8", f"batch_size={batch}")
         path = tmp_path / f"train{batch}.py"
         path.write_text(text)
-        wanted = recorded(TapeRequest(script=str(path), arguments=[], policy="fp32")).tape
+        wanted = record_script(TapeRequest(script=str(path), arguments=[], policy="fp32")).tape
         assert wanted is not None
         found = plan.tapes["fp32"].at(batch)
         for one, other in zip(found.operations, wanted.operations, strict=True):
@@ -487,11 +487,11 @@ def test_a_loss_of_all_pairs_grows_with_the_square_of_the_batch(tmp_path: Path) 
 def test_a_size_at_another_batch(size: Callable[[int], int], sizes: tuple[int, int]) -> None:
     one, other = ((b, size(b)) for b in sizes)
     for batch in (2, 7, 64, 1000):
-        assert _at(batch, one, other) == size(batch)
+        assert _size_at(batch, one, other) == size(batch)
 
 
 def test_half_a_batch_rounded_down_grows_evenly() -> None:
-    assert _at(1000, (7, 3), (3, 1)) == 499  # the line through both
+    assert _size_at(1000, (7, 3), (3, 1)) == 499  # the line through both
 
 
 def test_a_script_that_casts_itself_is_said_to(tmp_path: Path) -> None:
@@ -510,5 +510,5 @@ def test_an_argument_that_sets_the_batch_and_no_other_size_is_named(tmp_path: Pa
     Path(script).write_text(Path(script).read_text().replace("size = int(sys.argv[1])", ""), encoding="utf-8")
     plan = script_plan(script, ["--batch-size", "8"], ["fp32"])
     said = _said(plan, "other batch sizes")
-    assert said.startswith("do not follow: --batch-size seems to set it, and with 4 in place of 8 ")
+    assert said.startswith("do not follow: --batch-size seems to set it, but with 4 in place of 8 ")
     assert "eight only" in said

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mezzo.measure.predict.memory.of_tape import bytes_by_kind
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, recorded_tapes
 
 SCRIPT = """
@@ -44,7 +44,7 @@ def _taped(tmp_path: Path, *, launched: bool = False, **parts: str) -> ScriptTap
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(**{**PLAIN, **parts}), encoding="utf-8")
     request = TapeRequest(script=str(path), arguments=(), policy="fp32", launched=launched)
-    made = recorded(request)
+    made = record_script(request)
     assert made.tape is not None
     return made
 

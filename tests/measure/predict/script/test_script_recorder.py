@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mezzo.measure.predict.memory.of_tape import bytes_by_kind
-from mezzo.measure.predict.script.recorder import Enough, ScriptRecorder
+from mezzo.measure.predict.script.recorder import RecordingComplete, ScriptRecorder
 from mezzo.measure.predict.script.tapes import TapeRequest
 
 
@@ -26,7 +26,7 @@ def _train(watch: ScriptRecorder, *, channels_last: bool = False, second: bool =
                     raise AssertionError("a condition on a traced tensor is false")
                 loss.backward()
                 optimizer.step()
-        except Enough:
+        except RecordingComplete:
             return
     raise AssertionError("not stopped")
 

@@ -1,4 +1,4 @@
-"""What takes the GPU's memory beside a script's model, and what its loaders run, which does not."""
+"""What takes the GPU's memory besides a script's model, and what its loaders run, which takes none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mezzo.measure.predict.memory.of_tape import bytes_by_kind
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 
 SCRIPT = """
@@ -40,7 +40,7 @@ WEIGHTS, BATCH, DATA = 64 * 10 * 4, 8 * 64 * 4 + 8 * 8, 1000 * 64 * 4 + 1000 * 8
 def _taped(tmp_path: Path, **parts: str) -> ScriptTape:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(**{**PLAIN, **parts}), encoding="utf-8")
-    return recorded(TapeRequest(script=str(path), arguments=(), policy="fp32"))
+    return record_script(TapeRequest(script=str(path), arguments=(), policy="fp32"))
 
 
 @pytest.mark.parametrize(

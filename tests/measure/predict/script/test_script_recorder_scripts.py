@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from mezzo.measure.predict.script.copies import copies_without_numbers
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 
 HEAD = """
@@ -52,7 +52,7 @@ for _ in range(STEPS):
 def _taped(tmp_path: Path, text: str, policy: str = "fp32") -> ScriptTape:
     path = tmp_path / "train.py"
     path.write_text(text)
-    return recorded(TapeRequest(script=str(path), arguments=(), policy=policy, steps=2))
+    return record_script(TapeRequest(script=str(path), arguments=(), policy=policy, steps=2))
 
 
 @pytest.mark.parametrize(("body", "batch"), [(META, 6), (EACH_SAMPLE, 12)])

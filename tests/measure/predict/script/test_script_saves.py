@@ -1,4 +1,4 @@
-"""What a traced script saves does not replace its files, and comes back when it is loaded."""
+"""What a traced script saves does not replace its files, and is returned when the script loads it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import TapeRequest
 
 SCRIPT = """
@@ -38,7 +38,7 @@ def test_a_file_is_left_alone_and_what_was_saved_is_loaded(saved: str, tmp_path:
     path, kept = tmp_path / "train.py", tmp_path / "model.pt"
     kept.write_bytes(b"of an earlier run")
     path.write_text(SCRIPT.format(saved=saved.replace("FILE", repr(str(kept)))), encoding="utf-8")
-    made = recorded(TapeRequest(script=str(path), arguments=(), policy="fp32"))
+    made = record_script(TapeRequest(script=str(path), arguments=(), policy="fp32"))
     assert made.tape is not None
     assert made.num_steps == 2
     assert kept.read_bytes() == b"of an earlier run"

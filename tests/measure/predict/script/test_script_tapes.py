@@ -1,4 +1,4 @@
-"""Scripts that are traced as they are: what their tapes hold, and what is said of those that cannot be."""
+"""Unmodified scripts: what their tapes contain, and the errors of those that cannot be traced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from helpers_predict import traced_in_forks
 from mezzo.errors import UsageError
 from mezzo.measure.predict.memory.of_tape import bytes_by_kind
 from mezzo.measure.predict.script import tapes
-from mezzo.measure.predict.script.process import recorded
+from mezzo.measure.predict.script.process import record_script
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, recorded_tapes
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import record_training
@@ -53,7 +53,7 @@ def _written(folder: Path, text: str) -> str:
 
 
 def _recorded_here(script: str, arguments: list[str], policy: str) -> TrainingTape | None:
-    return recorded(TapeRequest(script=script, arguments=arguments, policy=policy)).tape
+    return record_script(TapeRequest(script=script, arguments=arguments, policy=policy)).tape
 
 
 def _recorded(script: str, policy: str) -> TrainingTape:
@@ -117,9 +117,9 @@ def test_a_larger_batch_computes_more(tmp_path: Path) -> None:
         ),
         (
             "import os\nos.kill(os.getpid(), 11)",
-            "native code of its own, as an optimizer's kernels, reads the memory of tensors",
+            "its native code, such as an optimizer's kernels, reads the memory of tensors",
         ),
-        ("import os\nos.kill(os.getpid(), 9)", "it was killed, as by a machine that is out of memory"),
+        ("import os\nos.kill(os.getpid(), 9)", "it was killed, probably because the machine ran out of memory"),
     ],
 )
 def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_what_a_trace_cannot_price_is_said(
 
 GOOD = ScriptTape(tape=TrainingTape(batch=1), num_steps=2)
 BAD = ScriptTape(tape=None, error="train.py:3: RuntimeError: no kernel")
-TOLD = replace(BAD, told_of_gpu=["torch.cuda.is_available"])
+TOLD = replace(BAD, gpu_queries=["torch.cuda.is_available"])
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_what_is_kept_where_a_script_fails(
     """What is recorded while the script is told of a GPU, then what is recorded while it is told what is true."""
 
     def recorded_now(requests: Sequence[TapeRequest], _: object) -> tuple[list[ScriptTape], str]:
-        return (first if requests[0].gpu_there else again), ""
+        return (first if requests[0].gpu_present else again), ""
 
     monkeypatch.setattr(tapes, "_recorded", recorded_now)
     script = _written(tmp_path, "")

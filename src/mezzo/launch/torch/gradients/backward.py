@@ -91,7 +91,7 @@ class BackwardPasses:
             if optimizer is not None and calls.scaler is not None:
                 optimizer = optimizer if tensors is calls.scaled else None
                 loss, also = calls.take_loss()
-            if optimizer is not None and run.recorder.turn(loss, also):
+            if optimizer is not None and run.recorder.advance(loss, also):
                 run.stepped = run.open_skipped = False
                 if start is not None:
                     run.overflowed = None
@@ -278,7 +278,7 @@ class BackwardPasses:
         for watcher in run.watchers:
             watcher.backward_begins()
         recorder = run.recorder
-        needs_reach = recorder.apart.needs_reach or run.owners.may_need_reach(recorder.num_closed)
+        needs_reach = recorder.separate_losses.needs_reach or run.owners.may_need_reach(recorder.num_closed)
         reached = run.owners.reached(leaves_of(outputs)) if needs_reach else None
         given = given_gradients(outputs, given)
         for loss, gradient in zip(outputs, given, strict=False):  # torch itself refuses other lengths

@@ -270,7 +270,7 @@ class ScriptSnapshots:
         """Forget the steps of shortened passes: the record begins with the first step of the resumed run itself."""
         run = self._run
         run.close_update()
-        run.recorder = run.recorder.anew()
+        run.recorder = run.recorder.replacement()
         if run.guard is not None:
             run.guard.restart()
         self.taken = self.taken.model_copy(

@@ -30,8 +30,8 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.schedules import ScriptSchedules
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.steady_state import EVERY_NORM
-from mezzo.measure.step_clock import CPU_TIMES_APART
-from mezzo.measure.steps import NORMS_APART
+from mezzo.measure.step_clock import STEPS_PER_CPU_READING
+from mezzo.measure.steps import STEPS_BETWEEN_NORMS
 from mezzo.observe.skips import Update
 
 Optimizer = torch.optim.Optimizer
@@ -141,7 +141,7 @@ class Updates:
             step = run.recorder.num_closed + 1
             finite = run.steady.batched.finite(optimizer) if run.scale.checks else True
             if finite and step > EVERY_NORM:  # the same as below, without the calls
-                if step % NORMS_APART == 0 and (norm := _norm(optimizer)) is not None:
+                if step % STEPS_BETWEEN_NORMS == 0 and (norm := _norm(optimizer)) is not None:
                     run.recorder.norm(norm)
                 run.stepped = True
                 run.skips = False
@@ -203,7 +203,7 @@ class Updates:
             torch.set_autocast_enabled(run.device_type or "cpu", True)
         if run.steady.optimizer() is optimizer and not (run.in_closure or run.skips):
             clock = run.recorder.clock
-            if run.device_type == "cuda" or run.recorder.num_closed % CPU_TIMES_APART == 0:
+            if run.device_type == "cuda" or run.recorder.num_closed % STEPS_PER_CPU_READING == 0:
                 clock.mark()
             else:  # the same without the CPU time and two calls
                 clock.ended = (perf_counter(), None, None)

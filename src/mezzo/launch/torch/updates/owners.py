@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.gradients import trained_leaves
 from mezzo.launch.model_names import name_at_hand
-from mezzo.measure.apart import Owners
+from mezzo.measure.separate_losses import Owners
 
 _WALKED_UPDATES = 3
 

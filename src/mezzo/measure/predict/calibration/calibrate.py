@@ -1,6 +1,6 @@
-"""Measure the rates of this machine and keep them: ``mezzo predict --calibrate``.
+"""Measure the rates of this machine and save them: ``mezzo predict --calibrate``.
 
-Small trainings run on the device. Each of their operations is timed by itself, and the least of several repeats counts: the thread's
+Small trainings run on the device. Each of their operations is timed separately, and the fastest of several repeats counts: the thread's
 CPU time on a CPU, so that other programs matter little, and events on a GPU. Lines through these times are the rates; whole steps,
 timed without a recorder, show the time between operations. The rates are in the user's cache folder, one file for each device.
 """
@@ -62,7 +62,7 @@ class Calibration:
         return path_of(self.device)
 
     def save(self) -> None:
-        """Write it to its file, which replaces an earlier one of the device."""
+        """Write the calibration to its file, in place of an earlier one of the device."""
         write_whole(json.dumps(asdict(self), indent=1) + "\n", self.path)
 
 
@@ -72,37 +72,37 @@ def path_of(device: str) -> Path:
     return folder / ("-".join("".join(c if c.isalnum() else " " for c in device.lower()).split()) + ".json")
 
 
-def kept(device: str) -> Calibration | None:
-    """Return the kept calibration of the device with that name; None if there is none."""
+def saved_calibration(device: str) -> Calibration | None:
+    """Return the saved calibration of the device with that name; None if there is none."""
     path = path_of(device)
     if not path.exists():
         return None
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     rates = {
-        policy: MachineRates({kind: CostLine(*line) for kind, line in found.pop("lines").items()}, **found)
-        for policy, found in data.pop("rates").items()
+        policy: MachineRates({kind: CostLine(*line) for kind, line in fields.pop("lines").items()}, **fields)
+        for policy, fields in data.pop("rates").items()
     }
     return Calibration(**data, rates=rates)
 
 
 def calibration_of(gpu: Gpu) -> Calibration | None:
-    """Return the kept calibration of this machine's GPU if that is a ``gpu``."""
+    """Return the saved calibration of this machine's GPU if that is a ``gpu``."""
     if not torch.cuda.is_available():
         return None
     name = device_name("cuda")
     found = find_gpu(name)
-    return kept(name) if found is not None and found.name == gpu.name else None
+    return saved_calibration(name) if found is not None and found.name == gpu.name else None
 
 
-def rates_used(made: Sequence[Prediction]) -> list[Reason]:
+def rates_used(predictions: Sequence[Prediction]) -> list[Reason]:
     """Return the files of the measured rates behind predictions, by GPU."""
-    found = []
-    for name in dict.fromkeys(one.gpu for one in made if one.calibrated):
-        one = kept(device_name("cpu")) if name == "cpu" else calibration_of(GPUS[name])
-        if one is not None:
-            why = f"measured on {one.device}, {one.date}, torch {one.torch}"
-            found.append(Reason(what=f"rates of {name}", value=str(one.path), reason=why))
-    return found
+    reasons = []
+    for name in dict.fromkeys(one.gpu for one in predictions if one.calibrated):
+        calibration = saved_calibration(device_name("cpu")) if name == "cpu" else calibration_of(GPUS[name])
+        if calibration is not None:
+            why = f"measured on {calibration.device}, {calibration.date}, torch {calibration.torch}"
+            reasons.append(Reason(what=f"rates of {name}", value=str(calibration.path), reason=why))
+    return reasons
 
 
 def this_kind() -> str:
@@ -137,7 +137,7 @@ def calibrate(kind: str, *, note: Callable[[str], None] = lambda _: None) -> Cal
         for number, probe in enumerate(chosen):
             note(f"calibrating {device_name(kind)} in {policy}: {probe.name}, {number + 1} of {len(chosen)}")
             most_s = min(_PROBE_S, max(0.0, end - time.monotonic()) / (2 * (len(chosen) - number)))
-            running = _Running(probe, kind, policy)
+            running = _ProbeRun(probe, kind, policy)
             found = running.operations(most_s)
             timed += found
             steps.append(([one.operation for one in found], least_seconds(running.step, kind, most_s=most_s)))
@@ -178,7 +178,7 @@ def _precision(policy: str, kind: str) -> Iterator[None]:
             backend.allow_tf32 = allowed
 
 
-class _Running:
+class _ProbeRun:
     """A probe on its device."""
 
     def __init__(self, probe: Probe, kind: str, policy: str) -> None:
@@ -187,7 +187,7 @@ class _Running:
         self.model = probe.build().to(kind)
         self.inputs: Any = tuple(t.to(kind) for t in probe.inputs())
         self.optimizer = probe.optimizer(self.model.parameters())
-        self.step()  # makes the optimizer's state
+        self.step()  # creates the optimizer's state
 
     def step(self) -> None:
         """Run one step."""

@@ -163,7 +163,7 @@ def _words(batch: int, length: int, words: int) -> tuple[Tensor, Tensor]:
 
 
 def probes(scale: int = 1) -> Iterator[Probe]:
-    """Yield the trainings, their batches ``scale`` times as large: a GPU is not filled by what fills a CPU's core."""
+    """Yield the trainings, their batches ``scale`` times as large: what keeps a CPU's core busy does not fill a GPU."""
     sgd: Any = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
     adam: Any = partial(torch.optim.AdamW, lr=1e-4)
     for width, batch, size in ((16, 4, 64), (32, 4, 96), (32, 16, 64), (64, 8, 64)):

@@ -51,7 +51,7 @@ class MachineRates:
 
     lines: dict[str, CostLine]
     scale: float = 1.0
-    """Seconds of whole steps over the sum of their operations' seconds, apart from ``between_s``."""
+    """Seconds of whole steps over the sum of their operations' seconds, without ``between_s``."""
     between_s: float = 0.0
     """Seconds between two operations: autograd and Python."""
 
@@ -62,14 +62,14 @@ class MachineRates:
     def line(self, operation: CostedOperation) -> CostLine:
         """Return the line of the operation's kind; that of its class where its kind was not timed."""
         kind = kind_of(operation)
-        near = (
+        fallbacks = (
             kind,
             kind.partition(f" {_THIN_WORD}")[0],
             kind.removesuffix(" strided"),
             kind.replace(" large", ""),
             PRODUCTS if operation.flops else OTHERS,
         )
-        return next(self.lines[name] for name in near if name in self.lines)
+        return next(self.lines[name] for name in fallbacks if name in self.lines)
 
     @classmethod
     def fitted(cls, timed: Sequence[TimedOperation]) -> MachineRates:
@@ -82,11 +82,11 @@ class MachineRates:
 
     def with_steps(self, steps: Iterable[tuple[Sequence[CostedOperation], float]]) -> MachineRates:
         """Return rates whose sums match whole steps: pairs of a step's operations and its seconds."""
-        rows, wanted = [], []
+        rows, target = [], []
         for operations, seconds in steps:
             rows.append([sum(self.line(op).seconds(op) for op in operations) / seconds, len(operations) / seconds])
-            wanted.append(1.0)
-        scale, between = _not_negative(np.array(rows), np.array(wanted))
+            target.append(1.0)
+        scale, between = _nonnegative_solution(np.array(rows), np.array(target))
         return MachineRates(self.lines, scale=scale, between_s=between)
 
 
@@ -97,7 +97,7 @@ _THIN, _THIN_WORD = 32, "thin"
 
 
 def kind_of(operation: CostedOperation) -> str:
-    """Return the operation's kind: its name, its format, and what makes its rate another one."""
+    """Return the operation's kind: its name, its format, and whatever else changes its rate."""
     shape, kind = operation.shape, f"{operation.name} {operation.format}"
     if operation.written_bytes > _MAPPED_BYTES:
         kind += " large"
@@ -134,11 +134,11 @@ def line_through(timed: Sequence[TimedOperation]) -> CostLine:
     moved = np.array([one.operation.read_bytes + one.operation.written_bytes for one in timed])
     flops = np.array([_work(one.operation) for one in timed])
     columns = np.stack([np.ones(len(timed)), moved, flops], axis=1) / seconds[:, None]
-    return CostLine(*_not_negative(columns, np.ones(len(timed))))
+    return CostLine(*_nonnegative_solution(columns, np.ones(len(timed))))
 
 
-def _not_negative(columns: NDArray[np.float64], wanted: NDArray[np.float64]) -> list[float]:
+def _nonnegative_solution(columns: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
     """Return the least-squares solution without negative entries."""
     unit = np.maximum(np.abs(columns).max(axis=0), 1e-300)  # seconds per byte are 1e-11 of seconds each
-    found, _ = nnls(columns / unit, wanted)
-    return [float(value) for value in found / unit]
+    solution, _ = nnls(columns / unit, target)
+    return [float(value) for value in solution / unit]

@@ -62,13 +62,13 @@ class CachingAllocator:
         """Return a block of at least ``size_bytes``.
 
         Raises:
-            OutOfMemory: the device has no room, not even without its free segments.
+            SimulatedOutOfMemory: the device has no room, not even without its free segments.
         """
         size = rounded_bytes(size_bytes)
         small = size <= _SMALL_BYTES
         pool = self._free[small]
-        place = bisect_left(pool, (size, 0))
-        block = self._blocks[pool.pop(place)[1]] if place < len(pool) else self._new_segment(size, small)
+        index = bisect_left(pool, (size, 0))
+        block = self._blocks[pool.pop(index)[1]] if index < len(pool) else self._new_segment(size, small)
         self._split(block, size)
         block.free = False
         self.allocated_bytes += block.size_bytes
@@ -79,18 +79,18 @@ class CachingAllocator:
         """Free ``block`` and merge it with its free neighbours."""
         self.allocated_bytes -= block.size_bytes
         if (before := block.before) is not None and before.free:
-            self._forget_free(before)
-            block = self._joined(before, block)
+            self._remove_free(before)
+            block = self._merged(before, block)
         if (after := block.after) is not None and after.free:
-            self._forget_free(after)
-            block = self._joined(block, after)
+            self._remove_free(after)
+            block = self._merged(block, after)
         block.free = True
         insort(self._free[block.small], (block.size_bytes, block.address))
 
     def _new_segment(self, size: int, small: bool) -> Block:
         segment = segment_bytes(size)
         if not self._has_room(segment):
-            self._give_back()
+            self._release_free_segments()
             if not self._has_room(segment):
                 raise SimulatedOutOfMemory
         block = Block(self._next_address, segment, small)
@@ -103,7 +103,7 @@ class CachingAllocator:
     def _has_room(self, segment: int) -> bool:
         return self._limit_bytes is None or self.reserved_bytes + segment <= self._limit_bytes
 
-    def _give_back(self) -> None:
+    def _release_free_segments(self) -> None:
         for pool in self._free.values():
             for entry in list(pool):
                 block = self._blocks[entry[1]]
@@ -123,11 +123,11 @@ class CachingAllocator:
         self._blocks[other.address] = other
         insort(self._free[block.small], (rest, other.address))
 
-    def _forget_free(self, block: Block) -> None:
+    def _remove_free(self, block: Block) -> None:
         pool = self._free[block.small]
         del pool[bisect_left(pool, (block.size_bytes, block.address))]
 
-    def _joined(self, low: Block, high: Block) -> Block:
+    def _merged(self, low: Block, high: Block) -> Block:
         del self._blocks[high.address]
         low.size_bytes += high.size_bytes
         low.after = high.after

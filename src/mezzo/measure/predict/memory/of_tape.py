@@ -46,28 +46,28 @@ def predict_memory(
     A cuDNN workspace that does not fit is not an error: torch catches it and tries the next algorithm (``Conv_v8.cpp``).
     """
     allocator = CachingAllocator(limit_bytes=limit_bytes)
-    held: dict[int, Block] = {}
+    live: dict[int, Block] = {}
     absent: set[int] = set()
     fits = True
     peak, at_peak = 0, 0
-    for place, event in enumerate(tape.events):
+    for index, event in enumerate(tape.events):
         if event < 0:
             if ~event not in absent:
-                allocator.release(held.pop(~event))
+                allocator.release(live.pop(~event))
             continue
         block = tape.blocks[event]
         if not block.is_taken(matrix_formats):
             absent.add(event)
             continue
         try:
-            held[event] = allocator.allocate(block.size_bytes or workspace_bytes)
+            live[event] = allocator.allocate(block.size_bytes or workspace_bytes)
         except SimulatedOutOfMemory:
             if block.kind != "workspaces" or not block.size_bytes:
                 fits = False
                 break
             absent.add(event)
         if allocator.allocated_bytes > peak:
-            peak, at_peak = allocator.allocated_bytes, place
+            peak, at_peak = allocator.allocated_bytes, index
     return PredictedMemory(
         allocated_bytes=allocator.peak_allocated_bytes,
         reserved_bytes=allocator.peak_reserved_bytes,

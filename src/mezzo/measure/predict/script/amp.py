@@ -1,7 +1,7 @@
 """A script's own mixed precision, left out while it is traced: each tape has the formats of its policy and no others.
 
 A script's autocast would lower the tape of ``fp32`` as well. Its GradScaler reads whether gradients are finite, which traced
-tensors cannot tell, and would skip every step. A ``mezzo.Session`` does both. An ``autocast(enabled=False)`` stays: it keeps an
+tensors cannot show, and would skip every step. A ``mezzo.Session`` does both. An ``autocast(enabled=False)`` stays: it keeps an
 operation in FP32 under any policy.
 """
 

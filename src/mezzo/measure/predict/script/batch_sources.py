@@ -1,6 +1,6 @@
 """Find where a script without a loader gets its batch size: an argument, a number in its text, or one in a file that it reads.
 
-A place is a guess until the script is traced with another number there: it sets the batch size only if the batch changes and the
+A source is a guess until the script is traced with another number there: it sets the batch size only if the batch changes and the
 model does not. Reads text and imports no torch.
 """
 
@@ -21,7 +21,7 @@ _LEAST = 2
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSource:
-    """One place that may set the size of a batch."""
+    """A place in the script that may set the size of a batch."""
 
     where: str
     """For a reader: ``--batch-size``, ``train.py:12``, or ``config.json:3``."""
@@ -32,9 +32,9 @@ class BatchSource:
     numbers: tuple[tuple[int, int], ...] = ()
     """Line and column of each number in a Python file; from and to, in characters, of each in a configuration."""
 
-    def arguments(self, given: Sequence[str], *, size: int, other: int) -> list[str]:
+    def arguments(self, arguments: Sequence[str], *, size: int, other: int) -> list[str]:
         """Return the script's arguments with ``other`` in place of ``size``."""
-        words = list(given)
+        words = list(arguments)
         if self.argument is not None:
             head, _, _ = words[self.argument].rpartition(str(size))
             words[self.argument] = head + str(other)
@@ -53,9 +53,9 @@ def batch_sources(
         modules: the Python files that it imports.
         configurations: other files of settings that it reads.
     """
-    given = [*_in_arguments(arguments, size)]
-    yield from given
-    if given or size < _LEAST:
+    in_arguments = [*_in_arguments(arguments, size)]
+    yield from in_arguments
+    if in_arguments or size < _LEAST:
         return
     texts = {file: _numbers(file, size) for file in dict.fromkeys([*([script] if script else []), *modules])}
     for file, (named, _) in texts.items():
@@ -85,21 +85,21 @@ def _in_configuration(file: str, size: int) -> Iterator[BatchSource]:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return
-    found = [one for one in _SETTING.finditer(text) if _NAMED.search(one[1]) and int(one[2]) == size]
-    for chosen in (found, *([one] for one in found if len(found) > 1)):
+    settings = [setting for setting in _SETTING.finditer(text) if _NAMED.search(setting[1]) and int(setting[2]) == size]
+    for chosen in (settings, *([setting] for setting in settings if len(settings) > 1)):
         if chosen:
-            lines = sorted({text.count("\n", 0, one.start(2)) + 1 for one in chosen})
+            lines = sorted({text.count("\n", 0, setting.start(2)) + 1 for setting in chosen})
             where = ", ".join(f"{Path(file).name}:{line}" for line in lines)
-            yield BatchSource(where=where, file=file, numbers=tuple(one.span(2) for one in chosen))
+            yield BatchSource(where=where, file=file, numbers=tuple(setting.span(2) for setting in chosen))
 
 
 def _in_arguments(arguments: Sequence[str], size: int) -> Iterator[BatchSource]:
-    for place, word in enumerate(arguments):
+    for index, word in enumerate(arguments):
         option, equals, value = word.partition("=")
         if equals and value == str(size) and _NAMED.search(option):
-            yield BatchSource(where=option, argument=place)
-        elif word == str(size) and place and arguments[place - 1].startswith("-") and _is_batch(arguments[place - 1]):
-            yield BatchSource(where=arguments[place - 1], argument=place)
+            yield BatchSource(where=option, argument=index)
+        elif word == str(size) and index and arguments[index - 1].startswith("-") and _is_batch(arguments[index - 1]):
+            yield BatchSource(where=arguments[index - 1], argument=index)
 
 
 def _is_batch(option: str) -> bool:

@@ -1,4 +1,4 @@
-"""The batches that a script's loaders yield: counted, and made at another size."""
+"""The batches that a script's loaders yield: counted, and yielded at another size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ScriptBatches:
         self.drawn: list[int] = []
         """Samples of each batch drawn since ``restart``."""
         self.loading: Callable[[], AbstractContextManager[None]] = nullcontext
-        """A context for each batch that a loader makes: its transforms, modules among them, are the host's work."""
+        """A context for each batch that a loader prepares: its transforms, even if they are modules, are the host's work."""
 
     def restart(self) -> list[int]:
         """Return ``drawn``, and empty it."""
@@ -32,20 +32,24 @@ class ScriptBatches:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch for the block. Loaders run in this process: workers would not see fake tensors."""
-        made, sampled, following = DataLoader.__init__, BatchSampler.__init__, _BaseDataLoaderIter.__next__
+        original_init, original_sampler_init, original_next = (
+            DataLoader.__init__,
+            BatchSampler.__init__,
+            _BaseDataLoaderIter.__next__,
+        )
 
-        def loader(own: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **settings: Any) -> None:
+        def loader(instance: Any, dataset: Any, batch_size: int | None = 1, *args: Any, **settings: Any) -> None:
             settings |= {name: 0 for name in ("num_workers", "timeout") if name in settings}
             settings |= {name: None for name in ("prefetch_factor", "multiprocessing_context") if name in settings}
             settings |= {name: False for name in ("persistent_workers", "pin_memory") if name in settings}
-            made(own, dataset, self._size(batch_size), *args, **settings)
+            original_init(instance, dataset, self._size(batch_size), *args, **settings)
 
-        def sampler(own: Any, source: Any, batch_size: int, drop_last: bool) -> None:
-            sampled(own, source, self._size(batch_size), drop_last)
+        def sampler(instance: Any, source: Any, batch_size: int, drop_last: bool) -> None:
+            original_sampler_init(instance, source, self._size(batch_size), drop_last)
 
-        def following_batch(own: Any) -> Any:
+        def following_batch(instance: Any) -> Any:
             with self.loading():
-                batch = following(own)
+                batch = original_next(instance)
             size = first_size([batch])
             if size is not None:
                 self.drawn.append(size)

@@ -1,7 +1,7 @@
-"""Deep copies of tensors without numbers, as a moving average of a model's weights makes one.
+"""Deep copies of tensors without numbers, such as a moving average of a model's weights makes.
 
-``Tensor.__deepcopy__`` asks where the numbers lie and copies the memory. A fake tensor has none there: torch fails for some, and writes
-to memory that is not its own for others.
+``Tensor.__deepcopy__`` looks up where the numbers are and copies that memory. A fake tensor has none there: torch fails for some, and
+writes to memory that is not its own for others.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch._subclasses import FakeTensor
 @contextmanager
 def copies_without_numbers() -> Iterator[None]:
     """Let ``copy.deepcopy`` copy the shape of such tensors for the block."""
-    own = Tensor.__deepcopy__
+    original = Tensor.__deepcopy__
 
     def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Any:
         if not isinstance(tensor, FakeTensor) or not tensor.is_leaf:
-            return own(tensor, memo)
+            return original(tensor, memo)
         if id(tensor) not in memo:
             copy: Tensor = tensor.detach().clone()
             is_parameter = isinstance(tensor, nn.Parameter)

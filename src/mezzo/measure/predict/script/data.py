@@ -53,14 +53,14 @@ class CountedFakeMode(FakeTensorMode):
 @contextmanager
 def before_first_module(call: Callable[[], None]) -> Iterator[None]:
     """Call ``call`` once, before the block builds its first module."""
-    own, called = nn.Module.__init__, False
+    original, called = nn.Module.__init__, False
 
     def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         nonlocal called
         if not called:
             called = True
             call()
-        own(module, *args, **kwargs)
+        original(module, *args, **kwargs)
 
     with patch.object(nn.Module, "__init__", init):
         yield

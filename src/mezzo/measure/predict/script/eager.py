@@ -11,19 +11,19 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from mezzo.measure.predict.script.gpu import asked_by_script, first, nothing
+from mezzo.measure.predict.script.gpu import called_by_script, first, nothing
 
 
 @contextmanager
-def compilation_left_out(told: Callable[[str], None]) -> Iterator[None]:
-    """Let the block compile and script nothing; ``told`` gets the name of each function that was to do so."""
+def compilation_left_out(on_skip: Callable[[str], None]) -> Iterator[None]:
+    """Let the block compile and script nothing; ``on_skip`` gets the name of each function that was to do so."""
 
-    def noted(name: str, answer: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(own)
+    def noted(name: str, answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
         def left_out(*args: Any, **kwargs: Any) -> Any:
-            if not asked_by_script():  # torch scripts functions of its own when it is imported
-                return own(*args, **kwargs)
-            told(name)
+            if not called_by_script():  # torch scripts functions of its own when it is imported
+                return original(*args, **kwargs)
+            on_skip(name)
             return answer(*args, **kwargs)
 
         return left_out

@@ -50,7 +50,7 @@ class ScriptFiles:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch for the block."""
-        get_code, opened = SourceFileLoader.get_code, builtins.open
+        original_get_code, original_open = SourceFileLoader.get_code, builtins.open
 
         def code_of(loader: SourceFileLoader, name: str) -> types.CodeType | None:
             file = os.path.realpath(loader.get_filename(name))
@@ -58,20 +58,20 @@ class ScriptFiles:
                 return with_numbers(file, self._numbers, self._value)
             if self._is_own(file) and file not in self.modules:
                 self.modules.append(file)
-            return get_code(loader, name)
+            return original_get_code(loader, name)
 
         with ExitStack() as stack:
             served = self._served(stack)
 
             def open_file(file: Any, mode: str = "r", *args: Any, **settings: Any) -> Any:
                 if not isinstance(file, (str, os.PathLike)) or set(mode) - set("rbtU"):
-                    return opened(file, mode, *args, **settings)
+                    return original_open(file, mode, *args, **settings)
                 path = os.path.realpath(os.fspath(file))
                 if path == self._file and served:
-                    return opened(served, mode, *args, **settings)
+                    return original_open(served, mode, *args, **settings)
                 if _is_configuration(path) and path not in self.configurations:
                     self.configurations.append(path)
-                return opened(file, mode, *args, **settings)
+                return original_open(file, mode, *args, **settings)
 
             stack.enter_context(patch.object(SourceFileLoader, "get_code", code_of))
             stack.enter_context(patch.object(builtins, "open", open_file))

@@ -25,12 +25,12 @@ import torch.distributed
 _NOT_THE_SCRIPT = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[3]))
 MEMORY_BYTES, CAPABILITY = 80 * 2**30, (8, 0)
 """Of the GPU that a traced script sees."""
-GPU_TOLD = f"one idle GPU with {MEMORY_BYTES >> 30} GiB and compute capability {CAPABILITY[0]}.{CAPABILITY[1]}"
+SIMULATED_GPU = f"one idle GPU with {MEMORY_BYTES >> 30} GiB and compute capability {CAPABILITY[0]}.{CAPABILITY[1]}"
 _NAME, _CUDA, _CUDNN = "GPU of mezzo predict", "12.8", 91002
 _GPU = torch.device("cuda")
 
 
-def asked_by_script(depth: int = 2) -> bool:
+def called_by_script(depth: int = 2) -> bool:
     """Return whether the function ``depth`` frames up belongs to the script or a library, and not to torch or Mezzo."""
     return not sys._getframe(depth).f_code.co_filename.startswith(_NOT_THE_SCRIPT)
 
@@ -55,7 +55,7 @@ class Idle:
     cuda_stream = cuda_event = stream_id = priority = 0
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        """Take what the classes of ``torch.cuda`` take."""
+        """Accept the arguments of the classes of ``torch.cuda``."""
 
     def __enter__(self) -> Idle:
         return self
@@ -135,7 +135,7 @@ _OF_A_GPU: Mapping[str, Any] = {
     "get_arch_list": lambda: ["sm_{}{}".format(*CAPABILITY)],
     "get_gencode_flags": _no_text,
 }
-"""Answers of ``torch.cuda`` about the machine: it has one GPU."""
+"""Answers of ``torch.cuda`` about the machine, which has one GPU."""
 _ACCELERATOR: Mapping[str, Any] = {
     "is_available": _true,
     "current_accelerator": always(_GPU),
@@ -170,12 +170,12 @@ _HOMES = (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams, 
 
 
 @contextmanager
-def gpu_told(asked: list[str], *, there: bool) -> Iterator[None]:
-    """Answer for the block.
+def simulated_gpu(queries: list[str], *, present: bool) -> Iterator[None]:
+    """Answer the script's queries in the block.
 
     Args:
-        asked: receives the name of each function that told the script of a GPU.
-        there: whether functions about the machine say that it has a GPU; otherwise they tell the truth.
+        queries: receives the name of each function that reported the simulated GPU to the script.
+        present: whether functions about the machine report a GPU; otherwise they answer truthfully.
     """
     with ExitStack() as stack:
         for home in _HOMES:
@@ -185,35 +185,35 @@ def gpu_told(asked: list[str], *, there: bool) -> Iterator[None]:
         for module, answers in _ELSEWHERE:
             for name, answer in answers.items():
                 stack.enter_context(patch.object(module, name, answer))
-        if there:
-            _tell(stack, asked)
+        if present:
+            _simulate(stack, queries)
         yield
 
 
-def _tell(stack: ExitStack, asked: list[str]) -> None:
+def _simulate(stack: ExitStack, queries: list[str]) -> None:
     for name, answer in _OF_A_GPU.items():
-        stack.enter_context(patch.object(torch.cuda, name, _noted(torch.cuda, name, answer, asked)))
+        stack.enter_context(patch.object(torch.cuda, name, _noted(torch.cuda, name, answer, queries)))
     for module, answers in ((torch.accelerator, _ACCELERATOR), *_FACTS):
         for name, answer in answers.items():
             if not hasattr(module, name):
                 continue  # this torch is older than the function
-            told = _noted(module, name, answer, asked, own_for_torch=True) if callable(answer) else answer
-            stack.enter_context(patch.object(module, name, told))
+            substitute = _noted(module, name, answer, queries, original_for_torch=True) if callable(answer) else answer
+            stack.enter_context(patch.object(module, name, substitute))
 
 
 def _noted(
-    module: ModuleType, name: str, answer: Callable[..., Any], asked: list[str], *, own_for_torch: bool = False
+    module: ModuleType, name: str, answer: Callable[..., Any], queries: list[str], *, original_for_torch: bool = False
 ) -> Callable[..., Any]:
-    """Return a function that answers as ``answer``, and notes its name in ``asked`` unless torch itself calls it."""
-    own, called = getattr(module, name), f"{module.__name__}.{name}()"
+    """Return a function that answers as ``answer`` does, and adds its name to ``queries`` unless torch itself calls it."""
+    original, query = getattr(module, name), f"{module.__name__}.{name}()"
 
-    @functools.wraps(own)
-    def told(*args: Any, **kwargs: Any) -> Any:
-        if asked_by_script():
-            if called not in asked:
-                asked.append(called)
-        elif own_for_torch:
-            return own(*args, **kwargs)
+    @functools.wraps(original)
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        if called_by_script():
+            if query not in queries:
+                queries.append(query)
+        elif original_for_torch:
+            return original(*args, **kwargs)
         return answer(*args, **kwargs)
 
-    return told
+    return answered

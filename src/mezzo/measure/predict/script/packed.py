@@ -17,11 +17,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 @contextmanager
-def longest_sequences(told: Callable[[], None]) -> Iterator[None]:
-    """Let packed sequences be of the largest size for the block; ``told`` is called for each that is packed."""
+def longest_sequences(on_pack: Callable[[], None]) -> Iterator[None]:
+    """Let packed sequences be of the largest size for the block; ``on_pack`` is called for each that is packed."""
 
     def pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-        told()
+        on_pack()
         steps_first = padded.transpose(0, 1) if batch_first else padded
         steps = steps_first.shape[0]
         return steps_first.reshape(-1, *padded.shape[2:]), torch.empty(steps, dtype=torch.int64)
@@ -46,17 +46,17 @@ def _pad(
     return padded.contiguous(), torch.empty(batch, dtype=torch.int64)
 
 
-def _of_padded(own: Callable[..., Any]) -> Callable[..., Any]:
+def _of_padded(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a layer's ``forward`` that computes a packed sequence as a padded batch."""
 
     def forward(layer: Any, input: Any, hx: Any = None) -> Any:
         if not isinstance(input, PackedSequence):
-            return own(layer, input, hx)
+            return original(layer, input, hx)
         data, batch_sizes, order, back = input
         padded = data.reshape(batch_sizes.shape[0], -1, *data.shape[1:])
         if hx is not None:
             hx = layer.permute_hidden(hx, order)
-        out, hidden = own(layer, padded.transpose(0, 1) if layer.batch_first else padded, hx)
+        out, hidden = original(layer, padded.transpose(0, 1) if layer.batch_first else padded, hx)
         if layer.batch_first:
             out = out.transpose(0, 1)
         flat = out.reshape(-1, *out.shape[2:])

@@ -14,7 +14,7 @@ from mezzo.formats import FP32
 from mezzo.measure.predict.plan import Tapes
 from mezzo.measure.predict.script.batch_sources import batch_sources
 from mezzo.measure.predict.script.data import MOST_OPERATIONS
-from mezzo.measure.predict.script.gpu import GPU_TOLD
+from mezzo.measure.predict.script.gpu import SIMULATED_GPU
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest, has_batch, recorded_tapes, with_batch
 from mezzo.measure.predict.stand_ins import numbers_read
 from mezzo.measure.predict.tape import TrainingTape, check_same_steps, grow_unevenly
@@ -70,123 +70,130 @@ def script_plan(
     """
     if has_batch(arguments) and batch is None:
         raise UsageError(
-            f"the script's arguments have {BATCH} and --batch is missing", hint="type: mezzo predict --batch 64 …"
+            f"the script's arguments contain {BATCH}, but --batch is missing", hint="type: mezzo predict --batch 64 …"
         )
-    named = batch if has_batch(arguments) else None
-    words = with_batch(arguments, named)
-    one = [
-        TapeRequest(script=script, arguments=words, policy=policy, as_module=as_module, gpu_there=on_gpu)
+    batch_in_arguments = batch if has_batch(arguments) else None
+    own_arguments = with_batch(arguments, batch_in_arguments)
+    requests = [
+        TapeRequest(script=script, arguments=own_arguments, policy=policy, as_module=as_module, gpu_present=on_gpu)
         for policy in policies
     ]
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
-    all_found = list(zip(one, recorded_tapes(one, deadline_s=deadline_s), strict=True))
-    refused = {asked.policy: made.error for asked, made in all_found if made.error}
-    first = [made for _, made in all_found if not made.error]
-    known = first[0]
-    there = on_gpu and not known.fails_with_gpu
-    one = [
-        replace(asked, numbers_first=known.numbers_first, gpu_there=there, launched=known.launched)
-        for asked, made in all_found
-        if not made.error
+    recorded = list(zip(requests, recorded_tapes(requests, deadline_s=deadline_s), strict=True))
+    refused = {request.policy: tape.error for request, tape in recorded if tape.error}
+    script_tapes = [tape for _, tape in recorded if not tape.error]
+    known = script_tapes[0]
+    gpu_present = on_gpu and not known.fails_with_gpu
+    requests = [
+        replace(request, numbers_first=known.numbers_first, gpu_present=gpu_present, launched=known.launched)
+        for request, tape in recorded
+        if not tape.error
     ]
-    size = named or known.batch
-    others, why = list[ScriptTape](), "it was not asked for"
+    size = batch_in_arguments or known.batch
+    other_tapes, why = list[ScriptTape](), "they were not requested"
     if scaled or batch not in (None, size):
-        others, why = _others(one, known, named, arguments, deadline_s=deadline_s)
+        other_tapes, why = _tapes_at_other_size(requests, known, batch_in_arguments, arguments, deadline_s=deadline_s)
     tapes: dict[str, Tapes] = {}
-    partners: Sequence[ScriptTape | None] = others or [None] * len(one)
-    for request, found, other in zip(one, first, partners, strict=True):
-        found_why, tapes[request.policy] = _paired(found, other, size=named)
+    partners: Sequence[ScriptTape | None] = other_tapes or [None] * len(requests)
+    for request, found, other in zip(requests, script_tapes, partners, strict=True):
+        found_why, tapes[request.policy] = _pair_tapes(found, other, size=batch_in_arguments)
         why = why or found_why
-    if batch is not None and batch != size and any(pair.other is None for pair in tapes.values()):
+    if batch is not None and batch != size and any(pair.second is None for pair in tapes.values()):
         own = f"its own batch has {size} samples" if size is not None else "the size of its own batch is not known"
         raise UsageError(
             f"--batch {batch} cannot be predicted for {script}: {why or 'other sizes do not follow'}; {own}",
             hint=f"leave --batch out; {_WRITE_BATCH}",
         )
-    followed = all(pair.other is not None for pair in tapes.values())
-    uneven = followed and any(grow_unevenly(pair.one, pair.other) for pair in tapes.values() if pair.other is not None)
-    at = others[0].size_at if others else ""
+    followed = all(pair.second is not None for pair in tapes.values())
+    uneven = followed and any(
+        grow_unevenly(pair.first, pair.second) for pair in tapes.values() if pair.second is not None
+    )
+    source = other_tapes[0].size_at if other_tapes else ""
     return ScriptPlan(
         tapes=tapes,
         refused=refused,
         batch=batch or size or 1,
         unit="samples" if size is not None else "steps",
         optimizer=known.optimizer or "no optimizer",
-        assumptions=_assumptions(known, named, followed=followed, uneven=uneven, why=why, at=at),
+        assumptions=_assumptions(known, batch_in_arguments, followed=followed, uneven=uneven, why=why, size_at=source),
         channels_last=_layout(known),
     )
 
 
-def _others(
+def _tapes_at_other_size(
     requests: Sequence[TapeRequest],
     known: ScriptTape,
-    named: int | None,
+    batch_in_arguments: int | None,
     arguments: Sequence[str],
     *,
     deadline_s: float | None,
 ) -> tuple[list[ScriptTape], str]:
     """Return the tapes at another batch size, or why there are none."""
-    size = named or known.batch
+    size = batch_in_arguments or known.batch
     if size is None:
-        return [], "the size of its batches differs within a step"
+        return [], "the sizes of its batches differ within a step"
     other = _other_size(size)
-    if named is None and not known.from_loader:
-        return _by_its_source(requests, known, size, other, deadline_s=deadline_s)
+    if batch_in_arguments is None and not known.from_loader:
+        return _tapes_by_source(requests, known, size, other, deadline_s=deadline_s)
     changes: dict[str, Any] = {"own_batch": size, "batch": other}
-    if named is not None:
+    if batch_in_arguments is not None:
         changes = {"arguments": with_batch(arguments, other)}
-    made = [replace(request, steps=known.num_steps, **changes) for request in requests]
+    other_requests = [replace(request, steps=known.num_steps, **changes) for request in requests]
     try:
-        found = _all_recorded(made, deadline_s)
+        tapes = _all_recorded(other_requests, deadline_s)
     except UsageError as error:
         return [], f"at batch {other} {error.message}"
-    if named is not None:
-        _check_sizes(requests[0].script, known.tape, found[0].tape, sizes=sorted((size, other)))
-        for one in found:
+    if batch_in_arguments is not None:
+        _check_sizes(requests[0].script, known.tape, tapes[0].tape, sizes=sorted((size, other)))
+        for one in tapes:
             if one.tape is not None:
                 one.tape.batch = other
-    elif found[0].batch != other:
-        return _by_its_source(requests, known, size, other, deadline_s=deadline_s)
-    return found, ""
+    elif tapes[0].batch != other:
+        return _tapes_by_source(requests, known, size, other, deadline_s=deadline_s)
+    return tapes, ""
 
 
 def _other_size(size: int) -> int:
-    """Return half of a batch; twice its size where half would be one sample, whose tensors need fewer copies."""
+    """Return half of a batch size; twice the size where half would be one sample, whose tensors need fewer copies."""
     return size // 2 if size > 3 else 2 * size
 
 
 def _all_recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> list[ScriptTape]:
-    """Return the tapes of ``requests``, none of which failed or was traced without the GPU that the script saw at its own batch size.
+    """Return the tapes of ``requests``, none of which failed or needed to be traced without the simulated GPU.
 
     Raises:
         UsageError: one did.
     """
-    found = recorded_tapes(requests, deadline_s=deadline_s)
-    for one in found:
+    tapes = recorded_tapes(requests, deadline_s=deadline_s)
+    for one in tapes:
         if why := one.error or one.fails_with_gpu:
             raise UsageError(f"{requests[0].script} fails: {why}", hint="predict its own batch size")
-    return found
+    return tapes
 
 
-def _by_its_source(
+def _tapes_by_source(
     requests: Sequence[TapeRequest], known: ScriptTape, size: int, other: int, *, deadline_s: float | None
 ) -> tuple[list[ScriptTape], str]:
-    """Return the tapes with another number where the size of the script's batch is set, or that no such place was found."""
+    """Return the tapes with another number where the script sets its batch size, or why there are none."""
     first = requests[0]
     script, failed = "" if first.as_module else first.script, ""
     files = {"modules": known.modules, "configurations": known.configurations}
-    for place in batch_sources(script, first.arguments, size, **files):
-        words = place.arguments(first.arguments, size=size, other=other)
-        changes: dict[str, Any] = {"arguments": words, "file": place.file, "numbers": place.numbers, "batch": other}
+    for source in batch_sources(script, first.arguments, size, **files):
+        new_arguments = source.arguments(first.arguments, size=size, other=other)
+        changes: dict[str, Any] = {
+            "arguments": new_arguments,
+            "file": source.file,
+            "numbers": source.numbers,
+            "batch": other,
+        }
         try:
-            found = _all_recorded([replace(one, steps=known.num_steps, **changes) for one in requests], deadline_s)
-        except UsageError as error:  # the number is not the batch's alone
-            if place.argument is not None and not failed:
-                failed = f"{place.where} seems to set it, and with {other} in place of {size} {error.message}"
+            tapes = _all_recorded([replace(one, steps=known.num_steps, **changes) for one in requests], deadline_s)
+        except UsageError as error:  # the number sets more than the batch
+            if source.argument is not None and not failed:
+                failed = f"{source.where} seems to set it, but with {other} in place of {size} {error.message}"
             continue
-        if found[0].batch == other and _only_the_batch_differs(known, found[0]):
-            return [replace(one, size_at=place.where) for one in found], ""
+        if tapes[0].batch == other and _only_the_batch_differs(known, tapes[0]):
+            return [replace(one, size_at=source.where) for one in tapes], ""
     read = f", nor in {', '.join(Path(file).name for file in known.configurations)}" if known.configurations else ""
     return [], failed or f"neither a DataLoader nor a number in the script{read} sets the size of its batch"
 
@@ -219,7 +226,7 @@ def _check_sizes(script: str, one: TrainingTape | None, other: TrainingTape | No
         )
 
 
-def _paired(one: ScriptTape, other: ScriptTape | None, *, size: int | None) -> tuple[str, Tapes]:
+def _pair_tapes(one: ScriptTape, other: ScriptTape | None, *, size: int | None) -> tuple[str, Tapes]:
     assert one.tape is not None  # recorded_tapes raises otherwise
     if size is not None:
         one.tape.batch = size
@@ -233,7 +240,7 @@ def _paired(one: ScriptTape, other: ScriptTape | None, *, size: int | None) -> t
 
 
 def _own_precision(tape: TrainingTape | None) -> list[Reason]:
-    """Return a note on a script that computes in 16 bits under FP32, because it casts by itself."""
+    """Return a note on a script that computes in 16 bits even under FP32, because it casts by itself."""
     flops = Counter[str]()
     for operation in tape.operations if tape is not None else ():
         flops[operation.format] += operation.flops
@@ -242,7 +249,7 @@ def _own_precision(tape: TrainingTape | None) -> list[Reason]:
         for name in sorted(HALF_FORMATS)
         if (share := flops[name] / max(1, flops.total())) > OWN_SHARE
     ]
-    why = "it casts its model or its data itself, and no policy takes that back: the rows of fp32 and tf32 have it as well"
+    why = "it casts its model or its data itself, and no policy undoes that; the rows of fp32 and tf32 are affected as well"
     return [Reason(what="the script's own precision", value=", ".join(found), reason=why)] if found else []
 
 
@@ -252,13 +259,13 @@ def _layout(known: ScriptTape) -> bool | None:
 
 
 def _assumptions(
-    known: ScriptTape, named: int | None, *, followed: bool, uneven: bool, why: str, at: str
+    known: ScriptTape, batch_in_arguments: int | None, *, followed: bool, uneven: bool, why: str, size_at: str
 ) -> list[Reason]:
-    size, num = named or known.batch, known.num_batches
-    found = [numbers_read("script", known.read_at)]
+    size, num_batches = batch_in_arguments or known.batch, known.num_batches
+    assumptions = [numbers_read("script", known.read_at)]
 
     def add(what: str, value: str, reason: str) -> None:
-        found.append(Reason(what=what, value=value, reason=reason))
+        assumptions.append(Reason(what=what, value=value, reason=reason))
 
     if known.numbers_first:
         slow = f"it runs over {MOST_OPERATIONS:,} operations before its first module: too slow without numbers"
@@ -266,28 +273,30 @@ def _assumptions(
     if known.fails_with_gpu:
         failure = f"where it is True, the script fails on this machine: {known.fails_with_gpu}"
         add("torch.cuda.is_available()", "this machine's", failure)
-    elif known.told_of_gpu:
-        add("what the script is told of its GPU", GPU_TOLD, f"it asks {', '.join(known.told_of_gpu)}")
+    elif known.gpu_queries:
+        add("the GPU that the script sees", SIMULATED_GPU, f"it queries {', '.join(known.gpu_queries)}")
     if known.launched:
         each = "it reads a launcher's variables; each further GPU has a batch of its own"
         add("processes", "the only one of its job", each)
     if known.compiles:
         add(", ".join(known.compiles), "left out", "compiled steps are not predicted")
-    found += _own_precision(known.tape) if known.policy == FP32.name else []
+    assumptions += _own_precision(known.tape) if known.policy == FP32.name else []
     if known.sized_at:
         lines = ", ".join(filter(None, known.sized_at)) or "in a library"
-        all_of_them = "a condition selects everything, and values are all different: less memory and time where not"
-        add("sizes that numbers decide", "the largest possible", f"{all_of_them}, at {lines}")
+        assumed = (
+            "conditions are assumed to select everything and values to differ; otherwise it takes less memory and time"
+        )
+        add("sizes that numbers decide", "the largest possible", f"{assumed}, at {lines}")
     if size is None:
         add("batch", "not known", f"speed is in steps a second; {_WRITE_BATCH}")
-        return found
-    source = "as --batch names it" if named else "what the DataLoader yields"
-    if not named and not known.from_loader:
-        source = "the first dimension of what the model is called with"
-    many = f", {num} of them an update" if num > 1 else ""
-    add("batch", f"{size} samples{many}", source)
+        return assumptions
+    origin = "set by --batch" if batch_in_arguments else "what the DataLoader yields"
+    if not batch_in_arguments and not known.from_loader:
+        origin = "the first dimension of the model's inputs"
+    many = f", {num_batches} of them an update" if num_batches > 1 else ""
+    add("batch", f"{size} samples{many}", origin)
     if followed:
-        where = f"set by {at}; " if at else ""
+        where = f"set by {size_at}; " if size_at else ""
         sizes = " to ".join(map(str, sorted((size, _other_size(size)))))
         how = f"{where}each operation's cost and each tensor's bytes grow evenly with the batch, as from {sizes}"
         if uneven:
@@ -295,4 +304,4 @@ def _assumptions(
         add("other batch sizes", "follow", how)
     else:
         add("other batch sizes", "do not follow", f"{why}; {_WRITE_BATCH}")
-    return found
+    return assumptions

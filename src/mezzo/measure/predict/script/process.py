@@ -1,7 +1,7 @@
 """Record a few steps of an unmodified script on fake tensors: ``python -m mezzo.measure.predict.script.process REQUESTS``.
 
 The script runs from its first line under a fake-tensor mode, so its model and its data take no memory and have no numbers. Where
-it asks for a number (``loss.item()``, a condition, ``tolist``), it gets 1.0, 0 or False, which the record mentions. A script
+it reads a number (``loss.item()``, a condition, ``tolist``), it gets 1.0, 0 or False, which the record mentions. A script
 that takes long to prepare its data has numbers until its first module (``data``). Recording begins when a model in
 training mode is called, and ends after the second optimizer step, where the script stops. Between a step and the next call of the
 model the script prepares data, which is the host's work and not recorded.
@@ -25,25 +25,25 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from mezzo.measure.predict.script.data import SlowData
 from mezzo.measure.predict.script.files import ScriptFiles, with_numbers
-from mezzo.measure.predict.script.recorder import Enough, ScriptRecorder
+from mezzo.measure.predict.script.recorder import RecordingComplete, ScriptRecorder
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 from mezzo.measure.predict.training import STEPS
-from mezzo.measure.standard_input import own_input
+from mezzo.measure.standard_input import reopen_input
 
 _AT_ONCE = 2
-"""Scripts that run at the same time."""
+"""How many scripts run at the same time."""
 _SLOW_DATA = 3
 """Exit code of a fork whose script has to start again with numbers."""
 
 
-def recorded(request: TapeRequest, told_of_gpu: list[str] | None = None) -> ScriptTape:
+def record_script(request: TapeRequest, gpu_queries: list[str] | None = None) -> ScriptTape:
     """Run the request's script in this process as ``python script`` would, and return its tape.
 
     Args:
         request: the script, its policy and its batches.
-        told_of_gpu: receives the name of each function that told the script of a GPU.
+        gpu_queries: receives the name of each function that reported the simulated GPU to the script.
     """
-    watch = ScriptRecorder(request, told_of_gpu=told_of_gpu)
+    script_recorder = ScriptRecorder(request, gpu_queries=gpu_queries)
     argv, path = sys.argv, list(sys.path)
     sys.argv = [request.script, *request.arguments]
     root = str(Path.cwd() if request.as_module else Path(request.script).resolve().parent)
@@ -51,84 +51,84 @@ def recorded(request: TapeRequest, told_of_gpu: list[str] | None = None) -> Scri
     changed = request.batch if request.numbers else None
     files = ScriptFiles(root, file=request.file, numbers=request.numbers, value=changed)
     try:
-        with watch.watching(), files.watching():
+        with script_recorder.watching(), files.watching():
             if request.as_module:
                 runpy.run_module(request.script, run_name="__main__", alter_sys=True)
             elif changed is not None and request.file == request.script:
                 _run_changed(request.script, with_numbers(request.script, request.numbers, changed))
             else:
                 runpy.run_path(request.script, run_name="__main__")
-    except Enough:
+    except RecordingComplete:
         pass
     finally:
         sys.argv, sys.path[:] = argv, path
-    if watch.num_steps < STEPS:
-        return ScriptTape(tape=None, num_steps=watch.num_steps)
-    sizes = watch.sizes[-1]
-    tape = watch.recorder.ended(watch.num_events)
+    if script_recorder.num_steps < STEPS:
+        return ScriptTape(tape=None, num_steps=script_recorder.num_steps)
+    sizes = script_recorder.sizes[-1]
+    tape = script_recorder.recorder.finished(script_recorder.num_events)
     tape.batch = sizes[0] if sizes else 1
     return ScriptTape(
         tape=tape,
         batch=sizes[0] if sizes and len(set(sizes)) == 1 else None,
         num_batches=max(1, len(sizes)),
-        num_steps=watch.num_steps,
-        from_loader=watch.from_loader,
+        num_steps=script_recorder.num_steps,
+        from_loader=script_recorder.from_loader,
         modules=files.modules,
         configurations=files.configurations,
         numbers_first=request.numbers_first,
         launched=request.launched,
         policy=request.policy,
-        compiles=watch.compiles,
-        channels_last=watch.channels_last,
-        optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in watch.optimizers)),
-        read_at=watch.read_at,
-        sized_at=watch.sized_at,
+        compiles=script_recorder.compiles,
+        channels_last=script_recorder.channels_last,
+        optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in script_recorder.optimizers)),
+        read_at=script_recorder.read_at,
+        sized_at=script_recorder.sized_at,
     )
 
 
 def _run_changed(script: str, code: types.CodeType) -> None:
     """Run ``code`` instead of the script's text, as ``runpy.run_path`` would."""
-    module, own = types.ModuleType("__main__"), sys.modules["__main__"]
+    module, original = types.ModuleType("__main__"), sys.modules["__main__"]
     vars(module).update(__file__=script, __cached__=None, __package__="")
     sys.modules["__main__"] = module
     try:
         exec(code, vars(module))
     finally:
-        sys.modules["__main__"] = own
+        sys.modules["__main__"] = original
 
 
-def main(words: list[str]) -> None:
-    """Record each request in a fork of this process, two at a time, and write its tape beside the list of requests."""
-    place = Path(words[0])
-    requests: list[TapeRequest] = pickle.loads(place.read_bytes())
-    places = [place.with_name(f"tape{number}") for number in range(len(requests))]
+def main(arguments: list[str]) -> None:
+    """Record each request in a fork of this process, two at a time, and write its tape next to the list of requests."""
+    requests_file = Path(arguments[0])
+    requests: list[TapeRequest] = pickle.loads(requests_file.read_bytes())
+    tape_files = [requests_file.with_name(f"tape{number}") for number in range(len(requests))]
     if not hasattr(os, "fork"):
-        for request, made in zip(requests, places, strict=True):
-            if _write(request, made).slow_data:
-                _write(replace(request, numbers_first=True), made)
+        for request, tape_file in zip(requests, tape_files, strict=True):
+            if _write(request, tape_file).slow_data:
+                _write(replace(request, numbers_first=True), tape_file)
         return
-    waiting = list(zip(requests, places, strict=True))
+    waiting = list(zip(requests, tape_files, strict=True))
     running: list[tuple[int, TapeRequest, Path]] = []
     slow = False
     while waiting or running:
         if waiting and len(running) < _AT_ONCE:
-            request, made = waiting.pop(0)
+            request, tape_file = waiting.pop(0)
             request = replace(request, numbers_first=slow or request.numbers_first)
-            running.append((_forked(request, made), request, made))
+            running.append((_forked(request, tape_file), request, tape_file))
             continue
-        child, request, made = running.pop(0)
+        child, request, tape_file = running.pop(0)
         if _exit_code(child) == _SLOW_DATA:
             slow = True
-            waiting.insert(0, (request, made))
+            waiting.insert(0, (request, tape_file))
 
 
-def _forked(request: TapeRequest, place: Path) -> int:
+def _forked(request: TapeRequest, tape_file: Path) -> int:
     child = os.fork()
     if child == 0:
-        own_input()
-        made = _write(request, place)
+        reopen_input()
+        tape = _write(request, tape_file)
         sys.stdout.flush()
-        os._exit(_SLOW_DATA if made.slow_data else 0)
+        os._exit(_SLOW_DATA if tape.slow_data else 0)
     return child
 
 
@@ -140,32 +140,34 @@ def _exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def _write(request: TapeRequest, place: Path) -> ScriptTape:
+def _write(request: TapeRequest, tape_file: Path) -> ScriptTape:
     """Record a request, write its tape and return it."""
-    told: list[str] = []
+    queries: list[str] = []
     try:
-        made = recorded(request, told)
+        tape = record_script(request, queries)
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code)
         code = 1 if isinstance(ended.code, str) else ended.code
-        made = ScriptTape(tape=None, error=f"exit code {code}" if code else "", exited=bool(code))
+        tape = ScriptTape(tape=None, error=f"exit code {code}" if code else "", exited=bool(code))
     except SlowData:
-        made = ScriptTape(tape=None, slow_data=True)
+        tape = ScriptTape(tape=None, slow_data=True)
     except Exception as error:
         traceback.print_exc()
         by_numbers = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-        made = ScriptTape(tape=None, error=_said(error, request.script), needs_numbers=by_numbers)
-    made = replace(made, told_of_gpu=told)
-    unfinished = place.with_suffix(".part")
-    unfinished.write_bytes(pickle.dumps(made))
-    unfinished.replace(place)
-    return made
+        tape = ScriptTape(tape=None, error=_error_text(error, request.script), needs_numbers=by_numbers)
+    tape = replace(tape, gpu_queries=queries)
+    unfinished = tape_file.with_suffix(".part")
+    unfinished.write_bytes(pickle.dumps(tape))
+    unfinished.replace(tape_file)
+    return tape
 
 
-def _said(error: Exception, script: str) -> str:
-    own = os.path.join(os.path.realpath(os.path.dirname(script)), "")  # its modules are its own as well
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_below(frame.filename, own)]
+def _error_text(error: Exception, script: str) -> str:
+    script_folder = os.path.join(
+        os.path.realpath(os.path.dirname(script)), ""
+    )  # the modules next to it are its own as well
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_below(frame.filename, script_folder)]
     where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
     first = str(error).strip().partition("\n")[0]
     return f"{where}{type(error).__name__}: {first}"

@@ -1,6 +1,6 @@
 """Trace a script that shares its training among GPUs as one of its processes, the one of rank 0.
 
-Collective operations return at once. A model that ``DistributedDataParallel`` wraps keeps its buckets of gradients.
+Collective operations return immediately. A model that ``DistributedDataParallel`` wraps keeps its buckets of gradients.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ def first_process_alone(*, launched: bool) -> Iterator[None]:
         launched: whether to set the variables that a launcher sets for the only process of a job.
     """
     with ExitStack() as stack:
-        for home, name, made in (
-            *([(dist, "init_process_group", _joined_alone(dist.init_process_group))] if dist.is_available() else ()),
+        for home, name, substitute in (
+            *(
+                [(dist, "init_process_group", _with_fake_backend(dist.init_process_group))]
+                if dist.is_available()
+                else ()
+            ),
             (processes, "spawn", _called_here),
             (parallel, "DistributedDataParallel", _WithBuckets),
             (parallel.distributed, "DistributedDataParallel", _WithBuckets),
             (parallel.DataParallel, "forward", _on_one_gpu),
             (parallel, "data_parallel", _data_parallel),
         ):
-            stack.enter_context(patch.object(home, name, made))
+            stack.enter_context(patch.object(home, name, substitute))
         if launched:
             stack.enter_context(patch.dict(os.environ, ONLY_PROCESS))
         try:
@@ -46,7 +50,7 @@ def first_process_alone(*, launched: bool) -> Iterator[None]:
                 dist.destroy_process_group()
 
 
-def _joined_alone(own: Callable[..., None]) -> Callable[..., None]:
+def _with_fake_backend(original: Callable[..., None]) -> Callable[..., None]:
     """Return ``init_process_group`` with torch's backend whose collective operations do nothing."""
 
     def init(
@@ -61,7 +65,7 @@ def _joined_alone(own: Callable[..., None]) -> Callable[..., None]:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", 1))
-        own("fake", rank=max(0, rank), world_size=size, store=FakeStore())
+        original("fake", rank=max(0, rank), world_size=size, store=FakeStore())
 
     return init
 
@@ -87,7 +91,7 @@ def _data_parallel(
 
 
 class _WithBuckets(parallel.DistributedDataParallel):
-    """A model with the buckets that hold its gradients once more; gradients that are views of buckets hold them once."""
+    """A model with the buckets that store its gradients a second time, unless gradients are views of buckets."""
 
     def __init__(self, module: nn.Module, *_: object, gradient_as_bucket_view: bool = False, **__: object) -> None:
         nn.Module.__init__(self)
@@ -104,7 +108,7 @@ class _WithBuckets(parallel.DistributedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do nothing: gradients are exchanged in no time."""
+        """Do nothing: the exchange of gradients takes no time."""
         yield
 
     def join(self, *_: object, **__: object) -> Any:

@@ -34,55 +34,55 @@ from mezzo.measure.predict.script.processes import first_process_alone
 from mezzo.measure.predict.script.saves import saved_in_memory
 from mezzo.measure.predict.script.sizes import largest_sizes
 from mezzo.measure.predict.script.tapes import TapeRequest
-from mezzo.measure.predict.stand_ins import asking_frame, stand_ins
+from mezzo.measure.predict.stand_ins import reading_frame, stand_ins
 from mezzo.measure.predict.tape import Kind, TrainingTape
 from mezzo.measure.predict.training import STEPS, free_gradients, modules_named, optimizer_state, region_of, units_of
 from mezzo.policy import Policy
 
 _MOST_STEPS = 8
-"""Steps after which a whole batch is no longer waited for."""
+"""Steps after which the recorder no longer waits for a whole batch."""
 _MOST_BACKWARD = 512
-"""Backward passes of one update; a script that makes more would make them for ever."""
+"""Backward passes of one update; a script that runs more would go on forever."""
 _MOST_LINES = 5
 
 
-class Enough(BaseException):
-    """Stops the script: no handler of its own catches it."""
+class RecordingComplete(BaseException):
+    """Stops the script; none of its own handlers catches it."""
 
 
 class ScriptRecorder:
-    """Records the last of a few steps. A step with a smaller batch than the first, such as an epoch's last, is never the last."""
+    """Records the last of a few steps. A step with a smaller batch than the first, such as that at an epoch's end, is never the last."""
 
-    def __init__(self, request: TapeRequest, *, told_of_gpu: list[str] | None = None) -> None:
-        """Start before the script's first line; ``told_of_gpu`` receives the name of each function that told it of a GPU."""
+    def __init__(self, request: TapeRequest, *, gpu_queries: list[str] | None = None) -> None:
+        """Start before the script's first line; ``gpu_queries`` receives the name of each function that reports the simulated GPU."""
         self.recorder = Recorder(batch=1)
         self.num_events = 0
-        """Of the tape, at the end of the last step. The script's end frees the rest, in no order that repeats."""
+        """Events of the tape at the end of the last step. The script's end frees the rest, in an order that varies."""
         self.recorder.recording = False
         self.batches = ScriptBatches(own=request.own_batch, wanted=request.batch)
         self.read_at: list[str] = []
-        """Lines of the script that asked for a number."""
+        """Lines of the script that read a number."""
         self.sized_at: list[str] = []
         """Lines of the script where the size of a result depends on numbers."""
         self.optimizers: list[torch.optim.Optimizer] = []
         self.sizes: list[list[int]] = []
         """Samples of each batch of each step."""
         self.from_loader = False
-        """Whether ``sizes`` are those of a loader's batches; otherwise the first dimension of what the model is called with."""
+        """Whether ``sizes`` are those of a loader's batches; otherwise the first dimension of the model's inputs."""
         self.channels_last = False
         """Whether a model or its inputs are stored channels-last."""
-        self._request, self._policy, self._told_of_gpu = request, Policy.parse(request.policy), told_of_gpu
+        self._request, self._policy, self._gpu_queries = request, Policy.parse(request.policy), gpu_queries
         self.compiles: list[str] = []
         """Functions with which the script compiles, which were left out."""
         self._region = region_of(self._policy)
         self._num_backward = 0
-        """Since the last update."""
-        self._hosts = False
-        """Whether a loader makes a batch."""
-        self.batches.loading = self._by_host
+        """Backward passes since the last update."""
+        self._on_host = False
+        """Whether a loader is preparing a batch, which is the host's work."""
+        self.batches.loading = self._as_host_work
         self._open = ExitStack()
         self._models: list[nn.Module] = []
-        self._known: set[int] = set()
+        self._adopted: set[int] = set()
         self._on_gpu: dict[int, weakref.ref[Tensor]] = {}
         """What the script moved to its GPU since the model's last call, by storage."""
         self._masters: list[MasterWeights] = []
@@ -100,18 +100,18 @@ class ScriptRecorder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Record the training in the block."""
-        own_backward, own_call = torch.autograd.backward, nn.Module.__call__
+        original_backward, original_call = torch.autograd.backward, nn.Module.__call__
         request, fake = self._request, CountedFakeMode()
 
         def backward(*args: Any, **kwargs: Any) -> None:
             self._backward_begins()
-            own_backward(*args, **kwargs)
+            original_backward(*args, **kwargs)
             self._backward_ended()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            # Not a hook: a hook would run when the module's forward, which casting wraps, has been looked up.
+            # Not a hook: a hook would run only after the module's forward, which casting wraps, has been looked up.
             self._called(module, args, kwargs, fake)
-            return own_call(module, *args, **kwargs)
+            return original_call(module, *args, **kwargs)
 
         hooks = [
             register_optimizer_step_pre_hook(self._optimizer_begins),
@@ -119,7 +119,7 @@ class ScriptRecorder:
         ]
         try:
             with ExitStack() as stack:
-                watched: list[AbstractContextManager[Any]] = [
+                contexts: list[AbstractContextManager[Any]] = [
                     patch.object(torch.autograd, "backward", backward),
                     patch.object(nn.Module, "__call__", call),
                     patch.object(nn.Module, "_apply", _converted),
@@ -127,7 +127,7 @@ class ScriptRecorder:
                     stand_ins(self._note_line, some_are_real=request.numbers_first),
                     self.batches.watching(),
                     own_amp_left_out(),
-                    gpu_on_cpu(self._told_of_gpu, there=request.gpu_there, moved=self._moved),
+                    gpu_on_cpu(self._gpu_queries, gpu_present=request.gpu_present, moved=self._moved),
                     first_process_alone(launched=request.launched),
                     compilation_left_out(self._note_compilation),
                     saved_in_memory(),
@@ -136,8 +136,8 @@ class ScriptRecorder:
                     longest_sequences(self._note_size),
                     copies_without_numbers(),
                 ]
-                for one in watched:
-                    stack.enter_context(one)
+                for context in contexts:
+                    stack.enter_context(context)
 
                 def without_numbers() -> None:
                     stack.enter_context(self.recorder)
@@ -156,16 +156,16 @@ class ScriptRecorder:
     # --- the parts of a step -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _by_host(self) -> Iterator[None]:
+    def _as_host_work(self) -> Iterator[None]:
         """Leave out what the block runs."""
-        recording, self.recorder.recording, self._hosts = self.recorder.recording, False, True
+        recording, self.recorder.recording, self._on_host = self.recorder.recording, False, True
         try:
             yield
         finally:
-            self.recorder.recording, self._hosts = recording, False
+            self.recorder.recording, self._on_host = recording, False
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any, fake: FakeTensorMode) -> None:
-        if self._hosts:
+        if self._on_host:
             return
         if not self.recorder.recording:
             if not (module.training and torch.is_grad_enabled()):
@@ -173,17 +173,17 @@ class ScriptRecorder:
             self.recorder.recording = True
             self._adopt(module)
             if not self.tape.step_starts:
-                self._own_what_else_is_there(fake)
+                self._add_other_contents(fake)
             self.recorder.step_begins()
             self.sizes.append([])
         elif self.recorder.phase == "forward":
-            if id(module) not in self._known:  # a second model of the same step
+            if id(module) not in self._adopted:  # a second model of the same step
                 self._adopt(module)
                 self.recorder.phase = "forward"
                 self._open.enter_context(modules_named(module, self.recorder))
             return
         elif not torch.is_grad_enabled() or torch._C._current_autograd_node() is not None:
-            return  # called while gradients are computed, as by activation checkpointing
+            return  # called while gradients are computed, for example by activation checkpointing
         self._forward_begins(module, args, kwargs)
 
     def _forward_begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -194,17 +194,17 @@ class ScriptRecorder:
         tensors = [t for t in (*tree_leaves((args, kwargs)), *module.parameters()) if isinstance(t, Tensor)]
         self.channels_last = self.channels_last or any(map(_is_channels_last, tensors))
         self.recorder.phase = "inputs"
-        self.recorder.own((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "inputs")
-        self._own_moved()
+        self.recorder.add_existing((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), "inputs")
+        self._add_moved()
         self.recorder.phase = "forward"
         self._open.enter_context(self._region())
         self._open.enter_context(modules_named(module, self.recorder))
 
     def _adopt(self, module: nn.Module) -> None:
         """Allocate a model that is called for the first time, cast as the policy says."""
-        if id(module) in self._known:
+        if id(module) in self._adopted:
             return
-        self._known |= {id(part) for part in module.modules()}
+        self._adopted |= {id(part) for part in module.modules()}
         self._models.append(module)
         if self._policy.casting == "model":
             if self._policy.master_weights:
@@ -214,45 +214,49 @@ class ScriptRecorder:
         for unit, size in units_of(module).items():
             self.tape.units[unit] = self.tape.units.get(unit, 0) + size
         for tensors, kind in _weights(module):
-            self.recorder.own(tensors, kind)
+            self.recorder.add_existing(tensors, kind)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """Return what lies on the GPU of a tensor that was moved: a part of a larger one in host memory is a tensor of its own there."""
+        """Return a moved tensor as it is on the GPU: a part of a larger tensor in host memory becomes a tensor of its own there."""
         if self.recorder.recording and self.recorder.phase != "optimizer":
             return tensor  # inside a model
         known = self._on_gpu.get(storage_key(tensor))
-        if self.recorder.knows(tensor) or (known is not None and known() is not None):
+        if self.recorder.has_block(tensor) or (known is not None and known() is not None):
             return tensor
         if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
             recording, self.recorder.recording = self.recorder.recording, False
             tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
             self.recorder.recording = recording
-        self._on_gpu.pop(storage_key(tensor), None)  # of a storage that is gone: the order is that of this one
+        self._on_gpu.pop(
+            storage_key(tensor), None
+        )  # the key may belong to a storage that is gone; the order is that of this one
         self._on_gpu[storage_key(tensor)] = weakref.ref(tensor)
         return tensor
 
-    def _own_moved(self) -> None:
-        """Allocate what was moved to the GPU and is not known yet, as the labels of a batch."""
-        there = [tensor for made in self._on_gpu.values() if (tensor := made()) is not None]
-        self.recorder.own((tensor for tensor in there if not self.recorder.knows(tensor)), "inputs")
+    def _add_moved(self) -> None:
+        """Allocate what was moved to the GPU and has no block yet, such as the labels of a batch."""
+        tensors = [tensor for reference in self._on_gpu.values() if (tensor := reference()) is not None]
+        self.recorder.add_existing((tensor for tensor in tensors if not self.recorder.has_block(tensor)), "inputs")
         self._on_gpu.clear()
 
-    def _own_what_else_is_there(self, fake: FakeTensorMode) -> None:
-        """Allocate what lies on the GPU beside the model: models that are not trained, as averages and teachers, and data."""
+    def _add_other_contents(self, fake: FakeTensorMode) -> None:
+        """Allocate what is on the GPU besides the model: models that are not trained, such as averages and teachers, and data."""
         self.recorder.phase = "setup"
         gc.collect()
-        found = (one for one in gc.get_objects() if issubclass(type(one), nn.Module) and id(one) not in self._known)
-        for module in sorted(found, key=_told_apart):  # the collector's order differs from run to run
+        found = (one for one in gc.get_objects() if issubclass(type(one), nn.Module) and id(one) not in self._adopted)
+        for module in sorted(found, key=_sort_key):  # the collector's order differs from run to run
             for tensors, kind in _weights(module):
-                self.recorder.own((t for t in tensors if isinstance(t, FakeTensor) and t.fake_mode is fake), kind)
-        self._own_moved()
+                self.recorder.add_existing(
+                    (t for t in tensors if isinstance(t, FakeTensor) and t.fake_mode is fake), kind
+                )
+        self._add_moved()
 
     def _backward_begins(self) -> None:
         self._open.close()
         self._num_backward += 1
         if self._num_backward > _MOST_BACKWARD:
             raise RuntimeError(
-                f"{_MOST_BACKWARD} backward passes and no update: a condition on a number, of which there are none, keeps it away"
+                f"{_MOST_BACKWARD} backward passes without an update: a condition on a number, which traced tensors lack, prevents it"
             )
         if self.recorder.recording:
             self.recorder.phase = "backward"
@@ -271,11 +275,11 @@ class ScriptRecorder:
             self.tape.optimizer_starts.append(len(self.tape.events))
         if optimizer not in self.optimizers:
             self.optimizers.append(optimizer)
-            own = {id(p) for model in self._models for p in model.parameters()}
+            parameter_ids = {id(p) for model in self._models for p in model.parameters()}
             for masters in self._masters:
                 masters.begin([optimizer])
-                held = (masters.held(p) for model in self._models for p in model.parameters())
-                self.recorder.own((p for p in held if id(p) not in own), "optimizer")
+                master_weights = (masters.held(p) for model in self._models for p in model.parameters())
+                self.recorder.add_existing((p for p in master_weights if id(p) not in parameter_ids), "optimizer")
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
@@ -295,7 +299,7 @@ class ScriptRecorder:
         self.recorder.recording = False
         self.num_events = len(self.tape.events)
         if self._is_last():
-            raise Enough
+            raise RecordingComplete
 
     def _is_last(self) -> bool:
         if self._request.steps is not None:
@@ -316,7 +320,7 @@ class ScriptRecorder:
         self._note("" if frame is None else _line_of(frame), self.sized_at)
 
     def _note_line(self) -> None:
-        frame = asking_frame()
+        frame = reading_frame()
         if frame is not None and frame.f_code.co_filename == self._request.script:
             self._note(_line_of(frame), self.read_at)
 
@@ -330,8 +334,8 @@ def _line_of(frame: FrameType) -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def _told_apart(module: nn.Module) -> str:
-    """Return what sorts modules in the same way in every run."""
+def _sort_key(module: nn.Module) -> str:
+    """Return a key that sorts modules in the same way in every run."""
     return f"{type(module).__qualname__} {[tuple(p.shape) for p in module.parameters()]}"
 
 
@@ -347,15 +351,15 @@ def _is_channels_last(tensor: Tensor) -> bool:
 
 def _converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     """Return ``module`` with ``fn`` applied to its tensors, as ``Module._apply`` does, which cannot swap fake tensors."""
-    made: dict[int, Any] = {}
+    converted: dict[int, Any] = {}
 
     def of(tensor: Tensor) -> Any:
-        if id(tensor) not in made:
+        if id(tensor) not in converted:
             with torch.no_grad():
                 new = fn(tensor)
             same = new is tensor or not isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = (new if same else nn.Parameter(new.detach(), tensor.requires_grad), tensor)
-        return made[id(tensor)][0]
+            converted[id(tensor)] = (new if same else nn.Parameter(new.detach(), tensor.requires_grad), tensor)
+        return converted[id(tensor)][0]
 
     for part in module.modules() if recurse else [module]:
         for tensors in (part._parameters, part._buffers):

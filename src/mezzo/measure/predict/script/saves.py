@@ -1,6 +1,6 @@
 """Keep in memory what a traced script saves, because its tensors have no numbers and must not overwrite a real file.
 
-It loads what it saved. Other files are read as torch reads them without numbers.
+The script loads what it saved from there. Other files are read as torch reads them without numbers.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def saved_in_memory() -> Iterator[None]:
         else:
             files[path] = _copied(obj)
 
-    def loading(own: Callable[..., Any]) -> Callable[..., Any]:
+    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         def load(f: Any, *args: Any, **kwargs: Any) -> Any:
             path = _path_of(f)
             if path is None and f in buffers:
                 return _copied(buffers[f])
-            return _copied(files[path]) if path in files else own(f, *args, **kwargs)
+            return _copied(files[path]) if path in files else original(f, *args, **kwargs)
 
         return load
 
@@ -46,13 +46,13 @@ def saved_in_memory() -> Iterator[None]:
 
 
 def _path_of(f: Any) -> str | None:
-    """Return where a file lies that is named or opened; None for a buffer."""
+    """Return the path of a file that is named or opened; None for a buffer."""
     name = f if isinstance(f, (str, os.PathLike)) else getattr(f, "name", None)
     return os.path.realpath(os.fspath(name)) if isinstance(name, (str, os.PathLike)) else None
 
 
 def _copied(obj: Any) -> Any:
-    """Return ``obj`` with copies of its tensors; other objects, as a whole model, as ``copy.deepcopy`` copies them."""
+    """Return ``obj`` with copies of its tensors; other objects, such as a whole model, are copied by ``copy.deepcopy``."""
     if isinstance(obj, torch.nn.Module):
         return copy.deepcopy(obj)
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), obj)

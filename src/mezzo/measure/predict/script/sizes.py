@@ -20,12 +20,12 @@ aten: Any = torch.ops.aten
 
 
 @contextmanager
-def largest_sizes(told: Callable[[], None]) -> Iterator[None]:
-    """Let such operations return results of the largest size for the block; ``told`` is called for each."""
+def largest_sizes(on_use: Callable[[], None]) -> Iterator[None]:
+    """Let such operations return results of the largest size for the block; ``on_use`` is called for each."""
 
     def noted(sized: Callable[..., Any]) -> Callable[..., Any]:
         def implementation(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-            told()
+            on_use()
             with mode:
                 return sized(*args, **kwargs)
 

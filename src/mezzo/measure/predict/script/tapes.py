@@ -1,7 +1,7 @@
 """Tapes of unmodified scripts, recorded in a process of their own (``process``).
 
 The size of a batch is that of what a ``DataLoader`` yields; other sizes follow from a tape at half the size, which the loader is
-made to yield. For a script without loaders, its arguments, its text and the files that it reads are searched for the size.
+made to yield. For a script without loaders, the size is looked for in its arguments, its text and the files that it reads.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class TapeRequest:
     file: str = ""
     """The file of ``numbers``: the script, a module of its own or a configuration."""
     numbers: Sequence[tuple[int, int]] = ()
-    """The numbers in ``file`` that become ``batch``, as ``BatchSource`` has them."""
+    """The numbers in ``file`` that become ``batch``, in the form of ``BatchSource.numbers``."""
     numbers_first: bool = False
     """Whether the script has numbers until it builds its first module: preparing its data without them would take too long."""
-    gpu_there: bool = True
-    """Whether the script is told that there is a GPU; otherwise it is told what is true on this machine."""
+    gpu_present: bool = True
+    """Whether the script sees a simulated GPU; otherwise it sees what this machine has."""
     launched: bool = False
-    """Whether it is told what a launcher tells the only process of a job."""
+    """Whether it gets the variables that a launcher sets for the only process of a job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class ScriptTape:
     num_steps: int = 0
     from_loader: bool = False
     size_at: str = ""
-    """What sets the size of a batch in the script, where that is no loader."""
+    """What sets the size of a batch in the script, if that is not a loader."""
     modules: Sequence[str] = ()
     """The Python files of its own that the script imports."""
     configurations: Sequence[str] = ()
@@ -95,29 +95,29 @@ class ScriptTape:
     """Whether it was stopped because preparing its data without numbers takes too long."""
     needs_numbers: bool = False
     """Whether it failed because the size of a result depends on numbers."""
-    told_of_gpu: Sequence[str] = ()
-    """What told it of a GPU, as functions of ``torch.cuda``."""
+    gpu_queries: Sequence[str] = ()
+    """Functions that reported the simulated GPU to it."""
     launched: bool = False
-    """Whether it was told what a launcher tells the only process of a job, since it fails without."""
+    """Whether it got the variables that a launcher sets for the only process of a job, because it fails without them."""
     policy: str = ""
     compiles: Sequence[str] = ()
     """Functions by which it compiles, which were left out."""
     fails_with_gpu: str = ""
-    """Why it failed when it was told of a GPU; it was then told what is true on this machine."""
+    """Why it failed with the simulated GPU; it was then traced with what this machine has."""
 
 
 def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None = None) -> list[ScriptTape]:
     """Return the tapes of ``requests``, recorded in a process of their own.
 
-    A script that needs a launcher's variables gets those of the only process of a job. One that fails because it was told of a GPU
-    runs again and is told the truth. If FP32, the baseline of all, has a tape, a policy under which the script fails has none.
+    A script that needs a launcher's variables gets those of the only process of a job. A script that fails because it sees the simulated
+    GPU runs again without it. If FP32, the baseline of all, has a tape, a policy under which the script fails has none.
 
     Args:
         requests: what to record.
         deadline_s: the time of ``time.monotonic`` at which recording ends.
 
     Raises:
-        UsageError: the script does not exist, cannot be traced, not in time, or ended before its second step.
+        UsageError: the script does not exist, cannot be traced, is not traced in time, or ends before its second step.
     """
     for request in requests:
         if not request.as_module and not Path(request.script).is_file():
@@ -126,15 +126,15 @@ def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None 
     if all(one.error.endswith(tuple(f"KeyError: {name!r}" for name in ONLY_PROCESS)) for one in found):
         requests = [replace(request, launched=True) for request in requests]
         found, output = _recorded(requests, deadline_s)
-    if not any(one.tape for one in found) and all(one.told_of_gpu for one in found):
-        again, _ = _recorded([replace(request, gpu_there=False) for request in requests], deadline_s)
+    if not any(one.tape for one in found) and all(one.gpu_queries for one in found):
+        again, _ = _recorded([replace(request, gpu_present=False) for request in requests], deadline_s)
         if any(one.tape for one in again):
             why = found[0].error or "it never trains"
             found = [replace(one, fails_with_gpu=why) for one in again]
     trains = any(one.tape for request, one in zip(requests, found, strict=True) if request.policy == FP32.name)
     for request, one in zip(requests, found, strict=True):
         if one.error and not trains:
-            raise _failed(request, one, output)
+            raise _script_error(request, one, output)
         if one.tape is None and not one.error:
             raise UsageError(
                 f"{request.script} never trains: it ended after {one.num_steps} of {STEPS} optimizer steps on a model in training mode",
@@ -148,25 +148,25 @@ def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None 
 def _recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> tuple[list[ScriptTape], str]:
     """Return what each request recorded, and what the process printed."""
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "requests"
-        place.write_bytes(pickle.dumps(list(requests)))
-        words = [sys.executable, "-m", "mezzo.measure.predict.script.process", str(place)]
+        requests_file = Path(folder) / "requests"
+        requests_file.write_bytes(pickle.dumps(list(requests)))
+        command = [sys.executable, "-m", "mezzo.measure.predict.script.process", str(requests_file)]
         # One process is traced: with a launcher's variables a script would wait for the others.
-        alone = {name: value for name, value in os.environ.items() if name not in ONLY_PROCESS}
-        output, code = _run(words, alone, requests[0].script, deadline_s)
-        found: list[ScriptTape] = []
+        environment = {name: value for name, value in os.environ.items() if name not in ONLY_PROCESS}
+        output, code = _run(command, environment, requests[0].script, deadline_s)
+        tapes: list[ScriptTape] = []
         for number, request in enumerate(requests):
-            made = place.with_name(f"tape{number}")
-            if not made.exists():
-                raise _died(request, output, code)
-            found.append(pickle.loads(made.read_bytes()))
-    return found, output
+            tape_file = requests_file.with_name(f"tape{number}")
+            if not tape_file.exists():
+                raise _crash_error(request, output, code)
+            tapes.append(pickle.loads(tape_file.read_bytes()))
+    return tapes, output
 
 
-def _run(words: list[str], environment: dict[str, str], script: str, deadline_s: float | None) -> tuple[str, int]:
-    """Return what the process printed and its exit code; its forks end with it, however this function ends."""
+def _run(command: list[str], environment: dict[str, str], script: str, deadline_s: float | None) -> tuple[str, int]:
+    """Return what the process printed and its exit code; its forks are killed with it, however this function ends."""
     process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
     try:
         output, _ = process.communicate(timeout=None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
@@ -189,11 +189,11 @@ def _kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def _died(request: TapeRequest, output: str, code: int) -> UsageError:
+def _crash_error(request: TapeRequest, output: str, code: int) -> UsageError:
     last = "\n".join(output.splitlines()[-_TAIL:])
     causes = {  # by signal
-        9: "it was killed, as by a machine that is out of memory",
-        11: "native code of its own, as an optimizer's kernels, reads the memory of tensors, which have none here",
+        9: "it was killed, probably because the machine ran out of memory",
+        11: "its native code, such as an optimizer's kernels, reads the memory of tensors, which have none here",
     }
     ended = (why for number, why in causes.items() if f"ended by signal {number}" in output or code == -number)
     cause = next(ended, "")
@@ -209,13 +209,13 @@ def _check_formats(script: str, tape: TrainingTape) -> None:
     double = sum(operation.flops for operation in tape.operations if operation.format == FP64.name)
     if double > _MOST_DOUBLE * counted:
         raise UsageError(
-            f"{script} cannot be predicted: {double / counted:.0%} of its FLOPs are in float64, and GPUs are listed without its rates",
+            f"{script} cannot be predicted: {double / counted:.0%} of its FLOPs are in float64, for which GPUs are listed without rates",
             hint="convert model and data to float32 (model.float(), torch.set_default_dtype), or measure it with mezzo run",
         )
 
 
-def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
-    if one.exited:  # as argparse ends a script that does not know an option
+def _script_error(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
+    if one.exited:  # for example argparse, which ends a script with an unknown option
         printed = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing")
         return UsageError(
             f"{request.script} ended before it trained: {one.error} ({printed})",
@@ -230,13 +230,13 @@ def _failed(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
     if one.needs_numbers:
         return UsageError(
             f"{request.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",
-            hint="pass the size where it takes one, as output_size= of repeat_interleave or num_classes= of one_hot, "
+            hint="pass the size where the function accepts one, such as output_size= of repeat_interleave or num_classes= of one_hot, "
             "or predict the model by name with --model",
         )
     if "SparseTensorImpl" in one.error:
         return UsageError(
-            f"{request.script} cannot be predicted: its gradients are sparse, and what they take depends on numbers ({one.error})",
-            hint="trace it with sparse=False in its nn.Embedding, which is the most that it takes, or measure it with mezzo run",
+            f"{request.script} cannot be predicted: its gradients are sparse, and their size depends on numbers ({one.error})",
+            hint="trace it with sparse=False in its nn.Embedding, which gives an upper bound, or measure it with mezzo run",
         )
     if (advice := advice_for(one.error)) or request.policy == "fp32" or not refuses_format(one.error):
         return UsageError(

@@ -1,4 +1,4 @@
-"""What another machine can compute, in a file: read as it was written; anything else is refused."""
+"""What another machine can compute, in a file: read back as written; any other content is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from mezzo.errors import RecordError
 from mezzo.measure.doctor import facts
-from mezzo.measure.facts_there import main, read_facts
+from mezzo.measure.remote_facts import main, read_facts
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -21,5 +21,5 @@ def test_anything_else_is_refused(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "facts.json"
     if text is not None:
         path.write_text(text, encoding="utf-8")
-    with pytest.raises(RecordError, match="does not say what the machine can compute"):
+    with pytest.raises(RecordError, match="does not describe what the machine can compute"):
         read_facts(path)

@@ -1,4 +1,4 @@
-"""A script's several losses: told apart by the optimizers that they belong to, or left as one."""
+"""The several losses of a script: separated by the optimizers that they belong to, or left as one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from helpers_launch import ran
 from mezzo.launch.torch import TorchTraining, switched
-from mezzo.measure.apart import LossesApart
+from mezzo.measure.separate_losses import SeparateLosses
 from mezzo.policy import Policy
 from mezzo.records import Loss, Steps
 
@@ -43,7 +43,7 @@ def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
 def test_what_a_pass_reaches_matters_only_to_several_passes_and_optimizers(
     passes: int, owners: int, needed: bool
 ) -> None:
-    losses: LossesApart[float] = LossesApart(operator.add)
+    losses: SeparateLosses[float] = SeparateLosses(operator.add)
     for _ in range(passes):
         losses.add(1.0)
     losses.close(1, made_by=frozenset(range(owners)))
@@ -52,16 +52,16 @@ def test_what_a_pass_reaches_matters_only_to_several_passes_and_optimizers(
 
 @pytest.mark.parametrize("first", [0, 1, 2], ids="closed before: {}".format)
 @pytest.mark.parametrize("passes", [1, 2])
-def test_turns_put_losses_where_close_and_add_do(passes: int, first: int) -> None:
-    turning, closing = (LossesApart[float](operator.add) for _ in range(2))
-    both, one = (turning, closing), frozenset((0,))
+def test_advance_puts_losses_where_close_and_add_do(passes: int, first: int) -> None:
+    advancing, closing = (SeparateLosses[float](operator.add) for _ in range(2))
+    both, one = (advancing, closing), frozenset((0,))
     for losses in both:
         for step in range(1, first + 1):
             losses.add(10.0 * step)
             losses.close(step, made_by=one)
         for _ in range(passes):
             losses.add(1.0)
-    turning.turns([2.0, 3.0, 4.0], first + 1, made_by=one)
+    advancing.advance([2.0, 3.0, 4.0], first + 1, made_by=one)
     for step, value in enumerate([2.0, 3.0, 4.0], start=first + 1):
         closing.close(step, made_by=one)
         closing.add(value)
@@ -90,7 +90,7 @@ def test_a_gans_losses_alternate(policy: str) -> None:
     assert found(steps) == {"net_d": ([1, 3, 5], [10.5, 11.5, 12.5]), "net_g": ([2, 4, 6], [20.0, 21.0, 22.0])}
 
 
-def test_losses_of_one_update_are_told_apart_by_what_they_reach() -> None:
+def test_losses_of_one_update_are_separated_by_what_they_reach() -> None:
     def train() -> None:
         net_g, net_d = nn.Linear(2, 2), nn.Linear(2, 1)
         updates = sgd(net_g), sgd(net_d)

@@ -18,7 +18,7 @@ V = TypeVar("V")
 """The type of a loss while a script runs: a tensor on its device, or a framework's scalars."""
 
 
-class LossesApart(Generic[V]):
+class SeparateLosses(Generic[V]):
     """Losses by the optimizers to which they belong."""
 
     def __init__(self, plus: Callable[[V, V], V]) -> None:
@@ -40,19 +40,19 @@ class LossesApart(Generic[V]):
         self._open, self._num_open = {}, 0
 
     def close(self, step: int, *, made_by: Owners) -> None:
-        """Close a step, numbered from 1, whose update these optimizers made."""
+        """Close step number ``step``, counted from 1; ``made_by``: the optimizers that made its update."""
         if len(made_by) < 2 or self._num_open < 2:
             for value in self._open.values():
                 self._put(made_by, step, value)
         else:
             self.needs_reach = True
             for reached, value in self._open.items():
-                if reached is not None:  # an unknown pass belongs to no optimizer
+                if reached is not None:  # a pass of unknown reach belongs to no optimizer
                     self._put(reached & made_by or made_by, step, value)
         self.forget()
 
-    def turns(self, values: Sequence[V], step: int, *, made_by: Owners) -> None:
-        """Close the open step, then add the next value, for each of ``values``, as ``close`` and ``add`` do; number steps from ``step``."""
+    def advance(self, values: Sequence[V], step: int, *, made_by: Owners) -> None:
+        """Do what ``close`` and then ``add`` do, for each of ``values`` in turn; the open step is number ``step``."""
         column = self._columns.get(made_by)
         if self._num_open == 1 and column is not None and None in self._open:
             column.steps.extend(range(step, step + len(values)))
@@ -62,7 +62,7 @@ class LossesApart(Generic[V]):
         self.close(step, made_by=made_by)
         self.add(values[0])
         if len(values) > 1:
-            self.turns(values[1:], step + 1, made_by=made_by)
+            self.advance(values[1:], step + 1, made_by=made_by)
 
     def _put(self, owners: Owners, step: int, value: V) -> None:
         column = self._columns.setdefault(owners, Column())
@@ -81,22 +81,25 @@ class LossesApart(Generic[V]):
         known = self._merged()
         if not _alternate([*known.values()]):
             return {}
-        own = [owners.difference(*(other for other in known if other < owners)) or owners for owners in known]
-        given = [[names.get(number, "") for number in sorted(owners)] for owners in own]
-        titles = [" + ".join(parts) for parts in given]
-        if len(set(titles)) < len(titles) or not all(parts and all(parts) for parts in given):
+        exclusive = [owners.difference(*(other for other in known if other < owners)) or owners for owners in known]
+        parts_of_each = [[names.get(number, "") for number in sorted(owners)] for owners in exclusive]
+        titles = [" + ".join(parts) for parts in parts_of_each]
+        if len(set(titles)) < len(titles) or not all(parts and all(parts) for parts in parts_of_each):
             titles = [f"loss {number}" for number in range(1, len(known) + 1)]
         return dict(zip(titles, known.values(), strict=True))
 
     def _merged(self) -> dict[Owners, Column[V]]:
-        """Return the columns in order of their first steps; one whose optimizers sometimes step with others is merged into theirs."""
+        """Return the columns in the order of their first steps.
+
+        A column whose optimizers sometimes step together with others is merged into the column of the larger group.
+        """
         merged: dict[Owners, Column[V]] = {}
         for owners, column in sorted(self._columns.items(), key=lambda item: -len(item[0])):
-            whole = next((o for o, c in merged.items() if owners < o and not set(c.steps) & set(column.steps)), None)
-            if whole is None:
+            larger = next((o for o, c in merged.items() if owners < o and not set(c.steps) & set(column.steps)), None)
+            if larger is None:
                 merged[owners] = column
             else:
-                merged[whole] = merged[whole].with_steps_of(column)
+                merged[larger] = merged[larger].merged_with(column)
         return dict(sorted(merged.items(), key=lambda item: item[1].steps[0]))
 
 
@@ -107,8 +110,8 @@ class Column(Generic[V]):
     steps: list[int] = field(default_factory=list)
     values: list[V] = field(default_factory=list)
 
-    def with_steps_of(self, other: Column[V]) -> Column[V]:
-        """Return both, in the order of their steps."""
+    def merged_with(self, other: Column[V]) -> Column[V]:
+        """Return both columns as one, in the order of their steps."""
         pairs = [*zip(self.steps, self.values, strict=True), *zip(other.steps, other.values, strict=True)]
         pairs.sort(key=lambda pair: pair[0])
         return Column([step for step, _ in pairs], [value for _, value in pairs])

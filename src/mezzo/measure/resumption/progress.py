@@ -1,4 +1,4 @@
-"""State whose loss shows only as a training continues: the place in the data, random numbers, and a script's own counters."""
+"""State whose loss shows only in later steps: the position in the data, random numbers, and a script's own counters."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from mezzo.records import MissingState
 
 _RANDOM_FIX = (
     "save random.getstate(), numpy.random.get_state(), torch.get_rng_state() and torch.cuda.get_rng_state_all() "
-    "(and the state of a generator of your own), and set them before the next batch"
+    "(and the state of a generator of your own), and restore them before the next batch"
 )
-_POSITION_FIX = "save how many batches of the epoch were trained on, and leave these out after resuming"
+_POSITION_FIX = "save how many batches of the epoch were trained on, and skip these after resuming"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """A resumed run beside the undisturbed one."""
+    """A resumed run and the undisturbed one."""
 
     whole: RunTrace
     trace: RunTrace
-    begun: int
+    resumed_after: int
     """The update of the undisturbed run after which the resumed run began."""
 
     @property
     def pairs(self) -> list[tuple[Point, Point]]:
         """The states before the same update in both runs."""
-        both = ((self.whole.points.get(self.begun + n), point) for n, point in sorted(self.trace.points.items()))
+        both = (
+            (self.whole.points.get(self.resumed_after + n), point) for n, point in sorted(self.trace.points.items())
+        )
         return [(then, now) for then, now in both if then is not None]
 
     @property
     def total(self) -> int:
         """Updates of the stopped and the resumed part together."""
-        return self.begun + self.trace.num_updates
+        return self.resumed_after + self.trace.num_updates
 
     @property
     def has_all_steps(self) -> bool:
@@ -44,16 +46,16 @@ class Resumed:
 
 
 def lost_position(runs: Resumed) -> Iterator[MissingState]:
-    """Yield the place in the data, if the resumed run begins at another one."""
+    """Yield the position in the data, if the resumed run begins at another one."""
     then, now = runs.pairs[0]
     if _same_batch(then, now) or (then.batch == now.batch > 0 and runs.has_all_steps):
         return
     if not then.samples and runs.has_all_steps and other_generators(then, now):
         return  # the batch itself may be drawn at random
-    trained = [n for n, point in runs.whole.points.items() if n != runs.begun and _same_batch(point, now)]
-    step = runs.begun + 1
+    trained = [n for n, point in runs.whole.points.items() if n != runs.resumed_after and _same_batch(point, now)]
+    step = runs.resumed_after + 1
     if trained:
-        other = max((n for n in trained if n < runs.begun), default=trained[0]) + 1
+        other = max((n for n in trained if n < runs.resumed_after), default=trained[0]) + 1
         resumed, why = f"the batch of step {other}", "its samples are those of that step"
     elif then.batch != now.batch:
         resumed, why = f"batch {now.batch} of its pass", f"undisturbed, it is batch {then.batch} of its pass"
@@ -74,12 +76,12 @@ def lost_randomness(runs: Resumed, *, has_position: bool) -> Iterator[MissingSta
 
     Args:
         runs: both runs.
-        has_position: whether the resumed run is at its place in the data.
+        has_position: whether the resumed run is at its position in the data.
     """
     then, now = runs.pairs[0]
-    other = other_generators(then, now)
-    drawn = [name for name in other if runs.whole.drawn_from(name, after=runs.begun)]
-    moved = [name for name in other if runs.whole.moves(name, after=runs.begun)]
+    changed = other_generators(then, now)
+    drawn = [name for name in changed if runs.whole.drawn_from(name, after=runs.resumed_after)]
+    moved = [name for name in changed if runs.whole.moves(name, after=runs.resumed_after)]
     batch = first_other_batch(runs) if has_position else None
     if (batch is not None and moved) or drawn:
         by_batch = batch is not None and moved
@@ -87,7 +89,7 @@ def lost_randomness(runs: Resumed, *, has_position: bool) -> Iterator[MissingSta
         yield MissingState(
             state="random generators",
             name=", ".join(moved if by_batch else drawn),
-            undisturbed=f"as after step {runs.begun}",
+            undisturbed=f"as after step {runs.resumed_after}",
             resumed="another state",
             evidence=why if by_batch else "the forward pass draws from it, as dropout does",
             fix=_RANDOM_FIX,
@@ -99,7 +101,7 @@ def lost_randomness(runs: Resumed, *, has_position: bool) -> Iterator[MissingSta
             undisturbed=f"the batch of step {batch}",
             resumed="another batch",
             evidence="all random generators that were found are as they were",
-            fix="let the order follow from the epoch, or save what it follows from",
+            fix="derive the order from the epoch, or save what it is derived from",
         )
 
 

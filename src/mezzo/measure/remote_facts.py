@@ -1,4 +1,4 @@
-"""What another machine can compute: there, ``python -m mezzo.measure.facts_there FILE`` writes a file; here, ``read_facts`` reads it.
+"""What another machine can compute: ``python -m mezzo.measure.remote_facts FILE`` writes it to a file there, ``read_facts`` reads it here.
 
 Importing this module imports no torch; running it does.
 """
@@ -26,14 +26,14 @@ def read_facts(path: Path) -> Facts:
         return TypeAdapter(Facts).validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         raise RecordError(
-            f"{path} does not say what the machine can compute: {type(error).__name__}",
-            hint="type the command again; if it stays so, mezzo doctor on that machine says why",
+            f"{path} does not describe what the machine can compute: {type(error).__name__}",
+            hint="type the command again; if that does not help, mezzo doctor on that machine shows why",
         ) from None
 
 
-def main(words: Sequence[str]) -> None:
-    """Write the facts of this machine to the file that is named."""
-    write_whole(TypeAdapter(Facts).dump_json(facts()).decode(), Path(words[0]))
+def main(arguments: Sequence[str]) -> None:
+    """Write the facts of this machine to the file that the first argument names."""
+    write_whole(TypeAdapter(Facts).dump_json(facts()).decode(), Path(arguments[0]))
 
 
 if __name__ == "__main__":
