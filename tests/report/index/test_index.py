@@ -111,7 +111,7 @@ def test_the_history_of_a_script_joins_records_of_one_command() -> None:
     }
     fp16 = next(line for line in chart.lines if line.name == "fp16")
     assert list(fp16.y) == [0.75, 0.75, 0.25]  # the record without it leaves no gap
-    assert chart.words.endswith("now fp16 0.25.")
+    assert chart.description.endswith("now fp16 0.25.")
 
 
 def test_a_thousand_hostile_names_leave_the_index_intact(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_the_tree_shows_the_error_of_each_module() -> None:
     assert head.text == "Linear: output 0.0004, dgrad 0.0003, wgrad 0.0005, rounded 0.0005"
     # 5e-4 on a logarithmic scale from 1e-5 to 1: 1.699 of 5 decades.
     assert [part.share for part in head.bars] == [pytest.approx(1.69897 / 5)]
-    assert tree.words == (
+    assert tree.description == (
         "5 modules run by themselves in the lower precision; 2 of them make an error above the tolerance of 0.02; "
         "kept in FP32: blocks.0.fault."
     )

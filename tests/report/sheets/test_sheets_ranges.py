@@ -132,7 +132,7 @@ def test_the_histogram_stands_over_the_limits_of_the_formats() -> None:
     assert tracks["fp16"] == (-24, -14, 16)
     assert tracks["bf16"] == (-133, -126, 128)
     assert [(span.low, span.high) for span in chart.spans] == [(-14, 16)]
-    assert "weight gradients from 2^-5 to 2^0, most at 2^-1" in chart.words
+    assert "weight gradients from 2^-5 to 2^0, most at 2^-1" in chart.description
 
 
 def test_the_curves_hold_the_shares_of_the_record() -> None:
@@ -144,7 +144,7 @@ def test_the_curves_hold_the_shares_of_the_record() -> None:
     rising = dict(zip(chart.x, over.y, strict=True))
     assert [rising[20], rising[21]] == [0.0, 0.25]
     assert [(span.axis, span.low, span.high) for span in chart.spans] == [("x", 2, 20)]
-    assert "fp16 loses little from 2^2 to 2^20" in chart.words
+    assert "fp16 loses little from 2^2 to 2^20" in chart.description
 
 
 def test_names_are_text_and_a_failed_run_says_why() -> None:

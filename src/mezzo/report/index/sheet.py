@@ -114,7 +114,7 @@ def _history(number: int, script: str, entries: Sequence[IndexLine]) -> History:
     chart = Chart(
         name=f"history{number}",
         title=f"Final loss of {script} under mezzo {kind_shown}",
-        words=f"The final loss over {fmt.plural(len(known), 'record')}, from {known[0].date} to {known[-1].date}; now {ends}.",
+        description=f"The final loss over {fmt.plural(len(known), 'record')}, from {known[0].date} to {known[-1].date}; now {ends}.",
         x=list(range(1, len(known) + 1)),
         last_x=len(known),
         x_axis=Axis(title="record, by date"),
@@ -122,7 +122,7 @@ def _history(number: int, script: str, entries: Sequence[IndexLine]) -> History:
         lines=lines,
         layered=True,
         height=220,
-        point_words="record",
+        point_noun="record",
     )
     return History(script=script, entries=shown, chart=chart)
 
