@@ -21,7 +21,7 @@ class PredictLine:
 
     gpu: str
     card: str
-    """The GPU's memory as sold; empty where the record does not have it."""
+    """The GPU's memory as sold; empty if the record does not have it."""
     policy: str
     throughput: str = fmt.MISSING
     band: str = fmt.MISSING
@@ -45,7 +45,7 @@ class PredictSheet(Sheet):
     unit: str
     largest_head: str
     cost_head: str
-    """Empty where no price is known."""
+    """Empty if no price is known."""
     slurm: str
     fit: list[Fact]
     """Whether the batch fits each GPU, and the largest that does."""
@@ -59,8 +59,8 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         title=f"{fmt.clean(record.model)}: prediction",
         model=fmt.clean(record.model),
         headline=_headline(record),
-        details=f"{fmt.clean(record.input)}, {fmt.clean(record.optimizer)}{_job(record)}. Predicted, not measured. "
-        f"{_band(record)}",
+        details=f"Input: {fmt.clean(record.input)}. Optimizer: {fmt.clean(record.optimizer)}{_job(record)}. "
+        f"Predicted, not measured. {_band(record)}",
         unit=fmt.clean(record.unit),
         largest_head=f"largest batch ({record.headroom:.0%} of the memory left free)",
         cost_head=f"cost per million {fmt.clean(record.unit)}"
@@ -76,7 +76,7 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
 
 
 def predict_answer(record: PredictRecord, sheet: PredictSheet) -> Headline:
-    """Return the answer that the page begins with: the fastest GPU that the batch fits."""
+    """Return the answer at the top of the page: the fastest GPU that the batch fits."""
     best = record.best
     if best is None:
         return Headline(tone="bad", word="does not fit")
@@ -111,7 +111,9 @@ def _fitting(best: Prediction) -> str:
 
 def _band(record: PredictRecord) -> str:
     if all(one.gpu == "cpu" for one in record.predictions):
-        return "The band is that of the calibration's own trainings on this machine; no largest batch is predicted for a CPU."
+        return (
+            "The band is that of the trainings that calibrated this machine; no largest batch is predicted for a CPU."
+        )
     return (
         "The band contains 8 of 10 measured trainings on GPU architectures that were left out of the fit; "
         f"the largest batch leaves {record.headroom:.0%} of the memory free."
@@ -129,23 +131,23 @@ def _headline(record: PredictRecord) -> str:
     if best is None:
         return f"{what} fits none of these GPUs"
     return (
-        f"{what} runs fastest on {fmt.clean(best.gpu)} in {policy_words(best)}: "
+        f"{what} runs fastest on {fmt.clean(best.gpu)} in {policy_text(best)}: "
         f"about {fmt.rate_text(best.throughput)} {fmt.clean(record.unit)}/s"
     )
 
 
 def _fit(record: PredictRecord) -> list[Fact]:
-    """Return a line per GPU: whether the record's batch fits, by policy, with the share of the card that it leaves free."""
-    found: dict[str, list[Prediction]] = {}
+    """Return a line for each GPU: whether the record's batch fits, by policy, with the share of the memory that it leaves free."""
+    by_gpu: dict[str, list[Prediction]] = {}
     for one in record.predictions:
         if one.possible:
-            found.setdefault(one.gpu, []).append(one)
+            by_gpu.setdefault(one.gpu, []).append(one)
     lines = []
-    for gpu, group in found.items():
+    for gpu, group in by_gpu.items():
         fitting = [one for one in group if one.fits]
-        word = "fits" if len(fitting) == len(group) else "fits in part" if fitting else "does not fit"
-        card = f" of {_card(group[0])}" if group[0].gpu_bytes else ""
-        each = "; ".join(f"{policy_words(one)} {_room(one)}" for one in group)
+        word = "fits" if len(fitting) == len(group) else "fits under some" if fitting else "does not fit"
+        card = f" ({_card(group[0])})" if group[0].gpu_bytes else ""
+        each = "; ".join(f"{policy_text(one)} {_memory_left(one)}" for one in group)
         tone = {"fits": "good", "does not fit": "bad"}.get(word, "warn")
         lines.append(Fact(what=f"{fmt.clean(gpu)}{card}", value=word, reason=each, tone=tone))
     unknown = next((one for one in record.assumptions if one.value == "do not follow"), None)
@@ -154,18 +156,18 @@ def _fit(record: PredictRecord) -> list[Fact]:
     return lines
 
 
-def _room(one: Prediction) -> str:
+def _memory_left(one: Prediction) -> str:
     """Return the device memory of a prediction, how much is left, and the largest batch."""
     left = ""
     if one.gpu_bytes:
         free = 1 - one.device_bytes / one.gpu_bytes
-        left = f", {free:.0%} free" if free >= 0 else f", {-free:.0%} too much"
+        left = f", {free:.0%} free" if free >= 0 else f", {-free:.0%} over"
     largest = "" if one.largest_batch is None else f", batch up to {one.largest_batch}"
     return f"{fmt.bytes_text(one.device_bytes)}{left}{largest}"
 
 
 def _line(one: Prediction, trade: str) -> PredictLine:
-    gpu, card, policy = fmt.clean(one.gpu), _card(one), policy_words(one)
+    gpu, card, policy = fmt.clean(one.gpu), _card(one), policy_text(one)
     if not one.possible:
         return PredictLine(gpu=gpu, card=card, policy=policy, verdict=verdict_text(one))
     bound = max(one.bounds, key=lambda kind: one.bounds[kind])
@@ -196,15 +198,15 @@ def band_text(one: Prediction) -> str:
 
 
 def verdict_text(one: Prediction, trade: str = "") -> str:
-    """Return whether the policy is worth it on its GPU, or the ``trade`` of its checkpointing, and what limits the prediction."""
+    """Return whether the policy is worth it on its GPU, or else the ``trade`` of checkpointing, and what limits the prediction."""
     if not one.possible:
         return f"{fmt.clean(one.reason)}."
-    basis = "" if one.validated else "Not validated: no measured rows."
+    basis = "" if one.validated else "Not validated: no measurements to compare it with."
     notes = [
         "" if one.fits else "Does not fit.",
         trade or one.verdict,
         f"{one.reason}." if one.reason else "",
-        "Rates measured on this machine; the band is that of its calibration." if one.calibrated else basis,
+        "The rates were measured on this machine; the band is that of its calibration." if one.calibrated else basis,
     ]
     return fmt.clean(" ".join(filter(None, notes)))
 
@@ -214,7 +216,7 @@ def _job(record: PredictRecord) -> str:
     return f", {record.gpus_per_job} GPUs per job ({fmt.clean(record.shard)})" if record.gpus_per_job > 1 else ""
 
 
-def policy_words(one: Prediction | PredictionDetail) -> str:
+def policy_text(one: Prediction | PredictionDetail) -> str:
     """Return the policy with its plan of checkpointing."""
     return fmt.clean(f"{one.policy}, {one.checkpoint}" if one.checkpoint else one.policy)
 
@@ -227,7 +229,7 @@ def _trade(one: Prediction, record: PredictRecord) -> str:
         return ""
     slower = one.step_ms / plain.step_ms - 1
     saved = fmt.bytes_text(max(0, plain.allocated_bytes - one.allocated_bytes))
-    return f"Checkpointing: {saved} less, the step {slower:.0%} longer."
+    return f"Checkpointing saves {saved}; the step takes {slower:.0%} longer."
 
 
 def _card(one: Prediction) -> str:
@@ -241,7 +243,6 @@ def print_predict(sheet: PredictSheet, console: Console) -> None:
     """Print what was predicted, whether it fits, how fast it is, and what bounds it."""
     console.print(Text(sheet.details, style="dim"))
     terminal.section(console, "Does it fit?", terminal.fact_table(sheet.fit))
-    console.print(Text(sheet.largest_head, style="dim"))
     heads = ["GPU", "policy", f"{sheet.unit}/s", "10% to 90%", "step", "allocated\nreserved\ndevice", "largest\nbatch"]
     table = terminal.plain_table(
         *heads, "over FP32\n/ TF32", *([sheet.cost_head.replace(" per ", "\nper ")] if sheet.cost_head else [])
@@ -259,7 +260,7 @@ def print_predict(sheet: PredictSheet, console: Console) -> None:
         last = line.gpu
     terminal.section(console, "By GPU and policy", table)
     facts = [Fact(what=f"{line.gpu}, {line.policy}", value=line.bound, reason=line.verdict) for line in sheet.lines]
-    terminal.section(console, "What bounds it, and is it worth it", terminal.fact_table(facts))
+    terminal.section(console, "What bounds the step, and is it worth it?", terminal.fact_table(facts))
 
 
 def predict_details(sheet: PredictSheet, console: Console) -> None:
