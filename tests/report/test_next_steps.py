@@ -235,7 +235,10 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         [
             ("train with bf16", f"mezzo run --policy bf16 {TAIL}"),
             ("fp16 stopped learning; find out why", f"mezzo diagnose --policy fp16 {TAIL}"),
-            ("fp8 trains to a different result; find the modules to keep in FP32", f"mezzo fallback --policy fp8 {TAIL}"),
+            (
+                "fp8 trains to a different result; find the modules to keep in FP32",
+                f"mezzo fallback --policy fp8 {TAIL}",
+            ),
         ],
     ),
     "failed": (

@@ -52,7 +52,7 @@ def test_a_prediction_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert sum(record.predictions[0].bounds.values()) == pytest.approx(1)
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "Where the time and the memory go" in page
-    assert "16 tokens, adamw" in page
+    assert "Input: 16 tokens. Optimizer: adamw" in page
 
 
 def test_prices_masters_fp8_and_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +68,7 @@ def test_prices_masters_fp8_and_slurm(tmp_path: Path, capsys: pytest.CaptureFixt
     assert record.slurm[2] == "#SBATCH --gres=gpu:h100:1"
     shown = capsys.readouterr().out
     assert "#SBATCH --gres=gpu:h100:1" in shown
-    assert "Not validated: no measured rows." in " ".join(shown.split())
+    assert "Not validated: no measurements to compare it with." in " ".join(shown.split())
 
 
 SCRIPT = """
@@ -253,7 +253,7 @@ def test_checkpointing_shows_what_it_costs_and_saves(tmp_path: Path, capsys: pyt
     assert plain.allocated_bytes > selective.allocated_bytes > full.allocated_bytes
     assert plain.step_ms < full.step_ms
     assert "fp16, full" in shown
-    assert "less, the step" in shown
+    assert "; the step takes" in shown
 
 
 def test_the_record_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.live_log import logged
+from mezzo.cli.live_log import live_logging
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.guarding import check_guard, guard_request
 from mezzo.cli.options.model_changes import changes_of
@@ -74,7 +74,7 @@ def run(
     changes = changes_of(script, channels_last=channels_last, compiles=compiles, checkpoint=checkpoint or "")
 
     def logged_run(request: Request) -> RunRecord:
-        with logged(script.log_to):
+        with live_logging(script.log_to):
             record = run_child(request)
         return with_fits(record, script, policy)
 
