@@ -170,7 +170,7 @@ def test_plain_lines_come_seldom_and_only_while_something_runs(
             clock.now_s += 10.0
             for _ in range(LONGEST):
                 time.sleep(0.01)
-                if progress._told_s == clock.now_s:
+                if progress._last_line_s == clock.now_s:
                     break
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -221,7 +221,7 @@ def test_what_one_process_finds_is_what_two_find(tmp_path: Path) -> None:
     assert fallback.verdict == "not needed"
 
 
-@pytest.mark.parametrize("command", sorted(ranks._ALONE))
+@pytest.mark.parametrize("command", sorted(ranks._IN_ONE_PROCESS))
 @pytest.mark.parametrize(
     ("launcher", "variables"),
     [
@@ -246,7 +246,7 @@ def test_commands_for_one_process_are_refused_in_several(
 def test_every_command_on_a_script_says_what_it_does_in_several_processes() -> None:
     commands = get_command(cli.app).commands  # type: ignore[attr-defined]
     on_scripts = {name for name, command in commands.items() if "arguments" in {p.name for p in command.params}}
-    assert on_scripts == {*ranks._TOGETHER, *ranks._ALONE}
+    assert on_scripts == {*ranks._IN_ALL_PROCESSES, *ranks._IN_ONE_PROCESS}
 
 
 @pytest.mark.parametrize("option", ["--compile", "--checkpoint full"])

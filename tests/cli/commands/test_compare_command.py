@@ -246,7 +246,7 @@ def test_a_norm_that_swallows_an_overflow_stops_learning() -> None:
 def test_requests_are_interleaved_and_a_runs_name_replaces_its_mark(tmp_path: Path) -> None:
     arguments = ["--out", "a/{run}/{run}.pt", "{}"]
     script = Script(target="train.py", arguments=arguments, as_module=False, out=None, log_to=None, as_json=False)
-    asked = command._asked("as-is, O1:init_scale=64,fp16:init_scale=64")
+    asked = command._parse_policies("as-is, O1:init_scale=64,fp16:init_scale=64")
     requests = command._requests(script, asked, 3, folder=tmp_path, metric=None, since_s=7.0)
     named = {"as-is": None, "O1_init_scale=64": Policy.parse("fp16:init_scale=64")}
     order = [(0, 0), (1, 0), (1, 1), (0, 1), (0, 2), (1, 2)]

@@ -68,7 +68,7 @@ def test_one_command_measures_and_answers(capsys: pytest.CaptureFixture[str]) ->
     assert rows["as-is, batch-size 4"].inputs == 2.0
     assert "fp16" not in found.chosen
     assert found.next_command in printed
-    assert "12 configurations, the script as it is among them" in told
+    assert "12 configurations, including the script as it is" in told
     run = read_record(Path("out/round1-as-is,batch-size=4,channels-last/record.json"))
     assert isinstance(run, RunRecord)
     assert (len(run.steps), run.first_steps, run.input_elements) == (10, 10, 4 * 64)
@@ -83,7 +83,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(capsys: pyte
     assert told.splitlines()[-1].startswith("  mezzo tune --resume --out out --policies as-is")
     rest = Children()
     assert tuned(*words, children=rest) == 0
-    assert "1 finished runs of the interrupted search are used again" in capsys.readouterr().err
+    assert "1 finished runs of the interrupted search are reused" in capsys.readouterr().err
     trials = record().trials
     assert [trial.resumed for trial in trials] == [True, True] + [
         False
