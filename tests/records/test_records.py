@@ -338,7 +338,7 @@ def test_json_nested_without_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "why"), [("absent.json", "No such file or directory"), ("", "Is a directory")])
 def test_a_file_that_cannot_be_read(name: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    hint = "records are written by mezzo run and mezzo compare as record.json"
+    hint = "pass the record.json that a mezzo command wrote"
     check_error(path, f"cannot read the record {str(path)!r}: {why}", hint)
 
 
