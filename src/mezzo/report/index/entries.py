@@ -77,7 +77,6 @@ def entry_of(path: Path, record: AnyRecord | RecordError, folder: Path) -> Index
         tone=answer.tone,
         headline=_short(sheet.headline, _TEXT_LENGTH),
         device=_short(environment.gpu or environment.device, _NAME_LENGTH),
-        command=_short(sheet.command, _TEXT_LENGTH),
         losses=_losses(record),
     )
 

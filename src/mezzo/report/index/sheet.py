@@ -34,7 +34,6 @@ class IndexLine:
     tone: str
     headline: str
     device: str
-    command: str = ""
     losses: dict[str, float] = field(default_factory=dict)
     """Final loss by policy."""
     when: str = ""

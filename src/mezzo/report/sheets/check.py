@@ -41,7 +41,6 @@ class CheckSheet(ScriptSheet):
     stages: Grid
     """What was done to find the answer."""
     offered: list[Fact]
-    notes: list[Fact]
     patch: str
 
 
@@ -64,7 +63,6 @@ def check_sheet(record: CheckRecord) -> CheckSheet:
         comparison=None if comparison is None else compare.compare_sheet(comparison),
         stages=Grid(heads=("what", "why", "outcome", "time"), rows=[_stage(s) for s in record.stages], numbers=(3,)),
         offered=shared.facts(record.offered),
-        notes=shared.facts(record.notes),
         patch=fmt.clean(record.patch, keep_lines=True),
         environment=shared.environment_facts(record.environment),
         command=shared.command_text(record.command, record.environment),

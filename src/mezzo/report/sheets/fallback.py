@@ -31,9 +31,7 @@ class FallbackSheet(ScriptSheet):
     tone: str
     reason: str
     error: str
-    kept: list[str]
     suggested: str
-    policy_file: str
     facts: list[Fact]
     modules: Grid
     """The most suspect first."""
@@ -53,9 +51,7 @@ def fallback_sheet(record: FallbackRecord) -> FallbackSheet:
         tone=_TONES[record.verdict],
         reason=fmt.clean(record.reason),
         error=shared.error_and_hint(record.run) if record.run.error else "",
-        kept=[fmt.clean(name) for name in record.kept],
         suggested=fmt.clean(record.suggested) if record.kept or record.operations else "",
-        policy_file=fmt.clean(record.policy_file),
         facts=_facts(record),
         modules=_modules(record.modules),
         verifications=_verifications(record.verifications),

@@ -131,7 +131,7 @@ def _headline(record: PredictRecord) -> str:
     if best is None:
         return f"{what} fits none of these GPUs"
     return (
-        f"{what} runs fastest on {fmt.clean(best.gpu)} in {policy_text(best)}: "
+        f"{what} runs fastest on {fmt.clean(best.gpu)} in {policy_and_plan(best)}: "
         f"about {fmt.rate_text(best.throughput)} {fmt.clean(record.unit)}/s"
     )
 
@@ -147,7 +147,7 @@ def _fit(record: PredictRecord) -> list[Fact]:
         fitting = [one for one in group if one.fits]
         word = "fits" if len(fitting) == len(group) else "fits under some" if fitting else "does not fit"
         card = f" ({_card(group[0])})" if group[0].gpu_bytes else ""
-        each = "; ".join(f"{policy_text(one)} {_memory_left(one)}" for one in group)
+        each = "; ".join(f"{policy_and_plan(one)} {_memory_left(one)}" for one in group)
         tone = {"fits": "good", "does not fit": "bad"}.get(word, "warn")
         lines.append(Fact(what=f"{fmt.clean(gpu)}{card}", value=word, reason=each, tone=tone))
     unknown = next((one for one in record.assumptions if one.value == "do not follow"), None)
@@ -167,7 +167,7 @@ def _memory_left(one: Prediction) -> str:
 
 
 def _line(one: Prediction, trade: str) -> PredictLine:
-    gpu, card, policy = fmt.clean(one.gpu), _card(one), policy_text(one)
+    gpu, card, policy = fmt.clean(one.gpu), _card(one), policy_and_plan(one)
     if not one.possible:
         return PredictLine(gpu=gpu, card=card, policy=policy, verdict=verdict_text(one))
     bound = max(one.bounds, key=lambda kind: one.bounds[kind])
@@ -216,7 +216,7 @@ def _job(record: PredictRecord) -> str:
     return f", {record.gpus_per_job} GPUs per job ({fmt.clean(record.shard)})" if record.gpus_per_job > 1 else ""
 
 
-def policy_text(one: Prediction | PredictionDetail) -> str:
+def policy_and_plan(one: Prediction | PredictionDetail) -> str:
     """Return the policy with its plan of checkpointing."""
     return fmt.clean(f"{one.policy}, {one.checkpoint}" if one.checkpoint else one.policy)
 

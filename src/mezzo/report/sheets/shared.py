@@ -5,6 +5,7 @@ A sheet has no markup. Text from a script or a model passes through ``clean`` he
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -245,7 +246,7 @@ def command_text(command: Sequence[str], environment: Environment) -> str:
 
 def median_ms(times_ms: Sequence[float]) -> float | None:
     """Return the median of the finite times; None if there are none."""
-    ordered = sorted(t for t in times_ms if t == t and abs(t) != float("inf"))
+    ordered = sorted(filter(math.isfinite, times_ms))
     return quantile(ordered, 0.5) if ordered else None
 
 
