@@ -1,4 +1,4 @@
-"""The machine that runs are made on: this one or a worker, how runs were placed, and where times cannot be measured."""
+"""The machine of the runs: this one or a worker; how runs were placed, and where times cannot be measured."""
 
 from __future__ import annotations
 

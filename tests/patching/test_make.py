@@ -1,4 +1,4 @@
-"""The whole patch of each shape of script, as a reviewed diff; and what holds for every patch of every script at hand."""
+"""The whole patch of each shape of script, as a reviewed diff; and what is true of every patch of every available script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record prints as one line, whatever it holds; its figures are those of its fields."""
+"""A record prints as one line, whatever it contains; its figures are those of its fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mezzo check`` as it is typed: on small scripts, interrupted and resumed, with its answer in the terminal and in its record."""
+"""``mezzo check`` on the command line: on small scripts, interrupted and resumed, with its answer in the terminal and in its record."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(
     assert not Path("out/record.json").exists()
     rest = Children()
     assert checked(*words, children=rest) == 0
-    assert rest.num == 2  # of six runs, three were listed as finished, and the one of the interrupt came to its end
+    assert rest.num == 2  # of six runs, three were listed as finished, and the interrupted one ran to its end
     assert "3 finished parts of the interrupted check are reused" in capsys.readouterr().err
     resumed = record_in(Path("out"))
     assert [stage.resumed for stage in resumed.stages[1:]] == [True, True, True, True, False, False]

@@ -308,7 +308,7 @@ COMMANDS = re.findall(r"^    (mezzo predict .*)$", (ROOT / "docs" / "predict.md"
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_docs(command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()  # the real configurations
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where a calibration is kept
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where a calibration is saved
     monkeypatch.setattr(calibrate, "probes", lambda scale: [next(probes())])
     monkeypatch.setattr(calibrate, "_PROBE_S", 0.05)
     words = command.split()

@@ -1,4 +1,4 @@
-"""``mezzo tune`` as it is typed: on small scripts, interrupted and resumed, with its answer in the terminal and in its record."""
+"""``mezzo tune`` on the command line: on small scripts, interrupted and resumed, with its answer in the terminal and in its record."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(capsys: pyte
     trials = record().trials
     assert [trial.resumed for trial in trials] == [True, True] + [
         False
-    ] * rest.num  # the interrupted run came to its end
+    ] * rest.num  # the interrupted run ran to its end
 
 
 def test_several_at_once_make_the_same_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_several_at_once_make_the_same_runs(monkeypatch: pytest.MonkeyPatch) -> 
     words = ("--policies", "as-is", "--changes", "channels-last", "--vary", "batch-size=4", *SHORT)
     assert tuned(*words, "--jobs", "3", "--out", "out", "train.py", children=children) == 0
     trials = record().trials
-    assert children.num == len(trials)  # nothing was made that was not asked for
+    assert children.num == len(trials)  # nothing ran that was not requested
     names = [trial.name for trial in trials if trial.round == "1"]
     assert names == [row.name for row in sorted(record().rows, key=lambda row: names.index(row.name))]
     assert len(names) == 4

@@ -196,7 +196,7 @@ def test_validation_that_makes_numpy_arrays_is_left_alone(tmp_path: Path) -> Non
 
 
 def test_public_scripts_of_the_tests_are_patched() -> None:
-    """Scripts written for other tests, in layouts that nobody chose for patches."""
+    """Scripts written for other tests, in layouts that were not chosen with patches in mind."""
     for name in (
         "plain",
         "accumulation",

@@ -160,7 +160,7 @@ def test_a_hundred_records_are_indexed_in_seconds(tmp_path: Path, capsys: pytest
         folder.mkdir(exist_ok=True)
         (folder / "record.json").write_bytes(first.read_bytes())
         (folder / "report.html").write_text("drawn before")
-    began = time.process_time()  # not the wall: other tests run beside this one
+    began = time.process_time()  # not the wall time: other tests run in parallel
     assert cli.main(["report", str(tmp_path)]) == 0
     assert time.process_time() - began < 3
     assert capsys.readouterr().out.startswith("100 records in")

@@ -1,4 +1,4 @@
-"""What the terminal and the page say of a fallback search, and how the module tree is coloured."""
+"""What the terminal and the page say about a fallback search, and how the module tree is coloured."""
 
 from __future__ import annotations
 

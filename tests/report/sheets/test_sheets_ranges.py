@@ -1,4 +1,4 @@
-"""What the terminal and the page say of a record of ranges, and the points that its plots draw."""
+"""What the terminal and the page say about a record of ranges, and the points that its plots draw."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_the_histogram_stands_over_the_limits_of_the_formats() -> None:
     assert isinstance(chart, Chart)
     gradients = next(line for line in chart.lines if line.name == "weight gradients")
     heights = dict(zip(chart.x, gradients.y, strict=True))
-    # A step from k to k + 1 holds the magnitudes from 2^k up to the next power; zeros have no place on the axis.
+    # A step from k to k + 1 contains the magnitudes from 2^k up to the next power; zeros have no place on the axis.
     assert {x: y for x, y in heights.items() if y} == {-1: pytest.approx(2 / 3), -5: pytest.approx(1 / 3)}
     tracks = {track.name: (track.low, track.middle, track.high) for track in chart.tracks}
     assert tracks["fp16"] == (-24, -14, 16)

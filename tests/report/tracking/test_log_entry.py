@@ -1,4 +1,4 @@
-"""What is logged of each kind of record, and where a destination's name leads."""
+"""What is logged of each kind of record, and which tracker a destination names."""
 
 from __future__ import annotations
 

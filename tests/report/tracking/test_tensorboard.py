@@ -29,7 +29,7 @@ def read(folder: Path) -> Any:
 
 
 def write_events(record: AnyRecord, folder: Path) -> Path:
-    """Log ``record`` as of a command whose record is in a folder named ``first``; return the folder of the events."""
+    """Log ``record`` as for a command whose record is in a folder named ``first``; return the folder of the events."""
     job = TrackedRecord(record=folder / "first" / "record.json", page=folder / "first" / "report.html")
     said = tensorboard.send(log_entry(record), job, str(folder / "events"))
     assert said.endswith(f"; to see it: tensorboard --logdir {folder / 'events'}")
