@@ -136,6 +136,6 @@ def print_tune(sheet: TuneSheet, console: Console) -> None:
     terminal.section(console, "Why", terminal.fact_table(reasons))
     console.print()
     notes = [Fact(what=note.what, value=f"{note.value}: {note.reason}.") for note in sheet.notes]
-    rows = [Fact(what="why", value=sheet.why), *notes, Fact(what="next", value=f"{sheet.next_why}:")]
+    rows = [Fact(what="why", value=sheet.why), *notes, Fact(what="next", value=f"{sheet.next_why}. The command:")]
     terminal.answer_box(console, rows, headline=sheet.headline, tone=sheet.tone)
     console.print(Text(f"  {sheet.next_command}", style="bold"), soft_wrap=True)
