@@ -31,10 +31,11 @@ def target_of(name: str, arguments: Sequence[str] | None, *, module: bool) -> Ta
     """Return the script or module as typed, with the words before and after it."""
     from mezzo.launch.targets import Target
 
-    own = tuple(arguments or ())
+    script_arguments = tuple(arguments or ())
     words = typed()
-    before = words[: max(len(words) - len(own) - 1, 1)]
-    return Target(name, module=module, arguments=own, typed=tuple(word for word in before if word != "-m"))
+    before = words[: max(len(words) - len(script_arguments) - 1, 1)]
+    options = tuple(word for word in before if word != "-m")
+    return Target(name, module=module, arguments=script_arguments, typed=options)
 
 
 RESUME = "--resume"

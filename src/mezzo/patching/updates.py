@@ -40,10 +40,9 @@ class ScriptUpdates:
         found: list[ast.stmt] = []
         for container, holders in self._by_container().items():
             names = [s.name for s in self._script.steps if self.holder(s) in holders]
-            repeats = len(set(names)) < len(
-                names
-            )  # one optimizer steps twice, and GradScaler needs an update in between
-            found += holders if repeats else self._last_of(_body(container), holders)
+            # If one optimizer steps twice, GradScaler needs an update in between.
+            step_twice = len(set(names)) < len(names)
+            found += holders if step_twice else self._last_of(_body(container), holders)
         return list(dict.fromkeys(found))
 
     def _by_container(self) -> dict[ast.AST, list[ast.stmt]]:

@@ -29,12 +29,16 @@ def steps(record: PredictRecord) -> Iterator[tuple[str, str]]:
     if best is not None:
         why = f"see which policy trains like fp32, answered for {best.gpu}"
         yield why, script.under("check", gpu=best.gpu, **_policies(script))
-    tight = [one for one in record.predictions if one.possible and not one.fits and one.gpu != "cpu"]
-    budgets = [(one, kept) for one in tight if (kept := _left_for_activations(one)) is not None]
+    tight = [
+        prediction
+        for prediction in record.predictions
+        if prediction.possible and not prediction.fits and prediction.gpu != "cpu"
+    ]
+    budgets = [(prediction, kept) for prediction in tight if (kept := _left_for_activations(prediction)) is not None]
     if budgets:
-        one, kept = max(budgets, key=lambda pair: pair[0].throughput)
-        why = f"it does not fit on {one.gpu} in {one.policy}; keep less for the backward pass"
-        yield why, script.under("run", policy=one.policy, checkpoint=kept)
+        prediction, kept = max(budgets, key=lambda pair: pair[0].throughput)
+        why = f"it does not fit on {prediction.gpu} in {prediction.policy}; keep less for the backward pass"
+        yield why, script.under("run", policy=prediction.policy, checkpoint=kept)
     elif best is not None and best.policy in _RUNS and best.device_bytes > _MUCH * (best.gpu_bytes or 0):
         why = "see what checkpointing costs and saves on this machine, with the same batch"
         yield why, script.under("compare", policies=best.policy, checkpoint="full")
@@ -46,11 +50,11 @@ def _policies(script: TypedScript) -> dict[str, str]:
     return {"policies": typed} if {name.strip() for name in typed.split(",")} - {"", "fp32"} else {}
 
 
-def _left_for_activations(one: Prediction) -> str | None:
+def _left_for_activations(prediction: Prediction) -> str | None:
     """Return how much may be kept for the backward pass if all else is as predicted; None if no memory is left for that."""
-    kept = one.memory_bytes.get("activations", 0)
-    if one.gpu_bytes is None or not kept or one.policy not in _RUNS:
+    kept = prediction.memory_bytes.get("activations", 0)
+    if prediction.gpu_bytes is None or not kept or prediction.policy not in _RUNS:
         return None
-    left = one.gpu_bytes * (1 - _SPARE) - (one.device_bytes - kept)
+    left = prediction.gpu_bytes * (1 - _SPARE) - (prediction.device_bytes - kept)
     gib = left / 2**30
     return None if gib < _MIN_GIB else f"{gib:.2g}GiB" if gib < 10 else f"{int(gib)}GiB"

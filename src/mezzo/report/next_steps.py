@@ -134,9 +134,8 @@ def _after_failure(record: RunRecord, commands: _Commands, policy: str) -> Itera
         if options := resumption(record):
             yield from commands.step("continue from its last snapshot", "run", policy=policy, **options)
         return
-    code = (
-        record.exit_code if record.error is not None else None
-    )  # without an error it is the script's own, and means nothing here
+    # Without an error the exit code is the script's own, and may be any.
+    code = record.exit_code if record.error is not None else None
     if code == _CANNOT:
         yield NextStep(why="see which formats each device of this machine computes in", command="mezzo doctor")
     elif code in (_FLOOR, _NOT_FINITE):

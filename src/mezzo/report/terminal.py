@@ -94,9 +94,9 @@ def print_index(sheet: IndexSheet, console: Console) -> None:
     print_line(console, sheet.headline, style=_HEADING)
     table = plain_table("date", "script", "command", "policies", "answer", "folder")
     table.columns[0].no_wrap = True
-    for one in sheet.entries[:_INDEX_ROWS]:
-        answer = Text(one.word, style=STYLES[one.tone])
-        table.add_row(one.date, Text(one.script), one.kind, Text(one.policies), answer, Text(one.place))
+    for entry in sheet.entries[:_INDEX_ROWS]:
+        answer = Text(entry.word, style=STYLES[entry.tone])
+        table.add_row(entry.date, Text(entry.script), entry.kind, Text(entry.policies), answer, Text(entry.place))
     console.print()
     console.print(table)
     more = len(sheet.entries) + sheet.left_out - _INDEX_ROWS

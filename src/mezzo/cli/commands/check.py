@@ -114,12 +114,12 @@ def _named(policies: str) -> dict[str, Policy | None]:
     from mezzo.launch.request import policy_text
 
     named = [options.parse_policy(text.strip()) for text in policies.split(",") if text.strip()]
-    found = {policy_text(policy): policy for policy in named}
-    if not set(found) - {"fp32"}:
+    by_text = {policy_text(policy): policy for policy in named}
+    if not set(by_text) - {"fp32"}:
         raise PolicyError(
             f"--policies {policies!r} names nothing to compare with fp32", hint="type: --policies bf16,fp16"
         )
-    return found
+    return by_text
 
 
 def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRecord, int]:

@@ -168,7 +168,7 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
     """Return the prediction for ``policy``, with its cost where the price of one GPU is known."""
     from mezzo.measure.predict import plan
 
-    one = plan.predict(
+    prediction = plan.predict(
         traced.tapes,
         where.gpu,
         policy,
@@ -179,11 +179,11 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
         refused=traced.refused,
     )
     if traced.checkpoint:  # no measured row has it
-        one = one.model_copy(update={"checkpoint": traced.checkpoint, "validated": False})
-    if price_per_hour is None or not one.possible:
-        return one
-    cost = renting.cost_per_million(one.throughput, price_per_hour * where.job.num_gpus)
-    return one.model_copy(update={"cost_per_million": cost})
+        prediction = prediction.model_copy(update={"checkpoint": traced.checkpoint, "validated": False})
+    if price_per_hour is None or not prediction.possible:
+        return prediction
+    cost = renting.cost_per_million(prediction.throughput, price_per_hour * where.job.num_gpus)
+    return prediction.model_copy(update={"cost_per_million": cost})
 
 
 def _with_best(record: PredictRecord, plans: list[Traced], conditions: list[Conditions], slurm: bool) -> PredictRecord:
@@ -209,11 +209,11 @@ def _calibrate() -> None:
     """Measure this machine's rates, save them, and note where."""
     from mezzo.measure.predict.calibration.calibrate import calibrate, this_kind
 
-    found = calibrate(this_kind(), note=results.note)
-    found.save()
+    calibration = calibrate(this_kind(), note=results.note)
+    calibration.save()
     results.note(
-        f"{found.device}: steps of the probes ran at {found.low:.0%} to {found.high:.0%} of the predicted speed; "
-        f"saved in {found.path}"
+        f"{calibration.device}: steps of the probes ran at {calibration.low:.0%} to {calibration.high:.0%} of the predicted speed; "
+        f"saved in {calibration.path}"
     )
 
 
@@ -221,14 +221,14 @@ def _on_cpu(by_name: ByName, batch: int, channels_last: bool) -> Prediction:
     from mezzo.measure.predict import named, plan
     from mezzo.measure.predict.calibration.calibrate import device_name, kept
 
-    found = kept(device_name("cpu"))
+    calibration = kept(device_name("cpu"))
     if by_name.model is None:
         raise UsageError(
             "--gpus cpu predicts models by name, not scripts",
             hint="name a model, for example --model timm:resnet50; a script is measured on this machine by mezzo run",
         )
-    if found is None:
+    if calibration is None:
         raise UsageError(f"{device_name('cpu')}: not calibrated", hint="run mezzo predict --calibrate once")
     model, optimizer = by_name.built(), by_name.trained_by
     tape = named.tape_of(model, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
-    return plan.predict_cpu(tape, found, batch=batch)
+    return plan.predict_cpu(tape, calibration, batch=batch)

@@ -292,11 +292,11 @@ def _next(script: Script, best: BestTrial, budget: Budget) -> tuple[str, str]:
     chosen = best.chosen
     typed = replace(typed, arguments=tuple(chosen.arguments(script.arguments or [])))
     if best.decision == "use":
-        given = ({"channels-last": ""} if chosen.channels_last else {}) | ({"compile": ""} if chosen.compiles else {})
-        given |= {"checkpoint": chosen.checkpoint} if chosen.checkpoint else {}
-        if chosen.policy == AS_IS and not given:
+        changes = ({"channels-last": ""} if chosen.channels_last else {}) | ({"compile": ""} if chosen.compiles else {})
+        changes |= {"checkpoint": chosen.checkpoint} if chosen.checkpoint else {}
+        if chosen.policy == AS_IS and not changes:
             return typed.alone(), "trains this way, without Mezzo"
-        return typed.under("run", policy=chosen.policy, **given), "trains this way, with the script unedited"
+        return typed.under("run", policy=chosen.policy, **changes), "trains this way, with the script unedited"
     if best.decision == "keep":
         return typed.alone(), "runs the script as it is"
     if any(asks_for_a_gpu(row.reason) for row in best.rows):

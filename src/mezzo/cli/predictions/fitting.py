@@ -56,7 +56,7 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Reason]:
     traced = script_plan(script.target, script.arguments or [], plan.to_record(policies), as_module=script.as_module)
     reasons = []
     for policy in policies:
-        one = plan.predict(
+        prediction = plan.predict(
             traced.tapes,
             gpu,
             policy,
@@ -64,15 +64,16 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Reason]:
             channels_last=bool(traced.channels_last),
             refused=traced.refused,
         )
-        if not one.possible or one.largest_batch is None:
+        if not prediction.possible or prediction.largest_batch is None:
             reasons.append(
                 _reason(
-                    f"under {policy} not known", one.reason or "other batch sizes do not follow from the script's own"
+                    f"under {policy} not known",
+                    prediction.reason or "other batch sizes do not follow from the script's own",
                 )
             )
-        elif one.largest_batch:
+        elif prediction.largest_batch:
             why = f"predicted for {gpu.name}, {plan.HEADROOM:.0%} of its memory left free; the script's own is {traced.batch}"
-            reasons.append(_reason(f"{one.largest_batch} {traced.unit} under {policy}", why))
+            reasons.append(_reason(f"{prediction.largest_batch} {traced.unit} under {policy}", why))
         else:
             reasons.append(_reason(f"none under {policy}", f"predicted for {gpu.name}: not even one sample fits"))
     return reasons

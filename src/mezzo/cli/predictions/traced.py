@@ -137,13 +137,13 @@ def of_model(
     from mezzo.measure.predict import named, plan
     from mezzo.measure.predict.stand_ins import numbers_read
 
-    model, optimizer, found = str(by_name.model), by_name.trained_by, by_name.built()
+    model, optimizer, built = str(by_name.model), by_name.trained_by, by_name.built()
     tapes: dict[str, Tapes] = {}
     for policy in plan.to_record(policies):
         how = f", checkpointed: {checkpoint}" if checkpoint else ""
         results.note(f"tracing {model} in {_for(policy, policies)}{how}")
         tape_of = partial(
-            named.tape_of, found, policy, optimizer=optimizer, channels_last=channels_last, checkpoint=checkpoint
+            named.tape_of, built, policy, optimizer=optimizer, channels_last=channels_last, checkpoint=checkpoint
         )
         try:
             tapes[policy] = plan.Tapes.record(tape_of, batch)
@@ -151,10 +151,10 @@ def of_model(
             raise
         except Exception as error:  # a library's constructors and forward passes raise what they like
             raise _untraceable(model, policy, error) from error
-    layout = channels_last if found.unit == "images" else None
+    layout = channels_last if built.unit == "images" else None
     lines = list(dict.fromkeys(line for pair in tapes.values() for line in pair.one.read_at))
     assumed = [numbers_read("model", lines)] if lines else []
-    return Traced(model, found.size, found.unit, batch, optimizer, tapes, assumed, layout, checkpoint or "")
+    return Traced(model, built.size, built.unit, batch, optimizer, tapes, assumed, layout, checkpoint or "")
 
 
 def _for(recorded: str, policies: list[str]) -> str:

@@ -100,25 +100,26 @@ def _change(job: PatchJob, call: ast.Call, library: _Library, value: str) -> boo
     if library.argument:
         return _set(job, call, library.argument, f'"{value}"', why=f"{library.kind} casts and scales by this argument")
     other = "bf16" if value == "fp16" else "fp16"
-    given = keyword_of(call, other)
-    if given is not None and not isinstance(given, ast.Constant):
+    argument = keyword_of(call, other)
+    if argument is not None and not isinstance(argument, ast.Constant):
         unclear(
-            f"line {given.lineno} takes {other} from {job.text.of(given)}", f"set {value}=True and {other}=False there"
+            f"line {argument.lineno} takes {other} from {job.text.of(argument)}",
+            f"set {value}=True and {other}=False there",
         )
-    if given is not None and given.value:
+    if argument is not None and argument.value:
         _set(job, call, other, "False", why="only one of the two may be on")
     return _set(job, call, value, "True", why="the Trainer casts and scales by this argument")
 
 
 def _set(job: PatchJob, call: ast.Call, name: str, value: str, *, why: str) -> bool:
     """Set a keyword of a call; return whether that changed anything."""
-    found = keyword_of(call, name)
-    if found is not None and not isinstance(found, ast.Constant):
-        unclear(f"line {found.lineno} takes {name} from {job.text.of(found)}", _option(job, found, value))
-    if found is not None:
-        if found.value == ast.literal_eval(value):
+    argument = keyword_of(call, name)
+    if argument is not None and not isinstance(argument, ast.Constant):
+        unclear(f"line {argument.lineno} takes {name} from {job.text.of(argument)}", _option(job, argument, value))
+    if argument is not None:
+        if argument.value == ast.literal_eval(value):
             return False
-        job.editor.replace(found, value)
+        job.editor.replace(argument, value)
     else:
         _check_unpacked(job, call, name)
         job.editor.add_argument(call, f"{name}={value}")
@@ -126,14 +127,16 @@ def _set(job: PatchJob, call: ast.Call, name: str, value: str, *, why: str) -> b
     return True
 
 
-def _option(job: PatchJob, given: ast.expr, value: str) -> str:
+def _option(job: PatchJob, argument: ast.expr, value: str) -> str:
     """Return what to do about an argument that comes from elsewhere: use the script's own option, if it has one."""
-    name = given.attr if isinstance(given, ast.Attribute) else given.id if isinstance(given, ast.Name) else ""
+    name = (
+        argument.attr if isinstance(argument, ast.Attribute) else argument.id if isinstance(argument, ast.Name) else ""
+    )
     texts = [n.value for n in job.script.tree.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     for option in (f"--{name}", f"--{name.replace('_', '-')}"):
         if name and option in texts:
             return f"run the script with {option} {ast.literal_eval(value)}"
-    return f"make {job.text.of(given)} equal to {value} there"
+    return f"make {job.text.of(argument)} equal to {value} there"
 
 
 def _check_unpacked(job: PatchJob, call: ast.Call, name: str) -> None:

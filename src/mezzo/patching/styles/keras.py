@@ -41,8 +41,8 @@ def patch(job: PatchJob) -> None:
     Raises:
         Unclear: Keras has no such policy, the script trains in a loop of its own, or it has the policy already.
     """
-    script, found = job.script, keras_in(job.script)
-    assert found is not None
+    script, written = job.script, keras_in(job.script)
+    assert written is not None
     wanted = _NAMES.get(job.preset)
     if wanted is None:
         unclear(
@@ -64,7 +64,7 @@ def patch(job: PatchJob) -> None:
     if calls:
         _change(job, calls[0], wanted)
         return
-    _add(job, found, wanted)
+    _add(job, written, wanted)
 
 
 def _change(job: PatchJob, call: ast.Call, wanted: str) -> None:
@@ -77,11 +77,11 @@ def _change(job: PatchJob, call: ast.Call, wanted: str) -> None:
     job.note(call, wanted, "the global policy of all layers created after it")
 
 
-def _add(job: PatchJob, found: _Keras, wanted: str) -> None:
-    keras = found.name or "keras"
+def _add(job: PatchJob, written: _Keras, wanted: str) -> None:
+    keras = written.name or "keras"
     lines = [f'{keras}.mixed_precision.set_global_policy("{wanted}")']
-    if not found.name:
-        lines.insert(0, "import keras" if found.root == "keras" else "from tensorflow import keras")
-    job.after_imports(found.root, *lines)
+    if not written.name:
+        lines.insert(0, "import keras" if written.root == "keras" else "from tensorflow import keras")
+    job.after_imports(written.root, *lines)
     why = "all layers created after it compute in 16 bits and keep FP32 weights"
     job.note("imports", lines[-1], why + ("; compile() scales the loss" if job.policy.loss_scale != "none" else ""))

@@ -36,7 +36,7 @@ def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     title = f"Throughput and the largest batch on {fmt.clean(detail.gpu)}"
     curves = [curve for curve in detail.curves if curve.batches]
     if not curves:
-        why = next((one.reason for one in record.assumptions if one.what == "other batch sizes"), "")
+        why = next((note.reason for note in record.assumptions if note.what == "other batch sizes"), "")
         description = f"Other batch sizes cannot be derived from this one{': ' if why else ''}{fmt.clean(why)}."
         return Nothing(name="batches", title=title, description=description)
     unit = fmt.clean(record.unit)
@@ -131,12 +131,12 @@ def _phase(record: PredictRecord, place: int) -> str:
     return "in the backward pass" if line.optimizer is None or place < line.optimizer else "in the optimizer's step"
 
 
-def _is_detailed(one: Prediction, detail: PredictionDetail) -> bool:
-    return (one.gpu, one.policy, one.checkpoint) == (detail.gpu, detail.policy, detail.checkpoint)
+def _is_detailed(prediction: Prediction, detail: PredictionDetail) -> bool:
+    return (prediction.gpu, prediction.policy, prediction.checkpoint) == (detail.gpu, detail.policy, detail.checkpoint)
 
 
 def _device_bytes(record: PredictRecord, detail: PredictionDetail) -> int:
-    return next((one.device_bytes for one in record.predictions if _is_detailed(one, detail)), 0)
+    return next((p.device_bytes for p in record.predictions if _is_detailed(p, detail)), 0)
 
 
 # --- the time of each module -------------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ def _legend_text(kind: str) -> str:
 
 def _host_note(record: PredictRecord, detail: PredictionDetail, gpu_ms: float) -> str:
     """Return a note if the host cannot launch operations as fast as the GPU computes them."""
-    step_ms = next((one.step_ms for one in record.predictions if _is_detailed(one, detail)), 0.0)
+    step_ms = next((p.step_ms for p in record.predictions if _is_detailed(p, detail)), 0.0)
     return (
         f" The step takes {fmt.ms_text(step_ms)}: the host launches operations more slowly than the GPU computes them."
         if step_ms > 1.1 * gpu_ms

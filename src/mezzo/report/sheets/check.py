@@ -118,12 +118,13 @@ def _headline(record: CheckRecord, script: str) -> str:
     name = policy_title(answer.policy)
     if answer.decision == "use":
         return f"Keep {script}'s own mixed precision" if answer.policy == AS_IS else f"Use {name}"
-    own = " and ".join(map(policy_title, answer.own_formats))
+    own_formats = " and ".join(map(policy_title, answer.own_formats))
     if answer.decision == "stay":
-        return f"Keep the script's own precision ({own})" if own else f"Stay in {name}"
+        return f"Keep the script's own precision ({own_formats})" if own_formats else f"Stay in {name}"
     if answer.decision == "undecided":
         return "Undecided"
-    return f"No answer: {script} goes wrong in {f'its own precision ({own})' if own else f'{name} itself'}"
+    where = f"its own precision ({own_formats})" if own_formats else f"{name} itself"
+    return f"No answer: {script} goes wrong in {where}"
 
 
 def _answer(record: CheckRecord) -> list[Fact]:

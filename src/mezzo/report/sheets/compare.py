@@ -162,20 +162,20 @@ def _headline(record: CompareRecord) -> tuple[str, str]:
     equal = [row for row in others if row.verdict == "equivalent"]
     lead = _equal_sentence(equal, baseline) if equal else f"No policy was shown to train like {baseline}."
     rest = [
-        _named(others, "different", f"to a different result than {baseline}", one="trains", many="train"),
-        _named(others, "diverged", "", one="diverged", many="diverged"),
-        _named(others, "stopped_learning", "", one="stopped learning", many="stopped learning"),
+        _named(others, "different", f"to a different result than {baseline}", singular="trains", plural="train"),
+        _named(others, "diverged", "", singular="diverged", plural="diverged"),
+        _named(others, "stopped_learning", "", singular="stopped learning", plural="stopped learning"),
         *(f"{fmt.clean(row.policy_shown)} failed{_in_how_many(row)}." for row in others if row.verdict == "failed"),
-        _named(others, "undecided", "", one="is undecided", many="are undecided"),
+        _named(others, "undecided", "", singular="is undecided", plural="are undecided"),
     ]
     return lead, " ".join(sentence for sentence in rest if sentence)
 
 
-def _named(rows: Sequence[Row], verdict: str, tail: str, *, one: str, many: str) -> str:
+def _named(rows: Sequence[Row], verdict: str, tail: str, *, singular: str, plural: str) -> str:
     names = [fmt.clean(row.policy_shown) for row in rows if row.verdict == verdict]
     if not names:
         return ""
-    return f"{fmt.listed(names)} {one if len(names) == 1 else many} {tail}".strip() + "."
+    return f"{fmt.listed(names)} {singular if len(names) == 1 else plural} {tail}".strip() + "."
 
 
 def _in_how_many(row: Row) -> str:

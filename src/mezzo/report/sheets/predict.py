@@ -64,11 +64,11 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         unit=fmt.clean(record.unit),
         largest_head=f"largest batch ({record.headroom:.0%} of the memory left free)",
         cost_head=f"cost per million {fmt.clean(record.unit)}"
-        if any(one.cost_per_million is not None for one in record.predictions)
+        if any(prediction.cost_per_million is not None for prediction in record.predictions)
         else "",
         slurm=fmt.clean("\n".join(record.slurm), keep_lines=True),
         fit=_fit(record),
-        lines=[_line(one, _trade(one, record)) for one in record.predictions],
+        lines=[_line(prediction, _trade(prediction, record)) for prediction in record.predictions],
         assumptions=shared.facts(record.assumptions),
         environment=shared.environment_facts(record.environment),
         command=shared.command_text(record.command, record.environment),
@@ -110,7 +110,7 @@ def _fitting(best: Prediction) -> str:
 
 
 def _band(record: PredictRecord) -> str:
-    if all(one.gpu == "cpu" for one in record.predictions):
+    if all(prediction.gpu == "cpu" for prediction in record.predictions):
         return (
             "The band is that of the trainings that calibrated this machine; no largest batch is predicted for a CPU."
         )
@@ -124,7 +124,7 @@ def _headline(record: PredictRecord) -> str:
     what = f"Batch {record.batch} of {fmt.clean(record.model)}"
     if record.unit == "steps":
         what = f"A step of {fmt.clean(record.model)}"
-    possible = [one for one in record.predictions if one.possible]
+    possible = [prediction for prediction in record.predictions if prediction.possible]
     if not possible:
         return f"None of these GPUs can run {fmt.clean(record.model)} under these policies"
     best = record.best
@@ -139,74 +139,80 @@ def _headline(record: PredictRecord) -> str:
 def _fit(record: PredictRecord) -> list[Fact]:
     """Return a line for each GPU: whether the record's batch fits, by policy, with the share of the memory that it leaves free."""
     by_gpu: dict[str, list[Prediction]] = {}
-    for one in record.predictions:
-        if one.possible:
-            by_gpu.setdefault(one.gpu, []).append(one)
+    for prediction in record.predictions:
+        if prediction.possible:
+            by_gpu.setdefault(prediction.gpu, []).append(prediction)
     lines = []
     for gpu, group in by_gpu.items():
-        fitting = [one for one in group if one.fits]
+        fitting = [prediction for prediction in group if prediction.fits]
         word = "fits" if len(fitting) == len(group) else "fits under some" if fitting else "does not fit"
         card = f" ({_card(group[0])})" if group[0].gpu_bytes else ""
-        each = "; ".join(f"{policy_and_plan(one)} {_memory_left(one)}" for one in group)
+        each = "; ".join(f"{policy_and_plan(prediction)} {_memory_left(prediction)}" for prediction in group)
         tone = {"fits": "good", "does not fit": "bad"}.get(word, "warn")
         lines.append(Fact(what=f"{fmt.clean(gpu)}{card}", value=word, reason=each, tone=tone))
-    unknown = next((one for one in record.assumptions if one.value == "do not follow"), None)
+    unknown = next((reason for reason in record.assumptions if reason.value == "do not follow"), None)
     if lines and unknown is not None:
         lines.append(Fact(what="largest batch", value="not known", reason=fmt.clean(unknown.reason)))
     return lines
 
 
-def _memory_left(one: Prediction) -> str:
+def _memory_left(prediction: Prediction) -> str:
     """Return the device memory of a prediction, how much is left, and the largest batch."""
     left = ""
-    if one.gpu_bytes:
-        free = 1 - one.device_bytes / one.gpu_bytes
+    if prediction.gpu_bytes:
+        free = 1 - prediction.device_bytes / prediction.gpu_bytes
         left = f", {free:.0%} free" if free >= 0 else f", {-free:.0%} over"
-    largest = "" if one.largest_batch is None else f", batch up to {one.largest_batch}"
-    return f"{fmt.bytes_text(one.device_bytes)}{left}{largest}"
+    largest = "" if prediction.largest_batch is None else f", batch up to {prediction.largest_batch}"
+    return f"{fmt.bytes_text(prediction.device_bytes)}{left}{largest}"
 
 
-def _line(one: Prediction, trade: str) -> PredictLine:
-    gpu, card, policy = fmt.clean(one.gpu), _card(one), policy_and_plan(one)
-    if not one.possible:
-        return PredictLine(gpu=gpu, card=card, policy=policy, verdict=verdict_text(one))
-    bound = max(one.bounds, key=lambda kind: one.bounds[kind])
+def _line(prediction: Prediction, trade: str) -> PredictLine:
+    gpu, card, policy = fmt.clean(prediction.gpu), _card(prediction), policy_and_plan(prediction)
+    if not prediction.possible:
+        return PredictLine(gpu=gpu, card=card, policy=policy, verdict=verdict_text(prediction))
+    bound = max(prediction.bounds, key=lambda kind: prediction.bounds[kind])
     return PredictLine(
         gpu=gpu,
         card=card,
         policy=policy,
-        throughput=fmt.rate_text(one.throughput),
-        band=band_text(one),
-        step=fmt.ms_text(one.step_ms),
-        memory=" / ".join(fmt.bytes_text(n) for n in (one.allocated_bytes, one.reserved_bytes, one.device_bytes)),
-        largest=fmt.MISSING if one.largest_batch is None else str(one.largest_batch),
-        speed_ups=f"{fmt.ratio_text(one.over_fp32)} / {fmt.ratio_text(one.over_tf32)}",
-        cost=fmt.MISSING if one.cost_per_million is None else fmt.number_text(one.cost_per_million, digits=3),
-        bound=f"{bound} {fmt.share_text(one.bounds[bound])}",
-        verdict=verdict_text(one, trade),
+        throughput=fmt.rate_text(prediction.throughput),
+        band=band_text(prediction),
+        step=fmt.ms_text(prediction.step_ms),
+        memory=" / ".join(
+            fmt.bytes_text(n) for n in (prediction.allocated_bytes, prediction.reserved_bytes, prediction.device_bytes)
+        ),
+        largest=fmt.MISSING if prediction.largest_batch is None else str(prediction.largest_batch),
+        speed_ups=f"{fmt.ratio_text(prediction.over_fp32)} / {fmt.ratio_text(prediction.over_tf32)}",
+        cost=fmt.MISSING
+        if prediction.cost_per_million is None
+        else fmt.number_text(prediction.cost_per_million, digits=3),
+        bound=f"{bound} {fmt.share_text(prediction.bounds[bound])}",
+        verdict=verdict_text(prediction, trade),
         modules=[
             Fact(what=fmt.clean(m.module), value=fmt.share_text(m.share), reason=f"mostly {m.bound}")
-            for m in one.modules
+            for m in prediction.modules
         ],
-        kinds=[Fact(what=k, value=fmt.bytes_text(n), reason="") for k, n in sorted(one.memory_bytes.items())],
+        kinds=[Fact(what=k, value=fmt.bytes_text(n), reason="") for k, n in sorted(prediction.memory_bytes.items())],
     )
 
 
-def band_text(one: Prediction) -> str:
+def band_text(prediction: Prediction) -> str:
     """Return the error band of the throughput."""
-    return f"{fmt.rate_text(one.throughput_low)} to {fmt.rate_text(one.throughput_high)}"
+    return f"{fmt.rate_text(prediction.throughput_low)} to {fmt.rate_text(prediction.throughput_high)}"
 
 
-def verdict_text(one: Prediction, trade: str = "") -> str:
+def verdict_text(prediction: Prediction, trade: str = "") -> str:
     """Return whether the policy is worth it on its GPU, or else the ``trade`` of checkpointing, and what limits the prediction."""
-    if not one.possible:
-        return f"{fmt.clean(one.reason)}."
-    basis = "" if one.validated else "Not validated: no measurements to compare it with."
+    if not prediction.possible:
+        return f"{fmt.clean(prediction.reason)}."
+    basis = "" if prediction.validated else "Not validated: no measurements to compare it with."
     notes = [
-        "" if one.fits else "Does not fit.",
-        trade or one.verdict,
-        f"{one.reason}." if one.reason else "",
-        "The rates were measured on this machine; the band is that of its calibration." if one.calibrated else basis,
+        "" if prediction.fits else "Does not fit.",
+        trade or prediction.verdict,
+        f"{prediction.reason}." if prediction.reason else "",
+        "The rates were measured on this machine; the band is that of its calibration."
+        if prediction.calibrated
+        else basis,
     ]
     return fmt.clean(" ".join(filter(None, notes)))
 
@@ -216,24 +222,24 @@ def _job(record: PredictRecord) -> str:
     return f", {record.gpus_per_job} GPUs per job ({fmt.clean(record.shard)})" if record.gpus_per_job > 1 else ""
 
 
-def policy_and_plan(one: Prediction | PredictionDetail) -> str:
+def policy_and_plan(prediction: Prediction | PredictionDetail) -> str:
     """Return the policy with its plan of checkpointing."""
-    return fmt.clean(f"{one.policy}, {one.checkpoint}" if one.checkpoint else one.policy)
+    return fmt.clean(f"{prediction.policy}, {prediction.checkpoint}" if prediction.checkpoint else prediction.policy)
 
 
-def _trade(one: Prediction, record: PredictRecord) -> str:
+def _trade(prediction: Prediction, record: PredictRecord) -> str:
     """Return what checkpointing costs and saves, compared with the same policy on the same GPU without it."""
-    same = (p for p in record.predictions if (p.gpu, p.policy, p.checkpoint) == (one.gpu, one.policy, ""))
+    same = (p for p in record.predictions if (p.gpu, p.policy, p.checkpoint) == (prediction.gpu, prediction.policy, ""))
     plain = next(same, None)
-    if not one.checkpoint or plain is None or not plain.possible:
+    if not prediction.checkpoint or plain is None or not plain.possible:
         return ""
-    slower = one.step_ms / plain.step_ms - 1
-    saved = fmt.bytes_text(max(0, plain.allocated_bytes - one.allocated_bytes))
+    slower = prediction.step_ms / plain.step_ms - 1
+    saved = fmt.bytes_text(max(0, plain.allocated_bytes - prediction.allocated_bytes))
     return f"Checkpointing saves {saved}; the step takes {slower:.0%} longer."
 
 
-def _card(one: Prediction) -> str:
-    return "" if one.gpu_bytes is None else fmt.bytes_text(one.gpu_bytes)
+def _card(prediction: Prediction) -> str:
+    return "" if prediction.gpu_bytes is None else fmt.bytes_text(prediction.gpu_bytes)
 
 
 # --- the terminal --------------------------------------------------------------------------------------------------------------

@@ -42,36 +42,40 @@ def real_gpus_sheet(predicted: RealGpus | None) -> RealGpusSheet | None:
             title=TITLE, caption=caption, table=Grid(heads=heads, rows=[]), verdicts=left_out, assumptions=[]
         )
     of_batch = f"Batch {predicted.batch} of this script. " if unit != "steps" else ""
-    possible = [one for one in predicted.predictions if one.possible]
+    possible = [prediction for prediction in predicted.predictions if prediction.possible]
     verdicts = [
-        Fact(what=f"{fmt.clean(one.gpu)}, {fmt.clean(one.policy)}", value=verdict_text(one))
-        for one in predicted.predictions
+        Fact(what=f"{fmt.clean(prediction.gpu)}, {fmt.clean(prediction.policy)}", value=verdict_text(prediction))
+        for prediction in predicted.predictions
     ]
-    fits = "" if all(one.fits for one in possible) else " A batch that does not fit is marked."
+    fits = "" if all(prediction.fits for prediction in possible) else " A batch that does not fit is marked."
     return RealGpusSheet(
         title=TITLE,
         caption=f"{of_batch}A step was traced on this machine without computing its numbers, and timed by formulas that are calibrated on "
         f"public measurements (docs/predict.md); the band contains 8 of 10 measured trainings. Memory is what nvidia-smi would show.{fits}",
-        table=Grid(heads=heads, rows=[_row(one) for one in predicted.predictions], numbers=tuple(range(2, len(heads)))),
+        table=Grid(
+            heads=heads,
+            rows=[_row(prediction) for prediction in predicted.predictions],
+            numbers=tuple(range(2, len(heads))),
+        ),
         verdicts=[*verdicts, *left_out],
         assumptions=shared.facts(predicted.assumptions),
     )
 
 
-def _row(one: Prediction) -> tuple[str, ...]:
-    head = fmt.clean(one.gpu), fmt.clean(one.policy)
-    if not one.possible:
+def _row(prediction: Prediction) -> tuple[str, ...]:
+    head = fmt.clean(prediction.gpu), fmt.clean(prediction.policy)
+    if not prediction.possible:
         return (*head, *[fmt.MISSING] * 7)
-    memory = fmt.bytes_text(one.device_bytes) + ("" if one.fits else " (does not fit)")
+    memory = fmt.bytes_text(prediction.device_bytes) + ("" if prediction.fits else " (does not fit)")
     return (
         *head,
-        fmt.rate_text(one.throughput),
-        band_text(one),
-        fmt.ms_text(one.step_ms),
-        fmt.ratio_text(one.over_fp32),
-        fmt.ratio_text(one.over_tf32),
+        fmt.rate_text(prediction.throughput),
+        band_text(prediction),
+        fmt.ms_text(prediction.step_ms),
+        fmt.ratio_text(prediction.over_fp32),
+        fmt.ratio_text(prediction.over_tf32),
         memory,
-        fmt.MISSING if one.largest_batch is None else str(one.largest_batch),
+        fmt.MISSING if prediction.largest_batch is None else str(prediction.largest_batch),
     )
 
 
