@@ -1,4 +1,4 @@
-"""A budget of time: as it is typed, and as it is shown."""
+"""A time budget: as typed, and as shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a person types it: a few true runs in processes of their own, and where their results go."""
+"""The command line as a user types it: a few real runs in processes of their own, and where their results go."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_record(path: Path) -> RunRecord:
     return record
 
 
-# --- records that are there --------------------------------------------------------------------------------------------------
+# --- existing records --------------------------------------------------------------------------------------------------------
 
 
 def test_a_record_of_a_newer_mezzo_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +44,7 @@ def test_a_record_of_a_newer_mezzo_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["report", str(path)]) == 8
 
 
-# --- true runs ---------------------------------------------------------------------------------------------------------------
+# --- real runs ---------------------------------------------------------------------------------------------------------------
 
 
 NOT_MENTIONED = (

@@ -1,4 +1,4 @@
-"""``--log-to`` in flight: what a run reports is in the tracker before the run has ended, and stays when it is killed."""
+"""``--log-to`` during a run: what a run reports is in the tracker before the run has ended, and stays there if it is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mezzo.launch.progress import followed, reports_to, shown_on
 from mezzo.launch.request import Request
 from mezzo.measure.live import Latest
 from mezzo.report import tracking
-from mezzo.report.tracking import Flight, Tracker
+from mezzo.report.tracking import LiveRun, Tracker
 
 pytestmark = [  # protobuf's and tensorboard's own code
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -83,7 +83,7 @@ class Failing:
 
     where = "nowhere"
 
-    def __init__(self, flight: Flight, place: str) -> None:
+    def __init__(self, run: LiveRun, place: str) -> None:
         self.logged: list[tuple[int, Mapping[str, float]]] = []
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -95,7 +95,7 @@ class Failing:
 
 def test_a_tracker_that_fails_is_noted_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "first").mkdir()
-    made = Tracker(package="json", install="", check=str, send=mock.Mock(), in_flight=Failing)
+    made = Tracker(package="json", install="", check=str, send=mock.Mock(), live_writer=Failing)
     with (
         mock.patch.dict(tracking.TRACKERS, {"tensorboard": made}),
         shown_on(LiveLog(["tensorboard"], every_s=0.01)),

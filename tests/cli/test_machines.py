@@ -1,4 +1,4 @@
-"""The machine that runs are made on: this one or a worker, how runs were placed, and where times cannot be measured."""
+"""The machine of the runs: this one or a worker; how runs were placed, and where times cannot be measured."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Worker(OnCluster):
 def test_a_worker_says_what_it_can_compute(tmp_path: Path) -> None:
     found = machine_of(Worker(Facts(devices=(H100,), driver="570")), tmp_path)
     assert (found.device, found.facts.driver, found.name) == (H100, "570", "a worker of slurm")
-    with pytest.raises(ScriptError, match="a worker did not say what it can compute: no torch there"):
+    with pytest.raises(ScriptError, match="a worker did not report what it can compute: no torch there"):
         machine_of(Worker(None), tmp_path)
 
 
@@ -86,5 +86,7 @@ def test_times_need_a_gpu_for_each_run() -> None:
         UsageError, match="--jobs 2 without a GPU for each run; allowed: one run at a time, because times"
     ):
         check_times(jobs([None, None]))
-    with pytest.raises(UsageError, match="--on slurm without a GPU for each run; allowed: a GPU of its own, because"):
+    with pytest.raises(
+        UsageError, match="--on slurm without a GPU for each run; allowed: a GPU of its own for each run, because"
+    ):
         check_times(OnCluster(Cluster(False), jobs=2, note=print))  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ REFUSED = [
         "bf16",
         False,
         "print('no loop')\n",
-        "no training loop was found: neither a call of backward() nor a trainer that Mezzo knows; "
+        "no training loop was found: neither a call to backward() nor a trainer that Mezzo knows; "
         "pass the file that has the loop, or put its forward pass under torch.autocast by hand",
     ),
 ]

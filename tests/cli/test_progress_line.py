@@ -1,4 +1,4 @@
-"""What the line of progress says, where it is printed, and that a time left is never invented."""
+"""What the progress line says, where it is printed, and that a time left is never invented."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mezzo.measure.live import Latest
 from mezzo.observe.settings import AuditSettings, DiagnoseSettings
 from record_builders import run_record
 
-LONGEST = 10_000  # waits of 0.01 s for what takes one, on a machine that has other work
+LONGEST = 10_000  # waits of 0.01 s; one is enough unless the machine has other work
 
 
 class Clock:
@@ -163,14 +163,14 @@ def test_plain_lines_come_seldom_and_only_while_something_runs(
 ) -> None:
     monkeypatch.setattr("mezzo.launch.progress.EVERY_S", 0.01)
     with shown() as progress:
-        assert shown().__enter__() is progress  # a command inside another one goes on with its display
+        assert shown().__enter__() is progress  # a command inside another one uses the same display
         one = request(tmp_path, "bf16", None)
         reports_to(one.progress_file)(Latest(4, 0.5, 1))
         with progress.following(one, passes_output=True):
             clock.now_s += 10.0
             for _ in range(LONGEST):
                 time.sleep(0.01)
-                if progress._told_s == clock.now_s:
+                if progress._last_line_s == clock.now_s:
                     break
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -211,4 +211,4 @@ def test_runs_beside_each_other_both_leave_their_number_of_steps(tmp_path: Path,
     progress.say_ended(second, run_record("fp32", num_steps=90))
     with progress.following(third, passes_output=False):
         reports_to(third.progress_file)(Latest(10, 0.25, 0))
-        assert "step 10, loss" in parts(progress)  # they differ, so nobody knows how many steps a third one makes
+        assert "step 10, loss" in parts(progress)  # they differ, so the steps of a third one are unknown

@@ -114,7 +114,7 @@ over, polls = Leader._over, [0]
 def over_once_all_wait(leader, run):
     left = [len(list(Path().glob(f"{what}-*"))) for what in ("hangs", "waits")]
     polls[0] = polls[0] + 1 if min(left) == run.number else 0
-    if polls[0] == 20:  # the one that waits has left its file before it waits
+    if polls[0] == 20:  # the waiting process wrote its file before it began to wait
         run.began_s = float("-inf")
     return over(leader, run)
 
@@ -157,7 +157,7 @@ def test_all_processes_stop_after_the_same_step_because_of_an_alarm_of_one(tmp_p
 
 
 def rewound(policy: str, fault: str, num_steps: int, folder: Path) -> tuple[list[Rewind], list[Ended]]:
-    """Return where a training returned to, and what both processes printed; all their steps were made, on the same weights."""
+    """Return the step that a training returned to, and what both processes printed; all steps ran, on the same weights."""
     words = ["run", "--policy", policy, "--guard", "rewind", "--snapshot", "1s", "--out", "out"]
     ended = in_processes([*words, str(SCRIPTS / "going_wrong_ranks.py"), fault, str(num_steps)], folder=folder)
     record = read(folder / "out")
@@ -221,7 +221,7 @@ def test_what_one_process_finds_is_what_two_find(tmp_path: Path) -> None:
     assert fallback.verdict == "not needed"
 
 
-@pytest.mark.parametrize("command", sorted(ranks._ALONE))
+@pytest.mark.parametrize("command", sorted(ranks._IN_ONE_PROCESS))
 @pytest.mark.parametrize(
     ("launcher", "variables"),
     [
@@ -246,7 +246,7 @@ def test_commands_for_one_process_are_refused_in_several(
 def test_every_command_on_a_script_says_what_it_does_in_several_processes() -> None:
     commands = get_command(cli.app).commands  # type: ignore[attr-defined]
     on_scripts = {name for name, command in commands.items() if "arguments" in {p.name for p in command.params}}
-    assert on_scripts == {*ranks._TOGETHER, *ranks._ALONE}
+    assert on_scripts == {*ranks._IN_ALL_PROCESSES, *ranks._IN_ONE_PROCESS}
 
 
 @pytest.mark.parametrize("option", ["--compile", "--checkpoint full"])

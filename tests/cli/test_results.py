@@ -1,4 +1,4 @@
-"""Where results go: standard output, as wide as it was asked to be, and a folder that nobody else's results lie in."""
+"""Where results go: standard output, at the requested width, and a folder that contains no other results."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_folder_that_is_new_or_empty_is_taken(out: Path, capsys: pytest.Captur
     ("words", "place", "own"),
     [
         (SAME, "{}", True),
-        (SAME, "", True),  # records of before say nothing of the folder
+        (SAME, "", True),  # older records do not name the folder
         (SAME, "/elsewhere", False),
         (("run", "--out", "out", "other.py"), "{}", False),
         (("compare", "--out", "out", "train.py"), "{}", False),
@@ -277,7 +277,7 @@ def test_fallback_deletes_no_folder_that_it_did_not_make(
     assert "already contains other results; writing to" in capsys.readouterr().err
 
 
-# --- how to do it again ------------------------------------------------------------------------------------------------------
+# --- how to reproduce it -----------------------------------------------------------------------------------------------------
 
 VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "0,1",

@@ -42,7 +42,7 @@ RUN_OPTIONS = (
 )
 COMMANDS = "doctor, check, run, watch, compare, audit, diagnose, ranges, fallback, predict, tune, resume-check, report"
 
-# What is typed after mezzo, what is said, the hint; a tail of dots stands for more.
+# What is typed after mezzo, the message, the hint; trailing dots stand for more text.
 Wrong = tuple[str, str, str]
 WRONG: list[Wrong] = [
     # commands and options

@@ -123,7 +123,7 @@ def _of(model: Callable[[], nn.Module]) -> Callable[[], Callable[[], None]]:
 SHARE = f"{PRODUCT_FLOPS / STEP_FLOPS:.0%} of FLOPs and their backward pass"
 WIDE = {"fp32": STEP_FLOPS}
 NO_MODULE = "calls no module whose parameters get gradients, so there is none to keep in FP32"
-SAME_BITS = "fp16 changes no gradient of train by a bit, so it was not tried"
+SAME_BITS = "fp16 does not change a single bit of any gradient of train, so nothing was tried"
 CASES = [
     Case("forward_by_name", _functional, WIDE, [("FP32 code", SHARE)], NO_MODULE),
     Case("plain_functions", _plain, WIDE, [("FP32 code", SHARE)], NO_MODULE),

@@ -1,4 +1,4 @@
-"""The whole patch of each shape of script, as a reviewed diff; and what holds for every patch of every script at hand."""
+"""The whole patch of each shape of script, as a reviewed diff; and what is true of every patch of every available script."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_several_neighbours_with_loops_are_refused(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text("import first\nfrom second import train\n")
     outcome = make_patch(tmp_path / "main.py", policy=Policy.parse("fp16"))
     assert isinstance(outcome, Refused)
-    assert outcome.reason == "several files beside main.py have training loops: first.py, second.py"
+    assert outcome.reason == "several files next to main.py have training loops: first.py, second.py"
 
 
 def test_fp32_needs_no_patch() -> None:

@@ -1,4 +1,4 @@
-"""Records: every value of every kind out and in again, whole files or none, and files that are no records."""
+"""Records: every value of every kind survives a round trip, files are whole or absent, and other files are refused."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_reader_never_sees_half_a_record(monkeypatch: pytest.MonkeyPatch, tmp_
     seen: list[int | None] = []
 
     def look(_: int) -> None:
-        found = read_record(path)  # at the moment when all is written and nothing is moved
+        found = read_record(path)  # when everything is written and nothing has been moved
         assert isinstance(found, RunRecord)
         seen.append(found.seed)
 
@@ -272,7 +272,7 @@ def test_a_reader_never_sees_half_a_record(monkeypatch: pytest.MonkeyPatch, tmp_
     assert [*seen, found.seed] == [1, 2]
 
 
-# --- files that are no records -------------------------------------------------------------------
+# --- files that are not records -----------------------------------------------------------------
 
 HINT = "pass the record.json that a mezzo command wrote"
 NEWER = run().model_dump_json().replace('"schema_version":1', '"schema_version":2')
@@ -338,7 +338,7 @@ def test_json_nested_without_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "why"), [("absent.json", "No such file or directory"), ("", "Is a directory")])
 def test_a_file_that_cannot_be_read(name: str, why: str, tmp_path: Path) -> None:
     path = tmp_path / name
-    hint = "records are written by mezzo run and mezzo compare as record.json"
+    hint = "pass the record.json that a mezzo command wrote"
     check_error(path, f"cannot read the record {str(path)!r}: {why}", hint)
 
 

@@ -1,4 +1,4 @@
-"""A record prints as one line, whatever it holds; its figures are those of its fields."""
+"""A record prints as one line, whatever it contains; its figures are those of its fields."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SHOWN: list[tuple[WholeRecord, str]] = [
     ),
     (
         build.compare_record(num_seeds=1, num_steps=5),
-        "CompareRecord train.py: bf16 equivalent, fp16 undecided, fp16-pure diverged, beside fp32",
+        "CompareRecord train.py: bf16 equivalent, fp16 undecided, fp16-pure diverged, compared with fp32",
     ),
     (
         AuditRecord(run=RUN, steps=[3], flops_by_phase={"forward": {"fp16": 3}, "dgrad": {"fp32": 1}}, findings=[FINDING]),

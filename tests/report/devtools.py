@@ -43,11 +43,11 @@ class Page:
             self.call(f"{domain}.enable")
 
     def close(self) -> None:
-        """Let go of the pipe."""
+        """Close the pipe."""
         self._answers.close()
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send one command and return its result; events that come before it are kept."""
+        """Send one command and return its result; events that arrive before it are stored."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session:
@@ -113,7 +113,7 @@ class Page:
         return [json.dumps(event["params"]) for event in self.events if event.get("method") in wanted]
 
     def requests(self) -> list[str]:
-        """Return the addresses that were asked for."""
+        """Return the addresses that were requested."""
         sent = [event["params"] for event in self.events if event.get("method") == "Network.requestWillBeSent"]
         return [params["request"]["url"] for params in sent]
 
@@ -126,7 +126,7 @@ def browser(folder: Path) -> Iterator[Page]:
     answer_read, answer_write = os.pipe()
 
     def give() -> None:
-        # The browser reads commands from 3 and writes answers to 4; first away from those numbers, where either end may lie.
+        # The browser reads commands from 3 and writes answers to 4; either end may have one of these numbers, so move both away first.
         ends = os.dup(command_read), os.dup(answer_write)
         high = [os.dup2(end, 60 + place) for place, end in enumerate(ends)]
         os.dup2(high[0], 3)

@@ -1,4 +1,4 @@
-"""The colours of formats: fixed, told apart, and with enough contrast on every paper."""
+"""The colours of formats: fixed, distinguishable, and with enough contrast on every background."""
 
 from __future__ import annotations
 

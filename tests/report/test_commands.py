@@ -158,7 +158,7 @@ def test_a_function_has_its_call() -> None:
 
 
 NOT_CARRIED = {
-    # an option, why another command of the same name does not get it; who builds that command passes it where it is wanted
+    # an option, and why another command with an option of that name does not get it unless it is passed explicitly
     "--policy": "each next command names the policy that it is about",
     "--policies": "each next command names the policies that it is about",
     "--gpu": "check takes one, compare several or none, and tune leaves configurations out by it",
@@ -215,12 +215,12 @@ WRITERS = {
     "launch/targets.py": "the words as typed, with another script",
     "report/commands.py": "all next commands",
     "report/sheets/shared.py": "the command as typed",
-    "report/tracking/logged.py": "the command as typed, for a tracker",
+    "report/tracking/log_entry.py": "the command as typed, for a tracker",
 }
 
 
 def test_next_commands_are_written_in_one_place() -> None:
-    """A command put together by hand forgets an option."""
+    """A command that is assembled elsewhere forgets an option."""
     root = Path(mezzo.__file__).parent
     found = {
         str(path.relative_to(root))

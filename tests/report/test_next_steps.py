@@ -125,7 +125,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "run fp32": (
         run(policy="fp32"),
-        [("see what 16 bits keep and save", f"mezzo compare --policies fp32,bf16,fp16 {TAIL}")],
+        [("see whether 16 bits train as well, and what they save", f"mezzo compare --policies fp32,bf16,fp16 {TAIL}")],
     ),
     "run diverged": (
         run(policy="fp16-pure"),
@@ -136,7 +136,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "run failed": (
         run(error="ValueError: no", exit_code=1),
-        [("see whether the script fails without Mezzo, too", f"python {TAIL}")],
+        [("see whether the script also fails without Mezzo", f"python {TAIL}")],
     ),
     "run refused by an operation": (
         run(policy="bf16", error="RuntimeError: Unsupported dtype BFloat16", exit_code=1),
@@ -162,7 +162,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "run refused in fp32": (
         run(policy="fp32", error="RuntimeError: Unsupported dtype BFloat16", exit_code=1),
-        [("see whether the script fails without Mezzo, too", f"python {TAIL}")],
+        [("see whether the script also fails without Mezzo", f"python {TAIL}")],
     ),
     "run interrupted": (run(error="ended by SIGINT", exit_code=130), []),
     "run not resumed": (run(error="there is no snapshot in 'runs/mine/snapshots'", exit_code=9), []),
@@ -190,7 +190,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     **{
         f"run whose script ends itself with code {code}": (
             run(exit_code=code),
-            [("see whether the script fails without Mezzo, too", f"python {TAIL}")],
+            [("see whether the script also fails without Mezzo", f"python {TAIL}")],
         )
         for code in (3, 5, 6, 7, 9, 10)  # Mezzo's own errors have them, too
     },
@@ -200,11 +200,11 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "watched in its own fp32": (
         run("watch", policy="as-is", effective=Effective(flops_by_format={"fp32": 10}, counted_on_step=2)),
-        [("see what 16 bits keep and save", f"mezzo compare --policies fp32,bf16,fp16 {TAIL}")],
+        [("see whether 16 bits train as well, and what they save", f"mezzo compare --policies fp32,bf16,fp16 {TAIL}")],
     ),
     "run with findings": (
         run(policy="as-is", findings=[FINDING]),
-        [("after the fix of A201, see whether anything is left", f"mezzo run {TAIL}")],
+        [("after fixing A201, see whether anything is left", f"mezzo run {TAIL}")],
     ),
     "equivalent": (
         compare(
@@ -235,7 +235,10 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         [
             ("train with bf16", f"mezzo run --policy bf16 {TAIL}"),
             ("fp16 stopped learning; find out why", f"mezzo diagnose --policy fp16 {TAIL}"),
-            ("fp8 trains to another result; find the modules to keep in FP32", f"mezzo fallback --policy fp8 {TAIL}"),
+            (
+                "fp8 trains to a different result; find the modules to keep in FP32",
+                f"mezzo fallback --policy fp8 {TAIL}",
+            ),
         ],
     ),
     "failed": (
@@ -246,7 +249,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         compare(("fp16", "failed", {})).model_copy(
             update={"rows": [build.row("fp32", "failed", num_failed=3), build.row("fp16", "failed")]}
         ),
-        [("no run of the baseline succeeded; see whether the script does without Mezzo", f"python {TAIL}")],
+        [("no run of the baseline succeeded; see whether the script succeeds without Mezzo", f"python {TAIL}")],
     ),
     "undecided": (
         compare(
@@ -271,7 +274,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "names as typed": (
         compare(("fp16", "different", {"policy_typed": "O1"})),
-        [("O1 trains to another result; find the modules to keep in FP32", f"mezzo fallback --policy O1 {TAIL}")],
+        [("O1 trains to a different result; find the modules to keep in FP32", f"mezzo fallback --policy O1 {TAIL}")],
     ),
     "diagnosis with a tried fix": (
         diagnose(
@@ -288,7 +291,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "diagnosis with a change": (
         diagnose("invalid_operation", located=True, fix="keep it above 0", fix_line="y = torch.sqrt(x + 1e-12)"),
-        [("after the change to the script, see whether anything is left", f"mezzo diagnose {TAIL}")],
+        [("after changing the script, see whether anything is left", f"mezzo diagnose {TAIL}")],
     ),
     "diagnosis that needs a set": (
         diagnose(
@@ -314,7 +317,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     "healthy, with a misuse of the script's own scaler": (
         diagnose("healthy", policy="as-is", run_fields={"findings": [FINDING]}),
         [
-            (f"after the fix of {FINDING.code}, see whether anything is left", f"mezzo diagnose {TAIL}"),
+            (f"after fixing {FINDING.code}, see whether anything is left", f"mezzo diagnose {TAIL}"),
             ("see whether as-is trains like fp32", f"mezzo compare --policies fp32,as-is {TAIL}"),
         ],
     ),
@@ -328,7 +331,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "unfinished": (
         diagnose("unfinished", run_fields={"error": "ValueError", "exit_code": 1}),
-        [("see whether the script fails without Mezzo, too", f"python {TAIL}")],
+        [("see whether the script also fails without Mezzo", f"python {TAIL}")],
     ),
     "ranges": (
         ranges({"lowest": 3, "highest": 14, "suggested": 12}),
@@ -364,7 +367,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     "audit": (
         AuditRecord(run=run("audit", "fp16"), steps=[3], findings=[FINDING], flops_by_phase={"forward": {"fp16": 1}}),
         [
-            ("after the fix of A201, see what is left", f"mezzo audit {TAIL}"),
+            ("after fixing A201, see what is left", f"mezzo audit {TAIL}"),
             ("see whether fp16 trains like fp32", f"mezzo compare --policies fp32,fp16 {TAIL}"),
         ],
     ),
@@ -372,7 +375,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         AuditRecord(run=run("audit", "fp16"), steps=[3]),
         [
             (
-                "that step had no product; if optimizers take turns, audit all of a round",
+                "that step had no matrix product; if optimizers take turns, audit a whole round",
                 f"mezzo audit --steps 3-6 {TAIL}",
             ),
             ("see whether fp16 trains like fp32", f"mezzo compare --policies fp32,fp16 {TAIL}"),
@@ -389,7 +392,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
             flops_by_phase={"forward": {"fp32": 1}},
             findings=[FINDING.model_copy(update={"code": "A101"})],
         ),
-        [("see what 16 bits keep and save", f"mezzo compare --policies fp32,bf16,fp16 {TAIL}")],
+        [("see whether 16 bits train as well, and what they save", f"mezzo compare --policies fp32,bf16,fp16 {TAIL}")],
     ),
     "fallback": (
         fallback("found", kept=["b"], suggested="fp16:fp32_modules=b", policy_file="runs/my x/policy.toml"),
@@ -441,7 +444,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         build.doctor_record(),
         [
             (
-                "one answer about your script; write its name for train.py",
+                "get one answer for your script; replace train.py with its name",
                 "mezzo check train.py",
             )
         ],

@@ -1,4 +1,4 @@
-"""The page: all text only text, nothing loaded from outside, small whatever it shows."""
+"""The page: all text is only text, nothing is loaded from outside, and it is small whatever it shows."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ app = typer.Typer(
 
 
 def _on_script(name: str, command: Callable[..., None]) -> None:
-    """Add a command whose words after the script belong to the script: parsing stops at the first word that is not an option."""
+    """Add a command on a script; parsing stops at the first word that is not an option, so all words after the script are the script's."""
     app.command(name, cls=ScriptCommand, context_settings={"allow_interspersed_args": False})(command)
 
 
@@ -64,7 +64,7 @@ _on_script("resume-check", with_groups(resume_check.resume_check))
 app.command("report")(report.report)
 
 _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
-"""Base class of the parser's errors. Newer versions of typer bring their own parser, so no import names it."""
+"""Base class of the parser's errors, which has no stable import: newer versions of typer contain a parser of their own."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     token = WORDS.set(tuple(words))
     try:
         return in_ranks(words, lambda: _exit_code(list(words)))
-    except MezzoError as error:  # from the launcher's processes, before the command began
+    except MezzoError as error:  # raised before the command began, by the checks of the launcher's processes
         exit_code = _failed(error)
         tell(exit_code, words[0])
         return exit_code

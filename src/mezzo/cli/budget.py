@@ -1,4 +1,4 @@
-"""A command's time limit: read from the command line, counted down, and shown with each message."""
+"""A command's time limit: parsed from the command line, counted down, and shown with each message."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.IGNORECASE)
 
 
 def seconds_of(text: str, *, option: str = "--budget", example: str = "10m") -> float:
-    """Return the seconds of an option's value, such as ``90s``, ``10m`` or ``1h``.
+    """Return the seconds in an option's value, such as ``90s``, ``10m`` or ``1h``.
 
     Raises:
         UsageError: the value is not a duration.
     """
-    found = _DURATION.fullmatch(text.strip())
-    seconds = float(found[1]) * _UNITS_S[found[2].lower()] if found else 0.0
+    match = _DURATION.fullmatch(text.strip())
+    seconds = float(match[1]) * _UNITS_S[match[2].lower()] if match else 0.0
     if seconds <= 0:
         raise UsageError(
             f"{option} {text!r}; allowed: a number above 0 with a unit, s, m or h", hint=f"type: {option} {example}"

@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from mezzo.records import Answer, CheckRecord, Reason
 
 _REFERENCE = "a100-80gb"
-"""The GPU that gains are bounded for if none is named and this machine has none."""
-_LEAST_PREDICTION_S = 30.0
-"""Least time for a prediction, even if the runs took the whole budget: most scripts are traced in a third of it."""
-_TIMES_MORE = 6
-"""If the budget is too short, the suggested one is longer by this factor."""
+"""The GPU for which gains are bounded if none is named and this machine has none."""
+_MIN_PREDICTION_S = 30.0
+"""Minimum time for a prediction, even if the runs took the whole budget: most scripts are traced in a third of it."""
+_LONGER_BUDGET = 6
+"""If the budget is too short, the suggested one is this many times as long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """The options of a check, as read."""
+    """The parsed options of a check."""
 
     script: Script
     budget: Budget
     gpu: Gpu | None
     policies: list[str] | None
-    """The values of ``--policies``, under the names that records use."""
+    """The values of ``--policies``, by the names that records use."""
     seeds: int
     metric: str | None
 
@@ -52,9 +52,9 @@ def formats_of(here: Device) -> str:
 
 
 def check_record(
-    asked: CheckOptions, checking: Check, offers: list[Reason], machine: Machine, engine: Engine
+    opts: CheckOptions, checking: Check, offers: list[Reason], machine: Machine, engine: Engine
 ) -> CheckRecord:
-    """Return the record of a check that is over."""
+    """Return the record of a finished check."""
     from mezzo.gpus import GPUS
     from mezzo.launch.several.plan import MARGIN, repairs, undone
     from mezzo.measure.check.answer import Case, answered
@@ -63,22 +63,22 @@ def check_record(
     from mezzo.records import CheckRecord, CheckStage
 
     known, here = checking.known, machine.device
-    comparison = judge(list(known.runs), baseline=known.baseline, margin=MARGIN, command=list(asked.script.command))
-    gpu = asked.gpu or (GPUS[_REFERENCE] if here.kind == "cpu" else None)
+    comparison = judge(list(known.runs), baseline=known.baseline, margin=MARGIN, command=list(opts.script.command))
+    gpu = opts.gpu or (GPUS[_REFERENCE] if here.kind == "cpu" else None)
     if gpu is not None and not checking.too_slow:
-        limit_s = max(_LEAST_PREDICTION_S, asked.budget.seconds - asked.budget.spent_s)
-        found_there = predicted_for(asked.script, known.runs, [gpu], asked.budget.say, limit_s=limit_s)
-        comparison = comparison.model_copy(update={"real_gpus": found_there})
+        limit_s = max(_MIN_PREDICTION_S, opts.budget.seconds - opts.budget.spent_s)
+        predicted = predicted_for(opts.script, known.runs, [gpu], opts.budget.say, limit_s=limit_s)
+        comparison = comparison.model_copy(update={"real_gpus": predicted})
     case = Case(
         comparison=comparison,
         device=here.name,
-        command=_commands(asked),
+        command=_commands(opts),
         gpu=gpu,
-        for_gpu=asked.gpu is not None,
-        diagnosed={policy: one for policy, one in known.diagnosed.items() if one is not None},
+        for_gpu=opts.gpu is not None,
+        diagnosed={policy: diagnosis for policy, diagnosis in known.diagnosed.items() if diagnosis is not None},
         repairs=repairs(known),
         undone=undone(known),
-        more_time=f"{math.ceil(_TIMES_MORE * asked.budget.seconds / 60)}m",
+        more_time=f"{math.ceil(_LONGER_BUDGET * opts.budget.seconds / 60)}m",
         too_slow=checking.too_slow,
     )
     answer = answered(case)
@@ -89,54 +89,54 @@ def check_record(
         outcome=f"{here.name}; {formats_of(here)}",
     )
     return CheckRecord(
-        command=list(asked.script.command),
-        script=asked.script.target,
+        command=list(opts.script.command),
+        script=opts.script.target,
         answer=answer,
         device=device_report(here, facts=machine.facts),
         gpu="" if gpu is None else gpu.label,
         offered=offers,
-        budget_s=asked.budget.seconds,
-        seeds=asked.seeds,
+        budget_s=opts.budget.seconds,
+        seeds=opts.seeds,
         first_steps=checking.first_steps,
         stages=[doctor, *checking.stages],
         comparison=comparison,
-        notes=[] if answer.decision == "failed" else [*_notes(asked, checking, case, answer), *how_placed(engine)],
+        notes=[] if answer.decision == "failed" else [*_notes(opts, checking, case, answer), *how_placed(engine)],
         environment=comparison.environment,
-        duration_s=asked.budget.spent_s,
+        duration_s=opts.budget.spent_s,
     )
 
 
-def _notes(asked: CheckOptions, checking: Check, case: Case, answer: Answer) -> list[Reason]:
+def _notes(opts: CheckOptions, checking: Check, case: Case, answer: Answer) -> list[Reason]:
     from mezzo.records import Reason
 
     notes: list[Reason] = []
     if checking.first_steps is not None:
-        why = f"the whole script does not fit the budget with {asked.seeds} seeds; what happens later is not judged"
-        notes.append(Reason(what="steps", value=f"each run's first {checking.first_steps} only", reason=why))
-    if asked.metric is None:
-        why = "name what counts for you, as --metric 'acc=([0-9.]+)', and it is judged as well"
+        why = f"the whole script does not fit the budget with {opts.seeds} seeds; what happens later is not judged"
+        notes.append(Reason(what="steps", value=f"only the first {checking.first_steps} of each run", reason=why))
+    if opts.metric is None:
+        why = "to have a metric judged as well, name it, as in --metric 'acc=([0-9.]+)'"
         notes.append(Reason(what="judged by", value="the training loss", reason=why))
     elif all(run.metric is None for run in checking.known.runs):
-        why = f"the script printed nothing that --metric {asked.metric!r} matches in its first steps"
+        why = f"the script printed nothing that --metric {opts.metric!r} matches in its first steps"
         notes.append(Reason(what="judged by", value="the training loss", reason=why))
     if case.undone:
-        why = f"the budget of {clock(asked.budget.seconds)} is too short for it"
+        why = f"the budget of {clock(opts.budget.seconds)} is too short for it"
         notes.append(Reason(what="left out", value=case.undone, reason=why))
     if not checking.known.observable:
         why = f"mezzo diagnose, ranges and fallback do not inspect {checking.known.runs[0].framework}"
         notes.append(Reason(what="left out", value="diagnosis, ranges and fallback", reason=why))
-    there = next((gain for gain in answer.gains if gain.kind != "measured"), None)
-    if asked.gpu is None and there is not None:
+    not_measured = any(gain.kind != "measured" for gain in answer.gains)
+    if opts.gpu is None and not_measured:
         notes.append(Reason(what="speed", value="on another GPU", reason="add --gpu NAME to this command"))
-    failed = case.comparison.real_gpus
-    if failed is not None and failed.reason and there is not None:
-        notes.append(Reason(what="speed", value="a ceiling instead of a prediction", reason=failed.reason))
+    predicted = case.comparison.real_gpus
+    if predicted is not None and predicted.reason and not_measured:
+        notes.append(Reason(what="speed", value="a ceiling instead of a prediction", reason=predicted.reason))
     return notes
 
 
-def _commands(asked: CheckOptions) -> Callable[..., str]:
-    """Return the function that writes a command on the same script, given the command's name and its options with their values."""
-    typed = asked.script.retyped
+def _commands(opts: CheckOptions) -> Callable[..., str]:
+    """Return a function that writes a command on the same script, given the command's name and its options with their values."""
+    typed = opts.script.retyped
 
     def command(kind: str, *given: str) -> str:
         if kind == "python":

@@ -1,4 +1,4 @@
-"""The runs of a comparison: those that an earlier command finished, and those made now."""
+"""The runs of a comparison: those that an earlier command finished, and those of this command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 600.0
 
 
-def begun(script: Script, folder: Path, *, metric: str | None, **asked: str) -> Finished:
+def begin_or_continue(script: Script, folder: Path, *, metric: str | None, **settings: str) -> Finished:
     """Begin a comparison in the folder, or continue an interrupted one; note which options have changed.
 
     Raises:
@@ -32,11 +32,11 @@ def begun(script: Script, folder: Path, *, metric: str | None, **asked: str) -> 
     finished = finished_before(script, folder, "comparison", say=results.note, metric=metric or "")
     anew = not finished.found or (finished.over and not script.resume)
     if not anew:
-        for name, now in asked.items():
+        for name, now in settings.items():
             then = finished.asked.get(name, "")
             if then != now:
-                results.note(f"--{name} was {then} and is now {now}; runs that both ask for are used again")
-    finished.begin(asked, anew=anew)
+                results.note(f"--{name} was {then} and is now {now}; runs that belong to both are reused")
+    finished.begin(settings, anew=anew)
     return finished
 
 
@@ -44,17 +44,17 @@ def left_to_run(requests: Sequence[Request]) -> tuple[list[RunRecord], list[Requ
     """Return the records of runs that are finished, and the requests of those that are not."""
     from mezzo.launch.several.resuming import finished_run
 
-    found = [(request, finished_run(request)) for request in requests]
-    runs = [record for _, record in found if record is not None]
-    left = [request for request, record in found if record is None]
+    pairs = [(request, finished_run(request)) for request in requests]
+    runs = [record for _, record in pairs if record is not None]
+    left = [request for request, record in pairs if record is None]
     if runs:
-        rest = f"{fmt.plural(len(left), 'run')} left to make" if left else "none is left to make"
-        results.note(f"{fmt.plural(len(runs), 'finished run')} used again, {rest}")
+        rest = f"{fmt.plural(len(left), 'run')} left" if left else "none left to run"
+        results.note(f"{fmt.plural(len(runs), 'finished run')} reused, {rest}")
     return runs, left
 
 
 def limit_s(runs: Sequence[RunRecord]) -> float | None:
-    """Return the time limit of the next run; None until a run has ended, because nothing is known of the script before."""
+    """Return the time limit of the next run; None until a run has ended, since nothing is known about the script before that."""
     ended = [run.duration_s for run in runs if run.error is None]
     return max(_TIMES_LONGER * max(ended), _LEAST_LIMIT_S) if ended else None
 
@@ -62,7 +62,7 @@ def limit_s(runs: Sequence[RunRecord]) -> float | None:
 def run_all(
     requests: Sequence[Request], *, timeout_s: float | None, engine: Engine, before: Sequence[RunRecord] = ()
 ) -> list[RunRecord]:
-    """Return the records of all runs: those finished ``before``, and those of ``requests`` that end before a signal."""
+    """Return the records of all runs: those finished ``before``, and those of ``requests`` that end before a signal arrives."""
     from mezzo.records import RunRecord
 
     runs = list(before)

@@ -1,4 +1,4 @@
-"""``--log-to`` during a run: a thread of the command logs, every few seconds, the numbers that the run's process reports."""
+"""``--log-to`` during a run: every few seconds, a thread of the command logs the numbers that the run's process reports."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mezzo.cli import results
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
     from mezzo.measure.live import Latest
-    from mezzo.report.tracking import Flight, Writer
+    from mezzo.report.tracking import LiveRun, Writer
 
 EVERY_S = 5.0
 """Seconds between two logged steps."""
 
 
-def logged(places: Sequence[str] | None) -> AbstractContextManager[None]:
-    """Log the runs inside the block to trackers while they run, if any trackers are named."""
+def live_logging(places: Sequence[str] | None) -> AbstractContextManager[None]:
+    """Log the runs inside the block to trackers while they run, if any are named."""
     from mezzo.launch.progress import shown_on
 
     return shown_on(LiveLog(places)) if places else nullcontext()
@@ -34,8 +34,8 @@ class LiveLog:
     def __init__(self, places: Sequence[str], *, every_s: float = EVERY_S) -> None:
         self._places, self._every_s = places, every_s
         self._writers: dict[str, Writer] = {}
-        self._last = 0
-        """The step logged last."""
+        self._last_step = 0
+        """The last step that was logged."""
 
     @contextmanager
     def following(self, request: Request, *, passes_output: bool) -> Iterator[None]:
@@ -50,10 +50,10 @@ class LiveLog:
             thread.join()
 
     def _follow(self, request: Request, over: threading.Event) -> None:
-        """Log until the run is over, and then once more."""
+        """Log until the run is over, then once more."""
         from mezzo.launch.progress import EVERY_S as REPORTED_EVERY_S
 
-        wait_s = REPORTED_EVERY_S  # the first report is logged soon: a run may be short
+        wait_s = REPORTED_EVERY_S  # log the first report soon: a run may be short
         while not over.wait(wait_s):
             if self._log(request):
                 wait_s = self._every_s
@@ -66,47 +66,47 @@ class LiveLog:
         from mezzo.launch.progress import read_latest
 
         latest = read_latest(request.progress_file)
-        if latest is None or latest.step == self._last:
+        if latest is None or latest.step == self._last_step:
             return False
-        if not self._last:
+        if not self._last_step:
             self._begin(request)
-        self._last = latest.step
+        self._last_step = latest.step
         for text, writer in [*self._writers.items()]:
             self._attempt(text, partial(writer.log, numbers_of(latest), latest.step))
         return True
 
     def _begin(self, request: Request) -> None:
         from mezzo.launch.request import policy_text
-        from mezzo.report.tracking import Flight
+        from mezzo.report.tracking import LiveRun
 
         folder = Path(request.record_path).absolute().parent
-        flight = Flight(
+        run = LiveRun(
             name=folder.name,
             script=Path(request.target).name.removesuffix(".py"),
             folder=folder,
             settings={"command": shlex.join(request.command), "policy": policy_text(request.policy)},
         )
         for text in self._places:
-            self._attempt(text, partial(self._open, text, flight))
+            self._attempt(text, partial(self._open, text, run))
 
-    def _open(self, text: str, flight: Flight) -> None:
+    def _open(self, text: str, run: LiveRun) -> None:
         from mezzo.report.tracking import destination
 
         to = destination(text)
-        self._writers[text] = to.tracker.in_flight(flight, to.place)
+        self._writers[text] = to.tracker.live_writer(run, to.place)
 
     def _attempt(self, text: str, action: Callable[[], None]) -> None:
-        """Call a tracker; one that fails is noted once and left out: the training continues, and its result is logged at the end."""
+        """Call a tracker. One that fails is reported once and dropped: the training continues, and its result is logged at the end."""
         try:
             action()
-        except Exception as error:  # of a library, its server or its disk
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            results.note(f"--log-to {text} failed during the run ({said}); the result will be logged at its end")
+        except Exception as error:  # from a library, its server or its disk
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            results.note(f"--log-to {text} failed during the run ({reason}); the result will be logged at its end")
             self._writers.pop(text, None)
 
 
 def numbers_of(latest: Latest) -> dict[str, float]:
-    """Return what is known of the latest step, by the names in trackers."""
+    """Return the known numbers of the latest step, by their names in trackers."""
     known = {
         "live/loss": latest.loss,
         "live/loss_scale": latest.loss_scale,

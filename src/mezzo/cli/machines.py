@@ -1,4 +1,4 @@
-"""The machine that makes a command's runs: this one, or a worker of a cluster."""
+"""The machine that a command's runs are on: this one, or a worker of a cluster."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _PROGRAM = "mezzo.measure.remote_facts"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A machine that makes runs."""
+    """A machine for runs."""
 
     facts: Facts
     name: str
 
     @property
     def device(self) -> Device:
-        """The device that scripts train on there."""
+        """The device that scripts train on."""
         return self.facts.devices[0]
 
 
 def name_of(engine: Engine) -> str:
-    """Return the name of the machine that makes an engine's runs."""
+    """Return the name of the machine that an engine's runs are on."""
     return f"a worker of {engine.cluster}" if engine.cluster else "this machine"
 
 
 def machine_of(engine: Engine, folder: Path) -> Machine:
-    """Return the machine that makes an open engine's runs; for a cluster, the worker that it assigns to one run.
+    """Return the machine that an open engine's runs are on; for a cluster, the worker that it assigns to one run.
 
     Raises:
-        ScriptError: the worker did not say what it can compute.
+        ScriptError: the worker did not report what it can compute.
     """
     from mezzo.devices import Device, cpu_name
     from mezzo.measure.doctor import Facts, facts  # imports torch, which takes seconds
@@ -56,27 +56,27 @@ def _of_worker(engine: Engine, folder: Path) -> Facts:
     from mezzo.launch.request import Request
     from mezzo.measure.remote_facts import read_facts
 
-    place = (folder / "worker").absolute()
-    found = place / "facts.json"
-    found.unlink(missing_ok=True)
+    worker_folder = (folder / "worker").absolute()
+    facts_file = worker_folder / "facts.json"
+    facts_file.unlink(missing_ok=True)
     request = Request(
         target=_PROGRAM,
         kind="module",
-        arguments=(str(found),),
+        arguments=(str(facts_file),),
         policy=None,
-        record_path=str(place / "record.json"),
+        record_path=str(worker_folder / "record.json"),
         command=(),
     )
     with stoppable() as stop:
         ended = list(engine([request], lambda: None))
         stop.check()
-    if not found.exists():
-        why = getattr(ended[0][1], "error", None) or "it ended before"
+    if not facts_file.exists():
+        why = getattr(ended[0][1], "error", None) or "it ended before that"
         raise ScriptError(
-            f"a worker did not say what it can compute: {why}",
-            hint=f"what it printed is in {place / 'output.log'}; --policies names what to try without asking it",
+            f"a worker did not report what it can compute: {why}",
+            hint=f"what it printed is in {worker_folder / 'output.log'}",
         )
-    return read_facts(found)
+    return read_facts(facts_file)
 
 
 def check_times(engine: Engine) -> None:
@@ -90,7 +90,7 @@ def check_times(engine: Engine) -> None:
     why = "times are measured here, and runs that share one CPU slow each other down"
     if engine.cluster:
         raise UsageError(
-            f"--on {engine.cluster} without a GPU for each run; allowed: a GPU of its own, because {why}",
+            f"--on {engine.cluster} without a GPU for each run; allowed: a GPU of its own for each run, because {why}",
             hint="type: --on slurm:gres=gpu:1 or --on ray:num_gpus=1",
         )
     raise UsageError(
@@ -109,5 +109,5 @@ def how_placed(engine: Engine) -> list[Reason]:
         return [Reason(what="runs", value=value, reason=f"{most}; each record has its placement")]
     if engine.gives_gpus is None:
         return []
-    own = "a GPU of its own" if engine.gives_gpus else "its share of the CPU's threads"
-    return [Reason(what="runs", value=f"{engine.at_once} at once", reason=f"--jobs: each had {own}")]
+    share = "a GPU of its own" if engine.gives_gpus else "its share of the CPU's threads"
+    return [Reason(what="runs", value=f"{engine.at_once} at once", reason=f"--jobs: each had {share}")]

@@ -1,4 +1,4 @@
-"""The change to a script that a check offers: made from its text, tried, and written beside the record."""
+"""The change to a script that a check offers: derived from its text, tried, and written next to the record."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from mezzo.records import CheckRecord
 
 _WHY = "--write-patch: the change to the script itself, tried before it is offered"
-_LEAST_LIMIT_S = 120.0
-"""Both runs of a trial have this time, however little is left of the budget."""
+_MIN_LIMIT_S = 120.0
+"""The two runs of a trial may take this long, however little is left of the budget."""
 
 
 def with_patch(
     script: Script, record: CheckRecord, folder: Path, *, left_s: float, say: Callable[[str], None]
 ) -> CheckRecord:
-    """Return the record with the patch that turns on its answer, or with the reason why there is none.
+    """Return the record with the patch that applies its answer, or with the reason why there is none.
 
     Args:
         script: the script, as it was typed.
@@ -48,11 +48,13 @@ def with_patch(
     from mezzo.patching import Patch, make_patch
 
     policy = Policy.parse(answer.policy)
-    made = make_patch(Path(script.target), policy=policy)
-    if not isinstance(made, Patch):
-        return _without(record, f"{made.reason}; {made.by_hand}")
-    say(f"patch: {made.kind} script, {made.path.name} changed for {answer.policy}; running it and the unpatched one")
-    return _tried(script, record, folder, made, policy, left_s=left_s)
+    patch = make_patch(Path(script.target), policy=policy)
+    if not isinstance(patch, Patch):
+        return _without(record, f"{patch.reason}; {patch.by_hand}")
+    say(
+        f"patch: {patch.kind} script, {patch.path.name} changed for {answer.policy}; running it and the unpatched script"
+    )
+    return _tried(script, record, folder, patch, policy, left_s=left_s)
 
 
 def _tried(
@@ -63,23 +65,23 @@ def _tried(
 
     began_s = time.monotonic()
     place = folder / "patch"
-    outcome = try_patch(_request(script, policy, place), patch, place, limit_s=max(left_s, _LEAST_LIMIT_S) / 2)
-    told = "; ".join(f"{reason.what}: {reason.value} ({reason.reason})" for reason in outcome.reasons)
+    outcome = try_patch(_request(script, policy, place), patch, place, limit_s=max(left_s, _MIN_LIMIT_S) / 2)
+    summary = "; ".join(f"{reason.what}: {reason.value} ({reason.reason})" for reason in outcome.reasons)
     stage = CheckStage(
         name="patch",
         what=f"the patch for {patch.path.name}",
         why=_WHY,
-        outcome=told,
+        outcome=summary,
         folder=str(place),
         duration_s=time.monotonic() - began_s,
     )
     record = record.model_copy(update={"stages": [*record.stages, stage]})
     if not outcome.may_be_offered:
-        return _without(record, f"its trial failed: {told}")
-    written = folder / f"{patch.path.stem}.patch"
-    patch.write_diff(written)
+        return _without(record, f"its trial failed: {summary}")
+    diff_path = folder / f"{patch.path.stem}.patch"
+    patch.write_diff(diff_path)
     next_step = {
-        "next_command": f"patch {shlex.quote(str(patch.path))} {shlex.quote(str(written))}",
+        "next_command": f"patch {shlex.quote(str(patch.path))} {shlex.quote(str(diff_path))}",
         "next_why": f"writes {policy} into {patch.path.name}; {_agreement(outcome)}",
     }
     answer = record.answer.model_copy(update=next_step)
@@ -100,7 +102,7 @@ def _request(script: Script, policy: Policy, place: Path) -> Request:
     from mezzo.launch.several.patched import COMPARED_STEPS
 
     request = script.request(policy, folder=place, seed=0)
-    # More steps than are compared would only take longer, above all in FP16 on a CPU.
+    # Steps beyond those that are compared would only cost time, above all in FP16 on a CPU.
     return request.model_copy(update={"stop_after_steps": COMPARED_STEPS if request.framework == "torch" else None})
 
 

@@ -1,6 +1,6 @@
-"""Progress of a command's runs, on standard error: a line that updates in a terminal; in a pipe or log, a plain line now and then.
+"""Progress of a command's runs, on standard error: in a terminal, a line that updates itself; in a pipe or log, a plain line now and then.
 
-A script that prints to the terminal itself would garble a line that updates, so its run has plain lines, too.
+A script that prints to the terminal itself would garble the updating line, so its run gets plain lines, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mezzo.records import RunRecord
 
 _PLAIN_EVERY_S, _WATCH_EVERY_S = 10.0, 2.0
-"""Seconds between two plain lines; fewer under ``mezzo watch``."""
+"""Seconds between two plain lines: usually, and under ``mezzo watch``."""
 _LONGEST_NAME = 48
 _BAR = 12
 
@@ -66,39 +66,40 @@ class ProgressDisplay:
 
         Args:
             console: standard error.
-            planned: all runs that will be made, if that is known: only then is the time left that of the whole command.
+            planned: all runs to come, if they are known: only then is the time left that of the whole command.
         """
         self.console, self._planned = console, list(planned)
-        # A moving line belongs in a terminal only, even if colours are forced into a log.
+        # Only a terminal can update a line, even if colours are forced into a log.
         self.moves = sys.stderr.isatty() and not console.is_dumb_terminal
         self._ended: list[Ended] = []
-        self._steps_made: set[int] = set()
+        self._known_steps: set[int] = set()
         """The numbers of steps of runs that have ended."""
         self._running: list[_Current] = []
         """The runs in progress, the oldest first."""
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._told_s = 0.0
+        self._last_line_s = 0.0
+        """When a plain line was last printed, or a run began."""
 
     # --- runs --------------------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def following(self, request: Request, *, passes_output: bool) -> Iterator[None]:
         """Follow the run of ``request`` inside."""
-        began_s = self._told_s = time.monotonic()
-        own = _Current(request, run_name(request), passes_output=passes_output)
+        began_s = self._last_line_s = time.monotonic()
+        run = _Current(request, run_name(request), passes_output=passes_output)
         with self._lock:
-            self._running.append(own)
+            self._running.append(run)
         try:
             yield
         finally:
             with self._lock:
-                self._running.remove(own)
+                self._running.remove(run)
             self._ended.append(Ended(run_policy(request), time.monotonic() - began_s))
 
     def say_ended(self, request: Request, record: RunRecord) -> None:
-        """Note how many steps a run made, and print how it ended if it failed or no line moves."""
-        self._steps_made |= {len(record.steps)} - {0}
+        """Note how many steps a run had, and print how it ended if it failed or there is no updating line."""
+        self._known_steps |= {len(record.steps)} - {0}
         if not record.error and self.moves:
             return
         outcome = record.error or fmt.plural(len(record.steps), "step")
@@ -124,12 +125,12 @@ class ProgressDisplay:
                 current.read_report()
             if live is not None and (current is None or not current.passes_output):
                 if not live.is_started:
-                    live.start()  # not before: it hides the cursor, which belongs to a script that prints here
+                    live.start()  # not earlier: it hides the cursor, which belongs to a script that prints here
                 live.update(self._line(current), refresh=True)
-            elif current is not None and time.monotonic() - self._told_s >= (
+            elif current is not None and time.monotonic() - self._last_line_s >= (
                 _WATCH_EVERY_S if current.request.watches else _PLAIN_EVERY_S
             ):
-                self._told_s = time.monotonic()
+                self._last_line_s = time.monotonic()
                 self.console.print(f"mezzo: {', '.join(self._parts(current))}", markup=False, soft_wrap=True)
 
     def stop(self) -> None:
@@ -162,24 +163,24 @@ class ProgressDisplay:
             if current.request.watches and current.latest.waits:
                 parts.append(current.latest.waits)
         if len(self._running) > 1:
-            parts.append(f"{fmt.plural(len(self._running) - 1, 'other run')} beside it")
+            parts.append(f"{fmt.plural(len(self._running) - 1, 'other run')} in parallel")
         left_s = self._left_s()
         return [*parts, _time_text(time.monotonic() - current.began_s) if left_s is None else _left_text(left_s)]
 
     # --- time left ---------------------------------------------------------------------------------------------------------------
 
     def _total_steps(self, current: _Current) -> int | None:
-        """Return the steps that the run will make: those to observe, or as many as every run before; None if that is not known."""
+        """Return the steps that the run will have: up to the last observed one, or as many as every earlier run; None if unknown."""
         observe = current.request.observe
         if observe is not None:
             return observe.steps[-1] if observe.kind in ("audit", "ranges") else None
-        total = max(self._steps_made) if len(self._steps_made) == 1 else 0
+        total = max(self._known_steps) if len(self._known_steps) == 1 else 0
         return total if current.latest is not None and total >= current.latest.step else None
 
     def _left_s(self) -> float | None:
-        """Return the time left: of the run by its rate, of later runs by finished ones; None if either is not known."""
+        """Return the time left: of this run from its rate, of later runs from finished ones; None if either is unknown."""
         if len(self._running) > 1:
-            return None  # runs side by side end when they end
+            return None  # nothing is known about how simultaneous runs slow each other down
         current = self._current
         here = 0.0 if current is None else self._left_of(current)
         if here is None or not self._planned:
@@ -197,9 +198,9 @@ class ProgressDisplay:
         return None if expected_s is None else max(expected_s - (time.monotonic() - current.began_s), 0.0)
 
     def _expected_s(self, policy: str) -> float | None:
-        """Return the mean time of finished runs: of the policy's own, else of all."""
-        own = [ended.duration_s for ended in self._ended if ended.policy == policy]
-        times = own or [ended.duration_s for ended in self._ended]
+        """Return the mean time of finished runs: those under the policy, or else all of them."""
+        of_policy = [ended.duration_s for ended in self._ended if ended.policy == policy]
+        times = of_policy or [ended.duration_s for ended in self._ended]
         return sum(times) / len(times) if times else None
 
 
@@ -213,7 +214,7 @@ def run_policy(request: Request) -> str:
 
 
 def run_name(request: Request) -> str:
-    """Return a run's name: its policy, and its seed if it was given one."""
+    """Return a run's name: its policy, and its seed if it has one."""
     name = fmt.shortened(fmt.clean(run_policy(request)), length=_LONGEST_NAME)
     return name if request.seed is None else f"{name}, seed {request.seed}"
 
@@ -224,7 +225,7 @@ def _time_text(seconds: float) -> str:
 
 
 def _left_text(seconds: float) -> str:
-    """Return a time left in steps that an estimate can tell apart."""
+    """Return a time left, rounded to what an estimate can resolve."""
     coarse = round(seconds) if seconds < 10 else 5 * round(seconds / 5) if seconds < 60 else 60 * round(seconds / 60)
     return f"about {_time_text(max(coarse, 1)).removesuffix(' 00 s')} left"
 
@@ -234,10 +235,10 @@ _PROGRESS: ContextVar[ProgressDisplay | None] = ContextVar("progress", default=N
 
 @contextmanager
 def shown(planned: Sequence[Request] = ()) -> Iterator[ProgressDisplay]:
-    """Show the progress of the runs inside; within a command that shows it already, that display stays.
+    """Show the progress of the runs inside; if the command already shows progress, that display is used.
 
     Args:
-        planned: all runs that will be made, if that is known.
+        planned: all runs to come, if they are known.
     """
     from mezzo.launch.progress import shown_on
 

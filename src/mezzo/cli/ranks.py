@@ -1,4 +1,4 @@
-"""A command in several processes that a launcher started: rank 0 runs it, the others follow."""
+"""A command in several processes that a launcher started: rank 0 runs it, and the others follow."""
 
 from __future__ import annotations
 
@@ -11,67 +11,68 @@ from mezzo.errors import ScriptError
 from mezzo.launch.ranks.launched import PADDLES, Launched, launched
 from mezzo.launch.ranks.told import tell
 
-_TOGETHER = ("run", "watch", "compare", "audit", "diagnose", "ranges", "fallback")
+_IN_ALL_PROCESSES = ("run", "watch", "compare", "audit", "diagnose", "ranges", "fallback")
 """Commands that run a script in all processes at once."""
-_ALONE = {
-    "check": "check in one process; the answer serves distributed runs too",
+_IN_ONE_PROCESS = {
+    "check": "check in one process; the answer holds for distributed runs, too",
     "predict": "predict in one process; --gpus-per-job and --shard describe a job of several",
     "resume-check": "check in one process, without the launcher",
     "tune": "tune in one process, with the batch of one process",
 }
-"""Commands on a script for one process, and what to do instead of starting several."""
+"""Commands on a script that run in one process, and what to do instead of starting several."""
 
 
 def in_ranks(words: Sequence[str], command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; as one of several processes, together with the others.
+    """Run a command and return its exit code; in one of several processes, together with the others.
 
     Args:
         words: the command line after ``mezzo``.
         command: runs it in this process.
 
     Raises:
-        ScriptError: the command is for one process, the processes did not find each other, or Paddle's launcher started them.
+        ScriptError: the command runs in one process only, the processes did not find each other, or Paddle's launcher started them.
     """
-    if not words or words[0] not in (*_TOGETHER, *_ALONE):
+    if not words or words[0] not in (*_IN_ALL_PROCESSES, *_IN_ONE_PROCESS):
         return command()
     _refuse_paddles_launcher()
-    one = launched(os.environ, command=words)
-    if one is None:
+    process = launched(os.environ, command=words)
+    if process is None:
         exit_code = command()
         tell(exit_code, words[0])
         return exit_code
-    if words[0] in _ALONE:
+    if words[0] in _IN_ONE_PROCESS:
         raise ScriptError(
-            f"{one.launcher} started mezzo {words[0]} in {one.size} processes; allowed: one", hint=_ALONE[words[0]]
+            f"{process.launcher} started mezzo {words[0]} in {process.size} processes; allowed: one",
+            hint=_IN_ONE_PROCESS[words[0]],
         )
-    return _together(one, words, command)
+    return _run_together(process, words, command)
 
 
 def refuse_in_several(option: str, *, hint: str) -> None:
-    """Refuse an option that is for one process in one of several.
+    """Refuse, in one of several processes, an option that is for a single process.
 
     Raises:
         ScriptError: a launcher started several.
     """
-    one = launched(os.environ)
-    if one is not None:
-        raise ScriptError(f"{option} was given in one of {one.size} processes; allowed: one process", hint=hint)
+    process = launched(os.environ)
+    if process is not None:
+        raise ScriptError(f"{option} was given in one of {process.size} processes; allowed: one process", hint=hint)
 
 
-def _together(one: Launched, words: Sequence[str], command: Callable[[], int]) -> int:
+def _run_together(process: Launched, words: Sequence[str], command: Callable[[], int]) -> int:
     from mezzo.launch.ranks.following import follow
     from mezzo.launch.ranks.leading import leading
     from mezzo.launch.ranks.meeting import Meeting, meeting_place
 
-    # The script's own option of that name serves as well: all processes read the same words.
+    # An --out of the script itself does no harm: all processes read the same words.
     out = value_after("--out", words)
-    meeting = Meeting(one, meeting_place(one, shared=Path("runs") if out is None else Path(out).parent))
-    if one.rank:
+    meeting = Meeting(process, meeting_place(process, shared=Path("runs") if out is None else Path(out).parent))
+    if process.rank:
         exit_code = follow(meeting)
-        tell(exit_code, words[0], own_rank=one.rank)
+        tell(exit_code, words[0], own_rank=process.rank)
         return exit_code
     with leading(meeting) as leader:
-        leader.exit_code = 1  # unless it gets to its end
+        leader.exit_code = 1  # in case the command raises
         leader.exit_code = command()
         tell(leader.exit_code, words[0], own_rank=0)  # before the others end: torchrun then stops this process too
     return leader.exit_code

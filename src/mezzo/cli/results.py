@@ -1,4 +1,4 @@
-"""How every command ends: it writes its record and report, prints results to standard output and notes to standard error."""
+"""The end of every command: it writes its record and report, prints results to standard output and notes to standard error."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def console(*, stderr: bool = False) -> Console:
     """Return a console with the width of COLUMNS or the terminal; in a pipe or file, wide enough for tables."""
     from rich.console import Console
 
-    class Patient(Console):
-        def on_broken_pipe(self) -> None:  # rich would exit with a code of its own
-            raise BrokenPipeError(errno.EPIPE, "nobody reads any more")
+    class RaisingConsole(Console):
+        def on_broken_pipe(self) -> None:  # rich would exit, with an exit code of its own
+            raise BrokenPipeError(errno.EPIPE, "the reader is gone")
 
     stream = sys.stderr if stderr else sys.stdout
     columns = os.environ.get("COLUMNS", "")
@@ -33,19 +33,19 @@ def console(*, stderr: bool = False) -> Console:
     if columns.isdecimal():
         width = int(columns) or WIDTH_WITHOUT_TERMINAL
     # rich ignores a width without a height if TERM is dumb.
-    return Patient(stderr=stderr, width=width, height=width and _HEIGHT, highlight=False)
+    return RaisingConsole(stderr=stderr, width=width, height=width and _HEIGHT, highlight=False)
 
 
 @contextmanager
-def readers_may_go() -> Iterator[None]:
-    """Ignore that the reader of the output has gone, as after ``| head`` or in a closed terminal."""
+def closed_output_ignored() -> Iterator[None]:
+    """Ignore that nobody reads the output any more, as after ``| head`` or in a closed terminal."""
     try:
         yield
         sys.stdout.flush()
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # python would complain at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would complain at exit
 
 
 def finish(
@@ -63,10 +63,10 @@ def finish(
         folder: the folder for the files.
         as_json: whether to print JSON.
         log_to: the trackers to log to, as typed.
-        after_script: whether the script printed to standard output before.
+        after_script: whether the script has printed to standard output.
     """
     write(record, folder)
-    with readers_may_go():
+    with closed_output_ignored():
         _print(record, folder, as_json=as_json, after_script=after_script)
     track(record, folder / "record.json", folder / "report.html", log_to)
 
@@ -81,16 +81,16 @@ def write(record: AnyRecord, folder: Path) -> None:
 
 
 def track(record: AnyRecord, path: Path, page: Path, log_to: Sequence[str] | None) -> None:
-    """Log a record that is on disk; a tracker that fails is noted, since the results are complete without it."""
+    """Log a record that is on disk; a tracker that fails is only noted, since the results are complete without it."""
     for text in log_to or ():
         from mezzo.report.tracking import TrackedRecord, destination, send
 
         try:
             where = send(record, TrackedRecord(record=path, page=page), destination(text))
-        except Exception as error:  # of a library, its server or its disk
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            again = shlex.join(["mezzo", "report", str(path), "--log-to", text])
-            note(f"--log-to {text} failed ({said}); to log the record again, type: {again}")
+        except Exception as error:  # from a library, its server or its disk
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            retry = shlex.join(["mezzo", "report", str(path), "--log-to", text])
+            note(f"--log-to {text} failed ({reason}); to log the record again, type: {retry}")
         else:
             note(f"logged to {text.partition(':')[0]}: {where}")
 
@@ -116,9 +116,9 @@ def note(text: str) -> None:
 
 
 def _note_hint(record: AnyRecord) -> None:
-    """Note what to do about the error of a run."""
-    of_all = getattr(record, "comparison", None) or record
-    one = getattr(record, "run", None) or getattr(record, "whole", None) or record
-    runs: list[RunRecord] = getattr(of_all, "runs", None) or [one]
+    """Note what to do about the error of a run, as the first hint says."""
+    comparison = getattr(record, "comparison", None) or record
+    single = getattr(record, "run", None) or getattr(record, "whole", None) or record
+    runs: list[RunRecord] = getattr(comparison, "runs", None) or [single]
     if hint := next(filter(None, (getattr(run, "hint", "") for run in runs)), ""):
         note(hint)

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 def finished_before(
     script: Script, folder: Path, what: str, *, say: Callable[[str], None], **identity: str
 ) -> Finished:
-    """Return what an earlier command finished in the folder; empty, with the reason printed, if that command was another one.
+    """Return what an earlier command finished in the folder; empty, with the reason printed, if that was a different command.
 
     Args:
         script: the script, as it was typed.
         folder: the command's folder.
-        what: the command's work, as ``check`` or ``comparison``.
+        what: a name for the command's work: ``check``, ``comparison`` or ``search``.
         say: prints a line.
         identity: options of the command that must not have changed.
 
     Raises:
-        UsageError: ``--resume`` was typed, and there is nothing to continue, or it was another script.
+        UsageError: ``--resume`` was typed, and there is nothing to continue, or it was a different script.
     """
     from mezzo.launch.several.resuming import Finished
 
@@ -36,13 +36,13 @@ def finished_before(
     if script.resume and finished.why_anew:
         raise UsageError(
             f"{RESUME} cannot continue in {folder}: {finished.why_anew}",
-            hint=f"leave out {RESUME} to run everything anew, or undo the change",
+            hint=f"leave out {RESUME} to start over, or undo the change",
         )
     if script.resume and not finished.found:
         raise UsageError(
-            f"{RESUME}: {folder} has no {what} to continue; allowed: a folder in which one was begun",
-            hint=f"leave out {RESUME} to begin",
+            f"{RESUME}: {folder} has no {what} to continue; allowed: a folder in which one was started",
+            hint=f"leave out {RESUME} to start one",
         )
     if finished.why_anew:
-        say(f"everything runs anew: {finished.why_anew}")
+        say(f"starting over: {finished.why_anew}")
     return finished

@@ -40,7 +40,7 @@ R = TypeVar("R", bound="AnyRecord")
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A script with the options that every command on a script has; ``--resume`` only those of several runs."""
+    """A script with the options of every command on a script; only commands of several runs have ``--resume``."""
 
     target: options.Target
     arguments: options.Arguments = None
@@ -64,21 +64,21 @@ class Script:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command as typed, for records; without ``--resume``, because a resumed command has the record of the one it continues."""
+        """The command as typed, for records; without ``--resume``, since a resumed command completes the record of the one it continues."""
         return typed_before(len(self.arguments or ())) if self.resume else typed()
 
     @property
     def retyped(self) -> Typed:
-        """The command as typed, to write other commands on the same script where this one runs."""
+        """The command as typed, from which other commands on the same script are written."""
         from mezzo.measure.variables import variables_that_matter
         from mezzo.report.commands import TypedScript as Typed
 
-        found = Typed.typed(self.command, self.target)
-        assert found is not None, self.command  # this command itself
-        return replace(found, framework=self.framework, variables=variables_that_matter(os.environ))
+        script = Typed.typed(self.command, self.target)
+        assert script is not None, self.command  # the command that is running
+        return replace(script, framework=self.framework, variables=variables_that_matter(os.environ))
 
     def check(self, *policies: Policy | None) -> None:
-        """Refuse a target that is not a script or module, or cannot run under a policy; show a syntax error as python does."""
+        """Refuse a target that is not a script or module, or cannot run under a policy; show a syntax error as Python does."""
         from mezzo.launch.targets import check_target, show_syntax_error
 
         target = target_of(self.target, self.arguments, module=self.as_module)
@@ -89,7 +89,7 @@ class Script:
         except SyntaxError as error:
             print(show_syntax_error(error), file=sys.stderr)
             raise typer.Exit(1) from None
-        if typed()[1:2] not in (("run",), ("watch",)):  # these run it once, so it can read its input as it arrives
+        if typed()[1:2] not in (("run",), ("watch",)):  # these run it once, so it can read its standard input directly
             keep_input_for(self.target, as_module=self.as_module)
 
     def request(self, policy: Policy | None, *, folder: Path, **more: Any) -> Request:
@@ -97,7 +97,7 @@ class Script:
         from mezzo.launch.request import Request
 
         target = target_of(self.target, self.arguments, module=self.as_module)
-        asked: dict[str, Any] = {"arguments": target.arguments, **more}
+        fields: dict[str, Any] = {"arguments": target.arguments, **more}
         return Request(
             target=self.target,
             kind=self.kind,
@@ -106,7 +106,7 @@ class Script:
             policy=policy,
             record_path=str(folder / "record.json"),
             command=self.command,
-            **asked,
+            **fields,
         )
 
     def identity(self, **more: str) -> dict[str, str]:
@@ -142,13 +142,13 @@ class Script:
         results.finish(record, folder, as_json=self.as_json, log_to=self.log_to, after_script=after_script)
 
     def say_stopped(self, what: str, folder: Path) -> None:
-        """Say on standard error ``what`` is kept in ``folder``, and the command that continues from there."""
+        """Note on standard error ``what`` is kept in ``folder``, and the command that continues from there."""
         results.note(f"{what} in {folder}. To continue, type:")
         print(f"  {resuming(folder, num_arguments=len(self.arguments or ()))}", file=sys.stderr)
 
 
 def keep_input_for(target: str, *, as_module: bool) -> None:
-    """Keep what a script reads from standard input, so that each of its runs can read it."""
+    """Save what a script reads from standard input, so that each of its runs can read it."""
     from mezzo.launch.frameworks import own_sources
     from mezzo.measure.standard_input import keep_input
 
@@ -159,7 +159,8 @@ def with_groups(command: Callable[..., None], *, resumes: bool = False) -> Calla
     """Return a command for the parser, with one parameter per option, from one whose parameters include groups of options.
 
     Args:
-        command: a function whose parameters are options or dataclasses of options; those of a ``Script`` surround the others.
+        command: a function whose parameters are options or dataclasses of options. Of a ``Script``, target and arguments come
+            first, and its options last.
         resumes: whether the script has ``--resume``.
     """
     parameters = signature(command, eval_str=True).parameters.values()
@@ -171,8 +172,8 @@ def with_groups(command: Callable[..., None], *, resumes: bool = False) -> Calla
 
     @wraps(command)
     def typed_command(**given: Any) -> None:
-        made = {name: kind(**{field: given.pop(field) for field in fields[name]}) for name, kind in groups.items()}
-        command(**made, **given)
+        grouped = {name: kind(**{field: given.pop(field) for field in fields[name]}) for name, kind in groups.items()}
+        command(**grouped, **given)
 
     flat = [field for one in parameters for field in fields.get(one.name, {one.name: one}).values()]
     flat.sort(key=lambda one: one.name in [*of_script][2:])  # after the command's own
@@ -182,7 +183,7 @@ def with_groups(command: Callable[..., None], *, resumes: bool = False) -> Calla
 
 
 def check_pytorch(target: str, *, as_module: bool, command: str, hint: str) -> None:
-    """Refuse a script of another framework than PyTorch for a command that cannot run it; ``hint`` says what can be done instead."""
+    """Refuse a script in a framework other than PyTorch for a command that cannot run it; ``hint`` says what to do instead."""
     from mezzo.launch.frameworks import framework_of
 
     framework = framework_of(target, kind="module" if as_module else "script")
@@ -198,7 +199,7 @@ def run_and_finish(
     name: str,
     shows_progress: bool = True,
     snapshots: Callable[[Path], SnapshotRequest | None] | None = None,
-    **asked: Any,
+    **fields: Any,
 ) -> tuple[R, Stop]:
     """Run a script that prints to the terminal, then write, report and print its record.
 
@@ -208,8 +209,8 @@ def run_and_finish(
         policy: the policy to run under; None is the script's own precision.
         name: part of a new folder's name.
         shows_progress: whether to show the progress of its runs on standard error.
-        snapshots: returns what to ask of the run's snapshots, given the folder of its record.
-        asked: more fields of the request.
+        snapshots: returns the request for the run's snapshots, given the folder of its record.
+        fields: further fields of the request.
 
     Returns:
         The record, and the signal that stopped the command, if one did.
@@ -217,8 +218,8 @@ def run_and_finish(
     script.check(policy)
     folder = script.folder(name)
     if snapshots is not None:
-        asked["snapshots"] = snapshots(folder)
-    request = script.request(policy, folder=folder, output_to_stderr=script.as_json, **asked)
+        fields["snapshots"] = snapshots(folder)
+    request = script.request(policy, folder=folder, output_to_stderr=script.as_json, **fields)
     with stoppable() as stop:
         with shown() if shows_progress else nullcontext():
             record = run(request)

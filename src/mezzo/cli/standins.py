@@ -43,7 +43,7 @@ def stand_in_for(target: Target, *, policy: Policy | None) -> StandIn | None:
 
 
 def _is_installed(name: str) -> bool:
-    """Return whether a package can be imported; a mere folder of that name, as of a cloned repository, has no origin."""
+    """Return whether a package can be imported; a mere folder of that name, such as a cloned repository, has no origin."""
     spec = importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None
 

@@ -1,4 +1,4 @@
-"""Errors of the command line in two lines, as all of Mezzo's errors: what was typed, and what to type instead."""
+"""Errors of the command line in two lines, like all of Mezzo's errors: what was typed, and what to type instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mezzo.cli.words import typed, value_after
 from mezzo.errors import UsageError, nearest
 
 _NEAR = 0.7
-"""How similar an option must be for the corrected command to be suggested."""
+"""How similar an option must be to what was typed for the corrected command to be suggested."""
 
 _EXAMPLES = {"report": "runs/demo/record.json"}
 
@@ -33,8 +33,8 @@ def usage_error(error: Any) -> UsageError | None:
         hint = f"type: {path} {_EXAMPLES.get(path.rpartition(' ')[2], 'train.py')}"
     option = next(iter(getattr(getattr(error, "param", None), "opts", [])), "")
     if option.startswith("-"):
-        said = re.sub(r"^Invalid value for [^:]+: ", "", message)
-        allowed = re.sub(r"^Input should be ([^,]*).*", r"allowed: \1", said)
+        reason = re.sub(r"^Invalid value for [^:]+: ", "", message)
+        allowed = re.sub(r"^Input should be ([^,]*).*", r"allowed: \1", reason)
         message = f"{option} {value_after(option, typed()) or ''!r}; {allowed[:1].lower()}{allowed[1:]}"
     return UsageError(message, hint=hint)
 
@@ -62,7 +62,7 @@ def _unknown_option(name: str, context: Any) -> UsageError:
     near = get_close_matches(name.strip("-"), [option.strip("-") for option in options], n=1, cutoff=_NEAR)
     hint = f"{context.command_path} --help lists its options; the script's own options go after the script"
     if others:
-        other = min(others, key=lambda command: command == "check")  # which takes options of several others
+        other = min(others, key=lambda command: command == "check")  # last, since it shares options with several others
         hint = f"type: {shlex.join(['mezzo', other, *words[2:]])}"
     elif near and place is not None:
         option = next(option for option in options if option.strip("-") == near[0])

@@ -1,4 +1,4 @@
-"""The words of the command as typed: for records, and for the command that an error suggests instead."""
+"""The words of the command as typed: for records, and for the commands that errors suggest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS: ContextVar[tuple[str, ...]] = ContextVar("words", default=())
 """The words after ``mezzo``."""
 
 _PARSERS_OF_LIBRARIES = re.compile(r"\b(?:HfArgumentParser|TrlParser|LightningCLI)\b")
-"""Parsers that accept options which a script's own files do not name."""
+"""Argument parsers that accept options which a script's own files do not name."""
 
 
 def typed() -> tuple[str, ...]:
@@ -28,20 +28,21 @@ def typed() -> tuple[str, ...]:
 
 
 def target_of(name: str, arguments: Sequence[str] | None, *, module: bool) -> Target:
-    """Return the script or module as typed, with the words around it."""
+    """Return the script or module as typed, with the words before and after it."""
     from mezzo.launch.targets import Target
 
-    own = tuple(arguments or ())
+    script_arguments = tuple(arguments or ())
     words = typed()
-    before = words[: max(len(words) - len(own) - 1, 1)]
-    return Target(name, module=module, arguments=own, typed=tuple(word for word in before if word != "-m"))
+    before = words[: max(len(words) - len(script_arguments) - 1, 1)]
+    options = tuple(word for word in before if word != "-m")
+    return Target(name, module=module, arguments=script_arguments, typed=options)
 
 
 RESUME = "--resume"
 
 
 def typed_before(num_arguments: int) -> tuple[str, ...]:
-    """Return the command that a resumed one continues: as typed, without ``--resume`` before a script with so many arguments."""
+    """Return the command that a resumed one continues: as typed, without the ``--resume`` before the script and its arguments."""
     words = typed()
     script = len(words) - num_arguments - 1
     return (*(word for word in words[:script] if word != RESUME), *words[script:])
@@ -70,7 +71,7 @@ def value_after(option: str, words: Sequence[str]) -> str | None:
 
 
 def check_arguments(context: typer.Context, arguments: list[str] | None) -> list[str] | None:
-    """Point out script arguments that look like options of the command, unless the script mentions them."""
+    """Warn about script arguments that look like options of the command, unless the script mentions them."""
     name, module = context.params.get("target"), bool(context.params.get("as_module"))
     misplaced = list(_own_options(context, arguments or []))
     if not misplaced or name is None or context.resilient_parsing:

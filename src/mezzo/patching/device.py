@@ -1,4 +1,4 @@
-"""The expression for the type of the device that a script trains on, from what is visible where it is written."""
+"""The expression for the type of the device that a script trains on, from the names that are visible where it is inserted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DeviceType:
         self._shared: tuple[str, ast.AST] | None = None
 
     def share(self, name: str, scope: ast.AST) -> str:
-        """From now on, use the variable ``name`` of ``scope`` for the model's device; return the name."""
+        """Use the variable ``name`` of ``scope`` for the model's device from now on; return the name."""
         self._shared = (name, scope)
         return name
 
@@ -33,13 +33,13 @@ class DeviceType:
             node: where the expression will be.
             line: the last line on which its names may be bound; None for the node's.
         """
-        for own in self._script.autocasts[:1]:
-            stated = re.match(r"torch\.(cuda|cpu)\.", self._tree.dotted(own.func))
-            if stated:
-                return f'"{stated[1]}"'
-            given = own.args[0] if own.args else keyword_of(own, "device_type")
-            if given is not None and all(self._visible(name, node, line) for name in names_in(given)):
-                return self._script.text.of(given)
+        for autocast in self._script.autocasts[:1]:
+            by_name = re.match(r"torch\.(cuda|cpu)\.", self._tree.dotted(autocast.func))
+            if by_name:
+                return f'"{by_name[1]}"'
+            argument = autocast.args[0] if autocast.args else keyword_of(autocast, "device_type")
+            if argument is not None and all(self._visible(name, node, line) for name in names_in(argument)):
+                return self._script.text.of(argument)
         for name, _ in self._used.most_common():
             if self._visible(name, node, line):
                 return self._type_of(name)
@@ -82,10 +82,10 @@ class DeviceType:
         """Count the names of devices: arguments of ``x.to(device)`` and ``device=``."""
         used: Counter[str] = Counter()
         for call in self._tree.calls:
-            given = [keyword_of(call, "device")]
+            arguments = [keyword_of(call, "device")]
             if isinstance(call.func, ast.Attribute) and call.func.attr == "to":
-                given += call.args[:1]
-            names = [ast.unparse(g) for g in given if isinstance(g, (ast.Name, ast.Attribute))]
+                arguments += call.args[:1]
+            names = [ast.unparse(a) for a in arguments if isinstance(a, (ast.Name, ast.Attribute))]
             used.update(n for n in names if n in self._kinds or re.search(r"(^|[._])(device|dev)$", n))
         return used
 
@@ -109,10 +109,10 @@ class DeviceType:
             return True
         last: int = getattr(node, "lineno", 0) if line is None else line
         for scope in self._tree.scopes(node):
-            given = arguments_of(scope) if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) else []
-            if any(a.arg == base for a in given):
+            parameters = arguments_of(scope) if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) else []
+            if any(a.arg == base for a in parameters):
                 return True
-            own = scope is self._tree.scopes(node)[0]
-            if any(not own or s.lineno <= last for s in self._tree.bindings(base, scope)):
+            innermost = scope is self._tree.scopes(node)[0]
+            if any(not innermost or s.lineno <= last for s in self._tree.bindings(base, scope)):
                 return True
         return False

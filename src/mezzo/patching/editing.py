@@ -1,4 +1,4 @@
-"""Edits of a file's text by position, so that everything between them keeps its bytes."""
+"""Edits of a file's text by position, so that everything between them stays byte for byte the same."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Editor:
 
     def add_argument(self, call: ast.Call, words: str) -> None:
         """Add an argument after the last one, on a line of its own if that one begins a line."""
-        given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
-        if not given:
+        arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+        if not arguments:
             self.insert(self.text.span(call)[1] - 1, words)
             return
-        last = max(given, key=lambda argument: (argument.lineno, argument.col_offset))
+        last = max(arguments, key=lambda argument: (argument.lineno, argument.col_offset))
         line = self.text.lines[last.lineno - 1]
         indent = line[: len(line) - len(line.lstrip())]
         alone = len(indent.encode()) == last.col_offset
@@ -60,7 +60,7 @@ class Editor:
         self._add(place, place, _AFTER, body)
 
     def wrap(self, first: ast.stmt, last: ast.stmt, header: str, *, unit: str, comment: str = "") -> None:
-        """Put statements of one block into a compound statement that begins with ``header``, one ``unit`` further in."""
+        """Put statements of one block under ``header``, indented by one more ``unit``."""
         self._check_alone(first, last)
         self.line_before(first, header + comment)
         for line in range(first_line(first), last_line(last) + 1):
@@ -72,18 +72,18 @@ class Editor:
                 self._add(place, place, _INDENT, unit)
 
     def delete(self, stmt: ast.stmt) -> None:
-        """Remove a statement with its lines."""
+        """Remove the lines of a statement."""
         self._check_alone(stmt, stmt)
         start, end = self.text.line_start(first_line(stmt)), self.text.line_start(last_line(stmt) + 1)
         self._add(start, end, _AFTER, "")
 
     def _check_alone(self, first: ast.stmt, last: ast.stmt) -> None:
-        """Refuse statements that share a line with others: they cannot be moved by lines."""
+        """Refuse statements that share a line with others, since edits move whole lines."""
         begins = self.text.lines[first.lineno - 1].encode()[: first.col_offset].strip()
         assert last.end_col_offset is not None
         rest = self.text.lines[last_line(last) - 1].encode()[last.end_col_offset :].strip()
         if begins or (rest and not rest.startswith(b"#")):
-            unclear(f"line {first.lineno} has several statements", "put each statement on a line of its own")
+            unclear(f"line {first.lineno} has several statements", "put each statement on its own line")
 
     def _add(self, start: int, end: int, order: int, words: str) -> None:
         self._edits.append((start, end, order, len(self._edits), words))
@@ -94,7 +94,7 @@ class Editor:
         done = 0
         for start, end, _, _, words in sorted(self._edits, key=lambda e: (e[0], e[2], e[3])):
             if start < done:
-                unclear("two changes of the script overlap", "patch this loop by hand")
+                unclear("two changes to the script overlap", "patch this loop by hand")
             parts += [self.text.text[done:start], words]
             done = max(done, end)
         return "".join([*parts, self.text.text[done:]])

@@ -1,4 +1,4 @@
-"""A patch under construction: the script, the policy, the edits so far and their reasons."""
+"""A patch under construction: the script, the policy, the edits and their reasons."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ class PatchJob:
 
     @property
     def preset(self) -> str:
-        """The policy's preset, if the policy differs from it in arithmetic and op lists at most; else empty."""
+        """The policy's preset, if the policy differs from it at most in arithmetic and op lists; empty otherwise."""
         plain = self.policy.replace(arithmetic="auto", op_lists="portable")
         return self.policy.name if plain == PRESETS[self.policy.name] else ""
 
     @property
     def dtype(self) -> str:
-        """The compute format as torch's dtype, in text."""
+        """The source text of torch's dtype for the compute format."""
         return f"{self.torch}.{FORMATS[self.policy.compute].dtype_name}"
 
     @property
     def torch(self) -> str:
-        """The name that the script gives torch."""
+        """The name under which the script imports torch."""
         return self.name_of("torch")
 
     def name_of(self, module: str) -> str:
@@ -64,7 +64,7 @@ class PatchJob:
         return names[0] if names else module
 
     def note(self, where: ast.AST | str, change: str, why: str) -> None:
-        """Record a change, or something left alone, and why."""
+        """Record a change, or something that was left alone, and why."""
         what = where if isinstance(where, str) else f"line {getattr(where, 'lineno', '?')}"
         self.reasons.append(Reason(what=what, value=change, reason=why))
 
@@ -75,9 +75,9 @@ class PatchJob:
             return
         block = [s for s in self.script.tree.module.body if isinstance(s, (ast.Import, ast.ImportFrom))]
         after = [s for s in block if not (isinstance(s, ast.ImportFrom) and s.module == "__future__")]
-        own = [s for s in after if _root(s) == "torch"]
-        if own:
-            self.editor.line_before(own[0], f"import {module}")
+        of_torch = [s for s in after if _root(s) == "torch"]
+        if of_torch:
+            self.editor.line_before(of_torch[0], f"import {module}")
         elif block:
             self.editor.line_after(block[-1], f"import {module}")
         else:
@@ -113,7 +113,7 @@ class PatchJob:
             self.note(
                 _lines(region),
                 "under autocast",
-                "the forward pass and the loss; the backward pass stays outside, as torch asks",
+                "the forward pass and the loss; the backward pass stays outside, as torch recommends",
             )
         for hoisted in regions.hoisted:
             if hoisted.region is None:
@@ -128,7 +128,7 @@ class PatchJob:
         context = opening(region.first)
         if not region.cache and context.endswith(")") and "autocast(" in context and not context.endswith("()"):
             context = f"{context[:-1]}, cache_enabled=False)"
-            why = "a part of it runs without gradients, and autocast would reuse its casts of the weights, which carry none"
+            why = "a part of it runs without gradients, and autocast would reuse that part's casts of the weights, which carry none"
             self.note(_lines(region), "cache_enabled=False", why)
         return f"with {context}:"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from mezzo.patching.job import PatchJob
-from mezzo.patching.neighbours import loop_beside
+from mezzo.patching.neighbours import neighbour_with_loop
 from mezzo.patching.outcome import Kind, Patch, Refused, Style, Unclear, unclear
 from mezzo.patching.reading import ScriptFacts
 from mezzo.patching.styles import frameworks, keras, own_amp, session, tf32, torch_amp
@@ -19,39 +19,39 @@ Written = Literal["torch.amp", "mezzo", "framework"]
 
 
 def make_patch(path: Path, *, policy: Policy, style: Style = "auto") -> Patch | Refused:
-    """Return the change to a script that turns on a policy, or why there is none.
+    """Return the change to a script that turns on a policy, or the reason why there is none.
 
-    The text between the changes keeps its bytes. The script is only read. If the training loop is in a file of the user's beside the
-    script, the patch is of that file.
+    The script is only read, and the text between the changes stays byte for byte the same. If the training loop is in another of the
+    user's files, next to the script, that file is patched.
 
     Args:
         path: a Python file.
         policy: what to turn on.
         style: ``torch.amp`` or ``mezzo`` for a loop that calls torch directly; ``auto`` for torch.amp, or Mezzo's session where torch.amp
-            cannot express the policy. Libraries that train get their own argument in any style.
+            cannot express the policy. For libraries that train, the library's own argument is set in any style.
     """
     try:
-        return _made(path, policy, style)
+        return _patch_of(path, policy, style)
     except Unclear as refusal:
         return refusal.refused
     except RecursionError:
         return Refused(reason=f"{path} is nested too deeply to be read", by_hand="patch it by hand")
 
 
-def _made(path: Path, policy: Policy, style: Style) -> Patch:
+def _patch_of(path: Path, policy: Policy, style: Style) -> Patch:
     script = _parsed(path)
-    other = frameworks.trainer_of(script)
-    if other is None and keras.keras_in(script) is None and not script.backwards:
-        beside = loop_beside(path)
-        if beside is not None:
-            return _made(beside, policy, style)
+    trainer = frameworks.trainer_of(script)
+    if trainer is None and keras.keras_in(script) is None and not script.backwards:
+        neighbour = neighbour_with_loop(path)
+        if neighbour is not None:
+            return _patch_of(neighbour, policy, style)
     if policy.compute == "fp32":
         unclear("fp32 adds nothing to a script", "keep the script as it is", already=True)
     if keras.keras_in(script) is not None:
         return _finish(path, PatchJob(script, policy), keras.patch, "keras", "framework")
-    if other is not None:
+    if trainer is not None:
         return _finish(
-            path, PatchJob(script, policy), lambda job: frameworks.patch(job, other), other.kind, "framework"
+            path, PatchJob(script, policy), lambda job: frameworks.patch(job, trainer), trainer.kind, "framework"
         )
     if policy.compute == "tf32":
         return _finish(path, PatchJob(script, policy), tf32.patch, _kind(script), "torch.amp")
@@ -72,7 +72,7 @@ def _loop(path: Path, script: ScriptFacts, policy: Policy, style: Style) -> Patc
         unclear("already uses mezzo.Session", f'set its policy="{policy}"', already=True)
     if not script.backwards:
         unclear(
-            "no training loop was found: neither a call of backward() nor a trainer that Mezzo knows",
+            "no training loop was found: neither a call to backward() nor a trainer that Mezzo knows",
             "pass the file that has the loop, or put its forward pass under torch.autocast by hand",
         )
     if own_amp.is_there(script):
@@ -127,7 +127,7 @@ def _finish(path: Path, job: PatchJob, edit: Callable[[PatchJob], None], kind: K
 
 
 def _name(path: Path) -> str:
-    """Return a file's name in a diff: its path below this folder, or its own name if it is elsewhere."""
-    whole = path.absolute()
-    inside = whole.is_relative_to(Path.cwd())
-    return (whole.relative_to(Path.cwd()) if inside else Path(path.name)).as_posix()
+    """Return a file's name in a diff: its path relative to the current folder, or its bare name if it is elsewhere."""
+    absolute = path.absolute()
+    inside = absolute.is_relative_to(Path.cwd())
+    return (absolute.relative_to(Path.cwd()) if inside else Path(path.name)).as_posix()

@@ -1,4 +1,4 @@
-"""The file beside a script that has its training loop, if the script itself has none."""
+"""The file next to a script that contains its training loop, if the script itself has none."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mezzo.patching.text import Text
 _MOST_FILES = 100
 
 
-def loop_beside(path: Path) -> Path | None:
-    """Return the one imported file beside a script that trains; None if there is none.
+def neighbour_with_loop(path: Path) -> Path | None:
+    """Return the one imported file next to a script that trains; None if there is none.
 
     Raises:
         Unclear: several files train.
     """
     folder, waiting, seen = path.absolute().parent, [path.absolute()], set[Path]()
-    found: list[Path] = []
+    with_loop: list[Path] = []
     while waiting and len(seen) < _MOST_FILES:
         here = waiting.pop(0)
         if here in seen:
@@ -32,12 +32,12 @@ def loop_beside(path: Path) -> Path | None:
         except (Unclear, SyntaxError, ValueError):
             continue
         if here != path.absolute() and (script.backwards or frameworks.trainer_of(script) is not None):
-            found.append(here)
+            with_loop.append(here)
         waiting += [file for name in _imported(script.tree.module) for file in _files(folder, here.parent, name)]
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
-        unclear(f"several files beside {path.name} have training loops: {names}", "pass the one to patch")
-    return found[0] if found else None
+    if len(with_loop) > 1:
+        names = ", ".join(file.name for file in with_loop)
+        unclear(f"several files next to {path.name} have training loops: {names}", "pass the one to patch")
+    return with_loop[0] if with_loop else None
 
 
 def _imported(module: ast.Module) -> Iterator[str]:
@@ -50,7 +50,7 @@ def _imported(module: ast.Module) -> Iterator[str]:
             yield from (f"{base}.{alias.name}".strip(".") for alias in node.names)
 
 
-def _files(folder: Path, beside: Path, name: str) -> list[Path]:
+def _files(script_folder: Path, folder: Path, name: str) -> list[Path]:
     parts = [part for part in name.split(".") if part]
-    places = [place.joinpath(*parts) for place in (folder, beside) if parts]
+    places = [place.joinpath(*parts) for place in (script_folder, folder) if parts]
     return [file for place in places for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()]

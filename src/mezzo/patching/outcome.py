@@ -30,16 +30,16 @@ class Patch:
     """A change to a script that turns on a policy, as a unified diff."""
 
     path: Path
-    """The file to change: the script, or a file of the user's beside it that has the training loop."""
+    """The file to change: the script, or another of the user's files next to it that has the training loop."""
     source: str
     patched: str
     diff: str
-    """Unified, with the names ``a/...`` and ``b/...``, for ``git apply`` and ``patch -p1``."""
+    """Unified, with file names ``a/...`` and ``b/...``, for ``git apply`` and ``patch -p1``."""
     kind: Kind
     style: Literal["torch.amp", "mezzo", "framework"]
     """The interface that the patched script calls; ``framework``: an argument of the library that trains."""
     reasons: Sequence[Reason] = field(default_factory=list)
-    """What was changed, on which line, and why; what was left alone, and why."""
+    """What was changed, on which line, and why; also what was left alone, and why."""
     encoding: str = "utf-8"
     """The file's encoding, which ``write`` and ``write_diff`` keep."""
 

@@ -1,4 +1,4 @@
-"""Where a new object lives in a script: beside the optimizer, and passed on as the optimizer is."""
+"""Where a new object is created in a script: next to the optimizer, and passed through functions as the optimizer is."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from mezzo.patching.text import first_line
 from mezzo.patching.tree import arguments_of, keyword_of
 
 _DEPTH = 4
-"""How many functions a name is passed through at most."""
+"""The most functions that a name is passed through."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """The scope in which an optimizer lives, and the statement after which it exists."""
+    """The scope in which an optimizer is created, and the statement after which it exists."""
 
     scope: ast.AST
-    """A function or the module; of an attribute of ``self``, the class."""
+    """A function or the module; for an attribute of ``self``, the class."""
     after: ast.stmt
     owner: str = ""
-    """``self.`` where the optimizer is an attribute."""
+    """``self.`` if the optimizer is an attribute; empty otherwise."""
     name: str = ""
     """The optimizer's name in that scope; empty if it has none there."""
 
 
 class Places:
-    """The homes of a script's optimizers, and names threaded through its functions."""
+    """The homes of a script's optimizers, and the names that are passed through its functions."""
 
     def __init__(self, script: ScriptFacts, editor: Editor, note: Callable[[ast.AST, str, str], None]) -> None:
         self._script, self._tree, self._editor, self._note = script, script.tree, editor, note
         self._passed: set[tuple[ast.AST, str]] = set()
 
     def home(self, name: str, at: ast.AST, *, depth: int = _DEPTH) -> Home:
-        """Return where the optimizer ``name``, as used at a node, is made.
+        """Return where the optimizer ``name``, as used at a node, is created.
 
         Raises:
-            Unclear: it is made in several places, or nowhere in this file.
+            Unclear: it is created in several places, or nowhere in this file.
         """
         base = re.split(r"[\[(]", name)[0]
         if base.startswith("self."):
@@ -50,19 +50,19 @@ class Places:
             return self._before_loop(at)
         for scope in self._tree.scopes(at):
             bound = self._tree.bindings(base, scope)
-            made = [s for s in bound if not isinstance(s, (ast.For, ast.AsyncFor))]
-            if made:
-                return Home(scope, self._after(scope, made), name=name)
+            assignments = [s for s in bound if not isinstance(s, (ast.For, ast.AsyncFor))]
+            if assignments:
+                return Home(scope, self._after(scope, assignments), name=name)
             if bound and isinstance(bound[0], (ast.For, ast.AsyncFor)):
                 names = sorted({n.id for n in ast.walk(bound[0].iter) if isinstance(n, ast.Name)})
                 iterated = [n for n in names if n in self._script.optimizers or "opt" in n]
-                homes = [self.home(one, bound[0], depth=depth) for one in iterated]
+                homes = [self.home(n, bound[0], depth=depth) for n in iterated]
                 if homes:
                     return last_home(homes)
             if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) and self._parameter(scope, base):
                 return self._callers_home(scope, base, depth)
         unclear(
-            f"line {at.lineno if isinstance(at, ast.stmt) else '?'} updates {name}, and this file does not make it",
+            f"line {at.lineno if isinstance(at, ast.stmt) else '?'} updates {name}, which this file does not create",
             _BY_HAND,
         )
 
@@ -70,14 +70,14 @@ class Places:
         cls = self._tree.class_of(at)
         inside = [] if cls is None else ast.walk(cls)
         methods = [n for n in inside if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
-        made = [(m, s) for m in methods for s in self._tree.bindings(name, m)]
-        if cls is None or not made:
-            unclear(f"{name} is updated, and its class does not make it", _BY_HAND)
-        method = made[0][0]
-        return Home(cls, self._after(method, [s for m, s in made if m is method]), "self.", name)
+        assignments = [(m, s) for m in methods for s in self._tree.bindings(name, m)]
+        if cls is None or not assignments:
+            unclear(f"{name} is updated, but its class does not create it", _BY_HAND)
+        method = assignments[0][0]
+        return Home(cls, self._after(method, [s for m, s in assignments if m is method]), "self.", name)
 
     def _before_loop(self, at: ast.AST) -> Home:
-        """Return the place above the outermost loop of the function, for what is an attribute of another object."""
+        """Return the place above the outermost loop of the function, for an attribute of another object."""
         function = self._tree.function(at)
         loops = self._tree.loops(at)
         before: list[ast.stmt] = []
@@ -85,17 +85,17 @@ class Places:
             block = self._tree.block(loops[-1])
             before = block[: block.index(loops[-1])]
         if not before or function is None or isinstance(function, ast.Lambda):
-            unclear("the optimizer belongs to an object that another file makes", _BY_HAND)
+            unclear("the optimizer belongs to an object that another file creates", _BY_HAND)
         return Home(function, before[-1])
 
-    def _after(self, scope: ast.AST, made: list[ast.stmt]) -> ast.stmt:
-        """Return the statement after which one of ``made`` has run on every branch."""
-        made = [s for s in made if not isinstance(s, (ast.With, ast.AsyncWith))] or made
-        blocks = {id(self._tree.block(s)) for s in made}
+    def _after(self, scope: ast.AST, assignments: list[ast.stmt]) -> ast.stmt:
+        """Return the statement after which one of ``assignments`` has run on every branch."""
+        assignments = [s for s in assignments if not isinstance(s, (ast.With, ast.AsyncWith))] or assignments
+        blocks = {id(self._tree.block(s)) for s in assignments}
         if len(blocks) == 1:
-            return made[-1]
+            return assignments[-1]
         body: list[ast.stmt] = getattr(scope, "body", [])
-        inside = [s for s in body if any(m in ast.walk(s) for m in made)]
+        inside = [s for s in body if any(a in ast.walk(s) for a in assignments)]
         return inside[-1]
 
     def _parameter(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> bool:
@@ -104,13 +104,13 @@ class Places:
     def _callers_home(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str, depth: int) -> Home:
         homes = []
         for call in self._calls(function):
-            given = self._given(function, name, call)
-            if given is None or not depth:
+            argument = self._argument(function, name, call)
+            if argument is None or not depth:
                 unclear(f"line {call.lineno} calls {function.name}() in a way that hides its {name}", _BY_HAND)
-            homes.append(self.home(ast.unparse(given), self._tree.statement(call), depth=depth - 1))
+            homes.append(self.home(ast.unparse(argument), self._tree.statement(call), depth=depth - 1))
         if not homes:
-            unclear(f"{function.name}() is given its {name} by another file", _BY_HAND)
-        return common_home(homes, f"{function.name}() is given its {name} from several places", _BY_HAND)
+            unclear(f"{function.name}() gets its {name} from another file", _BY_HAND)
+        return common_home(homes, f"{function.name}() gets its {name} from several places", _BY_HAND)
 
     def _calls(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.Call]:
         calls = [c for c in self._tree.calls if function in self._script.functions_called(c)]
@@ -127,20 +127,22 @@ class Places:
         functions = [s for s in self._tree.scopes(name) if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef))]
         return any(self._parameter(f, name.id) or self._tree.bindings(name.id, f) for f in functions)
 
-    def _given(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str, call: ast.Call) -> ast.expr | None:
-        """Return the argument of a call that becomes a parameter."""
+    def _argument(self, function: ast.FunctionDef | ast.AsyncFunctionDef, name: str, call: ast.Call) -> ast.expr | None:
+        """Return the argument that a call passes for the parameter ``name``; None if that is not clear."""
         by_name = keyword_of(call, name)
         if by_name is not None:
             return by_name
         names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
         names = names[1:] if names[:1] == ["self"] else names
-        given = call.args[: names.index(name) + 1] if name in names else []
-        if name not in names or len(given) <= names.index(name) or any(isinstance(a, ast.Starred) for a in given):
+        if name not in names:
             return None
-        return given[-1]
+        arguments = call.args[: names.index(name) + 1]
+        if len(arguments) <= names.index(name) or any(isinstance(a, ast.Starred) for a in arguments):
+            return None
+        return arguments[-1]
 
     def check_order(self, home: Home, backward: Iterable[ast.stmt]) -> None:
-        """Refuse backward passes that run before what is made at ``home`` exists.
+        """Refuse backward passes that run before the object at ``home`` exists.
 
         Raises:
             Unclear: names the line.
@@ -148,27 +150,27 @@ class Places:
         for stmt in backward:
             if self._tree.scopes(stmt)[0] is home.scope and stmt.lineno < first_line(home.after):
                 unclear(
-                    f"line {stmt.lineno} runs a backward pass before line {first_line(home.after)} makes the optimizer",
+                    f"line {stmt.lineno} runs a backward pass before line {first_line(home.after)} creates the optimizer",
                     _BY_HAND,
                 )
 
     # --- passing a name on ---------------------------------------------------------------------------------------------------
 
     def reach(self, name: str, home: Home, at: ast.AST, *, annotation: str) -> str:
-        """Return the expression for an object at a node, and pass it there through functions if it has to be.
+        """Return the expression for an object at a node; where needed, pass the object there through functions.
 
         Args:
             name: the name of the object, without ``self.``.
-            home: where it lives.
+            home: where it is created.
             at: where it is used.
             annotation: its type, for functions that annotate their parameters.
         """
         steps, function = self._script.steps, self._tree.function(at)
-        beside = next((s.name for s in steps if self._tree.function(s.stmt) is function), steps[0].name)
-        return self._reach(name, home, at, beside, annotation, _DEPTH)
+        optimizer = next((s.name for s in steps if self._tree.function(s.stmt) is function), steps[0].name)
+        return self._reach(name, home, at, optimizer, annotation, _DEPTH)
 
-    def _reach(self, name: str, home: Home, at: ast.AST, beside: str, annotation: str, depth: int) -> str:
-        """Do so after the parameter ``beside``, through ``depth`` functions at most."""
+    def _reach(self, name: str, home: Home, at: ast.AST, optimizer: str, annotation: str, depth: int) -> str:
+        """Do the same, passing it after the parameter ``optimizer``, through at most ``depth`` functions."""
         if home.owner:
             if self._tree.class_of(at) is not home.scope:
                 unclear(f"line {getattr(at, 'lineno', '?')} uses an optimizer of another object", _BY_HAND)
@@ -178,10 +180,10 @@ class Places:
             return name
         function = scopes[0]
         if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) or not depth:
-            unclear(f"line {getattr(at, 'lineno', '?')} cannot reach what the optimizer's function makes", _BY_HAND)
+            unclear(f"line {getattr(at, 'lineno', '?')} is outside the function that creates the optimizer", _BY_HAND)
         if (function, name) not in self._passed:
             self._passed.add((function, name))
-            self._pass_on(function, name, home, beside, annotation, depth)
+            self._pass_on(function, name, home, optimizer, annotation, depth)
         return name
 
     def _pass_on(
@@ -189,37 +191,40 @@ class Places:
         function: ast.FunctionDef | ast.AsyncFunctionDef,
         name: str,
         home: Home,
-        beside: str,
+        optimizer: str,
         annotation: str,
         depth: int,
     ) -> None:
         positional = [*function.args.posonlyargs, *function.args.args]
-        found = [a for a in positional if a.arg == beside]
+        found = [a for a in positional if a.arg == optimizer]
         calls = self._calls(function)
         if not found or not calls or positional.index(found[0]) >= len(positional) - len(function.args.defaults):
             unclear(
-                f"{function.name}() has no required parameter {beside} beside which {name} could be passed", _BY_HAND
+                f"{function.name}() has no required parameter {optimizer} next to which {name} could be passed",
+                _BY_HAND,
             )
         typed = f": {annotation}" if found[0].annotation is not None else ""
         self._editor.append_to(found[0], f", {name}{typed}")
         self._note(
-            found[0], f"{function.name}() is given {name}", f"it is made where {beside} is made, and used in here"
+            found[0],
+            f"{function.name}() gets {name}",
+            f"it is created where {optimizer} is created, and used in this function",
         )
         for call in calls:
-            given = self._given(function, beside, call)
-            if given is None:
-                unclear(f"line {call.lineno} calls {function.name}() in a way that hides its {beside}", _BY_HAND)
-            its = self._reach(name, home, self._tree.statement(call), ast.unparse(given), annotation, depth - 1)
-            by_name = any(k.value is given for k in call.keywords)
-            self._editor.append_to(given, f", {name}={its}" if by_name else f", {its}")
-            self._note(given, f"passes {name} to {function.name}()", f"beside its {beside}")
+            argument = self._argument(function, optimizer, call)
+            if argument is None:
+                unclear(f"line {call.lineno} calls {function.name}() in a way that hides its {optimizer}", _BY_HAND)
+            passed = self._reach(name, home, self._tree.statement(call), ast.unparse(argument), annotation, depth - 1)
+            by_name = any(k.value is argument for k in call.keywords)
+            self._editor.append_to(argument, f", {name}={passed}" if by_name else f", {passed}")
+            self._note(argument, f"passes {name} to {function.name}()", f"next to its {optimizer}")
 
 
 def common_home(homes: Sequence[Home], refusal: str, by_hand: str) -> Home:
-    """Return the last of homes in one scope.
+    """Return the last of ``homes``, which must be in one scope.
 
     Raises:
-        Unclear: with this reason and way by hand, if they are in several.
+        Unclear: they are in several scopes; with this reason and instruction.
     """
     if len({(home.scope, home.owner) for home in homes}) > 1:
         unclear(refusal, by_hand)
@@ -231,11 +236,11 @@ def last_home(homes: Sequence[Home]) -> Home:
     return max(homes, key=lambda home: first_line(home.after))
 
 
-_BY_HAND = "make torch.amp.GradScaler once, beside the optimizer, and pass it to the loop"
+_BY_HAND = "create one torch.amp.GradScaler next to the optimizer, and pass it to the loop"
 
 
 def indentation(script: ScriptFacts, stmt: ast.stmt) -> str:
-    """Return one level of indentation as the code around a statement has it."""
+    """Return one level of indentation, as in the code around a statement."""
     text, tree = script.text, script.tree
     above = next((n for n in tree.ancestors(stmt) if isinstance(n, ast.stmt)), None)
     if above is not None:

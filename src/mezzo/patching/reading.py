@@ -80,7 +80,7 @@ class ScriptFacts:
     def __init__(self, text: Text) -> None:
         self.text, self.tree = text, SyntaxTree(text.text)
 
-    # --- objects, by the text of the expressions that name them -------------------------------------------------------
+    # --- objects, by the text of the expressions that refer to them ---------------------------------------------------
 
     @cached_property
     def assigned_calls(self) -> list[tuple[str, ast.Call]]:
@@ -115,41 +115,41 @@ class ScriptFacts:
         """Names of modules: models, their parts and loss functions."""
         found = {owner for owner in self.owners_of(*_MODULE_ONLY) if re.fullmatch(r"[\w.]+", owner)}
         for name, call in self.assigned_calls:
-            made = self.tree.dotted(call.func)
-            if made in self.module_classes or re.match(r"torch\.nn\.(?!functional|utils|init|Parameter)", made):
+            callee = self.tree.dotted(call.func)
+            if callee in self.module_classes or re.match(r"torch\.nn\.(?!functional|utils|init|Parameter)", callee):
                 found.add(name)
             if isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "cuda", "train"):
                 found |= {name} if ast.unparse(call.func.value) in found else set()
-            if made == "torch.compile" and call.args:
+            if callee == "torch.compile" and call.args:
                 found.add(name)
         return found - self.optimizers - {"self"}
 
     @cached_property
     def optimizers(self) -> set[str]:
-        """Names of optimizers: made by torch.optim, or used like one."""
-        made = {name for name, call in self.assigned_calls if self.makes_optimizer(call)}
-        called = self.owners_of("step")
+        """Names of optimizers: created by torch.optim, or used like one."""
+        created = {name for name, call in self.assigned_calls if self.creates_optimizer(call)}
+        stepped = self.owners_of("step")
         zeroed = self.owners_of("zero_grad") - self.owners_of(*_MODULE_ONLY)
-        named = {owner for owner in called if _OPTIMIZER_NAME.search(owner)}
-        found = {o for o in made | (called & zeroed) | named if not self._is_scheduler(o)}
+        named = {owner for owner in stepped if _OPTIMIZER_NAME.search(owner)}
+        found = {o for o in created | (stepped & zeroed) | named if not self._is_scheduler(o)}
         loops = [n for n in self.tree.nodes if isinstance(n, ast.For) and isinstance(n.target, ast.Name)]
         over = [n for n in loops if {m.id for m in ast.walk(n.iter) if isinstance(m, ast.Name)} & found]
-        found |= {n.target.id for n in over if isinstance(n.target, ast.Name) and n.target.id in called}
+        found |= {n.target.id for n in over if isinstance(n.target, ast.Name) and n.target.id in stepped}
         return found
 
-    def makes_optimizer(self, call: ast.Call) -> bool:
-        """Return whether a call makes an optimizer of torch's or Mezzo's."""
-        made = self.tree.dotted(call.func)
+    def creates_optimizer(self, call: ast.Call) -> bool:
+        """Return whether a call creates an optimizer of torch, Mezzo or transformers."""
+        callee = self.tree.dotted(call.func)
         libraries = r"(torch\.optim|mezzo|transformers\.optimization)"
-        return bool(re.match(libraries + r"\.(?!lr_scheduler)(\w+\.)?(?!(Session|Policy)$)[A-Z]", made))
+        return bool(re.match(libraries + r"\.(?!lr_scheduler)(\w+\.)?(?!(Session|Policy)$)[A-Z]", callee))
 
     @cached_property
-    def _schedulers_made(self) -> set[str]:
-        made = {name: self.tree.dotted(call.func) for name, call in self.assigned_calls}
-        return {name for name, maker in made.items() if "lr_scheduler" in maker or _SCHEDULER_NAME.search(maker)}
+    def _created_schedulers(self) -> set[str]:
+        callees = {name: self.tree.dotted(call.func) for name, call in self.assigned_calls}
+        return {name for name, callee in callees.items() if "lr_scheduler" in callee or _SCHEDULER_NAME.search(callee)}
 
     def _is_scheduler(self, owner: str) -> bool:
-        return owner in self._schedulers_made or bool(_SCHEDULER_NAME.search(owner))
+        return owner in self._created_schedulers or bool(_SCHEDULER_NAME.search(owner))
 
     # --- the calls of a training step -----------------------------------------------------------------------------------
 
@@ -213,8 +213,8 @@ class ScriptFacts:
             return True
         if isinstance(call.func, ast.Attribute):
             owner, method = ast.unparse(call.func.value), call.func.attr
-            given = bool(call.args or call.keywords)
-            if owner in self.models and given and method not in _NO_FORWARD and not method.startswith("_"):
+            has_arguments = bool(call.args or call.keywords)
+            if owner in self.models and has_arguments and method not in _NO_FORWARD and not method.startswith("_"):
                 return True
         called = self.functions_called(call) if depth > 0 else []
         return any(self.runs_forward(f, functional=functional, depth=depth - 1) for f in called)
@@ -239,7 +239,7 @@ class ScriptFacts:
         return isinstance(self.tree.parent.get(function), ast.ClassDef)
 
     def grads_off(self, stmt: ast.AST) -> bool:
-        """Return whether a statement is a ``with torch.no_grad()``, or a function decorated like that."""
+        """Return whether a statement is a ``with torch.no_grad()``, or a function with such a decorator."""
         names: list[ast.expr] = []
         if isinstance(stmt, (ast.With, ast.AsyncWith)):
             names = [item.context_expr for item in stmt.items]
@@ -257,21 +257,21 @@ class ScriptFacts:
             named_grad = isinstance(inner, ast.Attribute) and inner.attr == "grad"
             if named_grad and self.tree.dotted(inner) != "torch.autograd.grad":
                 return True
-            if isinstance(inner, ast.Call) and (self.is_clip(inner) or self._takes_parameters(inner)):
+            if isinstance(inner, ast.Call) and (self.is_clip(inner) or self._is_passed_parameters(inner)):
                 return True
         return False
 
-    def _takes_parameters(self, call: ast.Call) -> bool:
-        if self.makes_optimizer(call) or self.tree.dotted(call.func) in ("iter", "next", "len"):
+    def _is_passed_parameters(self, call: ast.Call) -> bool:
+        if self.creates_optimizer(call) or self.tree.dotted(call.func) in ("iter", "next", "len"):
             return False
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        called = [a.func for a in given if isinstance(a, ast.Call)]
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        called = [a.func for a in arguments if isinstance(a, ast.Call)]
         return any(isinstance(func, ast.Attribute) and func.attr == "parameters" for func in called)
 
-    # --- precision that the script has already --------------------------------------------------------------------------
+    # --- mixed precision that the script already has ---------------------------------------------------------------------
 
     def calls_to(self, pattern: str) -> list[ast.Call]:
-        """Return the calls of functions whose dotted name a regular expression matches as a whole."""
+        """Return the calls of functions whose whole dotted name matches a regular expression."""
         return [call for call in self.tree.calls if re.fullmatch(pattern, self.tree.dotted(call.func))]
 
     @cached_property
@@ -281,7 +281,7 @@ class ScriptFacts:
 
     @cached_property
     def scalers(self) -> list[ast.Call]:
-        """The loss scalers that the script makes."""
+        """The calls that create loss scalers."""
         return self.calls_to(r".*GradScaler")
 
     def uses(self, *names: str) -> list[ast.expr]:
@@ -293,8 +293,8 @@ class ScriptFacts:
 def _pairs(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
     """Yield each target's text with the expression that is assigned to it."""
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        for one, its in zip(target.elts, value.elts, strict=True):
-            yield from _pairs(one, its)
+        for target_part, value_part in zip(target.elts, value.elts, strict=True):
+            yield from _pairs(target_part, value_part)
     else:
         yield from ((ast.unparse(part), value) for part in flat(target))
 

@@ -1,8 +1,8 @@
 """The statements that compute a loss: those that a patch puts under autocast.
 
-From each backward pass, the statements that its loss depends on are followed upwards through its block and the blocks around it, to the
+From each backward pass, the statements that its loss depends on are followed upwards, through its block and the blocks around it, to the
 statement that binds the loss. Other backward passes and updates end a region, because autocast must be off in them. In each region, the
-statements before the first call of a model stay outside: they only fetch the data.
+statements before the first call of a model stay outside: they only fetch data.
 """
 
 from __future__ import annotations
@@ -81,16 +81,16 @@ class Region:
     first: ast.stmt
     last: ast.stmt
     cache: bool = True
-    """Whether autocast may cache casts of weights: not if gradients are off in a part of the region."""
+    """Whether autocast may cache casts of weights: it must not if gradients are off in a part of the region."""
 
 
 @dataclass(frozen=True)
 class Hoisted:
-    """A backward pass whose loss is computed in its own expression; that becomes a statement before it."""
+    """A backward pass whose loss is computed in its own expression, which becomes a statement before it."""
 
     backward: Backward
     region: Region | None
-    """The region directly before, which the new statement joins; None if there is none."""
+    """The region directly before it, which the new statement joins; None if there is none."""
 
 
 class Regions:
@@ -155,7 +155,7 @@ class Regions:
             here = above if isinstance(above, ast.stmt) else self._tree.parent.get(above, above)
         unclear(
             f"line {stmt.lineno} differentiates {ast.unparse(loss)}, and no statement before it computes that",
-            "put the forward pass and the loss under torch.autocast, and the backward pass outside of it",
+            "put the forward pass and the loss under torch.autocast, and the backward pass outside it",
         )
 
     def _slice(self, block: list[ast.stmt], end: int, wanted: set[str], members: set[int]) -> tuple[set[str], bool]:
@@ -170,7 +170,7 @@ class Regions:
         return needed, bound
 
     def _begins_sum(self, stmt: ast.stmt) -> bool:
-        """Return whether a statement assigns a constant, such as the zero to which losses are added."""
+        """Return whether a statement assigns a constant, such as the zero that losses are added to."""
         return isinstance(stmt, ast.Assign) and isinstance(stmt.value, ast.Constant)
 
     def _follow_callers(
@@ -187,13 +187,13 @@ class Regions:
             )
         for call in calls:
             by_name = keyword_of(call, names[position])
-            given = [by_name] if by_name is not None else call.args[position : position + 1]
-            if not given or self._computes(given[0]):
+            arguments = [by_name] if by_name is not None else call.args[position : position + 1]
+            if not arguments or self._computes(arguments[0]):
                 unclear(
                     f"line {call.lineno} computes a loss in the call of {function.name}()",
                     "assign the loss to a name first, so that this statement can be put under torch.autocast",
                 )
-            self._follow(self._tree.statement(call), given[0], found=False, depth=depth - 1)
+            self._follow(self._tree.statement(call), arguments[0], found=False, depth=depth - 1)
 
     def is_boundary(self, stmt: ast.stmt) -> bool:
         """Return whether a statement runs a backward pass or an update, in which autocast must be off."""

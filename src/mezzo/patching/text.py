@@ -38,11 +38,13 @@ class Text:
             encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
             text = raw.decode(encoding)
         except OSError as error:
-            unclear(f"cannot read {path}: {error.strerror}", "check the path and who may read it")
+            unclear(f"cannot read {path}: {error.strerror}", "check the path and its permissions")
         except (SyntaxError, UnicodeDecodeError, LookupError) as error:
             unclear(f"cannot decode {path}: {error}", "save it as UTF-8")
         if "\r" in text.replace("\r\n", ""):
-            unclear(f"{path} has lines that end in a carriage return only", "save it with \\n or \\r\\n as line ending")
+            unclear(
+                f"{path} has lines that end with a bare carriage return", "save it with \\n or \\r\\n as line ending"
+            )
         return cls(text, encoding)
 
     @property
@@ -60,7 +62,7 @@ class Text:
         return self._starts[min(line, len(self._starts)) - 1]
 
     def offset(self, line: int, utf8_column: int) -> int:
-        """Return the offset of a position of ``ast``, whose columns count UTF-8 bytes."""
+        """Return the offset of a position in ``ast``, whose columns count UTF-8 bytes."""
         before = self.lines[line - 1].encode()[:utf8_column]
         return self._starts[line - 1] + len(before.decode())
 

@@ -1,4 +1,4 @@
-"""A script's syntax tree with links upwards: parents, blocks and scopes, where names are bound and what they stand for."""
+"""A script's syntax tree with upward links: parents, blocks and scopes, where names are bound, and what imported names stand for."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SyntaxTree:
         return next((n for n in above if not isinstance(n, ast.ClassDef)), None)
 
     def class_of(self, node: ast.AST) -> ast.ClassDef | None:
-        """Return the class that a node is written in."""
+        """Return the class that contains a node."""
         return next((n for n in self.ancestors(node) if isinstance(n, ast.ClassDef)), None)
 
     def loops(self, node: ast.AST) -> list[ast.stmt]:
@@ -73,7 +73,7 @@ class SyntaxTree:
         return [n for n in walk_scope(scope) if isinstance(n, ast.stmt) and target in bound_by(n)]
 
     def dotted(self, node: ast.AST) -> str:
-        """Return the full name of an expression, through imports: ``torch.nn.functional.relu`` for ``F.relu``; empty if it is no name."""
+        """Return an expression's full dotted name: ``torch.nn.functional.relu`` for ``F.relu``; empty if it is not a name."""
         if isinstance(node, ast.Name):
             return self.imported.get(node.id, node.id)
         if isinstance(node, ast.Attribute):
@@ -103,7 +103,7 @@ class SyntaxTree:
 
 
 def walk_scope(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that run in a scope itself, without those of functions and classes inside."""
+    """Yield the nodes that run in a scope itself, without those inside its functions and classes."""
     waiting = [*ast.iter_child_nodes(scope)]
     while waiting:
         node = waiting.pop(0)

@@ -12,12 +12,12 @@ from mezzo.patching.reading import ScriptFacts, StepCall
 
 @dataclass(frozen=True)
 class Read:
-    """A statement that reads gradients before an update: they have to be unscaled first."""
+    """A statement that reads gradients before an update, so that they must be unscaled first."""
 
     stmt: ast.stmt
     step: StepCall
     over: ast.For | None
-    """The loop over several optimizers that the update is in."""
+    """The loop over several optimizers that contains the update."""
 
 
 class ScriptUpdates:
@@ -36,12 +36,13 @@ class ScriptUpdates:
         return self.loop_over_optimizers(step) or step.stmt
 
     def last_ones(self) -> list[ast.stmt]:
-        """Return the statements after which the loss scale is updated: once in each pass through a loop, after its last update."""
+        """Return the statements after which the loss scale is to be updated: once in each pass through a loop, after its last update."""
         found: list[ast.stmt] = []
         for container, holders in self._by_container().items():
             names = [s.name for s in self._script.steps if self.holder(s) in holders]
-            again = len(set(names)) < len(names)  # one optimizer updates twice, and GradScaler wants an update between
-            found += holders if again else self._last_of(_body(container), holders)
+            # If one optimizer steps twice, GradScaler needs an update in between.
+            step_twice = len(set(names)) < len(names)
+            found += holders if step_twice else self._last_of(_body(container), holders)
         return list(dict.fromkeys(found))
 
     def _by_container(self) -> dict[ast.AST, list[ast.stmt]]:
@@ -68,7 +69,7 @@ class ScriptUpdates:
         """Return the first statement before each update that reads its gradients.
 
         Raises:
-            Unclear: gradients are clipped more often than they are used.
+            Unclear: gradients are clipped in passes without an update.
         """
         backward = {id(call) for call in backward_calls}
         found: list[Read] = []
@@ -80,7 +81,7 @@ class ScriptUpdates:
         return found
 
     def _read_before(self, holder: ast.stmt, backward: set[int]) -> ast.stmt | None:
-        here, own = holder, True
+        here, same_pass = holder, True
         earliest: ast.stmt | None = None
         while True:
             block = self._tree.block(here)
@@ -89,17 +90,17 @@ class ScriptUpdates:
                     return earliest
                 if not self._script.reads_gradients(stmt) or isinstance(stmt, (ast.FunctionDef, ast.ClassDef)):
                     continue
-                if not own and any(isinstance(n, ast.Call) and self._script.is_clip(n) for n in ast.walk(stmt)):
+                if not same_pass and any(isinstance(n, ast.Call) and self._script.is_clip(n) for n in ast.walk(stmt)):
                     unclear(
                         f"line {stmt.lineno} clips the gradients in passes without an update, in which they cannot be unscaled",
                         "clip only before the update, in the same block, after scaler.unscale_(optimizer)",
                     )
-                if own:
+                if same_pass:
                     earliest = self._inner(stmt)
             above = self._tree.parent[here]
             if not isinstance(above, (ast.If, ast.With, ast.AsyncWith, ast.Try)):
                 return earliest
-            own = own and isinstance(above, (ast.With, ast.AsyncWith))
+            same_pass = same_pass and isinstance(above, (ast.With, ast.AsyncWith))
             here = above
 
     def _inner(self, stmt: ast.stmt) -> ast.stmt:

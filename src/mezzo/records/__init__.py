@@ -1,9 +1,9 @@
 """Everything that Mezzo learns from a run, as typed values that are written whole or not at all.
 
-Records are the waist of the program: commands write them, views read them, and nothing else passes between the two. A
-record is JSON with a ``kind`` and a ``schema_version``; a reader refuses a version above its own. Numbers that are
+Records are the narrow waist of the program: commands write them, views read them, and nothing else passes between the two. A
+record is JSON with a ``kind`` and a ``schema_version``; a reader refuses a version newer than its own. Numbers that are
 not finite are written as the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``: JSON has no such numbers, and a NaN
-is what this tool exists to show.
+is just what this tool exists to show.
 
 Imports no torch.
 """

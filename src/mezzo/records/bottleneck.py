@@ -7,11 +7,12 @@ from typing import Literal
 from mezzo.records.values import Reason, Value
 
 Limit = Literal["input", "waiting", "communication", "host", "power", "bandwidth", "arithmetic", "unknown"]
-"""What limits a run: loading batches, a lock or sleep, other processes, Python and tiny kernels, a power limit, memory, or products."""
+"""What limits a run: loading batches, a lock or sleep, other processes, Python and tiny kernels, a power limit, memory bandwidth, or
+matrix products."""
 
 
 class GpuUse(Value):
-    """A GPU's counters, as the driver's library (NVML) reported them each second. None: this GPU does not report it."""
+    """A GPU's counters, as the driver's library (NVML) reported them each second. None: the GPU does not report it."""
 
     name: str
     num_samples: int

@@ -59,7 +59,7 @@ class Answer(Value):
 
 
 class CheckStage(Value):
-    """One stage of the way to the answer."""
+    """One stage on the way to the answer."""
 
     name: StageName
     what: str
@@ -82,7 +82,7 @@ class CheckRecord(WholeRecord):
     device: DeviceReport
     """The device that the runs were on."""
     gpu: str = ""
-    """The GPU that the answer or a bound is for, if it is not the device of the runs."""
+    """The GPU that the answer or a bound is for, if that is not the device of the runs."""
     offered: list[Reason] = []
     """The policies that were considered: ``value`` is ``tried`` or ``left out``."""
     budget_s: float
@@ -94,7 +94,7 @@ class CheckRecord(WholeRecord):
     comparison: CompareRecord | None = None
     """None where the baseline's first run failed."""
     patch: str = ""
-    """The change to the script, as a unified diff, if one was asked for and passed its trial."""
+    """The change to the script, as a unified diff, if one was requested and passed its trial."""
     notes: list[Reason] = []
     """What limits the answer."""
     environment: Environment

@@ -99,10 +99,10 @@ class CompareRecord(WholeRecord):
     """The requested margin, as a share of the baseline's value; ``Difference.margin`` is the one applied."""
     rows: list[Row]
     shared_files: list[SharedFile] = []
-    """Files that make runs depend on each other: with any, no verdict holds."""
+    """Files that make runs depend on each other: if there are any, no verdict holds."""
     runs: list[RunRecord]
     real_gpus: RealGpus | None = None
-    """Predictions for GPUs that this machine does not have; None if none were asked for."""
+    """Predictions for GPUs that this machine does not have; None if none were requested."""
     environment: Environment
 
     @property
@@ -114,7 +114,7 @@ class CompareRecord(WholeRecord):
             for row in self.rows
             if row.compared_as != self.baseline
         ]
-        return f"{script}: {', '.join(judged) or 'no other policy'}, beside {self.baseline}"
+        return f"{script}: {', '.join(judged) or 'no other policy'}, compared with {self.baseline}"
 
     @property
     def baseline_shown(self) -> str:

@@ -12,9 +12,9 @@ FallbackVerdict: TypeAlias = Literal["found", "not needed", "elsewhere", "not re
 
 
 class ModuleError(Value):
-    """The error that one module makes alone: run on its FP32 inputs, in FP32 and in the lower precision.
+    """The error of one module that runs alone, on its FP32 inputs: the lower precision compared with FP32.
 
-    A container's error is that of what it computes itself, its children in FP32.
+    A container's error is that of its own operations, with its children in FP32.
     """
 
     module: str
@@ -59,7 +59,7 @@ class FallbackRecord(WholeRecord):
     run: RunRecord
     """The run in FP32 that all others are compared with."""
     policy: str
-    """The policy that is judged."""
+    """The policy under judgement."""
     policy_typed: str = ""
     """The policy as typed, if that was another name for it."""
     tolerance: float

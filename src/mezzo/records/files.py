@@ -50,7 +50,7 @@ def write_record(record: AnyRecord, path: Path) -> None:
 
 
 def write_whole(text: str, path: Path) -> None:
-    """Write ``text`` to a temporary file beside ``path``, then move it into place; make the folder."""
+    """Write ``text`` to a temporary file next to ``path``, then move it into place; create the folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -74,7 +74,7 @@ def read_record(path: Path | str) -> AnyRecord:
     except OSError as error:
         raise RecordError(
             f"cannot read the record {str(path)!r}: {error.strerror}",
-            hint="records are written by mezzo run and mezzo compare as record.json",
+            hint="pass the record.json that a mezzo command wrote",
         ) from None
     except ValueError as error:
         raise _not_a_record(path, str(error)) from None
@@ -90,7 +90,7 @@ def read_record(path: Path | str) -> AnyRecord:
 
 
 def record_at(path: Path | str) -> AnyRecord | None:
-    """Return the record in a file; None if there is none that can be read."""
+    """Return the record in a file; None if it cannot be read."""
     try:
         return read_record(path)
     except RecordError:
@@ -104,7 +104,7 @@ def _not_a_record(path: Path | str, why: str) -> RecordError:
 def _version_in(text: str, path: Path | str) -> object:
     try:
         data = json.loads(text)
-    except (ValueError, RecursionError) as error:  # not JSON, or nested without end
+    except (ValueError, RecursionError) as error:  # not JSON, or nested too deeply
         raise _not_a_record(path, str(error)) from None
     return data.get("schema_version") if isinstance(data, dict) else None
 

@@ -1,4 +1,4 @@
-"""What the guardrails of a run noticed and did, and what held the memory when it ran out."""
+"""What the guardrails of a run noticed and did, and what occupied the memory when it ran out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Alarm(Value):
     since: int
     """The first step of the evidence."""
     evidence: str
-    """What was measured, and the limit that it passed, in a sentence."""
+    """What was measured, and the limit that it exceeded, in a sentence."""
     command: str = ""
     """What to type next; empty where Mezzo cannot know it, as in a session of the user's own script."""
 
@@ -47,20 +47,20 @@ class Guardrails(Value):
     alarms: list[Alarm] = []
     rewinds: list[Rewind] = []
     only_noted: str = ""
-    """Why alarms were only noted although the run was to stop or return; empty where they were not."""
+    """Why alarms were only noted although the run was to stop or return to a snapshot; empty otherwise."""
     stopped: str = ""
-    """Why the run was ended; empty if it was not."""
+    """Why the run was stopped; empty if it was not."""
 
 
 class HeldModule(Value):
-    """A module, and the bytes that its parameters, their gradients and their optimizer state held."""
+    """A module, and the bytes of its parameters, their gradients and their optimizer state."""
 
     name: str
     bytes: int
 
 
 class OutOfMemory(Value):
-    """What held the memory when the script ran out of it."""
+    """What occupied the memory when the script ran out of it."""
 
     step: int
     """The step in which it ran out, counted from 1."""

@@ -148,7 +148,7 @@ class PredictRecord(WholeRecord):
     detail: PredictionDetail | None = None
     """The fastest prediction that fits, in detail."""
     slurm: list[str] = []
-    """Lines of a batch script that ask for its GPU."""
+    """Lines of a batch script that request its GPU."""
     assumptions: list[Reason] = []
 
     @property

@@ -77,7 +77,7 @@ class TensorRange(Value):
     kind: RangeKind
     name: str
     kept_fp32: bool = False
-    """Whether the policy keeps it in FP32, because of its module or the op lists, so that it sets no limit."""
+    """Whether the policy keeps it in FP32, because of its module or the op lists, so that it does not limit the loss scale."""
     histogram: Histogram
     highest: dict[str, int] = {}
     """By format, the exponent of the largest power-of-two scale at which nothing overflows."""

@@ -28,7 +28,7 @@ State: TypeAlias = Literal[
 
 
 class MissingState(Value):
-    """A part of the state that the resumed run did not get back."""
+    """A part of the state that was not restored in the resumed run."""
 
     state: State
     name: str
@@ -42,7 +42,7 @@ class MissingState(Value):
 
 
 class ResumeCheckRecord(WholeRecord):
-    """A run that was stopped and resumed, beside the same run undisturbed."""
+    """A run that was stopped and resumed, compared with the same run undisturbed."""
 
     kind: Literal["resume_check"] = "resume_check"
     command: list[str]
@@ -78,6 +78,6 @@ class ResumeCheckRecord(WholeRecord):
     @property
     def summary(self) -> str:
         """The script, the verdict and what is missing, in one line."""
-        lacks = ", ".join(dict.fromkeys(one.state for one in self.missing))
+        missing = ", ".join(dict.fromkeys(part.state for part in self.missing))
         verdict = self.verdict.replace("_", " ")
-        return f"{PurePath(self.script).name}: {verdict}" + (f"; not restored: {lacks}" if lacks else "")
+        return f"{PurePath(self.script).name}: {verdict}" + (f"; not restored: {missing}" if missing else "")

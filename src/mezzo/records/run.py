@@ -14,13 +14,13 @@ from mezzo.records.ranks import RankRun
 from mezzo.records.values import Environment, Reason, Value, WholeRecord, varied
 
 AS_IS = "as-is"
-"""Stands for a policy where the script keeps its own precision."""
+"""Takes the place of a policy if the script keeps its own precision."""
 CHANNELS_LAST, COMPILED, CHECKPOINTED = "memory layout", "torch.compile", "activation checkpointing"
-"""Changes to a script's models, as the explanation of a run names them."""
+"""Changes to a script's models, by their names in the explanation of a run."""
 OWN_16_BITS = "16-bit weights"
 """What a run leaves alone if the script itself keeps its weights in 16 bits."""
 NOT_COUNTED = "FLOPs not counted"
-"""What is said of a compiled operation whose FLOPs are missing."""
+"""What a run says about a compiled operation whose FLOPs are missing."""
 CUDA_GRAPH = "CUDA graph"
 """What a run leaves alone if the script replays training steps."""
 NOT_APPLIED = "not applied"
@@ -97,7 +97,7 @@ class Memory(Value):
 
 _LOWER_NOTHING = ("fp32", "tf32")
 OWN_SHARE = 0.05
-"""A smaller share of the FLOPs is no precision of the script's own."""
+"""A smaller share of the FLOPs does not count as the script's own precision."""
 _REFUSED = re.compile(
     r"\b(?:Runtime|NotImplemented|Type|Value)Error: .*"
     r"(?:\bdtype|scalar type|not implemented for|bias type)",
@@ -114,7 +114,7 @@ class Effective(Value):
     flops_by_format: dict[str, int] = {}
     """Floating-point operations of matrix products and convolutions, forward and backward, by the format of their operands."""
     update_flops_by_format: dict[str, int] = {}
-    """Those of them that optimizers multiplied in their updates, as Muon does."""
+    """The part of these that optimizers computed in their updates, as Muon does."""
     emulated: bool = False
     """Whether the formats below FP32 were emulated, so that times say nothing about a device that supports them."""
     num_lowered: int | None = None
@@ -157,9 +157,9 @@ class Metric(Value):
 
 
 BATCH = "{batch}"
-"""Stands for the batch size in the arguments of a script that makes its batches itself."""
+"""Placeholder for the batch size in the arguments of a script that creates its batches itself."""
 RUN_NAME = "{run}"
-"""Stands for the name of each run in the arguments of a script that runs several times."""
+"""Placeholder for the name of each run in the arguments of a script that runs several times."""
 
 FILE_CLOCK_TICK_S = 0.02
 """How far a file's timestamp may lag behind the clock."""
@@ -197,7 +197,7 @@ def is_inspected(framework: str) -> bool:
     """Return whether audit, diagnose, ranges and fallback inspect trainings of a framework: PyTorch, Keras on PyTorch, and Paddle.
 
     Args:
-        framework: as a record of a run names it.
+        framework: the framework's name in the record of a run.
     """
     return framework.partition(" ")[0] in ("", "torch", "paddle") or " on torch " in framework
 
@@ -230,9 +230,9 @@ class RunRecord(WholeRecord):
     policy: str
     """A policy text, or ``as-is``."""
     policy_typed: str = ""
-    """The policy as typed, if that was another name for it, as ``O1`` or ``kept.toml``."""
+    """The policy as typed, if that was another name for it, such as ``O1`` or ``kept.toml``."""
     checkpoint: str = ""
-    """The plan of activation checkpointing that was asked for, or its budget; empty without one."""
+    """The requested plan of activation checkpointing, or its budget; empty without one."""
     explanation: list[Reason] = []
     seed: int | None = None
     environment: Environment
@@ -245,7 +245,7 @@ class RunRecord(WholeRecord):
     bottleneck: Bottleneck | None = None
     """What held the run back; None where it was not measured, as under an observer and outside PyTorch."""
     input_elements: float | None = None
-    """Elements of the first tensor given to the models, a step (the median); None where they were not counted."""
+    """Elements of the first tensor passed to the models in a step (the median); None where they were not counted."""
     files_read: list[FileRead] = []
     """Files that this run read and an earlier run of the same comparison may have written."""
     snapshots: SnapshotsTaken | None = None
@@ -253,17 +253,17 @@ class RunRecord(WholeRecord):
     guardrails: Guardrails | None = None
     """What went wrong while it ran; None where no guard watched, as in runs of a comparison and outside PyTorch."""
     out_of_memory: OutOfMemory | None = None
-    """What held the memory of a script that ran out of it; None for all others."""
+    """What occupied the memory of a script that ran out of it; None for all others."""
     ranks: list[RankRun] = []
     """Every process of a run in several, rank 0 first; empty for one process. Losses above are then the mean of all ranks."""
     between_ranks: list[Reason] = []
     """What should be the same in all ranks and is not."""
     first_steps: int | None = None
-    """The number of steps after which the run was stopped, as asked; None for a run that ended by itself."""
+    """The number of steps after which the run was stopped, as requested; None for a run that ended by itself."""
     earlier_update_s: float | None = None
     """Unix time of the first update of an earlier attempt at this run, which was stopped; None without one."""
     request_sha256: str = ""
-    """Digest of what was asked: the script with the files it imports, arguments, policy, seed, versions. Empty for a single run."""
+    """Digest of the request: the script with the files it imports, arguments, policy, seed, versions. Empty for a single run."""
     placement: Placement | None = None
     """None for a run that had the machine to itself."""
     started_at_s: float | None = None
@@ -315,7 +315,7 @@ class RunRecord(WholeRecord):
 
     @property
     def own_formats(self) -> dict[str, float]:
-        """The formats that the script's own casts leave its passes in under a policy that lowers nothing, each with its share.
+        """The formats that the script's own casts leave its passes in, under a policy that lowers nothing, each with its share.
 
         Empty if less than 5% ran below 32 bits.
         """
@@ -332,10 +332,10 @@ class RunRecord(WholeRecord):
 
     @property
     def no_effect(self) -> str:
-        """What the policy did not do, as the end of a sentence about it; empty if it took effect.
+        """What the policy failed to do, as the end of a sentence about it; empty if it took effect.
 
-        It lowered nothing if no counted product ran below 32 bits (of a step without products: no operation at all). An FP8 policy
-        may lower all products to 16 bits and none to FP8.
+        It lowered nothing if no counted matrix product ran below 32 bits (in a step without products: no operation at all). An FP8
+        policy may lower all products to 16 bits and none to FP8.
         """
         name, effective = self.policy.split(":")[0], self.effective
         if name in (AS_IS, *_LOWER_NOTHING):

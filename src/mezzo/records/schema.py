@@ -1,6 +1,6 @@
 """The JSON schema of records (draft 2020-12), for readers other than Mezzo. Imports no torch.
 
-The classes of this room are its only source: the docstring below a field is its description.
+The classes of this package are its only source: the docstring below a field is its description.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def json_schema() -> dict[str, Any]:
 
 
 class _Schema(GenerateJsonSchema):
-    """Pydantic's schema with the strings that stand for NaN and infinities, and without titles made from field names."""
+    """Pydantic's schema with the strings that stand for NaN and infinities, and without titles derived from field names."""
 
     def float_schema(self, schema: Any) -> JsonSchemaValue:
         return {"anyOf": [{"type": "number"}, {"enum": _NOT_FINITE}]}

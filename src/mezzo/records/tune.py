@@ -37,7 +37,7 @@ class TuneRow(Value):
     speedup: float | None = None
     """Over the script as it is: geometric mean over repeats, or of the one run."""
     speedup_low: float | None = None
-    """Ends of the 95% interval, for all finalists together; None without repeats."""
+    """Lower end of the 95% interval, simultaneous for all finalists; None without repeats."""
     speedup_high: float | None = None
     memory_bytes: int | None = None
     """The allocator's peak on a GPU, else the bytes of a step."""

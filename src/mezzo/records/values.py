@@ -71,9 +71,9 @@ class Environment(Value):
     variables: dict[str, str] = {}
     """Environment variables that change what a training computes or where it runs, as the shell set them; never secrets."""
     folder: str = ""
-    """The folder that the command was typed in."""
+    """The folder in which the command was typed."""
 
 
 def varied(policy: str, checkpoint: str) -> str:
-    """Return the name of runs under a policy that are checkpointed by a plan; empty for no plan."""
+    """Return the name of runs under a policy that are checkpointed by a plan; an empty plan is none."""
     return f"{policy}, checkpointed {checkpoint}" if checkpoint else policy

@@ -1,1 +1,1 @@
-"""Views of records: the terminal, a self-contained HTML page and TensorBoard."""
+"""Views of records: the terminal, a self-contained HTML page, an index of pages, and experiment trackers."""

@@ -110,7 +110,7 @@ def print_diagnose(sheet: DiagnoseSheet, console: Console) -> None:
 
 def diagnose_details(sheet: DiagnoseSheet, console: Console) -> None:
     """Print the details of a diagnosis."""
-    section(console, "What the operation read: magnitudes", fact_table(sheet.operands))
+    section(console, "Magnitudes of the operands", fact_table(sheet.operands))
     if sheet.trend:
         trend = plain_table("step", "loss", "gradient norm", "loss scale after it", "")
         for line in sheet.trend:
@@ -141,7 +141,7 @@ def print_ranges(sheet: RangesSheet, console: Console) -> None:
     if sheet.details:
         print_line(console, sheet.details)
     print_error(console, sheet.error)
-    windows = plain_table("format", "scale window", "begin with", "zero at\nscale 1", "zero\nthere", "why")
+    windows = plain_table("format", "scale window", "begin with", "zero\nunscaled", "zero\nscaled", "why")
     for line in sheet.windows:
         window = Text(line.window, style=STYLES[line.tone])
         windows.add_row(Text(line.format), window, line.begin, line.unscaled, line.lost, Text(line.reason))

@@ -1,8 +1,8 @@
 """The colour of each policy and format: the same in every report and terminal table, whatever else is shown.
 
 A family is a format; its shades are the variants of the format, which also differ in their dashes. On the page's light and dark
-background every shade has a contrast of 4.5:1 or more, so lines and words share it; the terminal's colour has 4.5:1 on black and on white.
-The hues can be told apart by people with colour-blindness (after Okabe and Ito, Color Universal Design, 2008).
+background every shade has a contrast of 4.5:1 or more, so lines and text share it; the terminal's colour has 4.5:1 on black and on white.
+Colour-blind readers can distinguish the hues (after Okabe and Ito, Color Universal Design, 2008).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mezzo.records import Row, RunRecord
 
 @dataclass(frozen=True, kw_only=True)
 class FormatColours:
-    """The colours of one format: a shade each for its plain form, with master weights and pure."""
+    """The colours of one format: one shade each for the plain format, with master weights, and pure."""
 
     light: tuple[str, ...]
     dark: tuple[str, ...]
@@ -30,7 +30,7 @@ class Style:
     family: str
     shade: int = 0
     dashes: int = 0
-    """0 for an unbroken line; 1 to 3 for patterns."""
+    """0 for a solid line; 1 to 3 for patterns."""
 
     @property
     def name(self) -> str:
@@ -66,12 +66,12 @@ FAMILIES: dict[str, FormatColours] = {
         light=("#9543d0", "#7229a5", "#511d75"), dark=("#bf8de2", "#dbc0ef", "#ad6edb"), terminal="#9d52d4"
     ),
 }
-"""By format; ``other`` is for what computes in no format of its own, such as a script as it is."""
+"""By format; ``other`` is for whatever has no format of its own, such as a script that runs as it is."""
 KINDS = FormatColours(
     light=("#4a46c9", "#ba2f9e", "#637310", "#0b768c", "#755238"),
     dark=("#9794e0", "#dd79c9", "#a2bd1b", "#12bcde", "#bb9172"),
 )
-"""For kinds of tensors and of memory; they look like no format."""
+"""For kinds of tensors and of memory; none resembles the colour of a format."""
 _ALL = {**FAMILIES, "kind": KINDS}
 _NUM_SHADES = 3
 _NUM_DASHES = 4
@@ -88,7 +88,7 @@ _VARIANTS = ((r"master|^o2$", 1), (r"pure|true|^o3$", 2))
 
 def policy_style(policy: str) -> Style:
     """Return how ``policy`` is drawn, alone or among policies of other formats or variants."""
-    base, _, fields = policy.lower().partition(",")[0].partition(":")  # what follows a comma is no format
+    base, _, fields = policy.lower().partition(",")[0].partition(":")  # after a comma comes the checkpointing
     family = next((name for pattern, name in _FORMATS if re.search(pattern, base)), "other")
     shade = next((number for pattern, number in _VARIANTS if re.search(pattern, base)), 0)
     shade = 0 if family in ("fp32", "other") else shade
@@ -99,17 +99,17 @@ def policy_styles(policies: Sequence[str]) -> dict[str, Style]:
     """Return the style of each of several policies; those that would look alike get other shades and dashes."""
     styles: dict[str, Style] = {}
     for policy in dict.fromkeys(policies):
-        wanted = policy_style(policy)
-        others = (
+        usual = policy_style(policy)
+        candidates = (
             Style(
-                family=wanted.family,
-                shade=(wanted.shade + step) % _NUM_SHADES,
-                dashes=(wanted.dashes + turn) % _NUM_DASHES,
+                family=usual.family,
+                shade=(usual.shade + step) % _NUM_SHADES,
+                dashes=(usual.dashes + turn) % _NUM_DASHES,
             )
             for turn in range(_NUM_DASHES)
             for step in range(_NUM_SHADES)
         )
-        styles[policy] = next((style for style in others if style not in styles.values()), wanted)
+        styles[policy] = next((style for style in candidates if style not in styles.values()), usual)
     return styles
 
 
@@ -119,7 +119,7 @@ def kind_style(number: int) -> Style:
 
 
 def format_style(name: str) -> Style:
-    """Return the style of a number format, as an operand's."""
+    """Return the style of a number format, such as an operand's."""
     return Style(family=policy_style(name).family)
 
 

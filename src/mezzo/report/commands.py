@@ -1,4 +1,4 @@
-"""Mezzo's commands as text to paste: a recorded command line turned into another command on the same script."""
+"""Mezzo's commands as text to paste: a recorded command line becomes another command on the same script."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ CARRIED: Mapping[str, tuple[str, ...]] = {
         *("predict", "tune", "watch", "resume-check"),
     ),
 }
-"""Options that mean the same in several commands, and these commands. No other option is passed from one command to another; the
-same command keeps all but those of ``DROPPED``."""
+"""Options that mean the same in several commands, with these commands. No other option is passed from one command to another; a
+repeated command keeps all its options except those of ``DROPPED``."""
 
 DROPPED: Mapping[str, str] = {
     "--out": "results go to a new folder",
     "--json": "a person types the next command",
 }
-"""Options that are not repeated even by the same command, with the reason."""
+"""Options that even a repeated command leaves out, with the reason."""
 _NAMES_RUNS = ("compare", "check", "tune", "resume-check")
 """Commands that replace ``{run}`` in the script's arguments."""
 _DEFAULT_EXPONENT = 16
-"""Exponent of a policy's initial loss scale, if it names none."""
+"""Exponent of the initial loss scale of a policy that does not set one."""
 _CHOOSES = ("KERAS_BACKEND", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYTHONPATH")
-"""Environment variables that choose what runs and where: without them, the script may be another one."""
+"""Environment variables that choose what runs and where: without them, a different script may run."""
 _DISTRIBUTED = ("run", "compare", "audit", "diagnose", "ranges", "fallback")
 """Commands that run inside each process of a launcher."""
 _FOR_TRAINERS = ("run", "compare", "check")
@@ -49,11 +49,11 @@ _FOR_TRAINERS = ("run", "compare", "check")
 
 @dataclass(frozen=True, kw_only=True)
 class TypedScript:
-    """A script as a Mezzo command was typed for it."""
+    """A script, and the Mezzo command that was typed for it."""
 
     command: str
     options: Mapping[str, tuple[str, ...]]
-    """The options before the script by name, each with its values; a flag has one empty value."""
+    """The options before the script, by name, each with its values; a flag has one empty value."""
     name: str
     """A file or, with ``-m`` among the options, a module."""
     arguments: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class TypedScript:
 
     @classmethod
     def typed(cls, words: Sequence[str], name: str) -> TypedScript | None:
-        """Return the script ``name`` in the command ``words``; None if the words are no command on that script."""
+        """Return the script ``name`` in the command ``words``; None if they are not a command on that script."""
         words = list(words)
         if words[:1] != ["mezzo"] or len(words) < 3:
             return None
@@ -90,21 +90,21 @@ class TypedScript:
 
         Args:
             command: the command's name.
-            options: its options by name without dashes, beside those of the recorded command that mean the same here; a flag has
-                an empty value.
+            options: its options, by name without dashes, in addition to those of the recorded command that mean the same here; a
+                flag has an empty value.
         """
-        asked = {f"--{name}": (value,) for name, value in options.items()}
-        kept = {name: given for name, given in self.options.items() if name not in asked and self._keeps(name, command)}
-        before = [word for name, given in (asked | kept).items() for value in given for word in _option(name, value)]
-        own = self.arguments
+        new = {f"--{name}": (value,) for name, value in options.items()}
+        kept = {name: values for name, values in self.options.items() if name not in new and self._keeps(name, command)}
+        before = [word for name, values in (new | kept).items() for value in values for word in _option(name, value)]
+        arguments = self.arguments
         if command not in _NAMES_RUNS:
-            own = tuple(word.replace(RUN_NAME, _run_name(command, options)) for word in own)
-        return self._line(["mezzo", command, *before, *self._target(), *own], distributed=command in _DISTRIBUTED)
+            arguments = tuple(word.replace(RUN_NAME, _run_name(command, options)) for word in arguments)
+        return self._line(["mezzo", command, *before, *self._target(), *arguments], distributed=command in _DISTRIBUTED)
 
     def alone(self) -> str:
         """Return the script's own command, without Mezzo."""
-        own = [word.replace(RUN_NAME, "alone") for word in self.arguments]
-        return self._line(["python", *self._target(), *own], distributed=True)
+        arguments = [word.replace(RUN_NAME, "alone") for word in self.arguments]
+        return self._line(["python", *self._target(), *arguments], distributed=True)
 
     def _keeps(self, option: str, command: str) -> bool:
         if option in DROPPED or option == "-m":
@@ -159,7 +159,7 @@ def row_options(row: Row) -> dict[str, str]:
 
 
 def with_fp32(policy: str) -> str:
-    """Return the policies of a comparison of ``policy`` with FP32; of FP32 itself, with BF16."""
+    """Return the policies of a comparison of ``policy`` with FP32; FP32 itself is compared with BF16."""
     return "fp32,bf16" if policy == "fp32" else f"fp32,{policy}"
 
 
@@ -184,10 +184,10 @@ def with_scale(record: RangesRecord, exponent: int) -> str:
 
 
 def resumption(record: RunRecord) -> dict[str, str]:
-    """Return the options that continue a run from its last snapshot; none if it left no snapshot."""
-    kept = record.snapshots
-    if kept is None or not kept.saved:
+    """Return the options that continue a run from its last snapshot; none if it has no snapshot."""
+    snapshots = record.snapshots
+    if snapshots is None or not snapshots.saved:
         return {}
-    run, here = PurePath(kept.folder).parent, PurePath(record.environment.folder)
+    run, here = PurePath(snapshots.folder).parent, PurePath(record.environment.folder)
     inside = record.environment.folder and run.is_relative_to(here)
-    return {"snapshot": f"{kept.every_s:g}s", "resume": str(run.relative_to(here) if inside else run)}
+    return {"snapshot": f"{snapshots.every_s:g}s", "resume": str(run.relative_to(here) if inside else run)}

@@ -59,7 +59,7 @@ def diagnose_charts(record: DiagnoseRecord) -> list[Drawn]:
 
 
 def charts_of(record: Any, *, places: Mapping[str, str]) -> list[Drawn]:
-    """Return the charts of a record of any kind; ``places`` has the anchor of the source line of each module that has one."""
+    """Return the charts of a record of any kind; ``places`` maps modules to the anchors of their source lines."""
     if record.kind == "audit":
         return [modules.phase_bars(record), modules.module_tree(record, places)]
     makers: dict[str, Callable[[Any], list[Drawn]]] = {

@@ -1,6 +1,6 @@
-"""Numbers and words for all views: terminal and page share these functions, so a fact reads the same in both.
+"""Numbers and words for all views: the terminal and the page share these functions, so a fact reads the same in both.
 
-Text is ASCII, so that it survives a pipe. Three significant digits are shown unless a function says otherwise.
+Text is ASCII, so that it survives a pipe. Numbers have three significant digits unless a function says otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MISSING = "-"
 UNKNOWN = "unknown"
 """Shown for a size that was not measured."""
 LONGEST = 4000
-"""Characters of a text that a view shows."""
+"""The most characters of a text that a view shows."""
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _LARGEST_PLAIN_EXPONENT = 16  # 65536 is read at a glance, 16777216 is not
 
@@ -22,7 +22,7 @@ _LARGEST_PLAIN_EXPONENT = 16  # 65536 is read at a glance, 16777216 is not
 def clean(text: str, *, keep_lines: bool = False, most: int = LONGEST) -> str:
     """Return ``text`` without control characters, which could control a terminal or hide part of a page.
 
-    Longer texts than ``most`` characters are cut in the middle: a page must stay readable whatever a script prints.
+    A text of more than ``most`` characters is cut in the middle: a page must stay readable whatever a script prints.
     """
     if len(text) > most:
         text = shortened(text, length=most)
@@ -77,11 +77,11 @@ def share_change_text(value: float) -> str:
     return f"{three_digits(1.0 + value)}x" if 1.0 + value < 1e4 else f"{1.0 + value:.2g}x"
 
 
-def interval_text(low: float, high: float, *, one: Callable[[float], str] = signed_text) -> str:
-    """Return the ends of an interval of differences, or that there is none; ``one`` formats an end."""
+def interval_text(low: float, high: float, *, show: Callable[[float], str] = signed_text) -> str:
+    """Return the ends of an interval of differences, formatted by ``show``, or that there is none."""
     if math.isnan(low) or math.isnan(high):
         return "no interval"
-    return f"{one(low)} to {one(high)}"
+    return f"{show(low)} to {show(high)}"
 
 
 def ratio_text(value: float | None) -> str:
@@ -92,7 +92,7 @@ def ratio_text(value: float | None) -> str:
 
 
 def spread_text(low: float | None, high: float | None) -> str:
-    """Return the ends of the spread of a ratio, or nothing if it is unknown."""
+    """Return the ends of the spread of a ratio; empty if it is unknown."""
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         return ""
     return f"{three_digits(low)}x to {three_digits(high)}x"
@@ -102,7 +102,7 @@ def three_digits(value: float) -> str:
     """Return a finite ``value`` with three significant digits, or all digits of its integer part if there are more."""
     if value == 0:
         return "0"
-    # Rounding first: 9.999 is 10.0, not 10.00.
+    # Round first: 9.999 is 10.0, not 10.00.
     decimals = 2 - math.floor(math.log10(abs(float(f"{value:.3g}"))))
     return f"{value:.{max(0, decimals)}f}"
 
@@ -156,7 +156,7 @@ def duration_text(seconds: float) -> str:
 
 
 def date_text(date: str) -> str:
-    """Return an ISO date as ``2026-11-22 14:05 UTC``; another text as it is."""
+    """Return an ISO date as ``2026-11-22 14:05 UTC``; any other text unchanged."""
     try:
         moment = datetime.fromisoformat(date)
     except ValueError:
@@ -166,7 +166,7 @@ def date_text(date: str) -> str:
 
 
 def share_text(share: float) -> str:
-    """Return a share of a whole in percent; a small share never reads as 0%, nor one below the whole as 100%."""
+    """Return a share of a whole in percent; only nothing reads as 0%, and only the whole as 100%."""
     percent = 100 * share
     if 0 < percent < 0.1:
         return "<0.1%"
@@ -212,13 +212,13 @@ def first(count: int, noun: str) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Return words as a list in a sentence: ``a, b and c``."""
+    """Return words as an enumeration: ``a, b and c``."""
     *head, last = words
     return f"{', '.join(head)} and {last}" if head else last
 
 
 def shortened(text: str, *, length: int) -> str:
-    """Return ``text`` in at most ``length`` characters, cut in the middle: policies differ at their ends."""
+    """Return ``text`` cut in the middle to at most ``length`` characters: policies often differ only at the end."""
     if len(text) <= length:
         return text
     tail = (length - 3) // 2

@@ -1,4 +1,4 @@
-"""Records as self-contained HTML files, which need neither the network nor other files."""
+"""Records as self-contained HTML files, which need neither a network nor other files."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def _breakable(policy: str) -> Markup:
 
 
 def _heads(heads: Sequence[str]) -> str:
-    """Return the heads of a table as CSS variables, from which narrow pages label the cells of each card."""
+    """Return the heads of a table as CSS variables, with which a narrow page labels the cells of each card."""
     return ";".join(f'--h{place}:"{_css_text(head)}"' for place, head in enumerate(heads, 1) if head)
 
 
 def _css_text(text: str) -> str:
-    # Everything but letters, digits and spaces is written as a code, so that no text can end the string.
+    # Everything except letters, digits and spaces is escaped, so that no text can end the string.
     return "".join(c if c.isalnum() or c == " " else f"\\{ord(c):x} " for c in text)

@@ -23,8 +23,8 @@ from mezzo.records import (
     RunRecord,
 )
 from mezzo.records.run import WIDE
+from mezzo.report import after_prediction
 from mezzo.report import formatting as fmt
-from mezzo.report import trained_elsewhere
 from mezzo.report.commands import (
     TypedScript,
     function_call,
@@ -40,14 +40,14 @@ from mezzo.report.sheets.compare import best_of
 
 MOST = 3
 _WRITTEN = re.compile(r'(?:.*  # )?policy = "([^"]*)"')
-"""A diagnosis' fix that is a policy, perhaps after its equivalent in the script's framework."""
+"""The fix line of a diagnosis if it is a policy, possibly after its equivalent in the script's framework."""
 _MANY_SKIPS = 0.05
 _NOTHING_LOWERED = ("A101", "A108")
-"""Findings that say that mixed precision is missing or off: the fix is a policy."""
+"""Findings that mixed precision is missing or off: the fix is a policy."""
 _BY_SIGNAL = (129, 130, 143)
 _CANNOT, _FLOOR, _NOT_FINITE, _NOT_A_TRAINING, _SNAPSHOT, _GUARD = 3, 5, 6, 7, 9, 10
 """Exit codes of Mezzo's own errors: a format that the device lacks, a loss scale at its floor, a first loss that is not finite, a
-script that never trained, a refused snapshot, and an alarm that ended the run."""
+script that never trained, a refused snapshot, and an alarm that stopped the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class NextStep:
 
 
 def next_steps(record: AnyRecord) -> list[NextStep]:
-    """Return what to do after ``record``, the best first; nothing where no command helps."""
+    """Return what to do after ``record``, the best first; empty where no command helps."""
     after = _BY_KIND.get(record.kind)
     steps = [] if after is None else after(record)
     unique = {step.command: step for step in reversed([*steps]) if step.command}
@@ -77,7 +77,7 @@ class _Commands:
         self._function = "" if words[:1] == ["mezzo"] else run.script
 
     def step(self, why: str, command: str, **options: str) -> Iterator[NextStep]:
-        """Yield a command on the script or function under ``options``; nothing if it does not accept such a script."""
+        """Yield a command on the script or function with ``options``; nothing if it does not accept such a script."""
         if self.script is not None and self.script.runs(command):
             yield NextStep(why=fmt.clean(why), command=self.script.under(command, **options))
         elif self._function and command in ("audit", "diagnose", "ranges", "fallback"):
@@ -110,7 +110,7 @@ def _after_run(record: RunRecord) -> Iterator[NextStep]:
         yield from commands.step("the loss is not finite; find where that begins", "diagnose", policy=policy)
         yield from commands.step("see which policies keep it finite", "compare", policies=with_fp32(policy))
     elif record.findings:
-        yield from commands.again(f"after the fix of {record.findings[0].code}, see whether anything is left")
+        yield from commands.again(f"after fixing {record.findings[0].code}, see whether anything is left")
     else:
         yield from _after_training(record, commands, policy)
 
@@ -121,7 +121,9 @@ def _after_training(record: RunRecord, commands: _Commands, policy: str) -> Iter
         yield from commands.step(f"{policy} skipped {share} of its updates; see why", "diagnose", policy=policy)
     lowers = record.policy != AS_IS or record.effective.counted_on_step is None or record.effective.lowered
     if preset_of(record.policy) in ("fp32", "tf32") or not lowers:
-        yield from commands.step("see what 16 bits keep and save", "compare", policies="fp32,bf16,fp16")
+        yield from commands.step(
+            "see whether 16 bits train as well, and what they save", "compare", policies="fp32,bf16,fp16"
+        )
         return
     yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
     yield from commands.step("see which operation ran in which format", "audit", policy=policy)
@@ -132,7 +134,8 @@ def _after_failure(record: RunRecord, commands: _Commands, policy: str) -> Itera
         if options := resumption(record):
             yield from commands.step("continue from its last snapshot", "run", policy=policy, **options)
         return
-    code = record.exit_code if record.error is not None else None  # else the script's own, which may be any
+    # Without an error the exit code is the script's own, and may be any.
+    code = record.exit_code if record.error is not None else None
     if code == _CANNOT:
         yield NextStep(why="see which formats each device of this machine computes in", command="mezzo doctor")
     elif code in (_FLOOR, _NOT_FINITE):
@@ -140,7 +143,7 @@ def _after_failure(record: RunRecord, commands: _Commands, policy: str) -> Itera
     elif preset_of(record.policy) not in WIDE and (known := explained([record.error or ""], policy)):
         yield from commands.step(*known, policy=policy)
     elif code not in (_NOT_A_TRAINING, _SNAPSHOT, _GUARD):
-        yield from commands.alone("see whether the script fails without Mezzo, too")
+        yield from commands.alone("see whether the script also fails without Mezzo")
 
 
 # --- compare ---------------------------------------------------------------------------------------------------------------------
@@ -153,16 +156,17 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
     commands = _Commands(trained, record.command)
     baseline = next(row for row in record.rows if row.compared_as == record.baseline)
     if baseline.num_failed == baseline.num_runs:
-        yield from commands.alone("no run of the baseline succeeded; see whether the script does without Mezzo")
+        yield from commands.alone("no run of the baseline succeeded; see whether the script succeeds without Mezzo")
         return
     equal = [row for row in record.rows if row.verdict == "equivalent"]
     if equal:
         row = best_of(equal)
-        real = row_options(row) | {"policy": _WORLD.sub("", typed_policy(row))}
+        real = row_options(row) | {"policy": _EMULATED_PROCESSES.sub("", typed_policy(row))}
         where = "" if real["policy"] == typed_policy(row) else " in several processes"
         slower = row.speedup_high is not None and row.speedup_high < 1 and not row.emulated
         though = ", which is slower here, for its memory" if slower else ""
-        yield from commands.step(f"train with {_WORLD.sub('', row.policy_shown)}{where}{though}", "run", **real)
+        shown = _EMULATED_PROCESSES.sub("", row.policy_shown)
+        yield from commands.step(f"train with {shown}{where}{though}", "run", **real)
     for row in record.rows:
         if row is baseline:
             continue
@@ -175,21 +179,19 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
         )
 
 
-_WORLD = re.compile(r":(world|reduce_order)=\w+")
+_EMULATED_PROCESSES = re.compile(r":(world|reduce_order)=\w+")
 """The fields of a policy that emulate several processes; real ones do not need them."""
 
 
 def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator[NextStep]:
-    policy = row.policy_shown
-    if (
-        row.checkpoint
-    ):  # the policy without checkpointing has a row of its own, and no command inspects a checkpointed training
+    if row.checkpoint:
+        # The policy without checkpointing has a row of its own, and no command inspects a checkpointed training.
         if row.verdict == "failed":
-            yield from commands.step(f"{policy} failed; see its output", "run", **row_options(row))
+            yield from commands.step(f"{row.policy_shown} failed; see its output", "run", **row_options(row))
         return
     policy = typed_policy(row)
     if row.verdict == "diverged":
-        where = _first_without_a_number(record, row.compared_as)
+        where = _first_not_finite(record, row.compared_as)
         yield from commands.step(f"{policy} diverged{where}; find the first bad value", "diagnose", policy=policy)
     elif row.verdict == "stopped_learning":
         yield from commands.step(f"{policy} stopped learning; find out why", "diagnose", policy=policy)
@@ -198,10 +200,10 @@ def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator
     elif row.verdict == "failed":
         yield from commands.step(f"{policy} failed; see its output", "run", policy=policy)
     elif row.verdict == "different" and row.policy == AS_IS:
-        yield from commands.step(f"{policy} trains to another result", "audit", policy=policy)
+        yield from commands.step(f"{policy} trains to a different result", "audit", policy=policy)
     elif row.verdict == "different":
         yield from commands.step(
-            f"{policy} trains to another result; find the modules to keep in FP32", "fallback", policy=policy
+            f"{policy} trains to a different result; find the modules to keep in FP32", "fallback", policy=policy
         )
 
 
@@ -209,7 +211,7 @@ def _errors(record: CompareRecord, policy: str) -> list[str]:
     return [run.error for run in record.runs if run.compared_as == policy and run.error]
 
 
-def _first_without_a_number(record: CompareRecord, policy: str) -> str:
+def _first_not_finite(record: CompareRecord, policy: str) -> str:
     losses = [run.steps.loss for run in record.runs if run.compared_as == policy]
     firsts = [next((n for n, loss in enumerate(column, 1) if not math.isfinite(loss)), None) for column in losses]
     known = [first for first in firsts if first is not None]
@@ -219,8 +221,8 @@ def _first_without_a_number(record: CompareRecord, policy: str) -> str:
 def _more_seeds(record: CompareRecord, baseline: Row, commands: _Commands) -> Iterator[NextStep]:
     undecided, idle = [], {run.compared_as: run.no_effect for run in record.runs if run.no_effect}
     for row in (row for row in record.rows if row.verdict == "undecided"):
-        if what := idle.get(row.compared_as):
-            yield from commands.step(f"{row.policy_shown} {what}; see why", "audit", policy=typed_policy(row))
+        if no_effect := idle.get(row.compared_as):
+            yield from commands.step(f"{row.policy_shown} {no_effect}; see why", "audit", policy=typed_policy(row))
         else:
             undecided.append(row)
     single = all(run.seed in (0, None) for run in record.runs)
@@ -244,13 +246,15 @@ def _after_audit(record: AuditRecord) -> Iterator[NextStep]:
         yield from _after_failure(record.run, commands, policy)
         return
     if len(record.steps) == 1 and not any(record.flops_by_format.values()) and commands.script:
-        why = "that step had no product; if optimizers take turns, audit all of a round"
+        why = "that step had no matrix product; if optimizers take turns, audit a whole round"
         yield from commands.step(why, "audit", steps=f"{record.steps[0]}-{record.steps[0] + 3}")
     wide = record.run.policy == AS_IS and set(record.flops_by_format) <= set(WIDE)
     if wide:
-        yield from commands.step("see what 16 bits keep and save", "compare", policies="fp32,bf16,fp16")
+        yield from commands.step(
+            "see whether 16 bits train as well, and what they save", "compare", policies="fp32,bf16,fp16"
+        )
     if record.findings and record.findings[0].code not in _NOTHING_LOWERED:
-        why = f"after the fix of {record.findings[0].code}, see what is left"
+        why = f"after fixing {record.findings[0].code}, see what is left"
         yield from commands.again(why) if commands.script else commands.step(why, "audit")
     if not wide:
         yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
@@ -265,7 +269,7 @@ def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
         yield from commands.step(f"{policy} {record.run.no_effect}; see why", "audit", policy=policy)
     elif record.verdict == "healthy":
         if record.run.findings:
-            yield from commands.again(f"after the fix of {record.run.findings[0].code}, see whether anything is left")
+            yield from commands.again(f"after fixing {record.run.findings[0].code}, see whether anything is left")
         yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
         if record.run.policy != AS_IS and commands.script:
             why = "if the loss is NaN in the script's own precision, diagnose that"
@@ -280,7 +284,7 @@ def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
         why = "no single fix is enough; search for a set of modules to keep in FP32"
         yield from commands.step(why, "fallback", policy=policy)
     elif record.fix:
-        why = "after the change to the script, see whether anything is left"
+        why = "after changing the script, see whether anything is left"
         yield from commands.again(why) if commands.script else commands.step(why, "diagnose", policy=policy)
     else:
         yield from commands.again("after setting the script's seeds, so that the step can be inspected")
@@ -347,9 +351,9 @@ def _after_fallback(record: FallbackRecord) -> Iterator[NextStep]:
 def _after_resume_check(record: ResumeCheckRecord) -> Iterator[NextStep]:
     commands = _Commands(record.whole, record.command)
     if record.whole.exit_code:
-        yield from commands.alone("see whether the script fails without Mezzo, too")
+        yield from commands.alone("see whether the script also fails without Mezzo")
     elif record.verdict == "differs":
-        yield from commands.again("after the changes to the script, see whether anything is left")
+        yield from commands.again("after changing the script, see whether anything is left")
     elif record.verdict in ("does_not_resume", "undecided"):
         yield from commands.again(_BEFORE_AGAIN[record.verdict])
     if record.verdict in ("differs", "does_not_resume", "no_checkpoint"):
@@ -363,11 +367,11 @@ _BEFORE_AGAIN = {
 
 
 def _after_doctor(record: DoctorRecord) -> Iterator[NextStep]:
-    yield NextStep(why="one answer about your script; write its name for train.py", command="mezzo check train.py")
+    yield NextStep(why="get one answer for your script; replace train.py with its name", command="mezzo check train.py")
 
 
 def _after_predict(record: PredictRecord) -> Iterator[NextStep]:
-    for why, command in trained_elsewhere.steps(record):
+    for why, command in after_prediction.steps(record):
         yield NextStep(why=fmt.clean(why), command=command)
 
 

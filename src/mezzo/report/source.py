@@ -1,4 +1,4 @@
-"""The lines of code that a record names, with their text: read when the page is written, if the file has not changed since the run."""
+"""The lines of code that a record names, with their text: read when the page is written, unless the file has changed since the run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SourceLines:
 
     files: list[SourceFile] = field(default_factory=list)
     keys: Mapping[str, str] = field(default_factory=dict)
-    """By ``file:line`` as the record has it, the anchor of the line."""
+    """The anchor of each line, by ``file:line`` as in the record."""
 
 
 def source_of(record: AnyRecord) -> SourceLines:
@@ -64,16 +64,16 @@ def source_of(record: AnyRecord) -> SourceLines:
     by_file: dict[str, dict[int, str]] = {}
     keys: dict[str, str] = {}
     for place in list(notes)[:_MOST_LINES]:
-        found = _PLACE.fullmatch(place)
-        assert found is not None
+        match = _PLACE.fullmatch(place)
+        assert match is not None
         keys[place] = f"line-{len(keys) + 1}"
-        by_file.setdefault(found[1], {})[int(found[2])] = place
+        by_file.setdefault(match[1], {})[int(match[2])] = place
     files = [_file(name, numbers, keys, notes, run) for name, numbers in by_file.items()]
     return SourceLines(files=files, keys=keys)
 
 
 def module_places(record: AuditRecord, source: SourceLines) -> dict[str, str]:
-    """Return the anchor of a line for each module for which one is known."""
+    """Return the anchor of a source line for each module that has one."""
     known = [(module, source.keys[line]) for module, line in lines_of_modules(record) if line in source.keys]
     return dict(reversed(known))
 
@@ -112,9 +112,9 @@ def _file(
     parts: list[list[SourceLine]] = []
     for number in wanted:
         place = numbers.get(number, "")
-        words = fmt.shortened(fmt.clean_line(lines[number - 1]), length=_LONGEST_LINE)
+        code = fmt.shortened(fmt.clean_line(lines[number - 1]), length=_LONGEST_LINE)
         line = SourceLine(
-            number=number, text=words, key=keys.get(place, ""), notes=[fmt.clean(v) for v in notes.get(place, [])]
+            number=number, text=code, key=keys.get(place, ""), notes=[fmt.clean(v) for v in notes.get(place, [])]
         )
         if parts and parts[-1][-1].number == number - 1:
             parts[-1].append(line)
@@ -129,10 +129,10 @@ def _text(name: str, run: RunRecord) -> tuple[str, str]:
     path, script = folder / name, folder / run.script
     try:
         path, script = path.resolve(), script.resolve()
-        # A record may come from somebody else: it must not make a page show any file that it names.
+        # A record may be somebody else's: a page must not show just any file that it names.
         inside = path.is_relative_to(script.parent) or path.is_relative_to(folder.resolve())
         if path.suffix != ".py" or not (inside or {"site-packages", "dist-packages"} & set(path.parts)):
-            return "", "it is not a Python file of the script or of an installed package"
+            return "", "it is not a Python file of the script or an installed package"
         if path.stat().st_size > _MOST_BYTES:
             return "", "the file is too large"
         data = path.read_bytes()

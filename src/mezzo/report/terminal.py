@@ -1,4 +1,4 @@
-"""Sheets in the terminal: tables that read well at 100 columns, in a pipe and without colour."""
+"""Sheets in the terminal: tables that are readable at 100 columns, in a pipe and without colour."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def print_framed(
     files: str = "",
     steps: Sequence[NextStep] = (),
 ) -> None:
-    """Print a record: its answer, what to do next, the details, the environment and the command; ``files`` says where the files are."""
+    """Print a record: its answer, what to do next, the details, the environment, the command, and the line ``files`` about its files."""
     print_line(console, sheet.headline, style=_HEADING)
     answer(sheet, console)
     _next(console, steps)
@@ -94,9 +94,9 @@ def print_index(sheet: IndexSheet, console: Console) -> None:
     print_line(console, sheet.headline, style=_HEADING)
     table = plain_table("date", "script", "command", "policies", "answer", "folder")
     table.columns[0].no_wrap = True
-    for one in sheet.entries[:_INDEX_ROWS]:
-        answer = Text(one.word, style=STYLES[one.tone])
-        table.add_row(one.date, Text(one.script), one.kind, Text(one.policies), answer, Text(one.place))
+    for entry in sheet.entries[:_INDEX_ROWS]:
+        answer = Text(entry.word, style=STYLES[entry.tone])
+        table.add_row(entry.date, Text(entry.script), entry.kind, Text(entry.policies), answer, Text(entry.place))
     console.print()
     console.print(table)
     more = len(sheet.entries) + sheet.left_out - _INDEX_ROWS
@@ -109,7 +109,7 @@ def verdict_table(sheet: CompareSheet) -> Table:
     table = plain_table("policy", "verdict", "step\nspeed-up", "memory\nratio", numbers=(2, 3))
     heads = [*sheet.loss_heads, *([sheet.metric_name] if sheet.metric_name else [])]
     if len(heads) > 1:
-        table.padding = (0, 0)  # otherwise a second interval would not fit into 100 columns
+        table.padding = (0, 0)  # a second interval would not fit into 100 columns otherwise
     for head in heads:
         table.add_column(Text(f"{head}\ndifference\n95% interval"), justify="right", overflow="fold")
     table.add_column("skips", justify="right")
@@ -146,7 +146,7 @@ def _stack(first: str, *below: str) -> Text:
 
 
 def fact_table(facts: Sequence[Fact], *, heads: Sequence[str] = ()) -> Table | None:
-    """Return facts as a table; None without any."""
+    """Return facts as a table; None if there are none."""
     if not facts:
         return None
     columns = heads or ("", "", "")[: 3 if any(f.reason for f in facts) else 2]
@@ -161,7 +161,7 @@ def fact_table(facts: Sequence[Fact], *, heads: Sequence[str] = ()) -> Table | N
 
 
 def grid_table(grid: Grid, *, shown: int = 1000) -> Table | None:
-    """Return the first rows of a table, with a note if there are more; None without any."""
+    """Return the first rows of a table, with a note if there are more; None if it has no rows."""
     if not grid.rows:
         return None
     table = plain_table(*grid.heads, numbers=grid.numbers)
@@ -174,7 +174,7 @@ def grid_table(grid: Grid, *, shown: int = 1000) -> Table | None:
 
 
 def plain_table(*columns: str, heads: bool = True, numbers: Collection[int] = ()) -> Table:
-    """Return a table without lines between its rows; ``numbers`` are the columns that are aligned on the right."""
+    """Return a table without lines between its rows; ``numbers`` are the right-aligned columns."""
     table = Table(
         box=box.SIMPLE_HEAD if heads else None,
         show_header=heads,

@@ -14,7 +14,7 @@ from mezzo.report.views import VIEWS
 
 
 def render(record: AnyRecord, console: Console, *, files: str = "") -> None:
-    """Print ``record`` to ``console``, with what to do next after its answer, and where its ``files`` are at the end."""
+    """Print ``record`` to ``console``: its answer, then what to do next, and at the end the line ``files`` about its files."""
     view = VIEWS[record.kind]
     steps = next_steps(record)
     if view.framed:

@@ -37,15 +37,15 @@ class View:
     """How records of one kind are shown. The page's template is named after the kind; its charts are in ``mezzo.report.figures``."""
 
     sheet: Callable[[Any], Sheet]
-    """Makes the words and numbers that all views show from a record."""
+    """Turns a record into the texts that all views show."""
     body: Callable[[Any, Console], None]
     """Prints a sheet's answer to the terminal: what was found, and what to write."""
     answer: Callable[[Any, Any], Headline]
-    """Makes the answer that the page begins with from a record and its sheet."""
+    """Turns a record and its sheet into the answer at the top of the page."""
     details: Callable[[Any, Console], None] = _nothing
     """Prints the tables behind the answer, after the next step."""
     framed: bool = True
-    """Whether the terminal prints headline, environment and command around the body; if not, the body ends with its answer."""
+    """Whether the terminal prints the headline before the body, and the environment and the command after it."""
 
 
 VIEWS: dict[str, View] = {

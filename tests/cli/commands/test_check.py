@@ -1,4 +1,4 @@
-"""``mezzo check`` as it is typed: on small scripts, interrupted and resumed, with its answer in the terminal and in its record."""
+"""``mezzo check`` on the command line: on small scripts, interrupted and resumed, with its answer in the terminal and in its record."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_one_command_ends_with_one_answer(
     assert "at most" in box
     assert "a ceiling, not a prediction" in " ".join(box.replace("│", " ").split())
     assert f"mezzo run --policy bf16 {PLAIN} 14" in printed
-    assert "plain.py: first what this machine can do" in told.splitlines()[0]
+    assert "plain.py: finding out what this machine can do" in told.splitlines()[0]
     page = (out / "report.html").read_text(encoding="utf-8")
     assert page.index("Use BF16") < page.index("The comparison") < page.index("How it was found")
 
@@ -124,8 +124,8 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(
     assert not Path("out/record.json").exists()
     rest = Children()
     assert checked(*words, children=rest) == 0
-    assert rest.num == 2  # of six runs, three were listed as finished, and the one of the interrupt came to its end
-    assert "3 finished parts of the interrupted check are used again" in capsys.readouterr().err
+    assert rest.num == 2  # of six runs, three were listed as finished, and the interrupted one ran to its end
+    assert "3 finished parts of the interrupted check are reused" in capsys.readouterr().err
     resumed = record_in(Path("out"))
     assert [stage.resumed for stage in resumed.stages[1:]] == [True, True, True, True, False, False]
     again = Children()
@@ -165,7 +165,7 @@ def test_another_script_starts_anew_and_says_why(
     children = Children()
     checked(*words, children=children)
     assert children.num == 2
-    assert "everything runs anew: the script's text changed since" in capsys.readouterr().err
+    assert "starting over: the script's text changed since" in capsys.readouterr().err
 
 
 def test_a_long_script_is_judged_by_its_first_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def test_several_comparisons_are_one_table_in_the_terminal(records: list[Compare
     printed = io.StringIO()
     render_together(records, Console(width=110, file=printed))
     lines = [line.rstrip() for line in printed.getvalue().splitlines()]
-    assert "6 rows beside 2 baselines: 2 equivalent, 2 diverged and 2 undecided." in lines
+    assert "6 rows compared with 2 baselines: 2 equivalent, 2 diverged and 2 undecided." in lines
     names = [line.split()[0] for line in lines if re.match(r"(torch|paddle 3.3.1)$| (fp|bf)\d\d", line)]
     assert names == ["torch", "fp32", "bf16", "fp16", "fp16-pure", "paddle", "fp32", "bf16", "fp16", "fp16-pure"]
     assert "Left alone in paddle 3.3.1" in lines
@@ -100,7 +100,7 @@ def test_report_puts_comparisons_together(
         write_record(record, path)
     assert cli.main(["report", *map(str, paths)]) == 0
     assert (tmp_path / "runs" / "together.html").is_file()
-    assert "6 rows beside 2 baselines" in capsys.readouterr().out
+    assert "6 rows compared with 2 baselines" in capsys.readouterr().out
     assert cli.main(["report", str(paths[0]), "--out", str(tmp_path / "pages")]) == 0
     assert not (tmp_path / "pages" / "together.html").exists()
 
@@ -246,7 +246,7 @@ def test_a_norm_that_swallows_an_overflow_stops_learning() -> None:
 def test_requests_are_interleaved_and_a_runs_name_replaces_its_mark(tmp_path: Path) -> None:
     arguments = ["--out", "a/{run}/{run}.pt", "{}"]
     script = Script(target="train.py", arguments=arguments, as_module=False, out=None, log_to=None, as_json=False)
-    asked = command._asked("as-is, O1:init_scale=64,fp16:init_scale=64")
+    asked = command._parse_policies("as-is, O1:init_scale=64,fp16:init_scale=64")
     requests = command._requests(script, asked, 3, folder=tmp_path, metric=None, since_s=7.0)
     named = {"as-is": None, "O1_init_scale=64": Policy.parse("fp16:init_scale=64")}
     order = [(0, 0), (1, 0), (1, 1), (0, 1), (0, 2), (1, 2)]

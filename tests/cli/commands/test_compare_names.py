@@ -8,7 +8,7 @@ import pytest
 
 from helpers_launch import children_in_this_process
 from mezzo import cli
-from mezzo.cli.commands.compare import _asked, _folders
+from mezzo.cli.commands.compare import _folders, _parse_policies
 from mezzo.errors import PolicyError
 from mezzo.records import AnyRecord, CompareRecord, read_record
 from mezzo.report.next_steps import next_steps
@@ -72,7 +72,7 @@ def test_the_text_of_the_record_is_no_other_name(capsys: pytest.CaptureFixture[s
 
 
 def test_two_names_of_one_policy_run_once(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = _asked("fp32, O1,16-mixed,fp16,O1")
+    asked = _parse_policies("fp32, O1,16-mixed,fp16,O1")
     assert {text: one.name for text, one in asked.items()} == {"fp32": "fp32", "fp16": "O1"}
     assert capsys.readouterr().err.splitlines() == [
         "mezzo: 16-mixed and O1 are the same policy, fp16: it runs once, as O1",
@@ -82,7 +82,7 @@ def test_two_names_of_one_policy_run_once(capsys: pytest.CaptureFixture[str]) ->
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(PolicyError):
-        _asked("fp32,O9")
+        _parse_policies("fp32,O9")
 
 
 def test_each_policy_has_folders_of_its_own() -> None:
@@ -90,7 +90,7 @@ def test_each_policy_has_folders_of_its_own() -> None:
     Path("a").mkdir()
     for name in ("a/kept.toml", "a_kept.toml"):
         Path(name).write_text(f'policy = "{"bf16" if "/" in name else "fp16"}"\n')
-    asked = _asked(
+    asked = _parse_policies(
         f"a/kept.toml,a_kept.toml,fp16:fp32_modules={long},fp16:fp32_modules={long}+x,fp16:fp32_modules=a.*+b?"
     )
     names = [*_folders(asked).values()]

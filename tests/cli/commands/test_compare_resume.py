@@ -1,4 +1,4 @@
-"""``mezzo compare --resume``: stopped at any moment, it goes on, runs nothing twice that had finished, and ends with the same record."""
+"""``mezzo compare --resume``: stopped at any moment, it continues, repeats no finished run, and ends with the same record."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def compared(*options: str, seeds: int = 2, interrupt_at: int = 0) -> tuple[int, int]:
-    """Return the exit code of a comparison and the number of runs that it made."""
+    """Return the exit code of a comparison and the number of its runs."""
     children = Children(interrupt_at=interrupt_at)
     with children_in_this_process(before_each=children):
         code = cli.main(["compare", *options, *WORDS, "--seeds", str(seeds), "train.py", "{run}"])
@@ -69,11 +69,11 @@ def test_a_stopped_comparison_goes_on_and_has_the_same_record(capsys: pytest.Cap
     assert "stopped by SIGINT after 2 of 4 runs; their records are in out. To continue, type:" in told
     words = "mezzo compare --resume --out out --policies fp32,bf16 --gpu none --seeds 2 train.py '{run}'"
     assert told.splitlines()[-1] == f"  {words}"
-    assert compared("--resume") == (0, 1)  # here the third run has no process of its own: it came to its end
-    assert "mezzo: 3 finished runs used again, 1 run left to make\n" in capsys.readouterr().err
+    assert compared("--resume") == (0, 1)  # here the third run has no process of its own, so it ran to its end
+    assert "mezzo: 3 finished runs reused, 1 run left\n" in capsys.readouterr().err
     resumed = facts(record())
     assert Path("began.txt").read_text().split() == RUNS
-    assert compared() == (0, 4)  # a comparison that is over runs anew: data may have changed
+    assert compared() == (0, 4)  # a finished comparison starts over: data may have changed
     assert facts(record()) == resumed
     assert [path.name for path in Path().glob("out*")] == ["out"]
 
@@ -81,18 +81,18 @@ def test_a_stopped_comparison_goes_on_and_has_the_same_record(capsys: pytest.Cap
 def test_the_same_command_goes_on_without_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     compared(interrupt_at=2)
     assert compared() == (0, 2)
-    assert "2 finished runs used again, 2 runs left to make" in capsys.readouterr().err
+    assert "2 finished runs reused, 2 runs left" in capsys.readouterr().err
 
 
 def test_more_seeds_run_only_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert compared(seeds=1) == (0, 2)
     assert compared("--resume", seeds=3) == (0, 4)
     told = capsys.readouterr().err
-    assert "--seeds was 1 and is now 3; runs that both ask for are used again\n" in told
-    assert "2 finished runs used again, 4 runs left to make" in told
+    assert "--seeds was 1 and is now 3; runs that belong to both are reused\n" in told
+    assert "2 finished runs reused, 4 runs left" in told
     assert [(run.policy, run.seed) for run in record().runs] == [(p, s) for p in ("fp32", "bf16") for s in range(3)]
     assert compared("--resume", seeds=3) == (0, 0)
-    assert "6 finished runs used again, none is left to make" in capsys.readouterr().err
+    assert "6 finished runs reused, none left to run" in capsys.readouterr().err
 
 
 def test_what_failed_runs_again(train: Path) -> None:
@@ -140,7 +140,7 @@ def test_what_a_stopped_attempt_left_bars_the_verdict_unless_it_carries_no_train
     named = [(f"last-{p}-seed0", left.format(p), f"{p} with seed 0") for p in ("fp32", "bf16")]
     assert found == (named if saves else [])
     assert ("not independent" in record().rows[1].reason) == saves
-    assert compared(seeds=1) == (0, 2)  # anew: what was before the comparison is not its own
+    assert compared(seeds=1) == (0, 2)  # it starts over: earlier results are not its own
     assert record().shared_files == []
 
 
@@ -175,16 +175,16 @@ def test_a_changed_script_is_refused_and_named(
     assert compared("--resume") == (2, 0)
     told = capsys.readouterr().err
     assert f"--resume cannot continue in out: {why}" in told
-    assert "hint: leave out --resume to run everything anew, or undo the change" in told
+    assert "hint: leave out --resume to start over, or undo the change" in told
     assert compared() == (0, 4)
-    assert f"everything runs anew: {why}" in capsys.readouterr().err
+    assert f"starting over: {why}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "--resume with no folder; allowed: --out with the folder to continue in"),
-        (["--out", "nowhere"], "--resume with --out 'nowhere', which is no folder"),
+        (["--out", "nowhere"], "--resume with --out 'nowhere', which is not a folder"),
         (["--out", "."], "--resume: . has no comparison to continue"),
     ],
 )
@@ -207,7 +207,7 @@ def test_killed_at_any_moment_it_goes_on_and_runs_nothing_twice_that_had_finishe
     for num_begun, num_finished, later_s in ((1, 0, 0.0), (1, 0, 0.02), (2, 0, 0.0), (0, 1, 0.0)):
         finished, before = _finished(), _lines(began)
         if len(finished) == len(RUNS):
-            break  # on a fast machine: a comparison that is over would run anew
+            break  # on a fast machine: a finished comparison would start over
         process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         while process.poll() is None and (
             len(_lines(began)) < len(before) + num_begun or len(_finished()) < len(finished) + num_finished

@@ -1,4 +1,4 @@
-"""``mezzo fallback`` from the outside: an unmodified script, a policy file that the other commands take, refusals."""
+"""``mezzo fallback`` from outside: an unmodified script, a policy file that the other commands accept, refusals."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_module_whose_operation_takes_no_such_format_is_kept(
 
 
 def searched(*words: str, children: Children) -> tuple[int, int]:
-    """Return the exit code and how many runs were made."""
+    """Return the exit code and the number of runs."""
     with children_in_this_process(before_each=children):
         code = main(["fallback", "--fresh", "1", *(() if "--out" in words else ("--out", "out")), *words, FRAGILE])
     return code, children.num
@@ -112,7 +112,7 @@ def test_a_search_that_was_stopped_goes_on_and_several_at_once_find_the_same(
     assert searched("--resume", children=Children()) == (
         0,
         2,
-    )  # the third, which the signal met at its first line, came to its end
+    )  # the third, which got the signal at its first line, ran to its end
     resumed = read_record("out/record.json")
     assert not [*Path("out/runs").glob("*.pt")]
     assert isinstance(resumed, FallbackRecord)
@@ -120,7 +120,7 @@ def test_a_search_that_was_stopped_goes_on_and_several_at_once_find_the_same(
     assert searched("--resume", children=Children()) == (
         0,
         1,
-    )  # it had come to its end: the reference's gradients are gone
+    )  # it had finished: the reference's gradients are gone
     monkeypatch.setattr("mezzo.cli.commands.fallback.engine_of", lambda jobs, on: ThreeAtOnce())
     assert searched("--out", "beside", children=Children())[0] == 0
     beside = read_record("beside/record.json")

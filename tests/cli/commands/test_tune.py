@@ -1,4 +1,4 @@
-"""``mezzo tune`` as it is typed: on small scripts, interrupted and resumed, with its answer in the terminal and in its record."""
+"""``mezzo tune`` on the command line: on small scripts, interrupted and resumed, with its answer in the terminal and in its record."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_one_command_measures_and_answers(capsys: pytest.CaptureFixture[str]) ->
     assert rows["as-is, batch-size 4"].inputs == 2.0
     assert "fp16" not in found.chosen
     assert found.next_command in printed
-    assert "12 configurations, the script as it is among them" in told
+    assert "12 configurations, including the script as it is" in told
     run = read_record(Path("out/round1-as-is,batch-size=4,channels-last/record.json"))
     assert isinstance(run, RunRecord)
     assert (len(run.steps), run.first_steps, run.input_elements) == (10, 10, 4 * 64)
@@ -83,11 +83,11 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(capsys: pyte
     assert told.splitlines()[-1].startswith("  mezzo tune --resume --out out --policies as-is")
     rest = Children()
     assert tuned(*words, children=rest) == 0
-    assert "1 finished runs of the interrupted search are used again" in capsys.readouterr().err
+    assert "1 finished runs of the interrupted search are reused" in capsys.readouterr().err
     trials = record().trials
     assert [trial.resumed for trial in trials] == [True, True] + [
         False
-    ] * rest.num  # the interrupted run came to its end
+    ] * rest.num  # the interrupted run ran to its end
 
 
 def test_several_at_once_make_the_same_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_several_at_once_make_the_same_runs(monkeypatch: pytest.MonkeyPatch) -> 
     words = ("--policies", "as-is", "--changes", "channels-last", "--vary", "batch-size=4", *SHORT)
     assert tuned(*words, "--jobs", "3", "--out", "out", "train.py", children=children) == 0
     trials = record().trials
-    assert children.num == len(trials)  # nothing was made that was not asked for
+    assert children.num == len(trials)  # nothing ran that was not requested
     names = [trial.name for trial in trials if trial.round == "1"]
     assert names == [row.name for row in sorted(record().rows, key=lambda row: names.index(row.name))]
     assert len(names) == 4

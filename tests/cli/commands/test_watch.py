@@ -22,7 +22,9 @@ def test_a_sleeping_script_is_named(tmp_path: Path, capfd: pytest.CaptureFixture
     assert (record["policy"], record["bottleneck"]["limit"]) == ("as-is", "waiting")
     assert record["bottleneck"]["line"].startswith("planted.py:")
     assert record["bottleneck"]["line"] in printed
-    (live,) = (tmp_path / "events").glob("*-live")  # logged while the script ran, beside the line on standard error
+    (live,) = (tmp_path / "events").glob(
+        "*-live"
+    )  # logged while the script ran, in addition to the line on standard error
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(live))

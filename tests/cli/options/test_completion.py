@@ -1,4 +1,4 @@
-"""What a shell is offered, asked as a shell asks: through the environment, in bash's and zsh's forms."""
+"""Shell completion, requested as a shell does: through the environment, in the forms of bash and zsh."""
 
 from __future__ import annotations
 

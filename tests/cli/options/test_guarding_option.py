@@ -1,4 +1,4 @@
-"""``--guard``: what is refused before a script runs, and what each alarm says to type."""
+"""``--guard``: what is refused before a script runs, and the command that each alarm suggests."""
 
 from __future__ import annotations
 

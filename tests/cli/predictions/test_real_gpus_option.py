@@ -1,4 +1,4 @@
-"""When ``compare`` predicts for GPUs that are not here, and what the page and the terminal then show."""
+"""When ``compare`` predicts for GPUs that this machine does not have, and what the page and the terminal then show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of libraries that train: added, changed, found to be there, or taken from elsewhere."""
+"""Arguments of libraries that train: added, changed, already there, or taken from elsewhere."""
 
 from __future__ import annotations
 

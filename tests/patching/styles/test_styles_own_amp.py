@@ -132,13 +132,13 @@ def test_a_scale_is_added_where_there_was_none(above: str, autocast: str, device
         (
             {"scaler": "scaler = GradScaler()", "autocast": "autocast()", **SCALED},
             "fp16-master",
-            "the script has mixed precision of its own, and policy fp16-master cannot be written in it",
+            "the script has mixed precision of its own, which cannot express policy fp16-master",
             False,
         ),
         (
             {"scaler": "scaler = GradScaler()", "autocast": "nothing()", **SCALED},
             "fp16",
-            "line 4 makes a GradScaler, and no autocast was found",
+            "line 4 creates a GradScaler, but no autocast was found",
             False,
         ),
     ],

@@ -87,7 +87,7 @@ REFUSED = [
         LOOP.format(loss="model(x).mean()")
         .replace("for x", "x.backward()\nfor x")
         .replace("optimizer = ", "x = f()\nx.backward()\noptimizer = "),
-        "line 5 runs a backward pass before line 6 makes the optimizer",
+        "line 5 runs a backward pass before line 6 creates the optimizer",
     ),
     (
         LOOP.format(loss="model(x).mean()")
@@ -102,7 +102,7 @@ REFUSED = [
     ),
     (
         "import torch\ndef a(m, optimizer):\n  l = m(1)\n  l.backward()\n  optimizer.step()\n",
-        "a() is given its optimizer by another file",
+        "a() gets its optimizer from another file",
     ),
     (
         "import torch\n@torch.compile\ndef step(o, m):\n  l = m(1)\n  l.backward()\n  o.step()\n"
@@ -191,12 +191,12 @@ def test_validation_that_makes_numpy_arrays_is_left_alone(tmp_path: Path) -> Non
     assert patch.patched.endswith("with torch.no_grad():\n    print(model(x).numpy())\n")
     left = [reason for reason in patch.reasons if reason.value == "validation left as it is"]
     assert [(reason.what, reason.reason.split(",")[0]) for reason in left] == [
-        ("line 9", "line 10 makes a NumPy array")
+        ("line 9", "line 10 creates a NumPy array")
     ]
 
 
 def test_public_scripts_of_the_tests_are_patched() -> None:
-    """Scripts written for other tests, in layouts that nobody chose for patches."""
+    """Scripts written for other tests, in layouts that were not chosen with patches in mind."""
     for name in (
         "plain",
         "accumulation",

@@ -87,4 +87,4 @@ def test_a_peak_of_zero_bytes_is_drawn() -> None:
 def test_nothing_measured() -> None:
     nothing = [memory_bars({"fp16": Memory()}, styles={}), time_boxes([])]
     assert all(isinstance(chart, Nothing) for chart in nothing)
-    assert [chart.words for chart in nothing] == ["Memory was not measured.", "No step was timed."]
+    assert [chart.description for chart in nothing] == ["Memory was not measured.", "No step was timed."]

@@ -27,7 +27,7 @@ def test_the_scale_is_a_staircase_in_powers_of_two_with_skips() -> None:
         (101, 13.0, "step 101 skipped"),
     ]
     assert (chart.y_axis.low, chart.y_axis.high, chart.staircase) == (12, 16, True)
-    assert chart.words == "The loss scale: fp16 begins at 32768 and ends at 8192, 3 skipped."
+    assert chart.description == "The loss scale: fp16 starts at 32768 and ends at 8192, 3 skipped."
     assert svg(chart).count('class="triangle s-fp16-0"') == 2 * 3
 
 
@@ -62,7 +62,7 @@ def test_the_scales_at_the_end_are_ordered_by_size() -> None:
     ends = (512.0, 65536.0, 1024.0)  # as text, 1024 comes first
     runs = [build.run_record(seed=n, steps=Steps(loss=[1.0], loss_scale=[end])) for n, end in enumerate(ends)]
     chart = scale_chart(runs, styles=policy_styles(["fp16"]))
-    assert chart.words == "The loss scale: fp16 begins at 512 and ends at 512 to 65536, 0 skipped a run."
+    assert chart.description == "The loss scale: fp16 starts at 512 and ends at 512 to 65536, 0 skipped a run."
 
 
 def test_the_norm_is_drawn_at_the_steps_that_measured_it() -> None:
@@ -70,14 +70,14 @@ def test_the_norm_is_drawn_at_the_steps_that_measured_it() -> None:
     chart = norm_chart(run, style=STYLE)
     assert isinstance(chart, Chart)
     assert (chart.x, list(chart.lines[0].y)) == ([1, 4, 5], [2.0, 0.5, 1.0])
-    assert chart.words == "The gradient norm at the update, in 3 steps: from 2 to 1; the largest is 2."
+    assert chart.description == "The gradient norm at the update, in 3 steps: from 2 to 1; the largest is 2."
 
 
 def test_the_timeline_names_the_slowest_step() -> None:
     run = build.run_record(steps=Steps(loss=[1.0] * 3, time_ms=[900.0, 10.0, 12.0]))
     chart = time_chart(run, style=STYLE)
     assert isinstance(chart, Chart)
-    assert chart.words == "The time of 3 steps: 12.0 ms in the median; the slowest is step 1 with 900 ms."
+    assert chart.description == "The time of 3 steps: 12.0 ms in the median; the slowest is step 1 with 900 ms."
     assert chart.y_axis.kind == "log"
 
 
@@ -89,7 +89,7 @@ def test_nothing_to_draw_says_so() -> None:
         time_chart(empty, style=STYLE),
     ]
     assert all(isinstance(chart, Nothing) for chart in found)
-    assert [chart.words for chart in found] == [
+    assert [chart.description for chart in found] == [
         "No loss scale was used.",
         "No gradient norm was measured.",
         "No step was timed.",

@@ -40,7 +40,7 @@ def test_a_policy_is_one_line_with_the_mean_and_the_ends_of_its_seeds() -> None:
         ("fp16", [5.0, 2.0], [4.0, 1.0], [6.0, 3.0]),
     ]
     assert (chart.x, chart.last_x) == ([1, 2], 2)
-    assert chart.words == "The loss over 2 steps, mean of 2 seeds: fp32 goes from 4 to 2; fp16 goes from 5 to 2."
+    assert chart.description == "The loss over 2 steps, mean of 2 seeds: fp32 goes from 4 to 2; fp16 goes from 5 to 2."
     assert chart.note.startswith("Line: mean of the seeds. Band: their lowest and highest value.")
 
 
@@ -59,8 +59,8 @@ def test_losses_that_are_not_finite_are_crossed_inside_the_frame() -> None:
     assert chart.y_axis.high is not None
     assert all(mark.y < chart.y_axis.high for mark in marks["fp16-pure"])
     assert "A cross marks where a run's loss stops being finite" in chart.note
-    assert "The frame fits the policies that stay finite." in chart.note
-    assert "fp16-pure is not finite from step 121, in 3 of 3 runs" in chart.words
+    assert "The axis is scaled to the policies that stay finite." in chart.note
+    assert "fp16-pure is not finite from step 121, in 3 of 3 runs" in chart.description
     drawing = svg(chart)
     assert drawing.count('class="cross s-fp16-2"') == 2 * 3
 
@@ -80,7 +80,7 @@ def test_wide_losses_get_a_logarithmic_axis() -> None:
 
 def test_without_a_loss_there_is_nothing() -> None:
     assert loss_charts([build.run_record(steps=Steps())], styles=policy_styles(["fp16"])) == [
-        Nothing(name="loss", title="Loss", words="No run recorded a loss.")
+        Nothing(name="loss", title="Loss", description="No run recorded a loss.")
     ]
 
 
@@ -103,8 +103,8 @@ def test_the_difference_is_paired_by_seed(scale: str) -> None:
     assert chart.zero
     last = "0" if scale == "absolute" else "+6.2%"
     margin = "0.1" if scale == "absolute" else "10%"
-    assert chart.words == (
-        f"The difference of the loss from that of fp32; at the end: bf16 {last}. The margin is {margin} to either side."
+    assert chart.description == (
+        f"The difference of the loss from that of fp32; at the end: bf16 {last}. The margin is {margin} on either side."
     )
     drawing = svg(chart)
     assert drawing.count('class="span"') == drawing.count('class="zero"') == 2  # in both layouts
@@ -140,4 +140,4 @@ def test_a_policy_that_diverges_does_not_press_the_difference_of_the_others_flat
     assert isinstance(chart, Chart)
     assert chart.y_axis.high is not None
     assert chart.y_axis.high < 0.5
-    assert "fp16-pure not finite" in chart.words
+    assert "fp16-pure not finite" in chart.description

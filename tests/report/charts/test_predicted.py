@@ -22,7 +22,9 @@ def test_a_chart_without_other_batches_says_why() -> None:
     record = build.predict_record(detail=detail, assumptions=[why])
     drawn = batch_chart(record, detail)
     assert isinstance(drawn, Nothing)
-    assert drawn.words == "Other batch sizes do not follow from this one: nothing sets the size; write {batch}."
+    assert (
+        drawn.description == "Other batch sizes cannot be derived from this one: nothing sets the size; write {batch}."
+    )
 
 
 def test_a_line_ends_at_the_largest_batch_that_fits() -> None:
@@ -36,7 +38,7 @@ def test_a_line_ends_at_the_largest_batch_that_fits() -> None:
     assert math.isnan(fp32.y[3])
     assert [(mark.x, mark.y) for mark in fp32.marks] == [(math.log2(3), 18.0)]
     assert bf16.y[2] == pytest.approx(20 + 10 * math.log2(1.5))  # 3 lies between 2 and 4
-    assert chart.words == "The largest batch that fits: fp32 3 with 18.0 images/s; bf16 4 with 30.0 images/s."
+    assert chart.description == "The largest batch that fits: fp32 3 with 18.0 images/s; bf16 4 with 30.0 images/s."
 
 
 def test_without_other_batches_nothing_is_drawn() -> None:
@@ -53,7 +55,7 @@ def test_memory_over_the_step() -> None:
     assert chart.y_axis.title == "GiB"
     lines = {line.name: list(line.y) for line in chart.lines}
     assert lines == {"all": [1.0, 3.0, 2.0], "parameters": [1.0, 1.0, 1.0], "activations": [0.0, 2.0, 1.0]}
-    assert "3.00 GiB, in the forward pass: activations 2.00 GiB, parameters 1.00 GiB" in chart.words
+    assert "3.00 GiB in the forward pass: activations 2.00 GiB, parameters 1.00 GiB" in chart.description
     assert [(span.low, span.high) for span in chart.spans] == [(2, 3)]
 
 

@@ -14,7 +14,7 @@ NAN, INF = math.nan, math.inf
 
 
 def test_a_band_is_the_mean_and_the_ends_of_all_series_at_each_position() -> None:
-    found = series.band([[1.0, 2.0, NAN, NAN], [3.0, 5.0, 7.0, INF], [5.0]], series.positions(4))
+    found = series.band_of([[1.0, 2.0, NAN, NAN], [3.0, 5.0, 7.0, INF], [5.0]], series.positions(4))
     assert found.mean[:3] == [3.0, 3.5, 7.0]
     assert math.isnan(found.mean[3])
     assert found.low[:3] == [1.0, 2.0, 7.0]
@@ -22,7 +22,7 @@ def test_a_band_is_the_mean_and_the_ends_of_all_series_at_each_position() -> Non
 
 
 def test_a_mean_of_large_values_does_not_overflow() -> None:
-    assert series.band([[1e308], [1.5e308]], series.positions(1)).mean == [pytest.approx(1.25e308)]
+    assert series.band_of([[1e308], [1.5e308]], series.positions(1)).mean == [pytest.approx(1.25e308)]
 
 
 def test_thinning_keeps_spikes_and_means() -> None:
@@ -32,7 +32,7 @@ def test_thinning_keeps_spikes_and_means() -> None:
     places = series.positions(len(values))
     assert len(places) <= series.MOST_POINTS
     assert [i for place in places for i in place] == list(range(10_000))
-    found = series.band([values], places)
+    found = series.band_of([values], places)
     for place, mean, low, high in zip(places, found.mean, found.low, found.high, strict=True):
         own = values[place.start : place.stop]
         assert (low, high) == (min(own), max(own))

@@ -1,4 +1,4 @@
-"""Drawings: labels that do not touch, tick texts, and matplotlib that stays quiet and leaves a person's settings alone."""
+"""Drawings: labels that do not touch, tick texts, and matplotlib, which stays quiet and leaves the user's settings alone."""
 
 from __future__ import annotations
 

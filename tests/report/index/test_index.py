@@ -111,7 +111,7 @@ def test_the_history_of_a_script_joins_records_of_one_command() -> None:
     }
     fp16 = next(line for line in chart.lines if line.name == "fp16")
     assert list(fp16.y) == [0.75, 0.75, 0.25]  # the record without it leaves no gap
-    assert chart.words.endswith("now fp16 0.25.")
+    assert chart.description.endswith("now fp16 0.25.")
 
 
 def test_a_thousand_hostile_names_leave_the_index_intact(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_a_hundred_records_are_indexed_in_seconds(tmp_path: Path, capsys: pytest
         folder.mkdir(exist_ok=True)
         (folder / "record.json").write_bytes(first.read_bytes())
         (folder / "report.html").write_text("drawn before")
-    began = time.process_time()  # not the wall: other tests run beside this one
+    began = time.process_time()  # not the wall time: other tests run in parallel
     assert cli.main(["report", str(tmp_path)]) == 0
     assert time.process_time() - began < 3
     assert capsys.readouterr().out.startswith("100 records in")

@@ -28,10 +28,10 @@ def test_lines_say_what_and_how_much_and_what_to_change() -> None:
     lines = {(fact.what, fact.value): fact.reason for fact in bottleneck_facts(FOUND)}
     assert lines["held back by", "host"] == "60% of the time is Python"
     assert (lines["change", "1"], lines["change", "2"]) == ("a larger batch", "torch.compile")
-    assert lines["host", "60.0%"] == "Python, and starting operations"
+    assert lines["host", "60.0%"] == "Python, and launching operations"
     assert lines["operations per step", "700"] == "6 us on average on the host"
-    assert lines["utilization", "40.0%"] == "usually above 90%"
-    assert lines["power", "350 of 700 W"] == "usually above 60% of the limit"
+    assert lines["utilization", "40.0%"] == "usually above 90% if the GPU is busy"
+    assert lines["power", "350 of 700 W"] == "usually above 60% of the limit if the GPU is busy"
     assert ("throttled by", "heat in 25% of the samples") in lines
     assert lines["input", "not measured"] == "no DataLoader"
     assert bottleneck_facts(None) == []

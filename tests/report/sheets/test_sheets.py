@@ -157,7 +157,7 @@ def test_verdict_line_word_for_word() -> None:
         ),
         ({"emulated": True}, "bf16 trains like fp32; emulated, so no speed is claimed."),
         ({"speedup": None}, "bf16 trains like fp32."),
-        ({"verdict": "different"}, "No policy is shown to train like fp32."),
+        ({"verdict": "different"}, "No policy was shown to train like fp32."),
     ],
 )
 def test_headline(changes: dict[str, object], expected: str) -> None:

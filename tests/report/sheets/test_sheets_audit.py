@@ -147,7 +147,7 @@ def test_a_tree_of_many_modules_keeps_the_largest_and_says_so() -> None:
 
 
 NARROW_SHARES = [
-    # policy, FLOPs by format, cause of the wide products, how the headline begins
+    # policy, FLOPs by format, cause of the wide products, start of the headline
     (AS_IS, {"bf16": 1, "fp32": 9999}, "excluded", "Mixed precision is on, but only <0.1% of the FLOPs use it. Step 2"),
     (AS_IS, {"fp32": 100}, "excluded", "Mixed precision is on, but none of the FLOPs use it. Step 2"),
     (AS_IS, {"fp32": 100}, "off", "Mixed precision is off. Step 2"),

@@ -31,7 +31,7 @@ def printed(record: CheckRecord, *, width: int = 110) -> str:
     [
         ({}, "Use BF16"),
         ({"policy": "fp16:init_scale=1024"}, "Use fp16:init_scale=1024"),
-        ({"policy": "as-is"}, "Keep the mixed precision of train.py itself"),
+        ({"policy": "as-is"}, "Keep train.py's own mixed precision"),
         ({"decision": "stay", "policy": "fp32"}, "Stay in FP32"),
         ({"decision": "stay", "policy": "as-is", "own_formats": ["bf16"]}, "Keep the script's own precision (BF16)"),
         (
@@ -144,9 +144,9 @@ def test_verdicts_on_first_steps_are_marked_everywhere() -> None:
     assert sheet.headline == "Use BF16 (judged by the first 20 steps only)"
     assert sheet.comparison is not None
     assert sheet.comparison.method.endswith(
-        "Every run was stopped after the first 20 steps, as asked: the verdicts are on these steps only."
+        "Every run was stopped after the first 20 steps, as requested: the verdicts are on these steps only."
     )
-    assert {line.outcome for line in sheet.comparison.runs} == {"stopped after the first 20 steps, as asked"}
+    assert {line.outcome for line in sheet.comparison.runs} == {"stopped after the first 20 steps, as requested"}
     assert "trained its first 20 steps under bf16" in printed_run(first_steps=20)
 
 

@@ -1,4 +1,4 @@
-"""What the terminal and the page say of a fallback search, and how the module tree is coloured."""
+"""What the terminal and the page say about a fallback search, and how the module tree is coloured."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def shown(own: FallbackRecord) -> str:
 HEADLINES: list[tuple[FallbackVerdict, str]] = [
     ("found", "1 module of train.py must stay in FP32 under fp16, 1.2% of the FLOPs"),
     ("not needed", "No module of train.py needs FP32 under fp16: no gradient is off by more than the tolerance"),
-    ("elsewhere", "FP32 in the modules of train.py does not help under fp16"),
-    ("not repeatable", "train.py does not compute the same twice, so precision cannot be judged"),
+    ("elsewhere", "Keeping modules of train.py in FP32 does not help under fp16"),
+    ("not repeatable", "train.py does not compute the same result twice, so precision cannot be judged"),
     ("fp32 fails", "train.py fails in FP32 too: precision is not the cause"),
 ]
 
@@ -77,7 +77,7 @@ HEADLINES: list[tuple[FallbackVerdict, str]] = [
     [
         (
             0.039,
-            "Under fp16 a gradient of train.py is off by 0.039; with 1 module in FP32, 1.2% of the FLOPs, none is by more than 0.02",
+            "Under fp16 a gradient of train.py is off by 0.039; with 1 module in FP32, 1.2% of the FLOPs, none is off by more than 0.02",
         ),
         (0.5, HEADLINES[0][1]),
         (math.nan, HEADLINES[0][1]),
@@ -101,7 +101,7 @@ def test_the_terminal_shows_what_was_found() -> None:
     cells = [" ".join(line.split()) for line in lines]
     assert "keep in FP32 blocks.0.fault" in cells
     assert "largest error before Infinity" in cells
-    assert "and with them 0.0025" in cells
+    assert "largest error with them 0.0025" in cells
     assert "blocks.0.fault Tiny 0 - - Infinity 0 kept in FP32" in cells
     assert "Net (the model) Net 0 - - 0 6.00 kFLOP" in cells
     assert "1 nothing Infinity head.weight 65536 1 fails" in cells
@@ -128,7 +128,7 @@ def test_the_tree_shows_the_error_of_each_module() -> None:
     assert head.text == "Linear: output 0.0004, dgrad 0.0003, wgrad 0.0005, rounded 0.0005"
     # 5e-4 on a logarithmic scale from 1e-5 to 1: 1.699 of 5 decades.
     assert [part.share for part in head.bars] == [pytest.approx(1.69897 / 5)]
-    assert tree.words == (
+    assert tree.description == (
         "5 modules run by themselves in the lower precision; 2 of them make an error above the tolerance of 0.02; "
         "kept in FP32: blocks.0.fault."
     )

@@ -19,7 +19,7 @@ def test_the_largest_batch_is_shown_with_its_headroom_and_each_card_with_its_mem
     screen = io.StringIO()
     render(record, Console(file=screen, width=110))
     for text in (screen.getvalue(), render_html(record)):
-        assert f"largest batch ({record.headroom:.0%} of the memory left free)" in text
+        assert f"largest batch leaves {record.headroom:.0%} of the memory free" in " ".join(text.split())
         assert "80.0 GiB" in text  # a100-80gb
         assert "16.0 GiB" in text  # t4
 
@@ -34,12 +34,12 @@ def test_whether_it_fits_is_one_line_a_gpu() -> None:
     record = build.predict_record(predictions=[large, facts, small, unsized], assumptions=[why])
     assert [(one.what, one.value, one.reason) for one in predict_sheet(record).fit] == [
         (
-            "a100-80gb of 80.0 GiB",
-            "fits in part",
-            "fp32 100 GiB, 25% too much, batch up to 0; bf16 13.0 GiB, 84% free, batch up to 1480",
+            "a100-80gb (80.0 GiB)",
+            "fits under some",
+            "fp32 100 GiB, 25% over, batch up to 0; bf16 13.0 GiB, 84% free, batch up to 1480",
         ),
-        ("t4 of 16.0 GiB", "does not fit", "bf16 20.0 GiB, 25% too much, batch up to 1480"),
-        ("l4 of 26.0 GiB", "fits", "bf16 20.0 GiB, 23% free"),
+        ("t4 (16.0 GiB)", "does not fit", "bf16 20.0 GiB, 25% over, batch up to 1480"),
+        ("l4 (26.0 GiB)", "fits", "bf16 20.0 GiB, 23% free"),
         ("largest batch", "not known", "nothing sets the size; write {batch}"),
     ]
 
@@ -49,7 +49,7 @@ def test_the_band_is_explained_for_what_was_predicted() -> None:
     here = [one.model_copy(update={"gpu": "cpu"}) for one in gpus.predictions]
     assert "The band contains 8 of 10 measured trainings on GPU architectures" in predict_sheet(gpus).details
     cpu = predict_sheet(gpus.model_copy(update={"predictions": here})).details
-    assert "the calibration's own trainings on this machine; no largest batch" in cpu
+    assert "the trainings that calibrated this machine; no largest batch" in cpu
     assert "GPU" not in cpu
 
 

@@ -1,4 +1,4 @@
-"""What the terminal and the page say of a record of ranges, and the points that its plots draw."""
+"""What the terminal and the page say about a record of ranges, and the points that its plots draw."""
 
 from __future__ import annotations
 
@@ -126,13 +126,13 @@ def test_the_histogram_stands_over_the_limits_of_the_formats() -> None:
     assert isinstance(chart, Chart)
     gradients = next(line for line in chart.lines if line.name == "weight gradients")
     heights = dict(zip(chart.x, gradients.y, strict=True))
-    # A step from k to k + 1 holds the magnitudes from 2^k up to the next power; zeros have no place on the axis.
+    # A step from k to k + 1 contains the magnitudes from 2^k up to the next power; zeros have no place on the axis.
     assert {x: y for x, y in heights.items() if y} == {-1: pytest.approx(2 / 3), -5: pytest.approx(1 / 3)}
     tracks = {track.name: (track.low, track.middle, track.high) for track in chart.tracks}
     assert tracks["fp16"] == (-24, -14, 16)
     assert tracks["bf16"] == (-133, -126, 128)
     assert [(span.low, span.high) for span in chart.spans] == [(-14, 16)]
-    assert "weight gradients from 2^-5 to 2^0, most at 2^-1" in chart.words
+    assert "weight gradients from 2^-5 to 2^0, most at 2^-1" in chart.description
 
 
 def test_the_curves_hold_the_shares_of_the_record() -> None:
@@ -144,7 +144,7 @@ def test_the_curves_hold_the_shares_of_the_record() -> None:
     rising = dict(zip(chart.x, over.y, strict=True))
     assert [rising[20], rising[21]] == [0.0, 0.25]
     assert [(span.axis, span.low, span.high) for span in chart.spans] == [("x", 2, 20)]
-    assert "fp16 loses little from 2^2 to 2^20" in chart.words
+    assert "fp16 loses little from 2^2 to 2^20" in chart.description
 
 
 def test_names_are_text_and_a_failed_run_says_why() -> None:

@@ -10,7 +10,7 @@ import pytest
 from mezzo import cli
 from mezzo.records import AnyRecord, DiagnoseRecord, Histogram, KindRange, RangesRecord, TrendStep, write_record
 from mezzo.report.tracking import TrackedRecord, tensorboard
-from mezzo.report.tracking.logged import logged
+from mezzo.report.tracking.log_entry import log_entry
 from record_builders import compare_record, doctor_record, run_record
 
 pytestmark = [  # protobuf's and tensorboard's own code
@@ -29,9 +29,9 @@ def read(folder: Path) -> Any:
 
 
 def write_events(record: AnyRecord, folder: Path) -> Path:
-    """Log ``record`` as of a command whose record is in a folder named ``first``; return the folder of the events."""
+    """Log ``record`` as for a command whose record is in a folder named ``first``; return the folder of the events."""
     job = TrackedRecord(record=folder / "first" / "record.json", page=folder / "first" / "report.html")
-    said = tensorboard.send(logged(record), job, str(folder / "events"))
+    said = tensorboard.send(log_entry(record), job, str(folder / "events"))
     assert said.endswith(f"; to see it: tensorboard --logdir {folder / 'events'}")
     return Path(said.partition(";")[0])
 

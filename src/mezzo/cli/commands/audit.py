@@ -28,12 +28,12 @@ def audit(
     from mezzo.launch.runner import observe_child
     from mezzo.observe.settings import AuditSettings
 
-    asked = options.asked_policy(policy)
+    parsed = options.parse_policy(policy)
     record, stop = run_and_finish(
         script,
         observe_child,
-        policy=asked,
-        policy_typed=options.typed_name(policy, asked),
+        policy=parsed,
+        policy_typed=options.typed_name(policy, parsed),
         name="audit",
         observe=AuditSettings(steps=_numbers(steps)),
     )
@@ -41,8 +41,8 @@ def audit(
 
 
 def _numbers(steps: str) -> tuple[int, ...]:
-    """Return the steps that a text such as ``3,10-12`` names, ascending."""
-    found: set[int] = set()
+    """Return the steps named by a text such as ``3,10-12``, in ascending order."""
+    numbers: set[int] = set()
     for part in steps.split(","):
         match = re.fullmatch(r"\s*([1-9]\d*)\s*(?:-\s*([1-9]\d*)\s*)?", part)
         first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
@@ -52,5 +52,5 @@ def _numbers(steps: str) -> tuple[int, ...]:
                 f"and ranges of at most {options.MOST_OBSERVED_STEPS:,} steps",
                 hint="type: --steps 3",
             )
-        found.update(range(first, last + 1))
-    return tuple(sorted(found))
+        numbers.update(range(first, last + 1))
+    return tuple(sorted(numbers))

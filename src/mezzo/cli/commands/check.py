@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mezzo.policy import Policy
     from mezzo.records import CheckRecord, Reason
 
-_WISHED_SEEDS = 3
+_DEFAULT_SEEDS = 3
 _TAIL = 12
 """Lines of a failed script's output that are shown."""
 
@@ -55,7 +55,7 @@ def check(
         typer.Option(min=1, help="Runs per policy, each with its own seed. [default: 3, fewer if time is short]"),
     ] = None,
     write_patch: Annotated[
-        bool, typer.Option("--write-patch", help="Also write the change to the script itself, tried first, as a diff.")
+        bool, typer.Option("--write-patch", help="Also write the change to the script as a diff, after trying it.")
     ] = False,
     metric: options.Metric = None,
     jobs: Jobs = None,
@@ -66,85 +66,85 @@ def check(
     Runs the script, unedited, in FP32 and in the lower precisions that the device (or --gpu) offers, finds the cause where one fails,
     repairs what can be repaired, and ends with one answer.
 
-    A script that takes too long for the budget is stopped after its first steps, in every run alike. Ctrl-C keeps what is
-    finished: the same command with the same --out continues from there. Exit code 0: there is an answer (to stay in FP32 is
+    A script that takes too long for the budget is stopped after its first steps, the same number in every run. Ctrl-C keeps what is
+    finished: the same command with the same --out continues from there. Exit code 0: there is an answer (staying in FP32 is
     one); 1: it is undecided, or FP32 itself does not train; a script that fails by itself keeps its own exit code.
     """
     from mezzo.gpus import gpu_named
 
     options.check_metric(metric)
     named = {} if policies is None else _named(policies)
-    asked = CheckOptions(
+    opts = CheckOptions(
         script=script,
         budget=Budget(seconds_of(budget)),
         gpu=None if gpu is None else gpu_named(gpu),
         policies=None if policies is None else list(named),
-        seeds=seeds or _WISHED_SEEDS,
+        seeds=seeds or _DEFAULT_SEEDS,
         metric=metric,
     )
-    asked.script.check(*named.values())
+    opts.script.check(*named.values())
     engine = engine_of(jobs, on)
     if write_patch and on is not None:
         raise UsageError(
-            f"--write-patch with --on {on}; allowed: one of them, because a patch is tried where it is typed",
+            f"--write-patch with --on {on}; allowed: one of them, because a patch is tried on this machine",
             hint="leave out --write-patch, and type mezzo check --write-patch on a machine like the workers",
         )
-    folder = asked.script.folder("check")
+    folder = opts.script.folder("check")
     with stoppable() as stop, shown() as progress:
-        asked.budget.console = progress.console
+        opts.budget.console = progress.console
         try:
             with engine.opened(folder):
-                record, code = _checked(asked, folder, engine)
+                record, code = _checked(opts, folder, engine)
         except Stopped as stopped:
             script.say_stopped(f"stopped by {stop.name}; what is finished is kept", folder)
             raise typer.Exit(stopped.exit_code) from None
         if write_patch:
-            left_s = asked.budget.seconds - asked.budget.spent_s
-            record = with_patch(asked.script, record, folder, left_s=left_s, say=asked.budget.say)
-        asked.script.finish(record, folder)
+            left_s = opts.budget.seconds - opts.budget.spent_s
+            record = with_patch(opts.script, record, folder, left_s=left_s, say=opts.budget.say)
+        opts.script.finish(record, folder)
     raise typer.Exit(stop.exit_code or code)
 
 
 def _named(policies: str) -> dict[str, Policy | None]:
-    """Return the policies of ``--policies`` by the text that records carry.
+    """Return the policies of ``--policies`` by the text that records have for them.
 
     Raises:
-        PolicyError: one is unknown, or there is none beside FP32.
+        PolicyError: one is unknown, or there is none other than FP32.
     """
     from mezzo.launch.request import policy_text
 
-    named = [options.asked_policy(text.strip()) for text in policies.split(",") if text.strip()]
-    found = {policy_text(policy): policy for policy in named}
-    if not set(found) - {"fp32"}:
+    named = [options.parse_policy(text.strip()) for text in policies.split(",") if text.strip()]
+    by_text = {policy_text(policy): policy for policy in named}
+    if not set(by_text) - {"fp32"}:
         raise PolicyError(
             f"--policies {policies!r} names nothing to compare with fp32", hint="type: --policies bf16,fp16"
         )
-    return found
+    return by_text
 
 
-def _checked(asked: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRecord, int]:
+def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRecord, int]:
     """Run what is needed; return the record and the exit code.
 
     Raises:
         Stopped: a signal has stopped the command.
     """
-    budget = asked.budget
-    budget.say(f"{Path(asked.script.target).name}: first what {name_of(engine)} can do")
+    budget = opts.budget
+    budget.say(f"{Path(opts.script.target).name}: finding out what {name_of(engine)} can do")
     from mezzo.gpus import find_gpu
     from mezzo.launch.several.check import Check
     from mezzo.launch.several.waves import Waves
 
     machine = machine_of(engine, folder)
-    if asked.gpu is not None and find_gpu(machine.device.name) is asked.gpu:
-        asked = replace(asked, gpu=None)  # it is there: measured is better than bounded
-    offers = _offers(asked, machine)
-    _say_offers(budget, asked, machine, offers)
-    settings = _settings(asked, offers)
-    finished = _finished(asked, folder, settings)
+    if opts.gpu is not None and find_gpu(machine.device.name) is opts.gpu:
+        opts = replace(opts, gpu=None)  # the machine has it: measuring is better than bounding
+    offers = _offers(opts, machine)
+    _say_offers(budget, opts, machine, offers)
+    settings = _settings(opts, offers)
+    finished = _finished(opts, folder, settings)
     waves = Waves(engine, finished.identity)
     checking = Check(settings=settings, folder=folder, finished=finished, waves=waves, say=budget.say, keep=write)
     checking.run()
-    record = check_record(asked, checking, offers, machine, engine)
+    record = check_record(opts, checking, offers, machine, engine)
     finished.forget()
     first = checking.known.runs[0] if checking.known.runs else None
     if first is not None and first.error is not None:
@@ -157,52 +157,52 @@ def _checked(asked: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRe
 # --- before the first run ------------------------------------------------------------------------------------------------------
 
 
-def _offers(asked: CheckOptions, machine: Machine) -> list[Reason]:
+def _offers(opts: CheckOptions, machine: Machine) -> list[Reason]:
     from mezzo.launch.frameworks import own_sources
     from mezzo.measure.check.offers import BASELINE, TRIED, offered
     from mezzo.measure.check.own_amp import own_amp
     from mezzo.records import Reason
 
-    if asked.policies is None:
-        sources = own_sources(asked.script.target, kind=asked.script.kind)
-        return offered(machine.device, target=None if asked.gpu is None else asked.gpu.device, own_amp=own_amp(sources))
+    if opts.policies is None:
+        sources = own_sources(opts.script.target, kind=opts.script.kind)
+        return offered(machine.device, target=None if opts.gpu is None else opts.gpu.device, own_amp=own_amp(sources))
     why = "--policies names it"
-    others = [Reason(what=text, value=TRIED, reason=why) for text in asked.policies if text != BASELINE]
+    others = [Reason(what=text, value=TRIED, reason=why) for text in opts.policies if text != BASELINE]
     return [Reason(what=BASELINE, value=TRIED, reason="the baseline: all others are compared with it"), *others]
 
 
-def _say_offers(budget: Budget, asked: CheckOptions, machine: Machine, offers: list[Reason]) -> None:
+def _say_offers(budget: Budget, opts: CheckOptions, machine: Machine, offers: list[Reason]) -> None:
     here = machine.device
     budget.say(f"{machine.name} trains on {here.kind}, {here.name}; {formats_of(here)}")
-    if asked.gpu is not None:
+    if opts.gpu is not None:
         budget.say(
-            f"the answer is for {asked.gpu.label}; what follows from units that are not here is bounded, not measured"
+            f"the answer is for {opts.gpu.label}; gains from hardware that {machine.name} lacks are bounded, not measured"
         )
     for offer in offers:
         budget.say(f"{offer.what} {offer.value}: {offer.reason}")
 
 
-def _settings(asked: CheckOptions, offers: list[Reason]) -> CheckSettings:
+def _settings(opts: CheckOptions, offers: list[Reason]) -> CheckSettings:
     from mezzo.launch.several.check import CheckSettings
     from mezzo.measure.check.offers import tried
 
-    script = asked.script
+    script = opts.script
     return CheckSettings(
         policies=tuple(tried(offers)),
-        seeds=asked.seeds,
-        budget_s=max(asked.budget.seconds - asked.budget.spent_s, 1.0),
-        metric=asked.metric,
+        seeds=opts.seeds,
+        budget_s=max(opts.budget.seconds - opts.budget.spent_s, 1.0),
+        metric=opts.metric,
         make_request=script.request,
         arguments=tuple(script.arguments or ()),
         framework=script.framework,
     )
 
 
-def _finished(asked: CheckOptions, folder: Path, settings: CheckSettings) -> Finished:
+def _finished(opts: CheckOptions, folder: Path, settings: CheckSettings) -> Finished:
     """Return what an interrupted check of the same script left in the folder."""
-    finished = finished_before(asked.script, folder, "check", say=asked.budget.say, metric=asked.metric or "")
+    finished = finished_before(opts.script, folder, "check", say=opts.budget.say, metric=opts.metric or "")
     if len(finished):
-        asked.budget.say(f"{len(finished)} finished parts of the interrupted check are used again")
+        opts.budget.say(f"{len(finished)} finished parts of the interrupted check are reused")
     finished.write()
     return finished
 

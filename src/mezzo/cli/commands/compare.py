@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.compare_runs import begun, left_to_run, run_all
+from mezzo.cli.compare_runs import begin_or_continue, left_to_run, run_all
 from mezzo.cli.options import completion
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mezzo.records import Row, RunRecord
 
 _FAILED = 1
-"""Exit code for a verdict that ``--fail-on`` lists."""
+"""Exit code if a policy gets a verdict that ``--fail-on`` lists."""
 
 
 def compare(
@@ -80,7 +80,7 @@ def compare(
 ) -> None:
     """Compare a training script across precision policies: speed, memory, loss, and a verdict on each.
 
-    Policies and seeds are interleaved, so that a drift of the machine affects all of them alike.
+    Policies and seeds are interleaved, so that a change in the machine's speed affects them all alike.
 
     To continue a comparison that was stopped, type the same command with the same --out; --resume also repeats runs that failed, and
     accepts more seeds or policies.
@@ -95,21 +95,21 @@ def compare(
 
     options.check_metric(metric)
     failing, gpus = _failing(fail_on), real_gpus.named_gpus(gpu)
-    asked = _with_checkpointed(_asked(policies), checkpoint)
+    compared = _with_checkpointed(_parse_policies(policies), checkpoint)
     changes_of(script, checkpoint=checkpoint or "")
-    baseline = "fp32" if "fp32" in asked else next(iter(asked))
-    script.check(*(one.policy for one in asked.values()))
+    baseline = "fp32" if "fp32" in compared else next(iter(compared))
+    script.check(*(entry.policy for entry in compared.values()))
     engine = engine_of(jobs, on)
     folder = script.folder("compare")
-    finished = begun(script, folder, metric=metric, policies=",".join(asked), seeds=str(seeds))
-    requests = _requests(script, asked, seeds, folder=folder, metric=metric, since_s=finished.since_s)
+    finished = begin_or_continue(script, folder, metric=metric, policies=",".join(compared), seeds=str(seeds))
+    requests = _requests(script, compared, seeds, folder=folder, metric=metric, since_s=finished.since_s)
     requests = [with_digest(request, finished.identity) for request in requests]
     with stoppable() as stop:
         before, left = left_to_run(requests)
-        alone = len(left) < 2 and engine is one_after_another  # one run shares its imports with none
+        alone = len(left) < 2 and engine is one_after_another  # a single run has no other to share its imports with
         with nullcontext() if alone else engine.opened(folder):
             runs = run_all(left, timeout_s=timeout, engine=engine, before=before)
-        runs.sort(key=lambda r: ([*asked].index(r.compared_as), r.seed))
+        runs.sort(key=lambda r: ([*compared].index(r.compared_as), r.seed))
         rows: list[Row] = []
         if any(run.compared_as == baseline for run in runs):
             record = judge(runs, baseline=baseline, margin=margin, command=list(script.command))
@@ -122,7 +122,7 @@ def compare(
             script.say_stopped(f"stopped by {stop.name} after {done}; their records are", folder)
         else:
             finished.end()
-            _check_baseline([run for run in runs if run.compared_as == baseline], asked[baseline].name, folder)
+            _check_baseline([run for run in runs if run.compared_as == baseline], compared[baseline].name, folder)
     if rows and not stop.stopped:
         found = ", ".join(f"{row.policy_shown} {row.verdict.replace('_', ' ')}" for row in rows)
         results.note(f"exit code {_FAILED}, because of --fail-on {fail_on}: {found}")
@@ -146,7 +146,7 @@ def _failing(text: str) -> set[str]:
     return {verdict for name in named for verdict in groups[name]}
 
 
-class _Asked(NamedTuple):
+class _ComparedPolicy(NamedTuple):
     """A policy of a comparison."""
 
     policy: Policy | None
@@ -156,54 +156,60 @@ class _Asked(NamedTuple):
     """The plan of activation checkpointing; empty for none."""
 
 
-def _asked(policies: str) -> dict[str, _Asked]:
-    """Return the policies of a comparison by the text that their records carry; two names of one policy are one."""
+def _parse_policies(policies: str) -> dict[str, _ComparedPolicy]:
+    """Return the policies of a comparison by the text that records have for them; two names of one policy count once."""
     from mezzo.launch.request import policy_text
 
     named = [p.strip() for p in policies.split(",")]
     if not all(named):
         full = ",".join(filter(None, named)) or "fp32,bf16,fp16"
         raise PolicyError(f"--policies {policies!r} contains an empty policy name", hint=f"type: --policies {full}")
-    asked: dict[str, _Asked] = {}
+    compared: dict[str, _ComparedPolicy] = {}
     for name in named:
-        policy = options.asked_policy(name)
-        first = asked.setdefault(policy_text(policy), _Asked(policy, name))
+        policy = options.parse_policy(name)
+        first = compared.setdefault(policy_text(policy), _ComparedPolicy(policy, name))
         if first.name != name:
             results.note(
                 f"{name} and {first.name} are the same policy, {policy_text(policy)}: it runs once, as {first.name}"
             )
-    return asked
+    return compared
 
 
-def _with_checkpointed(asked: dict[str, _Asked], checkpoint: str | None) -> dict[str, _Asked]:
-    """Return the policies, each followed by itself with checkpointing, by what a comparison tells their runs apart by."""
+def _with_checkpointed(compared: dict[str, _ComparedPolicy], checkpoint: str | None) -> dict[str, _ComparedPolicy]:
+    """Return the policies, each followed by itself with checkpointing, by the name that identifies their runs in the comparison."""
     from mezzo.records import varied
 
     if checkpoint is None:
-        return asked
-    both = [(text, one._replace(checkpoint=plan)) for text, one in asked.items() for plan in ("", checkpoint)]
-    return {varied(text, one.checkpoint): one for text, one in both}
+        return compared
+    both = [(text, entry._replace(checkpoint=plan)) for text, entry in compared.items() for plan in ("", checkpoint)]
+    return {varied(text, entry.checkpoint): entry for text, entry in both}
 
 
-def _folders(asked: dict[str, _Asked]) -> dict[str, str]:
-    """Return the prefix of each policy's run names: two policies may differ only in characters that a folder's name cannot have."""
+def _folders(compared: dict[str, _ComparedPolicy]) -> dict[str, str]:
+    """Return a unique prefix for each policy's run names: policies may differ only in characters that a folder's name cannot have."""
     from mezzo.launch.several.compared_runs import folder_name
 
-    found: dict[str, str] = {}
-    for text, one in asked.items():
-        plain = folder_name(f"{one.name}-{one.checkpoint}" if one.checkpoint else one.name)
+    folders: dict[str, str] = {}
+    for text, entry in compared.items():
+        plain = folder_name(f"{entry.name}-{entry.checkpoint}" if entry.checkpoint else entry.name)
         names = chain([plain], (f"{plain}_{number}" for number in count(2)))
-        found[text] = next(name for name in names if name not in found.values())
-    return found
+        folders[text] = next(name for name in names if name not in folders.values())
+    return folders
 
 
 def _requests(
-    script: Script, asked: dict[str, _Asked], seeds: int, *, folder: Path, metric: str | None, since_s: float
+    script: Script,
+    compared: dict[str, _ComparedPolicy],
+    seeds: int,
+    *,
+    folder: Path,
+    metric: str | None,
+    since_s: float,
 ) -> list[Request]:
     """Return a request for every policy and seed, interleaved: each seed starts with a different policy."""
     from mezzo.launch.several.compared_runs import named_arguments
 
-    texts, folders = [*asked], _folders(asked)
+    texts, folders = [*compared], _folders(compared)
     requests = []
     for seed in range(seeds):
         first = seed % len(texts)
@@ -211,22 +217,22 @@ def _requests(
             run = f"{folders[text]}-seed{seed}"
             requests.append(
                 script.request(
-                    asked[text].policy,
-                    policy_typed=options.typed_name(asked[text].name, asked[text].policy),
+                    compared[text].policy,
+                    policy_typed=options.typed_name(compared[text].name, compared[text].policy),
                     folder=folder / run,
                     arguments=named_arguments(script.arguments or (), run),
                     seed=seed,
                     metric=metric,
-                    models=changes_of(script, checkpoint=asked[text].checkpoint),
+                    models=changes_of(script, checkpoint=compared[text].checkpoint),
                     compared_since_s=since_s,
                 )
             )
     return requests
 
 
-def _check_baseline(own: list[RunRecord], name: str, folder: Path) -> None:
-    if all(r.error or not len(r.steps) for r in own):
+def _check_baseline(runs: list[RunRecord], name: str, folder: Path) -> None:
+    if all(run.error or not len(run.steps) for run in runs):
         raise ScriptError(
-            f"no run of the baseline {name} succeeded: {own[0].error or 'it recorded no step'}",
-            hint=own[0].hint or f"run the script by itself first; what it printed is in {folder}/*/output.log",
+            f"no run of the baseline {name} succeeded: {runs[0].error or 'it recorded no step'}",
+            hint=runs[0].hint or f"run the script by itself first; what it printed is in {folder}/*/output.log",
         )

@@ -25,19 +25,19 @@ def diagnose(
     """Find the first value of a training script that leaves its format: module, operation, line, cause and a tested fix.
 
     The script runs unedited. It runs again where needed, to inspect the step in question and to test fixes; the output
-    of these runs goes to files beside the record. Exit code 0: nothing is wrong; 1: a fault was found; a script that
+    of these runs goes to files next to the record. Exit code 0: nothing is wrong; 1: a fault was found; a script that
     fails by itself keeps its own exit code.
     """
     from mezzo.launch.runner import several_runs
     from mezzo.launch.several.passes import diagnose_script
 
-    asked = options.asked_policy(policy)
+    parsed = options.parse_policy(policy)
     with stoppable(), several_runs():
         record, stop = run_and_finish(
             script,
             partial(diagnose_script, steps=steps, note=results.note),
-            policy=asked,
-            policy_typed=options.typed_name(policy, asked),
+            policy=parsed,
+            policy_typed=options.typed_name(policy, parsed),
             name="diagnose",
         )
     if stop.stopped:

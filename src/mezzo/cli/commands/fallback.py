@@ -37,10 +37,10 @@ def fallback(
 ) -> None:
     """Find the modules that must stay in FP32 under a policy, and write a policy file that keeps them there.
 
-    The script runs unedited, some ten times for a few steps: in FP32, then under the policy with one set of modules after
+    The script runs unedited, about ten times for a few steps: in FP32, then under the policy with one set of modules after
     another kept in FP32. Pass the policy file to --policy of the other commands, or to mezzo.Session.
 
-    With --jobs or --on, runs that the search will probably need next are made at the same time; the result is the same. --resume
+    With --jobs or --on, runs that the search will probably need next start at the same time; the result is the same. --resume
     continues a search that was stopped.
     """
     from mezzo.launch.several.fallback import fallback_of_script

@@ -1,4 +1,4 @@
-"""``mezzo predict``: time, memory and the largest batch of a training on GPUs that are not here."""
+"""``mezzo predict``: time, memory and the largest batch of a training on GPUs that this machine does not have."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def predict(
         ),
     ] = None,
     slurm: Annotated[
-        bool, typer.Option("--slurm", help="Also print the #SBATCH lines that ask for the fastest GPU.")
+        bool, typer.Option("--slurm", help="Also print the #SBATCH lines that request the fastest GPU.")
     ] = False,
     as_module: options.AsModule = False,
     sharing: Sharing,
     calibrate: Annotated[
         bool,
         typer.Option(
-            "--calibrate", help="Measure the rates of this machine's GPU, or CPU, for two minutes, and keep them."
+            "--calibrate", help="Measure the rates of this machine's GPU, or CPU, for two minutes, and save them."
         ),
     ] = False,
     out: options.Out = None,
@@ -95,8 +95,8 @@ def predict(
 ) -> None:
     """Predict throughput, memory and the largest batch of a training on GPUs that you do not have.
 
-    One step of the unedited script, or of a model by name, is traced on this machine without numbers, priced on each GPU by
-    formulas fitted on public measurements, and its memory replayed through a simulation of torch's allocator.
+    One step of the unedited script, or of a model by name, is traced on this machine without computing its numbers. Formulas fitted
+    to public measurements give its time on each GPU; a simulation of torch's allocator gives its memory.
 
     Write {batch} in the script's arguments, as in --batch-size {batch}, if the script makes its batches without a DataLoader.
     """
@@ -108,7 +108,7 @@ def predict(
     from mezzo.records import PredictRecord
 
     job = check_job(sharing.gpus_per_job, sharing.shard)
-    here = environment("cpu")  # before libraries of models set variables of their own
+    here = environment("cpu")  # before model libraries set environment variables of their own
     wanted = plan.check_policies([name.strip() for name in policies.split(",")])
     names = list(GPUS) if gpus == "all" else [name.strip() for name in gpus.split(",")]
     cards = list({gpu.name: gpu for gpu in (gpu_named(one, option="--gpus") for one in names if one != _CPU)}.values())
@@ -124,16 +124,16 @@ def predict(
     traced = trace_model() if target is None else of_script(target, arguments or [], wanted, batch, as_module)
     plans = [traced, *(trace_model(checkpoint=one) for one in by_name.plans)]
     own_layout, channels_last = traced.channels_last, channels_last or bool(traced.channels_last)
-    where = [_conditions(gpu, channels_last, job) for gpu in cards]
-    made = [
-        _predicted(one, conditions, policy, prices.get(conditions.gpu.name))
-        for one in plans
-        for conditions in where
+    conditions = [_conditions(gpu, channels_last, job) for gpu in cards]
+    predictions = [
+        _predicted(traced_plan, where, policy, prices.get(where.gpu.name))
+        for traced_plan in plans
+        for where in conditions
         for policy in wanted
     ]
-    made += on_cpu
+    predictions += on_cpu
     if gpus == "all":
-        made.sort(key=lambda one: -one.throughput)
+        predictions.sort(key=lambda prediction: -prediction.throughput)
     record = PredictRecord(
         environment=here,
         command=list(typed()),
@@ -146,14 +146,14 @@ def predict(
         optimizer=traced.optimizer,
         channels_last=channels_last,
         headroom=plan.HEADROOM,
-        predictions=made,
+        predictions=predictions,
         assumptions=[
             *traced.assumptions,
-            *rates_used(made),
-            *assumptions(channels_last, own_layout, job, asked=target is None),
+            *rates_used(predictions),
+            *assumptions(channels_last, own_layout, job, only_options=target is None),
         ],
     )
-    record = _with_best(record, plans, where, slurm)
+    record = _with_best(record, plans, conditions, slurm)
     results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to)
 
 
@@ -168,7 +168,7 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
     """Return the prediction for ``policy``, with its cost where the price of one GPU is known."""
     from mezzo.measure.predict import plan
 
-    one = plan.predict(
+    prediction = plan.predict(
         traced.tapes,
         where.gpu,
         policy,
@@ -179,41 +179,41 @@ def _predicted(traced: Traced, where: Conditions, policy: str, price_per_hour: f
         refused=traced.refused,
     )
     if traced.checkpoint:  # no measured row has it
-        one = one.model_copy(update={"checkpoint": traced.checkpoint, "validated": False})
-    if price_per_hour is None or not one.possible:
-        return one
-    cost = renting.cost_per_million(one.throughput, price_per_hour * where.job.num_gpus)
-    return one.model_copy(update={"cost_per_million": cost})
+        prediction = prediction.model_copy(update={"checkpoint": traced.checkpoint, "validated": False})
+    if price_per_hour is None or not prediction.possible:
+        return prediction
+    cost = renting.cost_per_million(prediction.throughput, price_per_hour * where.job.num_gpus)
+    return prediction.model_copy(update={"cost_per_million": cost})
 
 
-def _with_best(record: PredictRecord, plans: list[Traced], where: list[Conditions], slurm: bool) -> PredictRecord:
-    """Return the record with its details of the fastest GPU."""
+def _with_best(record: PredictRecord, plans: list[Traced], conditions: list[Conditions], slurm: bool) -> PredictRecord:
+    """Return the record with the details of the fastest GPU that fits."""
     from mezzo.measure.predict.detail import detail_of
 
     on_gpus = [one for one in record.predictions if one.gpu != _CPU]
     best = record.model_copy(update={"predictions": on_gpus}).best
     if best is None:
         return record
-    own = next(one for one in where if one.gpu.name == best.gpu)
+    where = next(one for one in conditions if one.gpu.name == best.gpu)
     traced = next(one for one in plans if one.checkpoint == best.checkpoint)
     same = [one for one in record.predictions if (one.gpu, one.checkpoint) == (best.gpu, best.checkpoint)]
     curves = [one for one in same if one.possible and one.largest_batch]
-    detail = detail_of(traced.tapes, best, curves, batch=traced.batch, conditions=own)
+    detail = detail_of(traced.tapes, best, curves, batch=traced.batch, conditions=where)
     if not slurm:
         return record.model_copy(update={"detail": detail})
-    lines, assumed = renting.slurm_lines(own.gpu, best, num_gpus=own.job.num_gpus)
+    lines, assumed = renting.slurm_lines(where.gpu, best, num_gpus=where.job.num_gpus)
     return record.model_copy(update={"detail": detail, "slurm": lines, "assumptions": [*record.assumptions, *assumed]})
 
 
 def _calibrate() -> None:
-    """Measure this machine's rates, keep them, and say where."""
+    """Measure this machine's rates, save them, and note where."""
     from mezzo.measure.predict.calibration.calibrate import calibrate, this_kind
 
-    found = calibrate(this_kind(), note=results.note)
-    found.save()
+    calibration = calibrate(this_kind(), note=results.note)
+    calibration.save()
     results.note(
-        f"{found.device}: steps of the probes ran at {found.low:.0%} to {found.high:.0%} of the predicted speed; "
-        f"kept in {found.path}"
+        f"{calibration.device}: steps of the probes ran at {calibration.low:.0%} to {calibration.high:.0%} of the predicted speed; "
+        f"saved in {calibration.path}"
     )
 
 
@@ -221,14 +221,14 @@ def _on_cpu(by_name: ByName, batch: int, channels_last: bool) -> Prediction:
     from mezzo.measure.predict import named, plan
     from mezzo.measure.predict.calibration.calibrate import device_name, saved_calibration
 
-    found = saved_calibration(device_name("cpu"))
+    calibration = saved_calibration(device_name("cpu"))
     if by_name.model is None:
         raise UsageError(
             "--gpus cpu predicts models by name, not scripts",
             hint="name a model, for example --model timm:resnet50; a script is measured on this machine by mezzo run",
         )
-    if found is None:
+    if calibration is None:
         raise UsageError(f"{device_name('cpu')}: not calibrated", hint="run mezzo predict --calibrate once")
     model, optimizer = by_name.built(), by_name.trained_by
     tape = named.tape_of(model, "fp32", batch, optimizer=optimizer, channels_last=channels_last, gpu=False)
-    return plan.predict_cpu(tape, found, batch=batch)
+    return plan.predict_cpu(tape, calibration, batch=batch)

@@ -31,7 +31,7 @@ def report(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write each page there instead of beside its record.")
+        Path | None, typer.Option(metavar="DIR", help="Write each page there instead of next to its record.")
     ] = None,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
@@ -75,7 +75,7 @@ def _refuse_mixed(
 
 
 def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | None, as_json: bool) -> Path:
-    """Show ``records`` and write their pages; return the page to open: the one of all comparisons, or the first."""
+    """Show ``records`` and write their pages; return the page to open: that of all comparisons together, or the first."""
     from mezzo.records import CompareRecord, read_record
     from mezzo.report.html import write_html, write_together
     from mezzo.report.text import render, render_together
@@ -89,17 +89,17 @@ def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | No
     for path in records:
         _check(path)
     check_folder(out, "--out")
-    found = list(zip(_pages(records, out), map(read_record, records), strict=True))
-    for page, record in found:
+    shown = list(zip(_pages(records, out), map(read_record, records), strict=True))
+    for page, record in shown:
         write_html(record, page)
-    compared = [record for _, record in found if isinstance(record, CompareRecord)]
+    compared = [record for _, record in shown if isinstance(record, CompareRecord)]
     folder = out or Path(os.path.commonpath([path.resolve().parent for path in records]))
     together = len(compared) > 1 and not as_json
     if together:
         write_together(compared, folder / "together.html")
-    with results.readers_may_go():
+    with results.closed_output_ignored():
         screen = results.console()
-        for page, record in found:
+        for page, record in shown:
             if as_json:
                 print(record.model_dump_json(indent=1))
                 continue
@@ -107,13 +107,13 @@ def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | No
         if together:
             render_together(compared, screen)
             screen.print(f"report: {folder / 'together.html'}", soft_wrap=True)
-    for path, (page, record) in zip(records, found, strict=True):
+    for path, (page, record) in zip(records, shown, strict=True):
         results.track(record, path, page, log_to)
-    return folder / "together.html" if together else found[0][0]
+    return folder / "together.html" if together else shown[0][0]
 
 
 def _index(folder: Path) -> Path:
-    """Write the index of ``folder`` and the pages that are missing or older than their records; return the index."""
+    """Write the index of ``folder``, and every page that is missing or older than its record; return the path of the index."""
     from mezzo.errors import RecordError
     from mezzo.report.html import write_html, write_index
     from mezzo.report.index import entries as lines
@@ -127,17 +127,17 @@ def _index(folder: Path) -> Path:
             hint="pass the folder that mezzo commands write to, as in: mezzo report runs/",
         )
     check_folder(folder, "RECORD")
-    entries, drawn = [], 0
+    entries, num_written = [], 0
     for path, record in lines.read_all(paths):
         if not isinstance(record, RecordError) and lines.outdated(path):
             write_html(record, lines.page_of(path))
-            drawn += 1
+            num_written += 1
         entries.append(lines.entry_of(path, record, folder))
     sheet = index_sheet(entries, folder)
     write_index(sheet, folder / _INDEX)
-    if drawn:
-        results.note(f"{drawn} of {len(paths)} pages were missing or older than their records, and were written")
-    with results.readers_may_go():
+    if num_written:
+        results.note(f"{num_written} of {len(paths)} pages were missing or older than their records, and were written")
+    with results.closed_output_ignored():
         screen = results.console()
         print_index(sheet, screen)
         screen.print(f"index: {folder / _INDEX}", soft_wrap=True)
@@ -172,7 +172,7 @@ def _serve(page: Path, *, port: int, show: bool) -> None:
 
 
 def _pages(records: list[Path], out: Path | None) -> list[Path]:
-    """Return the path of each record's page: beside the record, or in ``out`` under the name of the record's folder."""
+    """Return the path of each record's page: next to the record, or in ``out`` under the name of the record's folder."""
     from mezzo.report.index.entries import page_of
 
     pages: list[Path] = []
@@ -187,10 +187,10 @@ def _pages(records: list[Path], out: Path | None) -> list[Path]:
 
 
 def _check(path: Path) -> None:
-    """Refuse a path that is not a file, and suggest the record that may have been meant."""
+    """Refuse a path that is not a file, and suggest the record that was probably meant."""
     if path.is_file():
         return
-    beside = [str(p) for folder in (path.parent, path.parent.parent) for p in sorted(folder.glob("*/record.json"))]
-    near = get_close_matches(str(path), beside, n=1)
+    nearby = [str(p) for folder in (path.parent, path.parent.parent) for p in sorted(folder.glob("*/record.json"))]
+    near = get_close_matches(str(path), nearby, n=1)
     hint = f"type: mezzo report {shlex.quote(near[0])}" if near else "pass the record.json that a mezzo command wrote"
     raise UsageError(f"there is no record {str(path)!r}", hint=hint)

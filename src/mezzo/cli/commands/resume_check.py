@@ -50,36 +50,36 @@ def resume_check(
     resumes from its own checkpoint; and compares losses, weights and state with the undisturbed run. Each run works in a copy of this
     folder, so your own checkpoints are safe; with {run} in the script's arguments, nothing is copied.
 
-    Exit code 0: it resumes to the bit; 1: it does not; a script that fails by itself keeps its own exit code.
+    Exit code 0: it resumes bit for bit; 1: it does not; a script that fails by itself keeps its own exit code.
     """
     from mezzo.launch.runner import several_runs
 
-    script = _inside(script)
-    began_s, more = time.monotonic(), shlex.split(resume_with)
+    script = _with_relative_path(script)
+    began_s, extra_arguments = time.monotonic(), shlex.split(resume_with)
     notice_s = seconds_of(notice, option="--notice", example="10s")
     script.check(None)
     check_pytorch(
         script.target,
         as_module=script.as_module,
         command="resume-check",
-        hint="stop and resume the script by hand, and compare its losses",
+        hint="stop and resume the script manually, and compare its losses",
     )
     folder = script.folder("resume-check", leaves=("whole", "stopped", "resumed"))
     with stoppable() as stop, shown():
-        check = _check(script, folder, more, stop_after=stop_after, notice_s=notice_s)
+        check = _check(script, folder, extra_arguments, stop_after=stop_after, notice_s=notice_s)
         with several_runs():
-            found = check.run()
-        record = _record(script, check, found, more, duration_s=time.monotonic() - began_s)
+            judgement = check.run()
+        record = _record(script, check, judgement, extra_arguments, duration_s=time.monotonic() - began_s)
         script.finish(record, folder)
     if stop.stopped:
         raise typer.Exit(stop.exit_code)
-    if found is None:
+    if judgement is None:
         raise typer.Exit(record.whole.exit_code)
     raise typer.Exit(0 if record.verdict == "exact" else 1)
 
 
-def _inside(script: Script) -> Script:
-    """Return the script with a path relative to this folder if it is inside it, so that it runs in the copies."""
+def _with_relative_path(script: Script) -> Script:
+    """Return the script with a relative path if it is inside this folder, so that each run executes the script in its own copy."""
     path = Path(script.target)
     if script.as_module or not path.is_absolute() or not path.resolve().is_relative_to(Path.cwd().resolve()):
         return script
@@ -104,15 +104,17 @@ def _check(
 
 
 def _record(
-    script: Script, check: ResumeCheck, found: Judgement | None, resume_with: list[str], *, duration_s: float
+    script: Script, check: ResumeCheck, judgement: Judgement | None, resume_with: list[str], *, duration_s: float
 ) -> ResumeCheckRecord:
     from mezzo.launch.several.resume_check import RESUMED, WHOLE
     from mezzo.measure.resumption.judgement import Judgement
     from mezzo.records import ResumeCheckRecord
 
     whole, resumed = check.records[WHOLE], check.records.get(RESUMED)
-    if found is None:
-        found = Judgement(verdict="undecided", why=f"undisturbed, the script fails: {whole.error or whole.exit_code}")
+    if judgement is None:
+        judgement = Judgement(
+            verdict="undecided", why=f"undisturbed, the script fails: {whole.error or whole.exit_code}"
+        )
     return ResumeCheckRecord(
         command=list(typed()),
         script=script.target,
@@ -127,5 +129,5 @@ def _record(
         resumed=resumed,
         environment=whole.environment,
         duration_s=duration_s,
-        **vars(found),
+        **vars(judgement),
     )

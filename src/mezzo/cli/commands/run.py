@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.live_log import logged
+from mezzo.cli.live_log import live_logging
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.guarding import check_guard, guard_request
 from mezzo.cli.options.model_changes import changes_of
@@ -70,22 +70,22 @@ def run(
     options.check_seed(seed)
     check_snapshots(snapshot, resume, out=script.out)
     check_guard(guard, snapshots=snapshot is not None or resume is not None)
-    asked = options.asked_policy(policy)
+    parsed = options.parse_policy(policy)
     changes = changes_of(script, channels_last=channels_last, compiles=compiles, checkpoint=checkpoint or "")
 
     def logged_run(request: Request) -> RunRecord:
-        with logged(script.log_to):
+        with live_logging(script.log_to):
             record = run_child(request)
         return with_fits(record, script, policy)
 
     record, stop = run_and_finish(
         script,
         logged_run,
-        policy=asked,
-        policy_typed=options.typed_name(policy, asked),
+        policy=parsed,
+        policy_typed=options.typed_name(policy, parsed),
         name=policy,
         shows_progress=False,
-        snapshots=lambda folder: snapshot_request(script, folder, snapshot, resume, policy=asked, seed=seed),
+        snapshots=lambda folder: snapshot_request(script, folder, snapshot, resume, policy=parsed, seed=seed),
         guard=guard_request(script, guard, policy=policy),
         seed=seed,
         metric=metric,
@@ -93,5 +93,5 @@ def run(
     )
     if record.metric is not None and not record.metric.values:
         results.note(f"--metric {record.metric.pattern!r} matched nothing in the output of {record.script}")
-    ended = stop.stopped and record.exit_code > SIGNALS  # otherwise the script ended itself
-    raise typer.Exit(stop.exit_code if ended else record.exit_code)
+    killed = stop.stopped and record.exit_code > SIGNALS  # otherwise the script handled the signal and ended by itself
+    raise typer.Exit(stop.exit_code if killed else record.exit_code)

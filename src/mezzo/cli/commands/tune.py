@@ -14,7 +14,7 @@ from mezzo.cli.machines import check_times, how_placed, machine_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
 from mezzo.cli.predictions.real_gpus import NONE
-from mezzo.cli.predictions.ruled_out import gpu_of, predicted_out
+from mezzo.cli.predictions.ruled_out import gpu_of, rule_out
 from mezzo.cli.progress import shown
 from mezzo.cli.resumed import finished_before
 from mezzo.cli.script import Script, check_pytorch
@@ -61,7 +61,7 @@ def tune(
         ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The most memory that a configuration may take, such as 12GiB.")
+        str | None, typer.Option(metavar="SIZE", help="The most memory that a configuration may use, such as 12GiB.")
     ] = None,
     gpu: Annotated[
         str | None,
@@ -84,11 +84,11 @@ def tune(
     """Find the fastest way to run a training script on this machine, and the command for it.
 
     Runs the script, unedited, for a few steps in every combination of precision policy, values of its own options (--vary), memory
-    layout, torch.compile and activation checkpointing (--checkpoint). The fastest are run longer and repeated beside the script as it is
-    now, and must train like FP32.
+    layout, torch.compile and activation checkpointing (--checkpoint). The fastest run again, longer and with several seeds, next to the
+    script as it is now, and must train like FP32.
 
-    Ctrl-C keeps what is finished: the same command with the same --out continues from there. Exit code 0: there is an answer (to keep
-    the script as it is is one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
+    Ctrl-C keeps what is finished: the same command with the same --out continues from there. Exit code 0: there is an answer (keeping
+    the script as it is counts as one); 1: there was no time for one; a script that fails by itself keeps its own exit code.
     """
     from mezzo.gpus import gpu_named
     from mezzo.measure.checkpointing.wanted import bytes_of_text
@@ -96,9 +96,9 @@ def tune(
 
     time_left, varied, changed = Budget(seconds_of(budget)), _varied(vary or []), _changes(changes)
     limit_bytes, plans = None if memory is None else bytes_of_text(memory, option="--memory"), _plans(checkpoint)
-    asked_gpu = gpu if gpu in (None, NONE) else gpu_named(str(gpu))
-    asked = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
-    script.check(*(options.asked_policy(name) for name in asked or []))
+    target_gpu = gpu if gpu in (None, NONE) else gpu_named(str(gpu))
+    named = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
+    script.check(*(options.parse_policy(name) for name in named or []))
     check_pytorch(
         script.target,
         as_module=script.as_module,
@@ -113,12 +113,12 @@ def tune(
         try:
             with engine.opened(folder):
                 here = machine_of(engine, folder).device
-                notes, chosen = _policies(here, asked)
+                notes, chosen = _policies(here, named)
                 configurations = grid(chosen, varied, changed, script.arguments or [], checkpoints=plans)
-                out_of_play = predicted_out(script, configurations, gpu_of(asked_gpu, here), limit_bytes, time_left)
+                ruled_out = rule_out(script, configurations, gpu_of(target_gpu, here), limit_bytes, time_left)
                 tuning = _tuning(script, folder, time_left, configurations, (steps, repeats, limit_bytes), engine)
-                tuning.known = replace(tuning.known, ruled_out=out_of_play.reasons)
-                left_out = [*notes, *out_of_play.notes, *how_placed(engine)]
+                tuning.known = replace(tuning.known, ruled_out=ruled_out.reasons)
+                left_out = [*notes, *ruled_out.notes, *how_placed(engine)]
                 record, code = _tuned(script, tuning, time_left, left_out)
         except Stopped as stopped:
             script.say_stopped(f"stopped by {stop.name}; what is finished is kept", folder)
@@ -131,14 +131,14 @@ def tune(
 
 
 def _varied(texts: list[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    varied: dict[str, list[str]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
         name, listed = name.strip().lstrip("-"), [value.strip() for value in values.split(",")]
         if not (name and equals and all(listed)):
             raise UsageError(f"--vary {text!r}; allowed: an option of the script and its values", hint=_VARY)
-        found.setdefault(name, []).extend(listed)
-    return found
+        varied.setdefault(name, []).extend(listed)
+    return varied
 
 
 def _changes(text: str) -> list[Changes]:
@@ -165,22 +165,22 @@ def _plans(text: str | None) -> list[str]:
 # --- before the first run ------------------------------------------------------------------------------------------------------
 
 
-def _policies(here: Device, asked: list[str] | None) -> tuple[list[Reason], list[str]]:
-    """Return what is left out, with reasons, and the policies to try beside the script's own precision."""
+def _policies(here: Device, named: list[str] | None) -> tuple[list[Reason], list[str]]:
+    """Return what is left out, with reasons, and the policies to try in addition to the script's own precision."""
     from mezzo.formats import BF16, E4M3, FP16, TF32
     from mezzo.launch.request import policy_text
     from mezzo.records import Reason
 
-    if asked is not None:
-        return [], [policy_text(options.asked_policy(name)) for name in asked]
+    if named is not None:
+        return [], [policy_text(options.parse_policy(name)) for name in named]
     left_out, native = [], []
     for name, fmt in {"tf32": TF32, "bf16": BF16, "fp16": FP16, "fp8": E4M3}.items():
-        found = here.support(fmt)
-        if found.level == "native":
+        support = here.support(fmt)
+        if support.level == "native":
             native.append(name)
             continue
-        slow = "; emulated, it is never faster" if found.level == "emulated" else ""
-        left_out.append(Reason(what=name, value="left out", reason=f"{here.name}: {found.reason}{slow}"))
+        slow = "; emulated, it is never faster" if support.level == "emulated" else ""
+        left_out.append(Reason(what=name, value="left out", reason=f"{here.name}: {support.reason}{slow}"))
     return left_out, native
 
 
@@ -200,9 +200,9 @@ def _tuning(
     steps, repeats, memory_bytes = limits
     finished = finished_before(script, folder, "search", say=budget.say, steps=str(steps))
     if len(finished):
-        budget.say(f"{len(finished)} finished runs of the interrupted search are used again")
+        budget.say(f"{len(finished)} finished runs of the interrupted search are reused")
     finished.write()
-    budget.say(f"{len(configurations)} configurations, the script as it is among them")
+    budget.say(f"{len(configurations)} configurations, including the script as it is")
     known = TuneState(
         configurations=tuple(configurations), steps=steps, repeats=repeats, memory_bytes=memory_bytes, margin=MARGIN
     )
@@ -228,20 +228,20 @@ def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason])
     from mezzo.records import TuneRecord
 
     known = tuning.run()
-    found = answered(known)
+    best = answered(known)
     tuning.finished.forget()
-    command, why = _next(script, found, budget)
+    command, why = _next(script, best, budget)
     first = known.runs.get(Trial(known.now, 0))
     assert first is not None
     record = TuneRecord(
         command=list(script.command),
         script=script.target,
-        decision=found.decision,
-        chosen=found.chosen.name,
-        why=found.why,
+        decision=best.decision,
+        chosen=best.chosen.name,
+        why=best.why,
         next_command=command,
         next_why=why,
-        rows=found.rows,
+        rows=best.rows,
         trials=tuning.trials,
         memory_limit_bytes=known.memory_bytes,
         budget_s=budget.seconds,
@@ -251,17 +251,17 @@ def _tuned(script: Script, tuning: Tune, budget: Budget, left_out: list[Reason])
         environment=first.environment,
         duration_s=budget.spent_s,
     )
-    if found.decision == "failed":
+    if best.decision == "failed":
         return record, first.exit_code or 1
-    return record, 0 if found.decision in ("use", "keep") else 1
+    return record, 0 if best.decision in ("use", "keep") else 1
 
 
 def _hints(runs: Iterable[RunRecord]) -> list[Reason]:
     """Return what to do about the errors of runs."""
     from mezzo.records import Reason
 
-    found = {run.hint: str(run.error).splitlines()[0] for run in runs if run.hint}
-    return [Reason(what="to fix it", value=hint, reason=error) for hint, error in found.items()]
+    errors = {run.hint: str(run.error).splitlines()[0] for run in runs if run.hint}
+    return [Reason(what="to fix it", value=hint, reason=error) for hint, error in errors.items()]
 
 
 def _limits(steps: int) -> list[Reason]:
@@ -274,31 +274,31 @@ def _limits(steps: int) -> list[Reason]:
         Reason(
             what="not tried",
             value="CUDA graphs of whole steps",
-            reason="a captured step needs its batch at fixed addresses and may read no number on the host, so only the script can "
+            reason="a captured step needs its batch at fixed addresses and must not read a number on the host, so only the script can "
             "capture it: session.capture",
         ),
     ]
 
 
-def _next(script: Script, found: BestTrial, budget: Budget) -> tuple[str, str]:
+def _next(script: Script, best: BestTrial, budget: Budget) -> tuple[str, str]:
     """Return the command to type next, and what it does."""
     from mezzo.measure.advice import asks_for_a_gpu
     from mezzo.records import AS_IS
 
     typed = script.retyped
-    if found.decision == "undecided":
+    if best.decision == "undecided":
         more = f"{-(-int(3 * budget.seconds) // 60)}m"
         return typed.under("tune", budget=more), f"has more time than {clock(budget.seconds)}"
-    chosen = found.chosen
+    chosen = best.chosen
     typed = replace(typed, arguments=tuple(chosen.arguments(script.arguments or [])))
-    if found.decision == "use":
-        given = ({"channels-last": ""} if chosen.channels_last else {}) | ({"compile": ""} if chosen.compiles else {})
-        given |= {"checkpoint": chosen.checkpoint} if chosen.checkpoint else {}
-        if chosen.policy == AS_IS and not given:
+    if best.decision == "use":
+        changes = ({"channels-last": ""} if chosen.channels_last else {}) | ({"compile": ""} if chosen.compiles else {})
+        changes |= {"checkpoint": chosen.checkpoint} if chosen.checkpoint else {}
+        if chosen.policy == AS_IS and not changes:
             return typed.alone(), "trains this way, without Mezzo"
-        return typed.under("run", policy=chosen.policy, **given), "trains this way, with the script unedited"
-    if found.decision == "keep":
+        return typed.under("run", policy=chosen.policy, **changes), "trains this way, with the script unedited"
+    if best.decision == "keep":
         return typed.alone(), "runs the script as it is"
-    if any(asks_for_a_gpu(row.reason) for row in found.rows):
+    if any(asks_for_a_gpu(row.reason) for row in best.rows):
         return typed.under("predict"), "predicts how fast it would be on other GPUs"
     return typed.alone(), "shows what fails, without Mezzo"

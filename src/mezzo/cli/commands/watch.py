@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from mezzo.cli.commands.run import SIGNALS
-from mezzo.cli.live_log import logged
+from mezzo.cli.live_log import live_logging
 from mezzo.cli.script import Script, run_and_finish
 
 
@@ -17,6 +17,6 @@ def watch(script: Script) -> None:
     """
     from mezzo.launch.runner import run_child
 
-    with logged(script.log_to):
+    with live_logging(script.log_to):
         record, stop = run_and_finish(script, run_child, policy=None, name="watch", watches=True)
     raise typer.Exit(stop.exit_code if stop.stopped and record.exit_code > SIGNALS else record.exit_code)

@@ -1,1 +1,1 @@
-"""Options that several commands share, and what they mean."""
+"""Options that several commands share, with their checks and meaning."""

@@ -1,4 +1,4 @@
-"""``--jobs`` and ``--on``: how many runs at once, and the cluster that makes them, with its options."""
+"""``--jobs`` and ``--on``: how many runs at once, and the cluster that they run on, with its options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Jobs: TypeAlias = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Runs at once, each with a GPU of its own; on a machine without GPUs, with its share of the threads. "
+        help="Number of runs at once, each with a GPU of its own or, on a machine without GPUs, its share of the threads. "
         "[default: 1; with --on, as many as the cluster allows]",
     ),
 ]
@@ -26,18 +26,18 @@ On: TypeAlias = Annotated[
     typer.Option(
         "--on",
         metavar="CLUSTER",
-        help="Make the runs on a cluster that shares the folder: slurm (by submitit) or ray, with options, such as "
-        "slurm:partition=gpu,gres=gpu:1,time=02:00:00 or ray:num_gpus=1. At most --jobs at once.",
+        help="Run on a cluster that shares the folder: slurm (through submitit) or ray, with options, such as "
+        "slurm:partition=gpu,gres=gpu:1,time=02:00:00 or ray:num_gpus=1. At most --jobs runs at once.",
     ),
 ]
 _LIBRARIES = {"slurm": "submitit", "ray": "ray"}
 
 
 def engine_of(jobs: int | None, on: str | None) -> Engine:
-    """Return what makes the runs.
+    """Return the engine that executes the runs.
 
     Raises:
-        UsageError: this machine cannot make so many runs at once, or the cluster cannot be used.
+        UsageError: this machine cannot execute so many runs at once, or the cluster cannot be used.
     """
     from mezzo.launch.ranks.leading import leader
     from mezzo.launch.several.on_cluster import OnCluster
@@ -46,10 +46,10 @@ def engine_of(jobs: int | None, on: str | None) -> Engine:
     if on is None and (jobs or 1) == 1:
         return one_after_another
     if leader() is not None:
-        asked = f"--jobs {jobs}" if on is None else f"--on {on}"
+        option = f"--jobs {jobs}" if on is None else f"--on {on}"
         raise UsageError(
-            f"{asked} under a launcher of several processes; allowed: neither --jobs nor --on",
-            hint=f"leave out {asked}: each run has all processes of the launcher",
+            f"{option} under a launcher of several processes; allowed: neither --jobs nor --on",
+            hint=f"leave out {option}: each run uses all processes of the launcher",
         )
     if on is not None:
         return OnCluster(named_cluster(on), jobs=jobs, note=results.note)
@@ -68,9 +68,9 @@ def named_cluster(text: str) -> Cluster:
     name, _, rest = text.partition(":")
     if name not in _LIBRARIES:
         raise UsageError(f"--on {text!r}; {nearest(name, list(_LIBRARIES))}", hint="type: --on slurm or --on ray")
-    given = _options(text, rest)
+    options = _options(text, rest)
     try:
-        return Slurm(given) if name == "slurm" else Ray(given)
+        return Slurm(options) if name == "slurm" else Ray(options)
     except ModuleNotFoundError as error:
         if error.name != _LIBRARIES[name]:
             raise
@@ -80,7 +80,7 @@ def named_cluster(text: str) -> Cluster:
 
 
 def _options(text: str, rest: str) -> dict[str, str]:
-    found = {}
+    options = {}
     for part in filter(None, rest.split(",")):
         name, equals, value = part.partition("=")
         if not (name.strip() and equals and value.strip()):
@@ -88,5 +88,5 @@ def _options(text: str, rest: str) -> dict[str, str]:
                 f"--on {text!r} contains {part!r}; allowed: options as name=value, separated by commas",
                 hint="type: --on slurm:partition=gpu,time=02:00:00",
             )
-        found[name.strip()] = value.strip()
-    return found
+        options[name.strip()] = value.strip()
+    return options

@@ -1,4 +1,4 @@
-"""What a shell completes: policies, scripts, verdicts. It runs whenever Tab is pressed, so it imports little."""
+"""Shell completion: policies, scripts, verdicts. It runs whenever Tab is pressed, so it imports little."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typer.core import TyperCommand
 
 
 class ScriptCommand(TyperCommand):
-    """A command on a script. What follows the script belongs to the script, so the command's options are not completed there."""
+    """A command on a script. The words after the script are the script's own, so the command's options are not completed there."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Return the options that begin with ``incomplete``; none after the script, where the shell completes files."""
@@ -27,14 +27,14 @@ def policy(incomplete: str) -> list[str]:
 
 
 def policies(incomplete: str) -> list[str]:
-    """Return lists of policies whose last one is complete."""
+    """Return the list of policies typed before the last comma, once for each policy that completes the last one."""
     before, comma, last = incomplete.rpartition(",")
     listed = before.split(",")
     return [before + comma + name for name in policy(last) if name not in listed]
 
 
 def verdicts(incomplete: str) -> list[str]:
-    """Return lists of verdicts whose last one is complete."""
+    """Return the list of verdicts typed before the last comma, once for each verdict that completes the last one."""
     from mezzo.records import FAILING, NOT_EQUIVALENT
 
     before, comma, last = incomplete.rpartition(",")
@@ -43,12 +43,12 @@ def verdicts(incomplete: str) -> list[str]:
 
 
 def script(incomplete: str) -> list[str]:
-    """Return the Python files, and the folders, whose path begins with ``incomplete``."""
+    """Return the Python files and folders whose path begins with ``incomplete``."""
     return [*_files(incomplete, ".py")]
 
 
 def record(incomplete: str) -> list[str]:
-    """Return the records, and the folders, whose path begins with ``incomplete``."""
+    """Return the records and folders whose path begins with ``incomplete``."""
     return [*_files(incomplete, ".json")]
 
 

@@ -1,4 +1,4 @@
-"""The folder for a command's record and report, which never overwrites another command's results or a person's own files."""
+"""The folder for a command's record and report; another command's results and the user's own files are never overwritten."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _RECORD, _REPORT = "record.json", "report.html"
 def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Path:
     """Return a folder for records, created if need be: ``out``, or a new one under runs/ named after the date and ``name``.
 
-    If ``out`` contains the results of another command, or files that this one would overwrite, the folder is a new one beside it, and
+    If ``out`` contains the results of another command, or files that this one would overwrite, the folder is a new one next to it, and
     standard error says so. The same command repeated in the same folder replaces its own results.
 
     Args:
         out: the requested folder.
         name: the last part of a new folder's name.
-        leaves: the files that the command writes beside its record and report.
+        leaves: the files that the command writes in addition to its record and report.
 
     Raises:
         UsageError: the folder cannot be created or written to.
@@ -36,9 +36,9 @@ def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Pa
     if out is None:
         stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
         plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:60]
-        return next(folder for folder in _numbered(Path("runs") / f"{stamp}-{plain}") if _made(folder))
-    folder = _free(out, leaves)
-    _made(folder)
+        return next(folder for folder in _numbered(Path("runs") / f"{stamp}-{plain}") if _create(folder))
+    folder = _unused_folder(out, leaves)
+    _create(folder)
     (folder / _REPORT).unlink(missing_ok=True)  # it shows the record about to be replaced
     return folder
 
@@ -47,21 +47,21 @@ def resumed_folder(out: Path | None) -> Path:
     """Return the folder that a command continues in.
 
     Raises:
-        UsageError: none was named, or there is none of that name.
+        UsageError: no folder was named, or it does not exist.
     """
     if out is None or not out.is_dir():
-        named = "no folder" if out is None else f"--out {str(out)!r}, which is no folder"
+        named = "no folder" if out is None else f"--out {str(out)!r}, which is not a folder"
         raise UsageError(
             f"--resume with {named}; allowed: --out with the folder to continue in",
             hint="type: --resume --out runs/... with the folder that the command wrote to",
         )
-    _made(out)
+    _create(out)
     (out / _REPORT).unlink(missing_ok=True)
     return out
 
 
-def _free(out: Path, leaves: Sequence[str]) -> Path:
-    folder = next(folder for folder in _numbered(out) if not folder.is_dir() or _is_own(folder, leaves))
+def _unused_folder(out: Path, leaves: Sequence[str]) -> Path:
+    folder = next(folder for folder in _numbered(out) if not folder.is_dir() or _may_overwrite(folder, leaves))
     if folder != out:
         print(f"mezzo: {out} already contains other results; writing to {folder} instead", file=sys.stderr)
     return folder
@@ -71,10 +71,10 @@ def check_folder(folder: Path | None, option: str) -> None:
     """Create a folder; refuse one that is a file or not writable.
 
     Raises:
-        UsageError: it cannot be used.
+        UsageError: the folder cannot be used.
     """
     if folder is not None:
-        _made(folder, option)
+        _create(folder, option)
 
 
 def _numbered(folder: Path) -> Iterator[Path]:
@@ -83,7 +83,7 @@ def _numbered(folder: Path) -> Iterator[Path]:
     yield from (plain.with_name(f"{plain.name}-{number}") for number in count(2))
 
 
-def _made(folder: Path, option: str = "--out") -> bool:
+def _create(folder: Path, option: str = "--out") -> bool:
     """Create the folder if there is none; return whether it is new."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -100,11 +100,11 @@ def _made(folder: Path, option: str = "--out") -> bool:
         why = "it is a file" if is_file else f"it is not writable ({error.strerror})"
         raise UsageError(
             f"{option} {str(folder)!r} cannot be used as a folder: {why}",
-            hint=f"choose a new folder, or one that you may write to, as {option} ~/mezzo-runs/first",
+            hint=f"choose a new folder, or one that you may write to, such as {option} ~/mezzo-runs/first",
         ) from None
 
 
-def _is_own(folder: Path, leaves: Sequence[str]) -> bool:
+def _may_overwrite(folder: Path, leaves: Sequence[str]) -> bool:
     """Return whether the folder contains results of the same command, or nothing that this command would overwrite."""
     path = folder / _RECORD
     if not path.exists():

@@ -1,4 +1,4 @@
-"""``--guard``: what to do when training goes wrong, and which command to suggest."""
+"""``--guard``: what to do when training goes wrong, and which command to suggest then."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_guard(text: str | None, *, snapshots: bool) -> None:
 
 
 def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequest | None:
-    """Return what to ask of the run's guard; None for a script whose framework has none, if none was asked for.
+    """Return the request for the run's guard; None if there is no guard for the script's framework and none was requested.
 
     Args:
         script: the script, as it was typed.
@@ -51,14 +51,14 @@ def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequ
 
 
 def _commands(script: Script, policy: str) -> dict[AlarmKind, str]:
-    found = script.retyped
-    diagnose = found.under("diagnose", policy=policy)
+    typed = script.retyped
+    diagnose = typed.under("diagnose", policy=policy)
     judged = "fp16" if policy in _LEAVES_FORMATS else policy
-    lost = found.under("ranges", policy=judged)
-    if policy in _LEAVES_FORMATS:  # precision cannot be the cause of its spike
-        spike = found.under("run", policy=policy, snapshot="1m", guard="rewind")
+    lost = typed.under("ranges", policy=judged)
+    if policy in _LEAVES_FORMATS:  # precision cannot be the cause of a spike
+        spike = typed.under("run", policy=policy, snapshot="1m", guard="rewind")
     else:
-        spike = found.under("compare", policies=f"fp32,{policy}")
+        spike = typed.under("compare", policies=f"fp32,{policy}")
     return {
         "loss not finite": diagnose,
         "skip storm": diagnose,

@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 def changes_of(
     script: Script, *, channels_last: bool = False, compiles: bool = False, checkpoint: str = ""
 ) -> ModelChanges | None:
-    """Return what to change in the script's models; None for nothing.
+    """Return the requested changes to the script's models; None if there are none.
 
     Raises:
         ScriptError: the models of this script cannot be changed.
     """
     from mezzo.launch.request_parts import ModelChanges
 
-    asked = {"--channels-last": channels_last, "--compile": compiles, f"--checkpoint {checkpoint}": bool(checkpoint)}
-    option = next((name for name, wanted in asked.items() if wanted), None)
+    requested = {
+        "--channels-last": channels_last,
+        "--compile": compiles,
+        f"--checkpoint {checkpoint}": bool(checkpoint),
+    }
+    option = next((name for name, wanted in requested.items() if wanted), None)
     if option is None:
         return None
     if script.framework != "torch":

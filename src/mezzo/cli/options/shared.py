@@ -37,7 +37,7 @@ Out: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Folder for record and report; a folder beside it if it contains another command's results. "
+        help="Folder for record and report; if it contains another command's results, a new folder next to it is used. "
         "[default: a new folder under runs/]",
     ),
 ]
@@ -56,8 +56,8 @@ def _check_destinations(texts: list[str] | None) -> list[str] | None:
     if texts:
         from mezzo.report.tracking import destination
 
-        for found in map(destination, texts):
-            check_folder(Path(found.folder) if found.folder else None, "--log-to tensorboard:")
+        for to in map(destination, texts):
+            check_folder(Path(to.folder) if to.folder else None, "--log-to tensorboard:")
     return texts
 
 
@@ -100,12 +100,12 @@ def policy_option(text: str) -> Any:
 
 
 MOST_OBSERVED_STEPS = 100_000
-"""Most steps in one range to record or inspect: an observed step takes about a second, and every number some memory."""
+"""The most steps in one range to record or inspect: an observed step takes about a second, and every step number some memory."""
 _LARGEST_SEED = 2**32 - 1
 
 
-def asked_policy(text: str) -> Policy | None:
-    """Return the policy of an option; None for ``as-is``, the script's own precision."""
+def parse_policy(text: str) -> Policy | None:
+    """Return the policy that an option names; None for ``as-is``, the script's own precision."""
     from mezzo.policy import Policy
     from mezzo.records import AS_IS
 
@@ -113,7 +113,7 @@ def asked_policy(text: str) -> Policy | None:
 
 
 def typed_name(text: str, policy: Policy | None) -> str:
-    """Return a policy as typed; empty if the record's own text is the same."""
+    """Return a policy as typed; empty if that is also the text that records have for it."""
     from mezzo.launch.request import policy_text
 
     return "" if text.strip() == policy_text(policy) else text.strip()

@@ -20,7 +20,7 @@ _USUAL_S = 300.0
 
 
 def check_snapshots(snapshot: str | None, resume: Path | None, *, out: Path | None) -> None:
-    """Refuse an invalid time, and a run to resume that has no snapshots; a run that resumes its own folder may be the first."""
+    """Refuse an invalid time, and a run to resume that has no snapshots; a run that resumes its own folder may be its first."""
     if snapshot is not None:
         seconds_of(snapshot)
     if resume is not None and not (resume / FOLDER).is_dir() and not _is_itself(resume, out):
@@ -31,7 +31,7 @@ def check_snapshots(snapshot: str | None, resume: Path | None, *, out: Path | No
 
 
 def seconds_of(text: str) -> float:
-    """Return the seconds of a time such as ``30s``, ``5m`` or ``1h``.
+    """Return the seconds in a time such as ``30s``, ``5m`` or ``1h``.
 
     Raises:
         UsageError: the text is not a time.
@@ -45,7 +45,7 @@ def seconds_of(text: str) -> float:
 def snapshot_request(
     script: Script, folder: Path, snapshot: str | None, resume: Path | None, *, policy: Policy | None, seed: int | None
 ) -> SnapshotRequest | None:
-    """Return what to ask of the run's snapshots; None for nothing. A resumed run continues in the folder of the earlier one."""
+    """Return the request for the run's snapshots; None if there is none. A resumed run continues in the folder of the earlier one."""
     from mezzo.launch.request import policy_text
     from mezzo.launch.request_parts import SnapshotRequest
 
@@ -66,5 +66,5 @@ def snapshot_request(
 
 
 def _is_itself(resume: Path | None, out: Path | None) -> bool:
-    """Return whether a run resumes the folder that it writes to: a launcher may start such a command again and again."""
+    """Return whether a run resumes the folder that it writes to: a launcher may restart such a command any number of times."""
     return resume is not None and out is not None and resume.absolute() == out.absolute()

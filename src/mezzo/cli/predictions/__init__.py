@@ -1,1 +1,1 @@
-"""Predictions that commands show: assumptions, prices, what would fit, what is ruled out."""
+"""Predictions that commands show: assumptions, prices, batches that would fit, configurations that are ruled out."""

@@ -9,21 +9,21 @@ if TYPE_CHECKING:
     from mezzo.records import Reason
 
 
-def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, asked: bool) -> list[Reason]:
+def assumptions(channels_last: bool, own_layout: bool | None, job: GpuGroup, *, only_options: bool) -> list[Reason]:
     """Return what every prediction assumes.
 
     Args:
-        channels_last: whether images are predicted channels-last.
-        own_layout: whether the traced script or model stores them so; None if it has no images.
+        channels_last: whether predictions are for channels-last images.
+        own_layout: whether the traced script or model stores images channels-last; None if it has no images.
         job: how many GPUs train together.
-        asked: whether only the options decide the layout.
+        only_options: whether only the options decide the layout.
     """
     from mezzo.measure.predict.memory.of_tape import DRIVER_BYTES
     from mezzo.records import Reason
 
-    given = "--channels-last was not given" if asked else "as the script stores its images"
+    default = "--channels-last was not given" if only_options else "as the script stores its images"
     faster = "" if channels_last else "; 16-bit convolutions are faster with --channels-last"
-    why = "--channels-last asks for it" if channels_last and (asked or not own_layout) else given + faster
+    why = "requested by --channels-last" if channels_last and (only_options or not own_layout) else default + faster
     layout = Reason(what="layout", value="channels-last" if channels_last else "channels-first", reason=why)
     return [
         *([] if own_layout is None else [layout]),

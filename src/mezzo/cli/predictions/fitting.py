@@ -1,4 +1,4 @@
-"""What would fit, after a script has run out of a GPU's memory: the largest batch that the predictor finds for its policy, and for bf16."""
+"""What would fit after a script has run out of a GPU's memory: the largest batch that is predicted for its policy, and for bf16."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ def with_fits(record: RunRecord, script: Script, policy: str) -> RunRecord:
         script: the script, as it was typed.
         policy: the policy as typed.
     """
-    found = record.out_of_memory
-    if found is None:
+    oom = record.out_of_memory
+    if oom is None:
         return record
     settings, why = _fits(record, script, policy)
-    unknown = _reason("not predicted", why) if why else None
-    not_known = [*found.not_known, *([unknown] if unknown is not None else [])]
-    found = found.model_copy(update={"settings": [*settings, *found.settings], "not_known": not_known})
-    return record.model_copy(update={"out_of_memory": found})
+    not_known = [*oom.not_known, *([_reason("not predicted", why)] if why else [])]
+    oom = oom.model_copy(update={"settings": [*settings, *oom.settings], "not_known": not_known})
+    return record.model_copy(update={"out_of_memory": oom})
 
 
 def _fits(record: RunRecord, script: Script, policy: str) -> tuple[list[Reason], str]:
@@ -43,7 +42,7 @@ def _fits(record: RunRecord, script: Script, policy: str) -> tuple[list[Reason],
     if gpu is None:
         return [], f"the predictor does not know the memory of {here.gpu if here.device != 'cpu' else 'a CPU'}"
     policies = [name for name in dict.fromkeys((policy, "bf16")) if name in PREDICTED]
-    results.note(f"memory ran out; tracing {script.target} to find what would fit, which may take some minutes")
+    results.note(f"memory ran out; tracing {script.target} to find what would fit, which may take a few minutes")
     try:
         return _predicted(gpu, script, policies), ""
     except MezzoError as error:
@@ -55,9 +54,9 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Reason]:
     from mezzo.measure.predict.script.plan import script_plan
 
     traced = script_plan(script.target, script.arguments or [], plan.to_record(policies), as_module=script.as_module)
-    made = []
+    reasons = []
     for policy in policies:
-        one = plan.predict(
+        prediction = plan.predict(
             traced.tapes,
             gpu,
             policy,
@@ -65,18 +64,19 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Reason]:
             channels_last=bool(traced.channels_last),
             refused=traced.refused,
         )
-        if not one.possible or one.largest_batch is None:
-            made.append(
+        if not prediction.possible or prediction.largest_batch is None:
+            reasons.append(
                 _reason(
-                    f"under {policy} not known", one.reason or "other batch sizes do not follow from the script's own"
+                    f"under {policy} not known",
+                    prediction.reason or "other batch sizes do not follow from the script's own",
                 )
             )
-        elif one.largest_batch:
+        elif prediction.largest_batch:
             why = f"predicted for {gpu.name}, {plan.HEADROOM:.0%} of its memory left free; the script's own is {traced.batch}"
-            made.append(_reason(f"{one.largest_batch} {traced.unit} under {policy}", why))
+            reasons.append(_reason(f"{prediction.largest_batch} {traced.unit} under {policy}", why))
         else:
-            made.append(_reason(f"none under {policy}", f"predicted for {gpu.name}: not even one sample fits"))
-    return made
+            reasons.append(_reason(f"none under {policy}", f"predicted for {gpu.name}: not even one sample fits"))
+    return reasons
 
 
 def _reason(value: str, why: str) -> Reason:

@@ -1,4 +1,4 @@
-"""Predictions for GPUs, shown beside measurements on a machine without them."""
+"""Predictions for GPUs, shown next to measurements on a machine without them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def named_gpus(text: str | None) -> list[Gpu] | None:
         return None
     if text == NONE:
         return []
-    found = [gpu_named(name.strip()) for name in text.split(",")]
-    return list({gpu.name: gpu for gpu in found}.values())
+    gpus = [gpu_named(name.strip()) for name in text.split(",")]
+    return list({gpu.name: gpu for gpu in gpus}.values())
 
 
 def predicted_for(
@@ -39,7 +39,7 @@ def predicted_for(
     *,
     limit_s: float | None = None,
 ) -> RealGpus | None:
-    """Return predictions for the policies of ``runs``; None if none were asked for, or if the runs were on a GPU.
+    """Return predictions for the policies of ``runs``; None if none were requested, or if the runs were on a GPU.
 
     Args:
         script: the script of the runs.
@@ -63,7 +63,9 @@ def predicted_for(
     from mezzo.measure.predict.real_gpus import USUAL, real_gpus
 
     cards = gpus or [GPUS[name] for name in USUAL]
-    say(f"predicting a step on {', '.join(gpu.name for gpu in cards)}: the script is traced without numbers")
+    say(
+        f"predicting a step on {', '.join(gpu.name for gpu in cards)}: tracing the script without computing its numbers"
+    )
     arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
     policies = {run.policy_shown: run.policy for run in trained if not run.checkpoint}
     return real_gpus(script.target, arguments, policies, cards, as_module=script.as_module, limit_s=limit_s)

@@ -1,4 +1,4 @@
-"""What a GPU costs to rent, and the lines that ask a cluster for it."""
+"""What a GPU costs to rent, and the lines that request it from a cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prices_of(text: str | None, gpus: Sequence[Gpu]) -> dict[str, float]:
         return {}
     if "=" not in text:
         return dict.fromkeys([gpu.name for gpu in gpus], _price(text, text))
-    found: dict[str, float] = {}
+    prices: dict[str, float] = {}
     names = [gpu.name for gpu in gpus]
     for part in text.split(","):
         name, _, price = part.partition("=")
@@ -39,8 +39,8 @@ def prices_of(text: str | None, gpus: Sequence[Gpu]) -> dict[str, float]:
                 f"--price {text!r} has a price for {gpu.name}, which --gpus does not name; {nearest(gpu.name, names)}",
                 hint=f"add it: --gpus {','.join([*names, gpu.name])}",
             )
-        found[gpu.name] = _price(price, text)
-    return found
+        prices[gpu.name] = _price(price, text)
+    return prices
 
 
 def _price(text: str, whole: str) -> float:
@@ -61,11 +61,11 @@ def cost_per_million(throughput: float, price_per_hour: float) -> float:
     return price_per_hour * _MILLION / throughput / _HOUR_S
 
 
-def slurm_lines(gpu: Gpu, one: Prediction, *, num_gpus: int = 1) -> tuple[list[str], list[Reason]]:
-    """Return the lines of a batch script that ask for ``num_gpus`` of ``gpu`` on one machine, and what they assume."""
+def slurm_lines(gpu: Gpu, prediction: Prediction, *, num_gpus: int = 1) -> tuple[list[str], list[Reason]]:
+    """Return the lines of a batch script that request ``num_gpus`` of ``gpu`` on one machine, and what they assume."""
     from mezzo.records import Reason
 
-    gib = max(16, 8 * math.ceil(num_gpus * (one.device_bytes / 2**30 + _SPARE_GIB) / 8))
+    gib = max(16, 8 * math.ceil(num_gpus * (prediction.device_bytes / 2**30 + _SPARE_GIB) / 8))
     kind = (
         gpu.name.split("-")[0] if gpu.name.startswith(("a100", "h100", "h200", "v100")) else gpu.name.replace("-", "_")
     )
@@ -86,7 +86,7 @@ def slurm_lines(gpu: Gpu, one: Prediction, *, num_gpus: int = 1) -> tuple[list[s
         Reason(
             what="--mem",
             value=f"{gib}G",
-            reason=f"the step's {one.device_bytes / 2**30:.1f} GiB of GPU memory and {_SPARE_GIB} GiB for data{each}, in steps of 8",
+            reason=f"the step's {prediction.device_bytes / 2**30:.1f} GiB of GPU memory and {_SPARE_GIB} GiB for data{each}, in steps of 8",
         ),
         Reason(
             what="--cpus-per-task", value=str(_CPUS * num_gpus), reason="for loading data; its time is not predicted"

@@ -1,4 +1,4 @@
-"""Configurations of ``mezzo tune`` that predictions rule out before the first run."""
+"""The configurations of ``mezzo tune`` that predictions rule out before the first run."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class RuledOut:
     """Configurations that are ruled out, and what was predicted."""
 
     reasons: dict[Configuration, str] = field(default_factory=dict)
-    """Why each of these configurations needs no run."""
+    """The reason why each of these configurations is not run."""
     notes: list[Reason] = field(default_factory=list)
 
 
-def gpu_of(asked: Gpu | str | None, here: Device) -> Gpu | str | None:
-    """Return the GPU of ``--gpu``, or the one of the runs; None for a CPU; a text that says why nothing is predicted."""
+def gpu_of(option: Gpu | str | None, here: Device) -> Gpu | str | None:
+    """Return the GPU of ``--gpu`` or, without it, that of the runs; None for a CPU; a text that says why nothing is predicted."""
     from mezzo.gpus import find_gpu
 
-    if asked is not None:
-        return f"--gpu {NONE}" if asked == NONE else asked
+    if option is not None:
+        return f"--gpu {NONE}" if option == NONE else option
     if here.kind == "cpu":
         return None
     return find_gpu(here.name) or f"{here.name} is not in the predictor's table"
 
 
-def predicted_out(
+def rule_out(
     script: Script, configurations: list[Configuration], gpu: Gpu | str | None, limit_bytes: int | None, budget: Budget
 ) -> RuledOut:
-    """Return what is predicted not to fit, or to be much slower on a GPU; ``limit_bytes`` is the value of ``--memory``.
+    """Return the configurations that are predicted not to fit, or to be much slower on a GPU; ``limit_bytes`` is the value of ``--memory``.
 
     On a CPU the time of scripts is not predicted, so without a limit there is nothing to predict.
     """
@@ -70,9 +70,9 @@ def predicted_out(
     limits = [limit_bytes, None if gpu is None else gpu.memory_bytes - DRIVER_BYTES]
     limit = min((one for one in limits if one is not None), default=None)
     reasons = ruled_out(found, limit_bytes=limit, where=where, now=configurations[0])
-    asked = Reason(
+    summary = Reason(
         what="predictions",
         value=f"{len(reasons)} of {len(configurations)} configurations are not run",
         reason=f"{len(found)} were predicted for {where}",
     )
-    return RuledOut(reasons=reasons, notes=[asked, *notes, *not_predicted(configurations)])
+    return RuledOut(reasons=reasons, notes=[summary, *notes, *not_predicted(configurations)])

@@ -53,7 +53,7 @@ class ByName:
 
     @property
     def plans(self) -> list[str]:
-        """The plans of activation checkpointing, beside none."""
+        """The plans of activation checkpointing to predict in addition to none."""
         return [one.strip() for one in (self.checkpoint or "").split(",") if one.strip()]
 
     @property
@@ -62,7 +62,7 @@ class ByName:
         return self.optimizer or "adamw"
 
     def built(self) -> NamedModel:
-        """Return the model, without numbers.
+        """Return the model, with tensors that have no numbers.
 
         Raises:
             UsageError: there is no such model, or a size does not belong to it.
@@ -80,7 +80,7 @@ def check_target(target: str | None, by_name: ByName, *, as_module: bool) -> Non
     if (target is None) == (model is None):
         given = "neither" if target is None else f"the script {target!r} and --model {model!r}"
         raise UsageError(
-            f"predict needs a script or a model, and not both; it was given {given}",
+            f"predict needs either a script or a model; it was given {given}",
             hint="type mezzo predict train.py, or mezzo predict --model timm:resnet50",
         )
     if target is None and as_module:
@@ -90,8 +90,8 @@ def check_target(target: str | None, by_name: ByName, *, as_module: bool) -> Non
             f"--optimizer {optimizer!r} cannot be predicted; {nearest(optimizer, named.OPTIMIZERS)}",
             hint="type --optimizer adamw, or predict your own script, which has its own optimizer",
         )
-    own = {name: value for name, value in vars(by_name).items() if value is not None and target is not None}
-    for name, value in own.items():
+    misplaced = {name: value for name, value in vars(by_name).items() if value is not None and target is not None}
+    for name, value in misplaced.items():
         if name == "checkpoint":
             raise UsageError(
                 f"--{name} {value} belongs to --model, and {target} is a script",
@@ -113,7 +113,7 @@ def check_target(target: str | None, by_name: ByName, *, as_module: bool) -> Non
 
 @dataclass(frozen=True)
 class Traced:
-    """What was traced, by recorded policy."""
+    """What was traced: the tapes by recorded policy, and what they are of."""
 
     name: str
     size: str
@@ -137,13 +137,13 @@ def of_model(
     from mezzo.measure.predict import named, plan
     from mezzo.measure.predict.stand_ins import numbers_read
 
-    model, optimizer, found = str(by_name.model), by_name.trained_by, by_name.built()
+    model, optimizer, built = str(by_name.model), by_name.trained_by, by_name.built()
     tapes: dict[str, Tapes] = {}
     for policy in plan.to_record(policies):
         how = f", checkpointed: {checkpoint}" if checkpoint else ""
         results.note(f"tracing {model} in {_for(policy, policies)}{how}")
         tape_of = partial(
-            named.tape_of, found, policy, optimizer=optimizer, channels_last=channels_last, checkpoint=checkpoint
+            named.tape_of, built, policy, optimizer=optimizer, channels_last=channels_last, checkpoint=checkpoint
         )
         try:
             tapes[policy] = plan.Tapes.record(tape_of, batch)
@@ -151,10 +151,10 @@ def of_model(
             raise
         except Exception as error:  # a library's constructors and forward passes raise what they like
             raise _untraceable(model, policy, error) from error
-    layout = channels_last if found.unit == "images" else None
+    layout = channels_last if built.unit == "images" else None
     lines = list(dict.fromkeys(line for pair in tapes.values() for line in pair.first.read_at))
     assumed = [numbers_read("model", lines)] if lines else []
-    return Traced(model, found.size, found.unit, batch, optimizer, tapes, assumed, layout, checkpoint or "")
+    return Traced(model, built.size, built.unit, batch, optimizer, tapes, assumed, layout, checkpoint or "")
 
 
 def _for(recorded: str, policies: list[str]) -> str:
@@ -168,7 +168,7 @@ def _untraceable(model: str, policy: str, error: Exception) -> UsageError:
     why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if isinstance(error, MemoryError) or "allocate memory" in str(error):
         return UsageError(
-            f"{model} does not fit this machine's memory: its constructor reads numbers, so its weights must be made ({why})",
+            f"{model} does not fit this machine's memory: its constructor reads numbers, so its weights must be allocated ({why})",
             hint="predict on a machine with more memory, or name a smaller model of the family",
         )
     if type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException"):
@@ -185,12 +185,12 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
     from mezzo.measure.predict.script.plan import script_plan
     from mezzo.measure.predict.script.tapes import hint_under
 
-    hint = f"type mezzo check --gpu a100-80gb {target}: from counted FLOPs and bytes it says at most how much faster it would be"
+    hint = f"type mezzo check --gpu a100-80gb {target}: counted FLOPs and bytes bound how much faster it would be"
     check_pytorch(target, as_module=as_module, command="predict", hint=hint)
     keep_input_for(target, as_module=as_module)
     results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
-    found = script_plan(target, arguments, plan.to_record(policies), batch=batch, as_module=as_module)
-    failures = [plan.failure(policy, found.refused) for policy in policies]
+    script_tapes = script_plan(target, arguments, plan.to_record(policies), batch=batch, as_module=as_module)
+    failures = [plan.failure(policy, script_tapes.refused) for policy in policies]
     if all(failures):
         raise UsageError(f"{target} {failures[0]}", hint=hint_under(policies[0]))
-    return Traced(name=target, size="the script's own inputs", **vars(found))
+    return Traced(name=target, size="the script's own inputs", **vars(script_tapes))

@@ -1,1 +1,1 @@
-"""What a patch writes: torch.amp, a session, or the argument of a library; and the parts that they share."""
+"""What a patch writes: torch.amp, a session, or a library's argument; and the parts that these share."""

@@ -1,6 +1,6 @@
-"""Binary cross entropy on probabilities, which CUDA's autocast refuses: such a loss is left outside of autocast, on FP32 inputs.
+"""Binary cross entropy on probabilities, which CUDA's autocast refuses: such a loss stays outside autocast, on FP32 inputs.
 
-Probabilities near 0 and 1 have no 16-bit neighbours, so torch asks for the loss on logits instead; a patch does not change the model.
+Probabilities near 0 and 1 have no 16-bit neighbours, so torch demands the loss on logits instead; but a patch does not change the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Banned:
         self._criteria = {name for name, call in script.assigned_calls if script.tree.dotted(call.func) == _CLASS}
 
     def calls_in(self, node: ast.AST) -> list[ast.Call]:
-        """Return the calls in a node that compute such a loss, by a function of this file too."""
+        """Return the calls in a node that compute such a loss, directly or in a function of this file."""
         return [n for n in ast.walk(node) if isinstance(n, ast.Call) and self._computes(n, depth=3)]
 
     def _computes(self, call: ast.Call, *, depth: int) -> bool:
@@ -41,7 +41,7 @@ class Banned:
         return f"line {found[0].lineno} {why}" if found else ""
 
     def leave_out(self, regions: Regions) -> Iterator[ast.expr]:
-        """End regions before such a loss; yield its arguments that are computed under autocast, to be made FP32.
+        """End regions before such a loss; yield its arguments that are computed under autocast, for a cast to FP32.
 
         Raises:
             Unclear: the loss and the model are called in one expression.
@@ -87,4 +87,4 @@ class Banned:
             )
 
 
-_BY_HAND = "use BCEWithLogitsLoss and drop the sigmoid, or compute this loss on .float() inputs outside of autocast"
+_BY_HAND = "use BCEWithLogitsLoss and drop the sigmoid, or compute this loss on .float() inputs outside autocast"

@@ -1,4 +1,4 @@
-"""Where a script saves and loads its optimizer's state: the loss scale's state is saved and loaded with it."""
+"""Where a script saves and loads its optimizer's state: the loss scaler's state is saved and loaded with it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def calls_of(script: ScriptFacts, method: str) -> list[StateCall]:
 
 
 def add_to_save(script: ScriptFacts, editor: Editor, saved: StateCall, scaler: str) -> bool:
-    """Save the scaler's state beside the optimizer's; return whether the call is in a place where that can be written."""
+    """Save the scaler's state with the optimizer's; return whether that can be written where the call is."""
     above = script.tree.parent[saved.call]
     if isinstance(above, ast.Dict):
         key = above.keys[above.values.index(saved.call)]
@@ -61,11 +61,11 @@ def _between(script: ScriptFacts, above: ast.Dict, key: ast.expr) -> str:
 
 
 def add_to_load(script: ScriptFacts, editor: Editor, loaded: StateCall, scaler: str) -> bool:
-    """Load the scaler's state after the optimizer's, if the checkpoint has one; return whether that could be written."""
-    given = loaded.call.args[0] if loaded.call.args else None
-    if not isinstance(loaded.stmt, ast.Expr) or not isinstance(given, ast.Subscript):
+    """Load the scaler's state after the optimizer's, if the checkpoint has one; return whether that can be written where the call is."""
+    argument = loaded.call.args[0] if loaded.call.args else None
+    if not isinstance(loaded.stmt, ast.Expr) or not isinstance(argument, ast.Subscript):
         return False
-    checkpoint, unit = script.text.of(given.value), indentation(script, loaded.stmt)
+    checkpoint, unit = script.text.of(argument.value), indentation(script, loaded.stmt)
     editor.line_after(
         loaded.stmt,
         f'if "{KEY}" in {checkpoint}:  # checkpoints from before mixed precision have none',

@@ -1,4 +1,4 @@
-"""Libraries that train: their own argument for mixed precision, added to the call that takes it."""
+"""Libraries that train: their own argument for mixed precision, added to the call that accepts it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ACCELERATE = {"fp16": "fp16", "bf16": "bf16"}
 
 @dataclass(frozen=True)
 class Trainer:
-    """A library's call that takes the precision."""
+    """A library's calls that accept the precision."""
 
     kind: Kind
     calls: tuple[ast.Call, ...]
@@ -28,7 +28,7 @@ class Trainer:
 class _Library:
     kind: Kind
     pattern: str
-    """Matches the dotted name of what takes the precision."""
+    """Matches the dotted name of the function that accepts the precision."""
     argument: str
     values: Mapping[str, str]
     """The argument's value by the name of a preset."""
@@ -55,7 +55,7 @@ _PARSED = r"(transformers\.(\w+\.)*HfArgumentParser|(lightning(\.pytorch)?|pytor
 
 
 def trainer_of(script: ScriptFacts) -> Trainer | None:
-    """Return the call of a library that takes the precision; None for a loop that calls torch directly.
+    """Return the calls of a library that accept the precision; None for a loop that calls torch directly.
 
     Raises:
         Unclear: the library reads its arguments from the command line.
@@ -66,10 +66,10 @@ def trainer_of(script: ScriptFacts) -> Trainer | None:
             return Trainer(library.kind, calls)
     parsed = script.calls_to(_PARSED)
     if parsed and not script.backwards:
-        words = "--trainer.precision 16-mixed" if "LightningCLI" in script.text.of(parsed[0]) else "--fp16 or --bf16"
+        option = "--trainer.precision 16-mixed" if "LightningCLI" in script.text.of(parsed[0]) else "--fp16 or --bf16"
         unclear(
             f"line {parsed[0].lineno} reads the trainer's arguments from the command line",
-            f"run the script with {words}",
+            f"run the script with {option}",
         )
     return None
 
@@ -87,7 +87,7 @@ def patch(job: PatchJob, trainer: Trainer) -> None:
     value = library.values.get(job.preset)
     if value is None:
         unclear(
-            f"policy {job.policy}: {library.kind} has no such setting; it knows {', '.join(library.values)}",
+            f"policy {job.policy}: {library.kind} has no such setting; it supports {', '.join(library.values)}",
             f"use Mezzo's engine inside it: {library.docs}",
         )
     changed = [_change(job, call, library, value) for call in trainer.calls]
@@ -100,25 +100,26 @@ def _change(job: PatchJob, call: ast.Call, library: _Library, value: str) -> boo
     if library.argument:
         return _set(job, call, library.argument, f'"{value}"', why=f"{library.kind} casts and scales by this argument")
     other = "bf16" if value == "fp16" else "fp16"
-    given = keyword_of(call, other)
-    if given is not None and not isinstance(given, ast.Constant):
+    argument = keyword_of(call, other)
+    if argument is not None and not isinstance(argument, ast.Constant):
         unclear(
-            f"line {given.lineno} takes {other} from {job.text.of(given)}", f"set {value}=True and {other}=False there"
+            f"line {argument.lineno} takes {other} from {job.text.of(argument)}",
+            f"set {value}=True and {other}=False there",
         )
-    if given is not None and given.value:
+    if argument is not None and argument.value:
         _set(job, call, other, "False", why="only one of the two may be on")
     return _set(job, call, value, "True", why="the Trainer casts and scales by this argument")
 
 
 def _set(job: PatchJob, call: ast.Call, name: str, value: str, *, why: str) -> bool:
     """Set a keyword of a call; return whether that changed anything."""
-    found = keyword_of(call, name)
-    if found is not None and not isinstance(found, ast.Constant):
-        unclear(f"line {found.lineno} takes {name} from {job.text.of(found)}", _option(job, found, value))
-    if found is not None:
-        if found.value == ast.literal_eval(value):
+    argument = keyword_of(call, name)
+    if argument is not None and not isinstance(argument, ast.Constant):
+        unclear(f"line {argument.lineno} takes {name} from {job.text.of(argument)}", _option(job, argument, value))
+    if argument is not None:
+        if argument.value == ast.literal_eval(value):
             return False
-        job.editor.replace(found, value)
+        job.editor.replace(argument, value)
     else:
         _check_unpacked(job, call, name)
         job.editor.add_argument(call, f"{name}={value}")
@@ -126,14 +127,16 @@ def _set(job: PatchJob, call: ast.Call, name: str, value: str, *, why: str) -> b
     return True
 
 
-def _option(job: PatchJob, given: ast.expr, value: str) -> str:
-    """Return what to do about an argument that comes from elsewhere: the script's own option, where it has one."""
-    name = given.attr if isinstance(given, ast.Attribute) else given.id if isinstance(given, ast.Name) else ""
+def _option(job: PatchJob, argument: ast.expr, value: str) -> str:
+    """Return what to do about an argument that comes from elsewhere: use the script's own option, if it has one."""
+    name = (
+        argument.attr if isinstance(argument, ast.Attribute) else argument.id if isinstance(argument, ast.Name) else ""
+    )
     texts = [n.value for n in job.script.tree.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     for option in (f"--{name}", f"--{name.replace('_', '-')}"):
         if name and option in texts:
             return f"run the script with {option} {ast.literal_eval(value)}"
-    return f"make {job.text.of(given)} equal to {value} there"
+    return f"make {job.text.of(argument)} equal to {value} there"
 
 
 def _check_unpacked(job: PatchJob, call: ast.Call, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Keras: its global dtype policy, set before any layer is made."""
+"""Keras: its global dtype policy, set before any layer is created."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _OWN_LOOP = r".*\.(GradientTape|apply_gradients|stateless_apply|train_on_batch_w
 
 class _Keras(NamedTuple):
     name: str
-    """How the script writes Keras."""
+    """The expression for Keras in the script."""
     root: str
     """The package that is imported for it."""
 
 
 def keras_in(script: ScriptFacts) -> _Keras | None:
-    """Return how a script writes Keras; None if it does not import it."""
+    """Return the expression for Keras in a script; None if the script does not import Keras."""
     imported = script.tree.imported
     for name, stands_for in imported.items():
         if stands_for in ("keras", "tensorflow.keras"):
@@ -41,8 +41,8 @@ def patch(job: PatchJob) -> None:
     Raises:
         Unclear: Keras has no such policy, the script trains in a loop of its own, or it has the policy already.
     """
-    script, found = job.script, keras_in(job.script)
-    assert found is not None
+    script, written = job.script, keras_in(job.script)
+    assert written is not None
     wanted = _NAMES.get(job.preset)
     if wanted is None:
         unclear(
@@ -60,28 +60,28 @@ def patch(job: PatchJob) -> None:
             f"line {loops[0].lineno} trains in a loop of its own, in which Keras does not scale the loss",
             "wrap the optimizer in keras.optimizers.LossScaleOptimizer and scale the loss with it, or use bf16",
         )
-    own = script.calls_to(_SETS_POLICY)
-    if own:
-        _change(job, own[0], wanted)
+    calls = script.calls_to(_SETS_POLICY)
+    if calls:
+        _change(job, calls[0], wanted)
         return
-    _add(job, found, wanted)
+    _add(job, written, wanted)
 
 
 def _change(job: PatchJob, call: ast.Call, wanted: str) -> None:
-    given = call.args[0] if call.args else None
-    if not isinstance(given, ast.Constant):
+    argument = call.args[0] if call.args else None
+    if not isinstance(argument, ast.Constant):
         unclear(f"line {call.lineno} takes the policy from elsewhere", f'pass "{wanted}" there')
-    if given.value == wanted:
+    if argument.value == wanted:
         unclear(f"already sets the policy {wanted}", "nothing needs to be done", already=True)
-    job.editor.replace(given, f'"{wanted}"')
-    job.note(call, wanted, "the global policy of all layers made after it")
+    job.editor.replace(argument, f'"{wanted}"')
+    job.note(call, wanted, "the global policy of all layers created after it")
 
 
-def _add(job: PatchJob, found: _Keras, wanted: str) -> None:
-    keras = found.name or "keras"
+def _add(job: PatchJob, written: _Keras, wanted: str) -> None:
+    keras = written.name or "keras"
     lines = [f'{keras}.mixed_precision.set_global_policy("{wanted}")']
-    if not found.name:
-        lines.insert(0, "import keras" if found.root == "keras" else "from tensorflow import keras")
-    job.after_imports(found.root, *lines)
-    why = "all layers made after it compute in 16 bits and keep FP32 weights"
+    if not written.name:
+        lines.insert(0, "import keras" if written.root == "keras" else "from tensorflow import keras")
+    job.after_imports(written.root, *lines)
+    why = "all layers created after it compute in 16 bits and keep FP32 weights"
     job.note("imports", lines[-1], why + ("; compile() scales the loss" if job.policy.loss_scale != "none" else ""))

@@ -23,22 +23,22 @@ def patch(job: PatchJob) -> None:
     """Change the formats of the script's own autocast, and turn its loss scaler on or off.
 
     Raises:
-        Unclear: the script has the policy already, or takes its format from elsewhere.
+        Unclear: the script already has the policy, or takes its format from elsewhere.
     """
     script, policy = job.script, job.policy
     apex = script.calls_to(r"apex\.amp\..*")
     if apex:
-        unclear(f"line {apex[0].lineno} uses apex.amp", "see docs/apex.md, or replace it by torch.amp first")
+        unclear(f"line {apex[0].lineno} uses apex.amp", "see docs/apex.md, or replace it with torch.amp first")
     why_not = torch_amp.why_not_expressed(policy)
     if why_not or policy.compute == "tf32":
-        why = why_not or "TF32 is no 16-bit format"
+        why = why_not or "TF32 is not a 16-bit format"
         unclear(
-            f"the script has mixed precision of its own, and policy {policy} cannot be written in it: {why}",
+            f"the script has mixed precision of its own, which cannot express policy {policy}: {why}",
             "remove its autocast and its GradScaler first",
         )
     if not script.autocasts:
         unclear(
-            f"line {script.scalers[0].lineno} makes a GradScaler, and no autocast was found",
+            f"line {script.scalers[0].lineno} creates a GradScaler, but no autocast was found",
             "put the forward pass under torch.autocast first",
         )
     changed = [_retype(job, call) for call in script.autocasts if not _is_off(call)]
@@ -63,16 +63,18 @@ def _is_off(call: ast.Call) -> bool:
 def _retype(job: PatchJob, call: ast.Call) -> bool:
     """Give an autocast the policy's dtype; return whether that changed anything."""
     name = job.script.tree.dotted(call.func)
-    given = keyword_of(call, "dtype") or (call.args[1] if len(call.args) > 1 else None)
-    if given is None:
+    argument = keyword_of(call, "dtype") or (call.args[1] if len(call.args) > 1 else None)
+    if argument is None:
         return _add_dtype(job, call, name)
-    dtype = re.fullmatch(r"torch\.(\w+)", job.script.tree.dotted(given))
+    dtype = re.fullmatch(r"torch\.(\w+)", job.script.tree.dotted(argument))
     if dtype is None:
-        unclear(f"line {given.lineno} takes autocast's format from {ast.unparse(given)}", f"make that {job.dtype}")
+        unclear(
+            f"line {argument.lineno} takes autocast's format from {ast.unparse(argument)}", f"make that {job.dtype}"
+        )
     if ALIASES.get(dtype.group(1), dtype.group(1)) == FORMATS[job.policy.compute].dtype_name:
         return False
-    job.editor.replace(given, job.dtype)
-    job.note(call, f"dtype={job.dtype}", f"the policy's format; it was {ast.unparse(given)}")
+    job.editor.replace(argument, job.dtype)
+    job.note(call, f"dtype={job.dtype}", f"the policy's format; it was {ast.unparse(argument)}")
     return True
 
 
@@ -103,7 +105,7 @@ def _turn_off(job: PatchJob, call: ast.Call) -> bool:
     job.note(
         call,
         "enabled=False",
-        "BF16 has the range of FP32, so gradients need no scaling; its calls then pass everything through",
+        "BF16 has the range of FP32, so gradients need no scaling; a disabled scaler passes everything through",
     )
     return True
 
@@ -115,5 +117,5 @@ def _turn_on(job: PatchJob, call: ast.Call) -> bool:
         job.note(call, "enabled=True", "FP16 gradients need a loss scale")
         return True
     if job.policy != PRESETS["fp16"]:
-        job.note(call, "left as it is", "its own settings of the loss scale are kept")
+        job.note(call, "left as it is", "its own loss-scale settings are kept")
     return False

@@ -18,7 +18,7 @@ from mezzo.patching.updates import ScriptUpdates
 
 
 def patch_loop(job: PatchJob) -> None:
-    """Make a session beside the optimizers, and let it run the backward passes and the updates.
+    """Create a session next to the optimizers, and let it run the backward passes and the updates.
 
     Raises:
         Unclear: the loop is not one that a session can run.
@@ -41,10 +41,12 @@ class _Session:
         closures = [s for s in steps if s.has_closure]
         if closures:
             where = closures[0].call.lineno
-            unclear(f"line {where} passes a closure to step(), which a session cannot", "use bf16 with torch.amp")
+            unclear(
+                f"line {where} passes a closure to step(), which a session does not support", "use bf16 with torch.amp"
+            )
         if not steps:
             unclear(
-                "no update was found: no call of an optimizer's step()",
+                "no update was found: no call to an optimizer's step()",
                 "call session.update() where your loop updates the weights",
             )
         over = [s for s in steps if self._updates.loop_over_optimizers(s)]
@@ -54,24 +56,24 @@ class _Session:
                 "pass them all to mezzo.Session, and call update() once",
             )
         self._homes = [job.places.home(s.name, s.stmt) for s in steps]
-        several = "the script has several training loops, whose optimizers are made in different functions"
+        several = "the script has several training loops, whose optimizers are created in different functions"
         common_home(self._homes, several, "give each a mezzo.Session")
         self._schedules = self._passed_schedules()
         self.home = self._latest()
         job.places.check_order(self.home, [b.stmt for b in self._script.backwards])
 
     def _passed_schedules(self) -> dict[str, ast.stmt]:
-        """Return the schedules that step with each update, with the statements that step them; the session will step them instead."""
+        """Return the schedules that step with each update, with the statements that step them: the session will step them instead."""
         stmts = [s for update in self._updates.last_ones() for s in self._updates.schedules_after(update)]
         return {ast.unparse(stmt.value).removesuffix(".step()"): stmt for stmt in stmts}
 
     def _latest(self) -> Home:
-        """Return the place after the last optimizer and the last schedule that the session takes."""
+        """Return the place after the last optimizer and the last schedule that are passed to the session."""
         homes = [*self._homes]
         for name, stmt in self._schedules.items():
             homes.append(self._job.places.home(name, stmt))
-            elsewhere = f"line {stmt.lineno} steps a schedule that is made elsewhere than its optimizer"
-            common_home(homes, elsewhere, "make them in one function")
+            elsewhere = f"line {stmt.lineno} steps a schedule that is not created where its optimizer is"
+            common_home(homes, elsewhere, "create them in one function")
         self._schedules_here = [home.name for home in homes[len(self._homes) :]]
         return last_home(homes)
 
@@ -79,7 +81,7 @@ class _Session:
         """Edit the script."""
         job = self._job
         job.imports("mezzo")
-        self._make()
+        self._create()
         regions = Regions(self._script, self._script.backwards)
         names = job.autocast(regions, self._opening)
         if job.policy.casting == "model":
@@ -93,7 +95,7 @@ class _Session:
             job.note(
                 place.stmt,
                 "left as it is",
-                f"{self.name}.state_dict() holds models, optimizers, schedules and loss scale together",
+                f"{self.name}.state_dict() contains models, optimizers, schedules and loss scale together",
             )
 
     def _opening(self, stmt: ast.stmt) -> str:
@@ -112,7 +114,7 @@ class _Session:
         return self.home.scope in self._tree.scopes(stmt)
 
     def _check_evaluation(self) -> None:
-        """Refuse a model in 16 bits whose evaluation the session cannot reach: its FP32 inputs would not fit."""
+        """Refuse a model in 16 bits that is evaluated out of the session's reach: FP32 inputs would not fit its weights."""
         for node in self._tree.nodes:
             if isinstance(node, ast.stmt) and self._script.grads_off(node) and self._script.runs_forward(node):
                 inside = getattr(node, "body", [node])[0]
@@ -122,17 +124,17 @@ class _Session:
                         "pass the session to this function, and evaluate under session.autocast()",
                     )
 
-    def _make(self) -> None:
-        made_here = [*dict.fromkeys(home.name for home in self._homes)]
-        models = [*dict.fromkeys(m for name in made_here for m in self._models_of(name))]
-        arguments = [_listed(models), _listed(made_here), f'policy="{self._job.policy}"']
+    def _create(self) -> None:
+        optimizers = [*dict.fromkeys(home.name for home in self._homes)]
+        models = [*dict.fromkeys(m for name in optimizers for m in self._models_of(name))]
+        arguments = [_listed(models), _listed(optimizers), f'policy="{self._job.policy}"']
         if self._schedules:
             arguments.append(f"scheduler={_listed(self._schedules_here)}")
-        made = f"{self.home.owner}{self.name} = {self._job.name_of('mezzo')}.Session({', '.join(arguments)})"
-        self._job.editor.line_after(self.home.after, made)
+        line = f"{self.home.owner}{self.name} = {self._job.name_of('mezzo')}.Session({', '.join(arguments)})"
+        self._job.editor.line_after(self.home.after, line)
         self._job.note(
             f"line {last_line(self.home.after)}",
-            made,
+            line,
             "the session casts, scales, unscales, updates or skips, and steps the schedule",
         )
 
@@ -146,8 +148,8 @@ class _Session:
             if isinstance(n.func, ast.Attribute) and n.func.attr in ("parameters", "named_parameters")
         ]
         if not found:
-            made = f'mezzo.Session(model, {optimizer}, policy="{self._job.policy}")'
-            unclear(f"the model that {optimizer} updates was not found", f"write {made}")
+            line = f'mezzo.Session(model, {optimizer}, policy="{self._job.policy}")'
+            unclear(f"the model that {optimizer} updates was not found", f"write {line}")
         return found
 
     def _backward(self, backward: Backward, name: str | None) -> None:
@@ -155,12 +157,12 @@ class _Session:
         if not isinstance(call.func, ast.Attribute) or call.func.value is not backward.loss:
             instead = "call session.backward(loss, retain_graph=True) for each"
             unclear(f"line {call.lineno} differentiates several losses in one call", instead)
-        given = [ast.unparse(k) for k in call.keywords]
-        if call.args or any(not words.startswith("retain_graph") for words in given):
-            why = f"line {call.lineno} passes arguments to backward() that a session does not take"
+        keywords = [ast.unparse(k) for k in call.keywords]
+        if call.args or any(not keyword.startswith("retain_graph") for keyword in keywords):
+            why = f"line {call.lineno} passes arguments to backward() that a session does not accept"
             unclear(why, "sum the losses with their weights first")
         loss = name or text.of(backward.loss)
-        self._job.editor.replace(call, f"{self._at(backward.stmt)}.backward({', '.join([loss, *given])})")
+        self._job.editor.replace(call, f"{self._at(backward.stmt)}.backward({', '.join([loss, *keywords])})")
         self._job.note(backward.stmt, "session.backward(loss)", "scales the loss")
 
     def _update(self) -> None:
@@ -168,21 +170,21 @@ class _Session:
         for group in self._groups():
             last = group[-1]
             names = [self._job.text.of(s.optimizer) for s in group]
-            given = "" if {s.name for s in group} == {s.name for s in self._script.steps} else ", ".join(names)
-            editor.replace(last.call, f"{self._at(last.stmt)}.update({given})")
+            arguments = "" if {s.name for s in group} == {s.name for s in self._script.steps} else ", ".join(names)
+            editor.replace(last.call, f"{self._at(last.stmt)}.update({arguments})")
             for step in group[:-1]:
                 editor.delete(step.stmt)
-            self._job.note(last.stmt, "session.update()", "unscales, updates or skips, and drops the gradients")
+            self._job.note(last.stmt, "session.update()", "unscales, updates or skips, and clears the gradients")
         calls = [b.call for b in self._script.backwards]
         for stmt in dict.fromkeys(read.stmt for read in self._updates.reads(calls)):
             editor.line_before(stmt, f"{self._at(stmt)}.unscale()")
             self._job.note(stmt, "session.unscale() before it", "it must clip or read true gradients, not scaled ones")
         for name, stmt in self._schedules.items():
             editor.delete(stmt)
-            self._job.note(stmt, f"{name}.step() removed", "the session steps it, and holds it on skipped updates")
+            self._job.note(stmt, f"{name}.step() removed", "the session steps it, except after skipped updates")
 
     def _groups(self) -> list[list[StepCall]]:
-        """Return the updates in groups without a backward pass between: each group is one update of the session."""
+        """Return the updates in groups with no backward pass in between: each group is one update of the session."""
         groups: list[list[StepCall]] = []
         backward = [b.stmt for b in self._script.backwards]
         for step in self._script.steps:

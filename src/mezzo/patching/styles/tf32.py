@@ -17,11 +17,11 @@ def patch(job: PatchJob) -> None:
         Unclear: the script sets them itself.
     """
     script = job.script
-    own: list[ast.AST] = [n for n in script.tree.nodes if isinstance(n, ast.Attribute) and n.attr in _SWITCHES]
-    own += script.calls_to(r"torch\.set_float32_matmul_precision")
-    if own:
+    switches: list[ast.AST] = [n for n in script.tree.nodes if isinstance(n, ast.Attribute) and n.attr in _SWITCHES]
+    switches += script.calls_to(r"torch\.set_float32_matmul_precision")
+    if switches:
         unclear(
-            f"line {getattr(own[0], 'lineno', '?')} sets the precision of FP32 products already",
+            f"line {getattr(switches[0], 'lineno', '?')} sets the precision of FP32 products already",
             "check that it allows TF32",
             already=True,
         )

@@ -51,7 +51,7 @@ def patch_loop(job: PatchJob, *, with_regions: bool = True) -> None:
     names: dict[Backward, str] = {}
     scaler = _Scaler(job, device) if job.policy.loss_scale != "none" else None
     if scaler is not None:
-        scaler.make()
+        scaler.create()
 
     def opening(stmt: ast.stmt) -> str:
         return f"{job.torch}.autocast({device.at(stmt)}, dtype={job.dtype})"
@@ -76,7 +76,7 @@ def patch_loop(job: PatchJob, *, with_regions: bool = True) -> None:
 
 
 def refuse_what_scaling_breaks(job: PatchJob) -> None:
-    """Refuse what cannot be done with scaled gradients.
+    """Refuse what does not work with scaled gradients.
 
     Raises:
         Unclear: names the line and what to do.
@@ -86,7 +86,7 @@ def refuse_what_scaling_breaks(job: PatchJob) -> None:
     if closures:
         unclear(
             f"line {closures[0].call.lineno} passes a closure to {closures[0].name}.step(), and a loss scale cannot be used with "
-            "closures: the optimizer reads loss and gradients inside of it, scaled",
+            "closures: the optimizer reads the loss and the gradients while they are scaled",
             "use bf16, which needs no loss scale",
         )
     second = script.calls_to(r"torch\.autograd\.grad")
@@ -121,7 +121,7 @@ def _in_compiled_function(job: PatchJob, stmt: ast.AST) -> bool:
 
 
 class _Scaler:
-    """The script's one GradScaler, made beside its optimizers."""
+    """The script's only GradScaler, created next to its optimizers."""
 
     def __init__(self, job: PatchJob, device: DeviceType) -> None:
         self._job, self._device = job, device
@@ -130,19 +130,19 @@ class _Scaler:
         self.name = job.script.tree.free_name("scaler", "grad_scaler")
         if not self._script.steps:
             unclear(
-                "no update was found: no call of an optimizer's step()",
+                "no update was found: no call to an optimizer's step()",
                 "call scaler.step(optimizer) and scaler.update() where your loop updates the weights",
             )
         self.home = common_home(
             [job.places.home(s.name, s.stmt) for s in self._script.steps],
-            "the script has several training loops, whose optimizers are made in different functions",
+            "the script has several training loops, whose optimizers are created in different functions",
             "give each loop a torch.amp.GradScaler of its own",
         )
         self._follow_moves()
         job.places.check_order(self.home, [b.stmt for b in self._script.backwards])
 
     def _follow_moves(self) -> None:
-        """Move the home below the statement that moves the model, if that follows the optimizer."""
+        """Move the home below the statement that moves the model, if that comes after the optimizer."""
         block = self._script.tree.block(self.home.after)
         uses = min(s.call.lineno for s in self._script.steps)
         for stmt in block[block.index(self.home.after) + 1 :]:
@@ -152,8 +152,8 @@ class _Scaler:
             if moved and not repeats and stmt.lineno < uses:
                 self.home = Home(self.home.scope, stmt, self.home.owner)
 
-    def make(self) -> None:
-        """Make the scaler after the last optimizer."""
+    def create(self) -> None:
+        """Create the scaler after the last optimizer."""
         policy, preset = self._job.policy, PRESETS["fp16"]
         changed = [f for f in _SCALER_ARGUMENTS if getattr(policy, f) != getattr(preset, f)]
         settings = "".join(f", {f}={getattr(policy, f)!r}" for f in changed)
@@ -164,12 +164,14 @@ class _Scaler:
             variable = self._script.tree.free_name("device_type", "amp_device_type")
             lines.append(f"{variable} = {device}")
             device = self._device.share(variable, self.home.scope)
-        made = f"{self.home.owner}{self.name} = {self._job.torch}.amp.GradScaler({device}{settings})"
-        self._editor.line_after(self.home.after, *lines, made)
-        self._job.note(f"line {line}", made, "FP16 gradients need a loss scale; made once, so that the scale is kept")
+        created = f"{self.home.owner}{self.name} = {self._job.torch}.amp.GradScaler({device}{settings})"
+        self._editor.line_after(self.home.after, *lines, created)
+        self._job.note(
+            f"line {line}", created, "FP16 gradients need a loss scale; created once, so that the scale persists"
+        )
 
     def at(self, node: ast.AST) -> str:
-        """Return the expression for the scaler at a node, to whose function it is passed if it has to be."""
+        """Return the expression for the scaler at a node; where needed, pass the scaler there through functions."""
         annotation = f"{self._job.torch}.amp.GradScaler"
         return self._job.places.reach(self.name, self.home, node, annotation=annotation)
 
@@ -197,7 +199,7 @@ class _Scaler:
         else:
             self._editor.insert(start, f"{scaler}.scale(")
             self._editor.insert(end, ")")
-        self._job.note(backward.stmt, "scaler.scale(loss)", "small FP16 gradients would be lost as zeros without it")
+        self._job.note(backward.stmt, "scaler.scale(loss)", "without it, small FP16 gradients would become zero")
 
     def unscale_before_reads(self) -> None:
         """Unscale before gradients are clipped or read."""
@@ -215,11 +217,11 @@ class _Scaler:
             )
 
     def update(self) -> None:
-        """Update the scale once for each pass through a training loop, and hold schedules on skipped updates."""
-        held: list[ast.Expr] = []
+        """Update the scale once in each pass through a training loop, and step schedules only if the update was not skipped."""
+        guarded: list[ast.Expr] = []
         for stmt in self._updates.last_ones():
             scaler, schedules = self.at(stmt), self._updates.schedules_after(stmt)
-            held += schedules
+            guarded += schedules
             scale = self._script.tree.free_name("scale", "scale_before", "loss_scale_before")
             lines = [f"{scaler}.update()"]
             if schedules:
@@ -235,15 +237,15 @@ class _Scaler:
                 header = f"if {scaler}.get_scale() >= {scale}:"
                 self._editor.wrap(run[0], run[-1], header, unit=unit, comment="  # the update was not skipped")
                 self._job.note(
-                    run[0], "held on skipped updates", "a schedule must not move on where the optimizer did not"
+                    run[0], "skipped with the update", "a schedule must not advance when the optimizer does not"
                 )
         for call in self._script.schedule_steps:
-            if self._script.tree.statement(call) not in held:
-                why = "it does not step right after each update, so a skipped update does not hold it"
+            if self._script.tree.statement(call) not in guarded:
+                why = "it does not step right after each update, so it also steps after skipped updates"
                 self._job.note(call, "schedule left as it is", why)
 
     def _adjacent(self, stmts: list[ast.Expr]) -> list[list[ast.Expr]]:
-        """Return statements in runs that follow each other directly in one block."""
+        """Return ``stmts`` in runs of statements that directly follow each other in one block."""
         runs: list[list[ast.Expr]] = []
         for stmt in stmts:
             block = self._script.tree.block(stmt)

@@ -1,4 +1,4 @@
-"""Forward passes without gradients: validation and inference, put under autocast for speed unless something speaks against it."""
+"""Forward passes without gradients: validation and inference, put under autocast for speed unless there is a reason not to."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _why_not(job: PatchJob, node: ast.stmt) -> str:
         return "it is part of a training step that is under autocast already"
     numpy = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr == "numpy"]
     if numpy:
-        return f"line {numpy[0].lineno} makes a NumPy array, which has no BF16 and would get rounded numbers in FP16"
+        return f"line {numpy[0].lineno} creates a NumPy array, but NumPy has no BF16, and FP16 would round its numbers"
     if isinstance(node, (ast.With, ast.AsyncWith)) and node.items[-1].optional_vars is not None:
         return "its with statement binds a name"
     return ""

@@ -1,7 +1,7 @@
 """A chart's geometry, drawn by matplotlib: the only file that imports it, and only when a page is written.
 
-matplotlib places axes, ticks, lines and bands; the page has its own words, colours and interaction. So only those paths and tick labels
-of matplotlib's SVG are kept whose ``gid`` this file has set, and no markup of matplotlib's reaches the page.
+matplotlib places axes, ticks, lines and bands; text, colours and interaction are the page's own. Of matplotlib's SVG, only the paths and
+tick labels with a ``gid`` that this file set are read; none of its markup reaches the page.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ _OWN_SETTINGS = {
     "text.usetex": False,
 }
 _SETTINGS = ("axes", "figure", "font", "grid", "lines", "patch", "path", "savefig", "svg", "text", "xtick", "ytick")
-_FARTHEST = 1e100
+_LARGEST = 1e100
+"""Values are clipped to this, so that their differences and ratios stay finite."""
 _SVG = "{http://www.w3.org/2000/svg}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The size of a drawing in pixels, and how many ticks and letters fit."""
+    """The size of a drawing in pixels, and how many ticks and characters fit."""
 
     name: str
     width: int
@@ -47,15 +48,15 @@ WIDE = Layout(name="wide", width=900, right=150, num_x_ticks=8, label_length=17)
 NARROW = Layout(name="narrow", width=420, right=104, num_x_ticks=4, label_length=12)
 LAYOUTS = (WIDE, NARROW)
 TOP, BOTTOM = 26, 40
-_LEAST_LEFT = 36
-_CHARACTER = 7.8  # pixels of a wide digit at the page's size
+_MIN_LEFT = 36
+_DIGIT_WIDTH = 7.8  # pixels, of a wide digit at the page's font size
 TRACK = 22
 """Height of a track below the axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """A tick's place in pixels, and its words."""
+    """A tick's position in pixels, and its label."""
 
     place: float
     text: str
@@ -70,9 +71,9 @@ class Geometry:
     left: float
     """Space for the labels of the vertical axis."""
     right: int
-    """Space kept free at the right."""
+    """Free space on the right."""
     bottom: int
-    """Space kept free below the frame."""
+    """Free space below the frame."""
     ends: tuple[float, float]
     """The values at both ends of the horizontal axis."""
     x_ticks: list[Tick]
@@ -81,7 +82,7 @@ class Geometry:
     """SVG path data by line."""
     bands: list[str]
     place: Callable[[float, float], tuple[float, float]]
-    """From values to pixels, inside the frame."""
+    """Maps values to pixels inside the frame."""
 
     @property
     def frame(self) -> tuple[float, float, float, float]:
@@ -89,9 +90,9 @@ class Geometry:
         return self.left, TOP, self.layout.width - self.right, self.height - self.bottom
 
 
-def drawn(chart: Chart, layout: Layout) -> Geometry:
+def geometry_of(chart: Chart, layout: Layout) -> Geometry:
     """Return ``chart`` as matplotlib places it in ``layout``."""
-    chart = _tamed(chart)
+    chart = _clipped(chart)
     with _settings():
         figure, axes = _figure(chart, layout)
         _limits(axes, chart)
@@ -101,7 +102,7 @@ def drawn(chart: Chart, layout: Layout) -> Geometry:
             _plot(axes, chart, line, number, _clamp(frame, is_log=is_log))
         left = _ticks(axes, chart, layout)
         axes.set_position(_rectangle(chart, layout, left))
-        found = _elements(figure)
+        elements = _elements(figure)
         transform = axes.transData.frozen()
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -116,48 +117,48 @@ def drawn(chart: Chart, layout: Layout) -> Geometry:
         right=_right(chart, layout),
         bottom=_bottom(chart),
         ends=(float(ends[0]), float(ends[1])),
-        x_ticks=[Tick(place=float(t.get("x", 0)), text=t.text or "") for t in found.get("x-tick", [])],
-        y_ticks=[Tick(place=float(t.get("y", 0)), text=t.text or "") for t in found.get("y-tick", [])],
-        lines=[_path(found.get(f"line-{number}", [])) for number in range(len(chart.lines))],
-        bands=[_path(found.get(f"band-{number}", [])) for number in range(len(chart.lines))],
+        x_ticks=[Tick(place=float(t.get("x", 0)), text=t.text or "") for t in elements.get("x-tick", [])],
+        y_ticks=[Tick(place=float(t.get("y", 0)), text=t.text or "") for t in elements.get("y-tick", [])],
+        lines=[_path(elements.get(f"line-{number}", [])) for number in range(len(chart.lines))],
+        bands=[_path(elements.get(f"band-{number}", [])) for number in range(len(chart.lines))],
         place=place,
     )
 
 
-def _tamed(chart: Chart) -> Chart:
+def _clipped(chart: Chart) -> Chart:
     """Return ``chart`` with values whose differences and ratios stay finite: a loss may be 1e308."""
-    low, high = (1 / _FARTHEST if chart.y_axis.kind == "log" else -_FARTHEST), _FARTHEST
+    low, high = (1 / _LARGEST if chart.y_axis.kind == "log" else -_LARGEST), _LARGEST
 
-    def one(value: float) -> float:
+    def clip(value: float) -> float:
         return value if math.isnan(value) else min(max(value, low), high)
 
-    def end(value: float | None) -> float | None:
-        return None if value is None or math.isnan(value) else one(value)
+    def clip_end(value: float | None) -> float | None:
+        return None if value is None or math.isnan(value) else clip(value)
 
     lines = [
         replace(
             line,
-            y=[one(v) for v in line.y],
-            low=[one(v) for v in line.low],
-            high=[one(v) for v in line.high],
-            marks=[replace(mark, y=one(mark.y)) for mark in line.marks],
+            y=[clip(v) for v in line.y],
+            low=[clip(v) for v in line.low],
+            high=[clip(v) for v in line.high],
+            marks=[replace(mark, y=clip(mark.y)) for mark in line.marks],
         )
         for line in chart.lines
     ]
     spans = [
-        replace(span, low=one(span.low), high=one(span.high)) if span.axis == "y" else span for span in chart.spans
+        replace(span, low=clip(span.low), high=clip(span.high)) if span.axis == "y" else span for span in chart.spans
     ]
-    axis = replace(chart.y_axis, low=end(chart.y_axis.low), high=end(chart.y_axis.high))
+    axis = replace(chart.y_axis, low=clip_end(chart.y_axis.low), high=clip_end(chart.y_axis.high))
     return replace(chart, lines=lines, spans=spans, y_axis=axis)
 
 
-def labelled(chart: Chart) -> bool:
+def is_labelled(chart: Chart) -> bool:
     """Return whether lines are labelled at their ends; a single line needs no label."""
     return chart.layered and len(chart.lines) > 1
 
 
 def _right(chart: Chart, layout: Layout) -> int:
-    return layout.right if labelled(chart) else 14
+    return layout.right if is_labelled(chart) else 14
 
 
 def _bottom(chart: Chart) -> int:
@@ -166,7 +167,7 @@ def _bottom(chart: Chart) -> int:
 
 @cache
 def _matplotlib() -> Any:
-    # On a read-only home matplotlib warns about its font cache, which is no concern of a report's reader.
+    # If the home folder is read-only, matplotlib warns about its font cache, which does not concern a report's reader.
     logger = logging.getLogger("matplotlib")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -184,7 +185,7 @@ def _matplotlib() -> Any:
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Draw with matplotlib's defaults, whatever style a person or their script has set."""
+    """Draw with matplotlib's defaults, whatever style the user or their script has set."""
     mpl = _matplotlib()
     defaults = {k: v for k, v in mpl.rcParamsDefault.items() if k.split(".")[0] in _SETTINGS}
     with mpl.rc_context({**defaults, **_OWN_SETTINGS}):
@@ -196,11 +197,11 @@ def _figure(chart: Chart, layout: Layout) -> tuple[Any, Any]:
     # The SVG backend has 72 pixels an inch.
     figure = mpl.figure.Figure(figsize=(layout.width / 72, chart.height / 72), dpi=72)
     mpl.backends.backend_svg.FigureCanvasSVG(figure)
-    return figure, figure.add_axes(_rectangle(chart, layout, _LEAST_LEFT))
+    return figure, figure.add_axes(_rectangle(chart, layout, _MIN_LEFT))
 
 
 def _rectangle(chart: Chart, layout: Layout, left: float) -> tuple[float, float, float, float]:
-    """Return the axes' place as shares of the figure: left, bottom, width and height."""
+    """Return the axes' position as shares of the figure: left, bottom, width and height."""
     width, height, right, bottom = layout.width, chart.height, _right(chart, layout), _bottom(chart)
     return left / width, bottom / height, (width - right - left) / width, (height - TOP - bottom) / height
 
@@ -227,25 +228,23 @@ def _ends(axis: Axis, values: Sequence[float], *, margin: float) -> tuple[float,
         high = high if axis.high is None else math.log10(axis.high)
     else:
         low, high = low if axis.low is None else axis.low, high if axis.high is None else axis.high
-    room = margin * (high - low) or abs(low) * margin or 1.0
-    return low - (room if axis.low is None else 0), high + (room if axis.high is None else 0)
+    padding = margin * (high - low) or abs(low) * margin or 1.0
+    return low - (padding if axis.low is None else 0), high + (padding if axis.high is None else 0)
 
 
 def _clamp(frame: tuple[float, float], *, is_log: bool) -> Callable[[float], float]:
-    """Return a function that keeps values within a frame height of the frame; points farther away are not seen and take many digits."""
+    """Return a function that limits values to one frame height beyond the frame: points farther out are invisible, and only add digits."""
     bottom, top = float(min(frame)), float(max(frame))
-    room = top / bottom if is_log else top - bottom
-    low, high = (max(bottom / room, 1e-300), min(top * room, 1e300)) if is_log else (bottom - room, top + room)
+    height = top / bottom if is_log else top - bottom
+    low, high = (max(bottom / height, 1e-300), min(top * height, 1e300)) if is_log else (bottom - height, top + height)
     return lambda value: value if math.isnan(value) else min(max(value, low), high)
 
 
 def _plot(axes: Any, chart: Chart, line: Line, number: int, clamp: Callable[[float], float]) -> None:
     mpl = _matplotlib()
     x, y = list(chart.x), [clamp(v) for v in line.y]
-    (drawn_line,) = axes.plot(
-        x, y, drawstyle="steps-post" if chart.staircase else "default", scalex=False, scaley=False
-    )
-    drawn_line.set_gid(f"line-{number}")
+    (artist,) = axes.plot(x, y, drawstyle="steps-post" if chart.staircase else "default", scalex=False, scaley=False)
+    artist.set_gid(f"line-{number}")
     if not line.low:
         return
     corners: list[tuple[float, float]] = []
@@ -271,7 +270,7 @@ def _stairs(points: list[tuple[float, float]], staircase: bool) -> list[tuple[fl
 
 
 def _stretches(line: Line) -> list[list[int]]:
-    """Return the indices of values that have neighbours, stretch by stretch; a band of one point has no area."""
+    """Return the indices of each stretch of finite values; a stretch of one point is left out, because its band would have no area."""
     pieces: list[list[int]] = [[]]
     for index, (low, high) in enumerate(zip(line.low, line.high, strict=True)):
         if math.isfinite(low) and math.isfinite(high):
@@ -296,13 +295,13 @@ def _ticks(axes: Any, chart: Chart, layout: Layout) -> float:
         (axes.yaxis, up, chart.y_axis.kind, "y-tick"),
     ):
         low, high = sorted(axis.get_view_interval())
-        places = [v for v in locator.tick_values(low, high) if low <= v <= high]
-        axis.set_ticks(places, labels=[tick_text(v, kind) for v in places])
+        values = [v for v in locator.tick_values(low, high) if low <= v <= high]
+        axis.set_ticks(values, labels=[tick_text(v, kind) for v in values])
         axis.set_minor_locator(ticker.NullLocator())
         for tick in axis.get_major_ticks():
             tick.label1.set_gid(gid)
     names = [label.get_text() for label in axes.get_yticklabels()] + [track.name for track in chart.tracks]
-    return max(_LEAST_LEFT, 14 + _CHARACTER * max(map(len, names), default=0))
+    return max(_MIN_LEFT, 14 + _DIGIT_WIDTH * max(map(len, names), default=0))
 
 
 def tick_text(value: float, kind: AxisKind) -> str:
@@ -331,7 +330,7 @@ def _elements(figure: Any) -> dict[str, list[ElementTree.Element]]:
 
 
 def _path(elements: Sequence[ElementTree.Element]) -> str:
-    """Return path data in tenths of a pixel and relative steps, which is a third of the size."""
+    """Return path data in relative steps of tenths of a pixel: a third of the size."""
     words = " ".join(element.get("d", "") for element in elements).split()
     out: list[str] = []
     at = before = (0, 0)
@@ -350,7 +349,7 @@ def _path(elements: Sequence[ElementTree.Element]) -> str:
             out.append(f"{_tenths(at[0] - before[0])} {_tenths(at[1] - before[1])} ")
         before = at
     path = "".join(out).replace(" -", "-").replace(" z", "z").replace(" M", "M").strip()
-    return path.replace("lM", "h0M").removesuffix("l") + ("h0" if path.endswith("l") else "")  # a point alone is a dot
+    return path.replace("lM", "h0M").removesuffix("l") + ("h0" if path.endswith("l") else "")  # a lone point is a dot
 
 
 def _tenths(value: int) -> str:

@@ -1,4 +1,4 @@
-"""What a chart shows, as plain values, which tests read point by point; the canvas draws only these."""
+"""What a chart shows, as plain values: the only input of the canvas, which tests check point by point."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Line:
     high: Sequence[float] = ()
     marks: Sequence[Mark] = ()
     group: str = ""
-    """Lines of one group are hidden together, in every chart of a page; the line's name if empty."""
+    """Lines of one group are hidden together, in every chart of a page; if empty, the line's name is its group."""
     unnamed: bool = False
     """Whether the line has no entry in the legend and no label at its end."""
 
@@ -51,7 +51,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Track:
-    """A range below the horizontal axis, such as what a format represents; its first part is pale."""
+    """A range below the horizontal axis, such as that of a number format; its first part is pale."""
 
     name: str
     style: Style
@@ -62,7 +62,7 @@ class Track:
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis; without ends, they are those of the values."""
+    """One axis; an end that is None follows from the values."""
 
     title: str
     kind: AxisKind = "number"
@@ -76,8 +76,8 @@ class Figure:
 
     name: str
     title: str
-    words: str
-    """What the figure shows, with its numbers: read out by a screen reader, and shown below the title."""
+    description: str
+    """What the figure shows, with its numbers: read aloud by a screen reader, and shown below the title."""
     note: str = ""
     """How to read it."""
 
@@ -89,9 +89,9 @@ class Chart(Figure):
     form: ClassVar[str] = "chart"
 
     x: Sequence[float]
-    """One position for each entry of each line's values."""
+    """The position of each entry of a line's values."""
     last_x: float
-    """The last step that the last position stands for."""
+    """The last step that the last position covers."""
     x_axis: Axis
     y_axis: Axis
     lines: Sequence[Line]
@@ -101,10 +101,10 @@ class Chart(Figure):
     zero: bool = False
     """Whether a line marks zero."""
     layered: bool = False
-    """Whether lines may overlap: then earlier ones are wider, and each is labelled at its end."""
+    """Whether lines may overlap: earlier ones are then wider, and each is labelled at its end."""
     height: int = 320
-    point_words: str = "step"
-    """What a position is called: a step, or a power of two."""
+    point_noun: str = "step"
+    """What a position is called in the tooltip: a step, a batch, a power of two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +129,12 @@ class Bar:
     style: Style | None = None
     """The policy's style, if the row is a policy."""
     mark: float | None = None
-    """Place of a mark across the bar, as a share of the longest."""
+    """Position of a mark across the bar, as a share of the longest bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(Figure):
-    """Bars below each other, each divided into the same kinds of parts."""
+    """Horizontal bars, each divided into the same kinds of parts."""
 
     form: ClassVar[str] = "bars"
 
@@ -153,12 +153,12 @@ class Box:
     ends: Sequence[float] | None
     """The 5%, 25%, 50%, 75% and 95% quantiles; None if ``text`` says why there are none."""
     numbers: Sequence[str] = ()
-    """The same as text."""
+    """The same quantiles as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Boxes(Figure):
-    """Spreads below each other over one axis that begins at zero."""
+    """Spreads over one axis that begins at zero, one row each."""
 
     form: ClassVar[str] = "boxes"
 
@@ -175,18 +175,18 @@ class TreeNode:
     bars: Sequence[BarPart]
     text: str
     numbers: Sequence[str] = ()
-    """One for each of the tree's heads."""
+    """One for each of the tree's column heads."""
     children: Sequence[TreeNode] = ()
     tone: str = ""
     badges: Sequence[str] = ()
     place: str = ""
-    """Key of the source line that it links to; empty without one."""
+    """Anchor of the source line that it links to; empty without one."""
     open: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class TreeChart(Figure):
-    """Modules below their parents."""
+    """Modules, each indented below its parent."""
 
     form: ClassVar[str] = "tree"
 
@@ -197,7 +197,7 @@ class TreeChart(Figure):
 
 @dataclass(frozen=True, kw_only=True)
 class Nothing(Figure):
-    """A chart that has nothing to show, and the reason."""
+    """A chart with nothing to show, and the reason."""
 
     form: ClassVar[str] = "nothing"
 

@@ -1,4 +1,4 @@
-"""The memory of a step by kind, one bar per policy."""
+"""The memory of a step by kind, one bar for each policy."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from mezzo.report.sheets import shared
 
 
 def memory_bars(memory: Mapping[str, Memory], *, styles: Mapping[str, Style]) -> Drawn:
-    """Return the bytes of each kind as one bar per policy."""
+    """Return the bytes of each kind, one bar for each policy."""
     title = "Memory of a step, by kind"
     known = {p: m for p, m in memory.items() if any(shared.memory_kinds(m).values()) or shared.memory_peaks(m)}
     if not known:
-        return Nothing(name="memory", title=title, words="Memory was not measured.")
+        return Nothing(name="memory", title=title, description="Memory was not measured.")
     longest = max(max(_known_bytes(m), m.cuda_allocated_bytes or 0) for m in known.values()) or 1
-    rows = [_bar(policy, own, longest=longest, style=styles.get(policy)) for policy, own in known.items()]
+    rows = [_bar(policy, m, longest=longest, style=styles.get(policy)) for policy, m in known.items()]
     kinds = [*shared.memory_kinds(Memory())]
-    parts = [f"{row.name} {row.text}{_most(own)}" for row, own in zip(rows, known.values(), strict=True)]
+    parts = [f"{row.name} {row.text}{_largest_kind(m)}" for row, m in zip(rows, known.values(), strict=True)]
     return Bars(
         name="memory",
         title=title,
-        words=f"Bytes of one step: {'; '.join(parts)}.",
-        note="Activations are what the forward pass keeps for the backward pass, cast copies of weights included.",
+        description=f"Bytes of one step: {'; '.join(parts)}.",
+        note="Activations are what the forward pass saves for the backward pass, including cast copies of weights.",
         rows=rows,
         legend=[BarPart(name=kind, share=0.0, text="", style=f"kind-{n}") for n, kind in enumerate(kinds)],
-        mark_text="peak that the allocator reports" if any(row.mark is not None for row in rows) else "",
+        mark_text="peak reported by the allocator" if any(row.mark is not None for row in rows) else "",
     )
 
 
-def _most(memory: Memory) -> str:
+def _largest_kind(memory: Memory) -> str:
     size, kind = max((size or 0, kind) for kind, size in shared.memory_kinds(memory).items())
     return f", most of it {kind}" if size else ""
 

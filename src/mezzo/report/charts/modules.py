@@ -23,17 +23,17 @@ def phase_bars(record: AuditRecord) -> Drawn:
     phases = [phase for phase in PHASES if record.flops_by_phase.get(phase)]
     title = "FLOPs by phase and format"
     if not phases:
-        return Nothing(name="flops", title=title, words="No matrix product or convolution ran.")
+        return Nothing(name="flops", title=title, description="No matrix product or convolution ran.")
     longest = max(sum(record.flops_by_phase[phase].values()) for phase in phases)
     rows = []
     for phase in phases:
-        own = record.flops_by_phase[phase]
-        rows.append(Bar(name=phase, parts=_format_parts(own, longest), text=fmt.flops_text(sum(own.values()))))
-    words = [f"{row.name} {row.text} ({', '.join(f'{p.text} in {p.name}' for p in row.parts)})" for row in rows]
+        flops = record.flops_by_phase[phase]
+        rows.append(Bar(name=phase, parts=_format_parts(flops, longest), text=fmt.flops_text(sum(flops.values()))))
+    texts = [f"{row.name} {row.text} ({', '.join(f'{p.text} in {p.name}' for p in row.parts)})" for row in rows]
     return Bars(
         name="flops",
         title=title,
-        words=f"Matrix products and convolutions: {'; '.join(words)}.",
+        description=f"Matrix products and convolutions: {'; '.join(texts)}.",
         rows=rows,
         legend=_format_legend(record),
     )
@@ -54,7 +54,7 @@ def _format_legend(record: AuditRecord) -> list[BarPart]:
 
 @dataclass(kw_only=True)
 class _Totals:
-    """The work of one module and those inside it."""
+    """The work of one module, including those inside it."""
 
     flops: dict[str, int] = field(default_factory=dict)
     bytes: int = 0
@@ -63,15 +63,15 @@ class _Totals:
 
 
 def module_tree(record: AuditRecord, places: Mapping[str, str]) -> Drawn:
-    """Return the FLOPs, bytes and casts of each module with those inside it, the largest first."""
+    """Return the FLOPs, bytes and casts of each module, including those inside it, the largest first."""
     title = "Module by module"
     totals: dict[str, _Totals] = {}
     for operation in record.operations:
         for path in paths_of(operation.module):
-            own = totals.setdefault(path, _Totals())
-            own.bytes += operation.bytes
+            total = totals.setdefault(path, _Totals())
+            total.bytes += operation.bytes
             if operation.flops:
-                own.flops[operation.format] = own.flops.get(operation.format, 0) + operation.flops
+                total.flops[operation.format] = total.flops.get(operation.format, 0) + operation.flops
     for cast in record.casts:
         for path in paths_of(cast.module):
             totals.setdefault(path, _Totals()).casts += cast.count
@@ -80,20 +80,20 @@ def module_tree(record: AuditRecord, places: Mapping[str, str]) -> Drawn:
             if module in totals and finding.code not in totals[module].findings:
                 totals[module].findings.append(finding.code)
     if not totals:
-        return Nothing(name="modules", title=title, words="No operation was recorded.")
-    longest = max(sum(own.flops.values()) for own in totals.values()) or 1
+        return Nothing(name="modules", title=title, description="No operation was recorded.")
+    longest = max(sum(total.flops.values()) for total in totals.values()) or 1
 
     def node(path: str, children: Sequence[TreeNode]) -> TreeNode:
-        own = totals[path]
-        flops = sum(own.flops.values())
+        total = totals[path]
+        flops = sum(total.flops.values())
         return TreeNode(
             name=fmt.clean(path.rpartition(".")[2]),
             path=fmt.clean(path),
-            bars=_format_parts(own.flops, longest),
-            text=_mixed(own.flops),
-            numbers=(fmt.flops_text(flops), fmt.bytes_text(own.bytes), str(own.casts)),
+            bars=_format_parts(total.flops, longest),
+            text=_format_mix(total.flops),
+            numbers=(fmt.flops_text(flops), fmt.bytes_text(total.bytes), str(total.casts)),
             children=children,
-            badges=own.findings,
+            badges=total.findings,
             place=places.get(path, ""),
         )
 
@@ -101,12 +101,12 @@ def module_tree(record: AuditRecord, places: Mapping[str, str]) -> Drawn:
         return -sum(totals[path].flops.values()), -totals[path].bytes
 
     first = sorted((path for path in totals if "." not in path), key=weight)
-    total = sum(sum(totals[path].flops.values()) for path in first) or 1
-    top = [f"{fmt.clean(path)} {fmt.share_text(sum(totals[path].flops.values()) / total)}" for path in first[:3]]
+    all_flops = sum(sum(totals[path].flops.values()) for path in first) or 1
+    top = [f"{fmt.clean(path)} {fmt.share_text(sum(totals[path].flops.values()) / all_flops)}" for path in first[:3]]
     return TreeChart(
         name="modules",
         title=title,
-        words=f"{fmt.plural(len(totals), 'module')}; most of the FLOPs: {', '.join(top)}.",
+        description=f"{fmt.plural(len(totals), 'module')}; most of the FLOPs: {', '.join(top)}.",
         note=_shown_note(len(totals))
         + "Each row includes the modules inside it; bytes are those of all operands and results.",
         heads=("FLOPs", "bytes", "casts"),
@@ -115,10 +115,10 @@ def module_tree(record: AuditRecord, places: Mapping[str, str]) -> Drawn:
     )
 
 
-def _mixed(flops: Mapping[str, int]) -> str:
+def _format_mix(flops: Mapping[str, int]) -> str:
     """Return the FLOPs by format, if there is more than one."""
-    words = [f"{fmt.flops_text(n)} in {fmt.clean(form)}" for form, n in flops.items() if n]
-    return ", ".join(words) if len(words) > 1 else ""
+    parts = [f"{fmt.flops_text(n)} in {fmt.clean(form)}" for form, n in flops.items() if n]
+    return ", ".join(parts) if len(parts) > 1 else ""
 
 
 def _shown_note(count: int) -> str:
@@ -134,7 +134,7 @@ def paths_of(module: str) -> list[str]:
 def nodes_of(
     paths: Mapping[str, object], node: Callable[[str, Sequence[TreeNode]], TreeNode], weight: Callable[[str], object]
 ) -> list[TreeNode]:
-    """Return the roots of the tree of ``paths``, each level in the order of ``weight``; the heaviest MOST_NODES are kept."""
+    """Return the roots of the tree of ``paths``, each level ordered by ``weight``; only the first MOST_NODES are kept."""
     kept = sorted(paths, key=weight)[:MOST_NODES]  # type: ignore[arg-type]
     known = dict.fromkeys(path for name in kept for path in paths_of(name))
     inside: dict[str, list[str]] = {}
@@ -142,8 +142,8 @@ def nodes_of(
         inside.setdefault(path.rpartition(".")[0], []).append(path)
 
     def build(path: str) -> TreeNode:
-        made = node(path, [build(child) for child in inside.get(path, [])])
-        return replace(made, open=len(known) <= _ALL_OPEN or "." not in path)
+        built = node(path, [build(child) for child in inside.get(path, [])])
+        return replace(built, open=len(known) <= _ALL_OPEN or "." not in path)
 
     return [build(path) for path in inside.get("", [])]
 
@@ -152,49 +152,48 @@ def nodes_of(
 
 
 def error_tree(record: FallbackRecord) -> Drawn:
-    """Return the tree of modules with the error that each makes alone, below its parent."""
+    """Return the tree of modules, each with the error that it makes when it runs alone."""
     title = "Module by module"
-    own = {m.module: m for m in record.modules if not m.unnamed}
-    if not own:
-        return Nothing(name="tree", title=title, words="No module was run by itself.")
-    paths = {path: None for name in own for path in paths_of(name)}
+    modules = {m.module: m for m in record.modules if not m.unnamed}
+    if not modules:
+        return Nothing(name="tree", title=title, description="No module was run by itself.")
+    paths = {path: None for name in modules for path in paths_of(name)}
 
     def node(path: str, children: Sequence[TreeNode]) -> TreeNode:
-        found = own.get(path)
-        if (
-            found is None and len(children) == 1
-        ):  # a container that is never called and has one child gets no row of its own
+        module = modules.get(path)
+        if module is None and len(children) == 1:
+            # A container that is never called gets no row of its own if it has one child.
             return replace(children[0], name=f"{fmt.clean(path.rpartition('.')[2])}.{children[0].name}")
-        tone, word = error_tone(found, record.tolerance)
-        share = 0.0 if found is None else _bar_share(_largest(found), record.tolerance)
+        tone, word = error_tone(module, record.tolerance)
+        share = 0.0 if module is None else _bar_share(_largest(module), record.tolerance)
         return TreeNode(
             name=fmt.clean(path.rpartition(".")[2]),
             path=fmt.clean(path),
             bars=[BarPart(name=word, share=share, text="", style=f"tone-{tone}")] if share else [],
-            text=_error_words(found),
+            text=_error_texts(module),
             numbers=(
-                "" if found is None or found.reason else error_text(_largest(found)),
-                fmt.flops_text(found.flops) if found else "",
+                "" if module is None or module.reason else error_text(_largest(module)),
+                fmt.flops_text(module.flops) if module else "",
             ),
             children=children,
             tone=tone,
-            badges=("kept in FP32",) if found is not None and found.kept else (),
+            badges=("kept in FP32",) if module is not None and module.kept else (),
         )
 
     def weight(path: str) -> float:
-        below = [_largest(m) for name, m in own.items() if name == path or name.startswith(f"{path}.")]
+        below = [_largest(m) for name, m in modules.items() if name == path or name.startswith(f"{path}.")]
         return -max(below, default=0.0)
 
-    kept = [fmt.clean(m.module) for m in own.values() if m.kept]
-    over = sum(_largest(m) > record.tolerance for m in own.values())
-    words = (
-        f"{fmt.plural(len(own), 'module')} run by themselves in the lower precision; {over} of them make an error above the "
+    kept = [fmt.clean(m.module) for m in modules.values() if m.kept]
+    over = sum(_largest(m) > record.tolerance for m in modules.values())
+    description = (
+        f"{fmt.plural(len(modules), 'module')} run by themselves in the lower precision; {over} of them make an error above the "
         f"tolerance of {error_text(record.tolerance)}; kept in FP32: {', '.join(kept) or 'none'}."
     )
     return TreeChart(
         name="tree",
         title=title,
-        words=words,
+        description=description,
         note=f"{_shown_note(len(paths))}Each module ran on its FP32 inputs; the bar is the largest error of its outputs and gradients, "
         "and is full where nothing is left of the values.",
         heads=("largest error", "FLOPs"),
@@ -216,7 +215,7 @@ def _bar_share(error: float, tolerance: float) -> float:
 
 
 def error_tone(module: ModuleError | None, tolerance: float) -> tuple[str, str]:
-    """Return the tone of a module's error, and what it stands for."""
+    """Return the tone of a module's error, and its meaning."""
     if module is None or module.reason:
         return "quiet", "not run by itself"
     error = _largest(module)
@@ -227,7 +226,7 @@ def error_tone(module: ModuleError | None, tolerance: float) -> tuple[str, str]:
     return ("warn", "near the tolerance") if error > tolerance * _NEAR_SHARE else ("good", "small")
 
 
-def _error_words(module: ModuleError | None) -> str:
+def _error_texts(module: ModuleError | None) -> str:
     if module is None:
         return "not called by itself"
     if module.reason:

@@ -36,9 +36,9 @@ def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     title = f"Throughput and the largest batch on {fmt.clean(detail.gpu)}"
     curves = [curve for curve in detail.curves if curve.batches]
     if not curves:
-        why = next((one.reason for one in record.assumptions if one.what == "other batch sizes"), "")
-        words = f"Other batch sizes do not follow from this one{': ' if why else ''}{fmt.clean(why)}."
-        return Nothing(name="batches", title=title, words=words)
+        why = next((note.reason for note in record.assumptions if note.what == "other batch sizes"), "")
+        description = f"Other batch sizes cannot be derived from this one{': ' if why else ''}{fmt.clean(why)}."
+        return Nothing(name="batches", title=title, description=description)
     unit = fmt.clean(record.unit)
     sizes = sorted({size for curve in curves for size in curve.batches})
     styles = policy_styles([curve.policy for curve in curves])
@@ -50,7 +50,7 @@ def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     return Chart(
         name="batches",
         title=title,
-        words=f"The largest batch that fits: {'; '.join(ends)}.",
+        description=f"The largest batch that fits: {'; '.join(ends)}.",
         note=f"Predicted. A cross marks the largest batch, which leaves {record.headroom:.0%} of the memory free; beyond it the "
         f"step does not fit. This record is of batch {record.batch}.",
         x=[math.log2(size) for size in sizes],
@@ -59,7 +59,7 @@ def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
         y_axis=Axis(title=f"{unit}/s", low=0.0),
         lines=lines,
         layered=True,
-        point_words="batch",
+        point_noun="batch",
     )
 
 
@@ -71,17 +71,17 @@ def _rate_line(curve: BatchCurve, sizes: list[int], style: Style) -> Line:
 
 
 def _between(sizes: list[int], rates: dict[int, float]) -> list[float]:
-    """Return a rate for each size; one that is not known is interpolated between its neighbours."""
+    """Return a rate for each size; an unknown rate is interpolated between its neighbours."""
     known = sorted(rates)
-    found = []
+    filled = []
     for size in sizes:
         if size in rates or size > known[-1]:
-            found.append(rates.get(size, NAN))
+            filled.append(rates.get(size, NAN))
             continue
         below, above = max(k for k in known if k < size), min(k for k in known if k > size)
         share = math.log2(size / below) / math.log2(above / below)
-        found.append(rates[below] + share * (rates[above] - rates[below]))
-    return found
+        filled.append(rates[below] + share * (rates[above] - rates[below]))
+    return filled
 
 
 # --- memory over the step --------------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def timeline_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     line, title = detail.timeline, f"Memory over one step, by kind ({_name(detail)})"
     totals = [sum(values) for values in zip(*line.kinds.values(), strict=True)]
     if not totals:
-        return Nothing(name="timeline", title=title, words="No tensor was allocated.")
+        return Nothing(name="timeline", title=title, description="No tensor was allocated.")
     _, power = fmt.byte_scale(max(totals))
     scale, unit = 1024.0**power, fmt.BYTE_UNITS[power]
     lines = [Line(name="all", style=Style(family="fp32", shade=0), y=[total / scale for total in totals])]
@@ -109,8 +109,8 @@ def timeline_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     return Chart(
         name="timeline",
         title=title,
-        words=f"Tensors need the most memory, {fmt.bytes_text(totals[peak])}, {_phase(record, line.places[peak])}: {listed}.",
-        note="Predicted. From left to right the forward pass, the backward pass (shaded) and the optimizer's step; each position is "
+        description=f"The memory of tensors peaks at {fmt.bytes_text(totals[peak])} {_phase(record, line.places[peak])}: {listed}.",
+        note="Predicted. From left to right: the forward pass, the backward pass (shaded) and the optimizer's step; each position is "
         "one tensor that is allocated or freed. The GPU shows more, because torch's allocator reserves memory and the driver needs some: "
         f"{fmt.bytes_text(_device_bytes(record, detail))} of {fmt.bytes_text(detail.limit_bytes)}.",
         x=line.places,
@@ -120,7 +120,7 @@ def timeline_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
         lines=lines,
         spans=spans,
         layered=True,
-        point_words="event",
+        point_noun="event",
     )
 
 
@@ -131,45 +131,45 @@ def _phase(record: PredictRecord, place: int) -> str:
     return "in the backward pass" if line.optimizer is None or place < line.optimizer else "in the optimizer's step"
 
 
-def _is_of(one: Prediction, detail: PredictionDetail) -> bool:
-    return (one.gpu, one.policy, one.checkpoint) == (detail.gpu, detail.policy, detail.checkpoint)
+def _is_detailed(prediction: Prediction, detail: PredictionDetail) -> bool:
+    return (prediction.gpu, prediction.policy, prediction.checkpoint) == (detail.gpu, detail.policy, detail.checkpoint)
 
 
 def _device_bytes(record: PredictRecord, detail: PredictionDetail) -> int:
-    return next((one.device_bytes for one in record.predictions if _is_of(one, detail)), 0)
+    return next((p.device_bytes for p in record.predictions if _is_detailed(p, detail)), 0)
 
 
 # --- the time of each module -------------------------------------------------------------------------------------------------------
 
 
 def time_tree(record: PredictRecord, detail: PredictionDetail) -> Drawn:
-    """Return the time of each module with those inside it, by what it waits for."""
+    """Return the time of each module, including those inside it, by what it waits for."""
     title = f"Time by module ({_name(detail)})"
     totals: dict[str, dict[str, float]] = {}
-    for one in detail.modules:
-        for path in paths_of(one.module):
-            own = totals.setdefault(path, {})
-            for kind, ms in one.ms.items():
-                own[kind] = own.get(kind, 0.0) + ms
+    for module in detail.modules:
+        for path in paths_of(module.module):
+            total = totals.setdefault(path, {})
+            for kind, ms in module.ms.items():
+                total[kind] = total.get(kind, 0.0) + ms
     if not totals:
-        return Nothing(name="times", title=title, words="No operation was traced.")
-    step = sum(sum(one.ms.values()) for one in detail.modules)
-    longest = max(sum(own.values()) for own in totals.values())
+        return Nothing(name="times", title=title, description="No operation was traced.")
+    step = sum(sum(module.ms.values()) for module in detail.modules)
+    longest = max(sum(total.values()) for total in totals.values())
 
     def node(path: str, children: object) -> TreeNode:
-        own = totals[path]
-        ms = sum(own.values())
+        total = totals[path]
+        ms = sum(total.values())
         bars = [
-            BarPart(name=kind, share=own[kind] / longest, text=fmt.ms_text(own[kind]), style=kind_style(n).name)
+            BarPart(name=kind, share=total[kind] / longest, text=fmt.ms_text(total[kind]), style=kind_style(n).name)
             for n, kind in enumerate(_BOUNDS)
-            if own.get(kind)
+            if total.get(kind)
         ]
         return TreeNode(
             name=fmt.clean(path.rpartition(".")[2]),
             path=fmt.clean(path),
             bars=bars,
             text="",
-            numbers=(fmt.ms_text(ms), fmt.share_text(ms / step), max(own, key=lambda kind: own[kind])),
+            numbers=(fmt.ms_text(ms), fmt.share_text(ms / step), max(total, key=lambda kind: total[kind])),
             children=list(children),  # type: ignore[call-overload]
         )
 
@@ -182,25 +182,26 @@ def time_tree(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     return TreeChart(
         name="times",
         title=title,
-        words=f"Most of the step's {fmt.ms_text(step)} on the GPU: {', '.join(top)}.",
-        note=f"{shown}Predicted. Each row includes the modules inside it, forward and backward.{_host(record, detail, step)}",
+        description=f"Most of the step's {fmt.ms_text(step)} on the GPU: {', '.join(top)}.",
+        note=f"{shown}Predicted. Each row includes the modules inside it, forward and backward.{_host_note(record, detail, step)}",
         heads=("time", "share", "bound by"),
         roots=nodes_of(totals, node, weight),
         legend=[
-            BarPart(name=_said(kind), share=0.0, text="", style=kind_style(n).name) for n, kind in enumerate(_BOUNDS)
+            BarPart(name=_legend_text(kind), share=0.0, text="", style=kind_style(n).name)
+            for n, kind in enumerate(_BOUNDS)
         ],
     )
 
 
-def _said(kind: str) -> str:
+def _legend_text(kind: str) -> str:
     return {"launch": "launch: too small to fill the GPU"}.get(kind, kind)
 
 
-def _host(record: PredictRecord, detail: PredictionDetail, step_ms: float) -> str:
+def _host_note(record: PredictRecord, detail: PredictionDetail, gpu_ms: float) -> str:
     """Return a note if the host cannot launch operations as fast as the GPU computes them."""
-    whole = next((one.step_ms for one in record.predictions if _is_of(one, detail)), 0.0)
+    step_ms = next((p.step_ms for p in record.predictions if _is_detailed(p, detail)), 0.0)
     return (
-        f" The step takes {fmt.ms_text(whole)}: the host launches more slowly than the GPU computes."
-        if whole > 1.1 * step_ms
+        f" The step takes {fmt.ms_text(step_ms)}: the host launches operations more slowly than the GPU computes them."
+        if step_ms > 1.1 * gpu_ms
         else ""
     )

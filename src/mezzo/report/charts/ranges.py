@@ -1,4 +1,4 @@
-"""The values of a script by power of two, above the range of each format; and what each loss scale loses."""
+"""The values of a script by power of two, above the range of each format; and what each loss scale would lose."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def exponents_chart(record: RangesRecord) -> Drawn:
     kinds = [kind for kind in record.kinds if kind.histogram.nonzero]
     title = "Values by power of two"
     if not kinds:
-        return Nothing(name="exponents", title=title, words="No value other than zero was recorded.")
+        return Nothing(name="exponents", title=title, description="No value other than zero was recorded.")
     low, high = _ends(record)
     grid = range(low, high + 1)
     judged = next((limits for limits in record.limits if limits.format == record.format), None)
@@ -31,9 +31,9 @@ def exponents_chart(record: RangesRecord) -> Drawn:
     return Chart(
         name="exponents",
         title=title,
-        words=f"Share of the non-zero values by power of two: {'; '.join(_kind_words(kind) for kind in kinds)}.",
-        note=f"A loss scale of 2^k moves both kinds of gradients k places to the right.{shaded} Bars below: the range of each format; "
-        "the pale part has fewer bits (subnormal numbers).",
+        description=f"Share of the non-zero values by power of two: {'; '.join(_kind_text(kind) for kind in kinds)}.",
+        note=f"A loss scale of 2^k shifts both kinds of gradients k places to the right.{shaded} Bars below: the range of each format; "
+        "in the pale part, numbers have fewer bits (they are subnormal).",
         x=list(grid),
         last_x=high,
         x_axis=Axis(title="magnitude", kind="power", low=low, high=high),
@@ -52,43 +52,45 @@ def exponents_chart(record: RangesRecord) -> Drawn:
         ],
         staircase=True,
         height=330 + 22 * len(record.limits),
-        point_words="magnitude",
+        point_noun="magnitude",
     )
 
 
 def _ends(record: RangesRecord) -> tuple[int, int]:
-    kinds = [kind.histogram for kind in record.kinds if kind.histogram.nonzero]
-    low = max(_LOWEST, min(own.first_exponent for own in kinds) - 2)
-    return low, max(low + 1, min(_HIGHEST, max([own.last_exponent for own in kinds] + [16]) + 3))
+    histograms = [kind.histogram for kind in record.kinds if kind.histogram.nonzero]
+    low = max(_LOWEST, min(h.first_exponent for h in histograms) - 2)
+    return low, max(low + 1, min(_HIGHEST, max([h.last_exponent for h in histograms] + [16]) + 3))
 
 
 def _kind_line(kind: KindRange, grid: range) -> Line:
-    own = kind.histogram
-    counted = {own.first_exponent + place: count for place, count in enumerate(own.counts)}
+    histogram = kind.histogram
+    counted = {histogram.first_exponent + place: count for place, count in enumerate(histogram.counts)}
     return Line(
-        name=kind.kind, style=kind_style(_KINDS.index(kind.kind)), y=[counted.get(e, 0) / own.nonzero for e in grid]
+        name=kind.kind,
+        style=kind_style(_KINDS.index(kind.kind)),
+        y=[counted.get(e, 0) / histogram.nonzero for e in grid],
     )
 
 
-def _kind_words(kind: KindRange) -> str:
-    own = kind.histogram
-    peak = own.first_exponent + max(range(len(own.counts)), key=own.counts.__getitem__)
-    return f"{kind.kind} from {power(own.first_exponent)} to {power(own.last_exponent + 1)}, most at {power(peak)}"
+def _kind_text(kind: KindRange) -> str:
+    histogram = kind.histogram
+    peak = histogram.first_exponent + max(range(len(histogram.counts)), key=histogram.counts.__getitem__)
+    return f"{kind.kind} from {power(histogram.first_exponent)} to {power(histogram.last_exponent + 1)}, most at {power(peak)}"
 
 
 def scales_chart(record: RangesRecord) -> Drawn:
-    """Return the shares of all gradient values that become zero and that overflow, at each loss scale."""
+    """Return the shares of all gradient values that become zero and that overflow, by loss scale."""
     title = "What each loss scale loses"
     if not any(kind.kind in GRADIENTS for kind in record.kinds) or not record.windows:
-        return Nothing(name="scales", title=title, words="No gradient was recorded.")
+        return Nothing(name="scales", title=title, description="No gradient was recorded.")
     lines: list[Line] = []
     length = 0
     for window in record.windows:
         zeroed, over = lost_shares(record, window.format)
         length = max(length, len(zeroed))
         name, style = fmt.clean(window.format), format_style(window.format)
-        clash = sum(line.style.family == style.family for line in lines) // 2
-        style = Style(family=style.family, shade=clash % 3)
+        same_family = sum(line.style.family == style.family for line in lines) // 2
+        style = Style(family=style.family, shade=same_family % 3)
         lines.append(Line(name=name, style=style, y=zeroed))
         dotted = Style(family=style.family, shade=style.shade, dashes=2)
         lines.append(Line(name=f"{name} overflow", group=name, unnamed=True, style=dotted, y=over))
@@ -99,8 +101,8 @@ def scales_chart(record: RangesRecord) -> Drawn:
     return Chart(
         name="scales",
         title=title,
-        words=f"{_window_words(record)}.",
-        note="Unbroken lines: the share of all gradient values that become zero in a cast to the format. Dotted: the share that overflows."
+        description=f"{_window_text(record)}.",
+        note="Solid lines: the share of all gradient values that become zero in a cast to the format. Dotted: the share that overflows."
         + (f" Shaded: the scale window of {fmt.clean(record.format)}." if spans else ""),
         x=[record.first_scale + k for k in range(length)],
         last_x=record.first_scale + length - 1,
@@ -109,11 +111,11 @@ def scales_chart(record: RangesRecord) -> Drawn:
         lines=[replace(line, y=[*line.y, *[math.nan] * (length - len(line.y))]) for line in lines],
         spans=spans,
         height=300,
-        point_words="scale",
+        point_noun="scale",
     )
 
 
-def _window_words(record: RangesRecord) -> str:
+def _window_text(record: RangesRecord) -> str:
     parts = []
     for window in record.windows:
         name = fmt.clean(window.format)

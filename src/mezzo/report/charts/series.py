@@ -1,4 +1,4 @@
-"""Values of several runs as one line and a band, with few enough points for a small page, and without hiding extremes."""
+"""Values of several runs as one line and a band, thinned out for a small page without hiding extremes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ MOST_POINTS = 300
 """Positions in one chart: one every 3 pixels at full width."""
 _FEWEST_POINTS = 60
 _WIDE_RATIO = 50
-_PAGE_POINTS = (
-    3600  # of all lines and charts of a page: at some 45 bytes each, with both layouts, band and tooltip, 160 kB
-)
+_PAGE_POINTS = 3600
+"""Points of all lines and charts of a page: about 45 bytes each with both layouts, band and tooltip, so 160 kB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +43,12 @@ def points_for(num_lines: int) -> int:
 
 
 def positions(num_steps: int, *, most: int = MOST_POINTS) -> list[range]:
-    """Return the indices behind each position of a chart: one each, or equally many where there are more than ``most``."""
+    """Return the indices behind each position of a chart: one each, or several, equally many, if there are more than ``most``."""
     size = max(1, math.ceil(num_steps / most))
     return [range(start, min(start + size, num_steps)) for start in range(0, num_steps, size)]
 
 
-def band(series: Sequence[Sequence[float]], places: Sequence[range]) -> Band:
+def band_of(series: Sequence[Sequence[float]], places: Sequence[range]) -> Band:
     """Return the mean, lowest and highest finite value of all series at each of ``places``; NaN where there is none.
 
     A mean alone would hide the spikes that matter.
@@ -65,15 +64,15 @@ def band(series: Sequence[Sequence[float]], places: Sequence[range]) -> Band:
 
 def band_of_means(series: Sequence[Sequence[float]], places: Sequence[range]) -> Band:
     """Return the band of each series' means at each position: systematic differences, without the noise of single steps."""
-    means = [band([values], places).mean for values in series]
-    return band(means, positions(len(places), most=max(1, len(places))))
+    means = [band_of([values], places).mean for values in series]
+    return band_of(means, positions(len(places), most=max(1, len(places))))
 
 
-def banded_line(name: str, style: Style, one: Band, *, marks: Sequence[Mark] = ()) -> Line:
-    """Return the line of a band's mean, with the band if it is anywhere wider than its mean."""
-    wide = any(low < high for low, high in zip(one.low, one.high, strict=True))
-    low, high = (one.low, one.high) if wide else ((), ())
-    return Line(name=name, style=style, y=one.mean, low=low, high=high, marks=marks)
+def banded_line(name: str, style: Style, band: Band, *, marks: Sequence[Mark] = ()) -> Line:
+    """Return the line of a band's mean, with the band unless it has no width anywhere."""
+    wide = any(low < high for low, high in zip(band.low, band.high, strict=True))
+    low, high = (band.low, band.high) if wide else ((), ())
+    return Line(name=name, style=style, y=band.mean, low=low, high=high, marks=marks)
 
 
 def axis_kind(values: Sequence[float]) -> AxisKind:
@@ -100,14 +99,14 @@ def broken_stretches(values: Sequence[float]) -> list[Stretch]:
 
 
 def thinned(indices: Sequence[int], *, limit: int = MOST_POINTS) -> list[int]:
-    """Return at most ``limit`` of ``indices``, evenly spaced, both ends among them."""
+    """Return at most ``limit`` of ``indices``, evenly spaced, including both ends."""
     if len(indices) <= limit:
         return list(indices)
     return [indices[k * (len(indices) - 1) // (limit - 1)] for k in range(limit)]
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the value below which ``share`` of the sorted, non-empty ``ordered`` lies, interpolated."""
+    """Return the value below which ``share`` of the sorted, non-empty ``ordered`` is, interpolated."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)

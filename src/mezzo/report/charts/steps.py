@@ -17,23 +17,23 @@ _MOST_SKIPS = 60
 def scale_chart(runs: Sequence[RunRecord], *, styles: Mapping[str, Style]) -> Drawn:
     """Return the loss scale over steps in powers of two, with a mark at each skipped step."""
     scaled = {p: [r for r in runs if r.policy_shown == p and any(map(_is_scale, r.steps.loss_scale))] for p in styles}
-    scaled = {policy: own for policy, own in scaled.items() if own}
+    scaled = {policy: policy_runs for policy, policy_runs in scaled.items() if policy_runs}
     if not scaled:
-        return Nothing(name="scale", title="Loss scale", words="No loss scale was used.")
-    num_steps = max(len(run.steps.loss_scale) for own in scaled.values() for run in own)
+        return Nothing(name="scale", title="Loss scale", description="No loss scale was used.")
+    num_steps = max(len(run.steps.loss_scale) for policy_runs in scaled.values() for run in policy_runs)
     places = series.positions(num_steps, most=series.points_for(2 * len(scaled)))
     lines = []
-    for policy, own in scaled.items():
-        powers = [[_power(s) for s in run.steps.loss_scale] for run in own]
-        band = series.band(powers, places)
-        marks = _skips(own, band, size=len(places[0]))
+    for policy, policy_runs in scaled.items():
+        powers = [[_power(s) for s in run.steps.loss_scale] for run in policy_runs]
+        band = series.band_of(powers, places)
+        marks = _skips(policy_runs, band, size=len(places[0]))
         lines.append(series.banded_line(fmt.clean(policy), styles[policy], band, marks=marks))
     values = [v for line in lines for part in (line.y, line.low, line.high) for v in part if math.isfinite(v)]
     return Chart(
         name="scale",
         title="Loss scale and skipped steps",
-        words=_scale_words(scaled),
-        note="A triangle marks a skipped step: its gradients were not finite, so the update was left out.",
+        description=_scale_description(scaled),
+        note="A triangle marks a skipped step: its gradients were not finite, so the weights were not updated.",
         x=[place.start + 1 for place in places],
         last_x=num_steps,
         x_axis=Axis(title="step"),
@@ -53,9 +53,9 @@ def _power(scale: float) -> float:
     return math.log2(scale) if _is_scale(scale) else series.NAN
 
 
-def _skips(own: Sequence[RunRecord], band: series.Band, *, size: int) -> list[Mark]:
+def _skips(policy_runs: Sequence[RunRecord], band: series.Band, *, size: int) -> list[Mark]:
     seeds: dict[int, list[str]] = {}
-    for run in own:
+    for run in policy_runs:
         for index, skipped in enumerate(run.steps.skipped[: len(run.steps.loss_scale)]):
             if skipped:
                 seeds.setdefault(index, []).append("" if run.seed is None else str(run.seed))
@@ -63,22 +63,22 @@ def _skips(own: Sequence[RunRecord], band: series.Band, *, size: int) -> list[Ma
     for index in series.thinned(sorted(seeds), limit=_MOST_SKIPS):
         height = band.mean[index // size]
         named = [seed for seed in seeds[index] if seed]
-        who = f" in seed {fmt.listed(named)}" if named and len(own) > 1 else ""
+        who = f" in seed {fmt.listed(named)}" if named and len(policy_runs) > 1 else ""
         if math.isfinite(height):
             marks.append(Mark(x=index + 1, y=height, shape="triangle", text=f"step {index + 1} skipped{who}"))
     return marks
 
 
-def _scale_words(scaled: Mapping[str, Sequence[RunRecord]]) -> str:
+def _scale_description(scaled: Mapping[str, Sequence[RunRecord]]) -> str:
     parts = []
-    for policy, own in scaled.items():
-        firsts = [next(s for s in run.steps.loss_scale if _is_scale(s)) for run in own]
-        ends = [fmt.scale_text(s) for s in sorted({run.final_scale for run in own}, key=lambda s: s or 0.0)]
-        skips = fmt.mean_text(sum(run.steps.num_skipped for run in own) / len(own))
-        per = " a run" if len(own) > 1 else ""
+    for policy, policy_runs in scaled.items():
+        firsts = [next(s for s in run.steps.loss_scale if _is_scale(s)) for run in policy_runs]
+        ends = [fmt.scale_text(s) for s in sorted({run.final_scale for run in policy_runs}, key=lambda s: s or 0.0)]
+        skips = fmt.mean_text(sum(run.steps.num_skipped for run in policy_runs) / len(policy_runs))
+        per = " a run" if len(policy_runs) > 1 else ""
         ending = ends[0] if len(ends) == 1 else f"{ends[0]} to {ends[-1]}"
         parts.append(
-            f"{fmt.clean(policy)} begins at {fmt.scale_text(firsts[0])} and ends at {ending}, {skips} skipped{per}"
+            f"{fmt.clean(policy)} starts at {fmt.scale_text(firsts[0])} and ends at {ending}, {skips} skipped{per}"
         )
     return f"The loss scale: {'; '.join(parts)}."
 
@@ -87,41 +87,52 @@ def norm_chart(run: RunRecord, *, style: Style) -> Drawn:
     """Return the gradient norm over the steps in which it was measured."""
     known = [(step, v) for step, v in enumerate(run.steps.grad_norm, 1) if math.isfinite(v)]
     if not known:
-        return Nothing(name="norm", title="Gradient norm", words="No gradient norm was measured.")
+        return Nothing(name="norm", title="Gradient norm", description="No gradient norm was measured.")
     values = [v for _, v in known]
-    words = (
+    description = (
         f"The gradient norm at the update, in {fmt.plural(len(known), 'step')}: from {fmt.number_text(values[0], digits=3)} to "
         f"{fmt.number_text(values[-1], digits=3)}; the largest is {fmt.number_text(max(values), digits=3)}."
     )
-    return _one_line(run, known, style=style, name="norm", title="Gradient norm", unit="gradient norm", words=words)
+    return _one_line(
+        run, known, style=style, name="norm", title="Gradient norm", unit="gradient norm", description=description
+    )
 
 
 def time_chart(run: RunRecord, *, style: Style) -> Drawn:
     """Return the wall time of each step."""
     known = [(step, v) for step, v in enumerate(run.steps.time_ms, 1) if math.isfinite(v)]
     if not known:
-        return Nothing(name="timeline", title="Time of each step", words="No step was timed.")
+        return Nothing(name="timeline", title="Time of each step", description="No step was timed.")
     ordered = sorted(v for _, v in known)
-    words = (
+    description = (
         f"The time of {fmt.plural(len(known), 'step')}: {fmt.ms_text(series.quantile(ordered, 0.5))} in the median; the slowest is "
-        f"step {max(known, key=lambda one: one[1])[0]} with {fmt.ms_text(ordered[-1])}."
+        f"step {max(known, key=lambda timed: timed[1])[0]} with {fmt.ms_text(ordered[-1])}."
     )
-    return _one_line(run, known, style=style, name="timeline", title="Time of each step", unit="ms", words=words)
+    return _one_line(
+        run, known, style=style, name="timeline", title="Time of each step", unit="ms", description=description
+    )
 
 
 def _one_line(
-    run: RunRecord, known: Sequence[tuple[int, float]], *, style: Style, name: str, title: str, unit: str, words: str
+    run: RunRecord,
+    known: Sequence[tuple[int, float]],
+    *,
+    style: Style,
+    name: str,
+    title: str,
+    unit: str,
+    description: str,
 ) -> Chart:
     values = [v for _, v in known]
     places = series.positions(len(known))
-    band = series.band([values], places)
+    band = series.band_of([values], places)
     kind = series.axis_kind(values)
     merged = len(places[0])
     note = f"Each point is the mean of {merged} steps; the band contains all of them." if merged > 1 else ""
     return Chart(
         name=name,
         title=title,
-        words=words,
+        description=description,
         note=note,
         x=[known[place.start][0] for place in places],
         last_x=known[-1][0],

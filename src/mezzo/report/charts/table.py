@@ -1,4 +1,4 @@
-"""The numbers of a chart, as a table for those who cannot see it or want to copy them."""
+"""The numbers of a chart as a table, for readers who cannot see it or want to copy them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_ROWS = 12
 
 
 def numbers_of(drawn: Drawn) -> Grid:
-    """Return the numbers of a chart; at most some rows of lines over steps, evenly spaced."""
+    """Return the numbers of a chart; of lines over steps, a few evenly spaced rows."""
     if isinstance(drawn, Chart):
         return _chart_numbers(drawn)
     if isinstance(drawn, Bars):
@@ -23,7 +23,7 @@ def numbers_of(drawn: Drawn) -> Grid:
             (row.name, *({p.name: p.text for p in row.parts}.get(name, MISSING) for name in names), row.text)
             for row in drawn.rows
         ]
-        return Grid(heads=("", *names, "in all"), rows=rows, numbers=tuple(range(1, len(names) + 2)))
+        return Grid(heads=("", *names, "total"), rows=rows, numbers=tuple(range(1, len(names) + 2)))
     if isinstance(drawn, Boxes):
         heads = ("", "5%", "25%", "median", "75%", "95%")
         rows = [(row.name, *row.numbers) if row.numbers else (row.name, row.text, "", "", "", "") for row in drawn.rows]

@@ -1,4 +1,4 @@
-"""The spread of the step times, one row per policy."""
+"""The spread of the step times, one row for each policy."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def time_boxes(timed: Sequence[StepTimes]) -> Drawn:
     known = {t.policy: sorted(v for v in t.times_ms if math.isfinite(v)) for t in timed}
     if not any(known[t.policy] for t in timed if not t.emulated):
         emulated = any(t.emulated for t in timed)
-        words = f"Not drawn; {shared.NOT_FOR_GPU}." if emulated else "No step was timed."
-        return Nothing(name="times", title=title, words=words)
+        description = f"Not drawn; {shared.NOT_FOR_GPU}." if emulated else "No step was timed."
+        return Nothing(name="times", title=title, description=description)
     shown = [t for t in timed if not t.emulated and known[t.policy]]
     ends = {t.policy: [quantile(known[t.policy], share) for share in _QUANTILES] for t in shown}
-    step, top = _axis(max(own[-1] for own in ends.values()))
+    step, top = _axis(max(quantiles[-1] for quantiles in ends.values()))
     rows = [_row(t, ends.get(t.policy), top=top) for t in timed if t.emulated or t.policy in ends]
-    medians = [f"{fmt.clean(policy)} {fmt.ms_text(own[2])}" for policy, own in ends.items()]
+    medians = [f"{fmt.clean(policy)} {fmt.ms_text(quantiles[2])}" for policy, quantiles in ends.items()]
     return Boxes(
         name="times",
         title=title,
-        words=f"The median time of a step: {', '.join(medians)}.",
+        description=f"The median time of a step: {', '.join(medians)}.",
         note="A box spans the middle half of all steps, its line is the median, and the whiskers span 5% to 95%.",
         rows=rows,
         ticks=[(place * step / top, fmt.ms_text(place * step)) for place in range(1 + round(top / step))],

@@ -1,1 +1,1 @@
-"""All records below a folder: one page of them, read-only over HTTP if asked."""
+"""An index page of all records below a folder, which can also be served read-only over HTTP."""

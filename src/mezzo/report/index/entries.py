@@ -21,13 +21,13 @@ _NAME_LENGTH, _TEXT_LENGTH = 60, 160
 
 def find_records(folder: Path) -> list[Path]:
     """Return the records below ``folder``; those below another record belong to its command and are left out. Links are not followed."""
-    found = []
+    records = []
     for place, folders, files in os.walk(folder):
         if RECORD in files:
-            found.append(Path(place) / RECORD)
+            records.append(Path(place) / RECORD)
             folders.clear()
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-    return found
+    return records
 
 
 def page_of(path: Path) -> Path:
@@ -77,7 +77,6 @@ def entry_of(path: Path, record: AnyRecord | RecordError, folder: Path) -> Index
         tone=answer.tone,
         headline=_short(sheet.headline, _TEXT_LENGTH),
         device=_short(environment.gpu or environment.device, _NAME_LENGTH),
-        command=_short(sheet.command, _TEXT_LENGTH),
         losses=_losses(record),
     )
 
@@ -87,22 +86,22 @@ def _short(text: str, length: int) -> str:
 
 
 def _address(page: Path, folder: Path) -> str:
-    # A surrogate stands for a byte of a name that is not UTF-8; quoting the bytes finds the file.
+    # In a name that is not UTF-8, surrogates stand for bytes; quoting the bytes themselves finds the file.
     return "/".join(quote(os.fsencode(part), safe="") for part in page.relative_to(folder).parts)
 
 
 def _policies(record: AnyRecord) -> list[str]:
     if isinstance(record, CompareRecord):
         return [row.policy_shown for row in record.rows]
-    own = getattr(record, "policy", None) or getattr(getattr(record, "run", None), "policy", None)
-    return [own] if own else []
+    policy = getattr(record, "policy", None) or getattr(getattr(record, "run", None), "policy", None)
+    return [policy] if policy else []
 
 
 def _losses(record: AnyRecord) -> dict[str, float]:
     if isinstance(record, CompareRecord):
-        found = {row.policy_shown: row.loss.value for row in record.rows if row.loss is not None}
+        losses = {row.policy_shown: row.loss.value for row in record.rows if row.loss is not None}
     elif isinstance(record, RunRecord) and record.steps.loss:
-        found = {record.policy_shown: record.steps.loss[-1]}
+        losses = {record.policy_shown: record.steps.loss[-1]}
     else:
-        found = {}
-    return {policy: value for policy, value in found.items() if math.isfinite(value)}
+        losses = {}
+    return {policy: value for policy, value in losses.items() if math.isfinite(value)}

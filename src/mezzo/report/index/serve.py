@@ -1,4 +1,4 @@
-"""Pages over HTTP, for a browser on another machine behind a tunnel: read-only, on this machine's own address alone."""
+"""Pages over HTTP, for a browser on another machine behind a tunnel: read-only, and only on the loopback address."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 HOST = "127.0.0.1"
 _TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json; charset=utf-8"}
-# A page of somebody else below the folder must not reach the network either.
+# A page below the folder may be somebody else's: it must not reach the network either.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -37,7 +37,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         if self.headers.get("Host", "").lower() not in self.server.names:
-            # A hostile site whose name resolves to this address could read every page through a visitor's browser.
+            # DNS rebinding: a hostile site whose name resolves to this address could read every page through a visitor's browser.
             self._refuse(HTTPStatus.FORBIDDEN)
             return
         path = _file_at(self.path, self.server.folder)
@@ -51,11 +51,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def _refuse(self, status: HTTPStatus) -> None:
-        words = f"{status.value} {status.phrase}\n".encode()  # without the path: it may be hostile
+        body = f"{status.value} {status.phrase}\n".encode()  # without the path: it may be hostile
         self.send_response(status)
-        self._headers("text/plain; charset=utf-8", len(words))
+        self._headers("text/plain; charset=utf-8", len(body))
         if self.command != "HEAD":
-            self.wfile.write(words)
+            self.wfile.write(body)
 
     def _headers(self, content_type: str, length: int) -> None:
         fields = {
@@ -72,16 +72,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer requests that are not understood, such as other methods, without repeating any of their text."""
+        """Answer requests that are not understood, such as other methods, without echoing any of their text."""
         self.send_response(HTTPStatus(code))
         self._headers("text/plain; charset=utf-8", 0)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keep quiet: paths are other people's text, and a terminal obeys control characters."""
+        """Log nothing: paths are other people's text, and a terminal obeys control characters."""
 
 
 class _Server(ThreadingHTTPServer):
-    """A server of one folder."""
+    """A server for one folder."""
 
     daemon_threads = True
     folder: Path
@@ -89,12 +89,12 @@ class _Server(ThreadingHTTPServer):
 
 
 def _file_at(target: str, folder: Path) -> Path | None:
-    """Return the page or record that a request names; None if there is none below ``folder``."""
+    """Return the page or record that a request names; None if it is not below ``folder``."""
     try:
         parts = [part for part in unquote(urlsplit(target).path, errors="surrogateescape").split("/") if part]
     except ValueError:
         return None
-    # A part that begins with a dot is hidden or leads upwards; a separator or a null inside one is an attack.
+    # A part that begins with a dot is hidden or leads upwards; a separator or a null byte inside a part is an attack.
     if any(part.startswith(".") or os.sep in part or (os.altsep or os.sep) in part or "\0" in part for part in parts):
         return None
     path = folder.joinpath(*parts) if parts else folder / "index.html"
@@ -120,11 +120,11 @@ def serving(folder: Path, *, port: int = 0) -> Iterator[_Server]:
     """Serve the pages below ``folder`` until the block ends.
 
     Args:
-        folder: the only folder that is read.
+        folder: the only folder whose files are served.
         port: the port; 0 for any free one.
 
     Raises:
-        OSError: the port is taken or not allowed.
+        OSError: the port is in use or not allowed.
     """
     with _Server((HOST, port), _Handler) as server:
         server.folder = folder.resolve()

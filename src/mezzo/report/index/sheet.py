@@ -34,11 +34,10 @@ class IndexLine:
     tone: str
     headline: str
     device: str
-    command: str = ""
     losses: dict[str, float] = field(default_factory=dict)
     """Final loss by policy."""
     when: str = ""
-    """The date as the record has it, which orders the entries."""
+    """The date as in the record, by which entries are sorted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +66,15 @@ class IndexSheet:
 
 def index_sheet(entries: Sequence[IndexLine], folder: Path) -> IndexSheet:
     """Return the index of ``entries``."""
-    ordered = sorted(entries, key=lambda one: (one.when, one.place), reverse=True)
-    shown = ordered[:MOST_ROWS]
+    newest_first = sorted(entries, key=lambda entry: (entry.when, entry.place), reverse=True)
+    shown = newest_first[:MOST_ROWS]
     scripts: dict[str, list[IndexLine]] = {}
-    for one in reversed(ordered):
-        if one.script != fmt.MISSING:
-            scripts.setdefault(one.script, []).append(one)
-    most = sorted(scripts.items(), key=lambda item: -len(item[1]))
-    several = [(script, own) for script, own in most if len(own) > 1][:_MOST_HISTORIES]
-    tones = [one.tone for one in entries]
+    for entry in reversed(newest_first):
+        if entry.script != fmt.MISSING:
+            scripts.setdefault(entry.script, []).append(entry)
+    by_count = sorted(scripts.items(), key=lambda item: -len(item[1]))
+    repeated = [(script, history) for script, history in by_count if len(history) > 1][:_MOST_HISTORIES]
+    tones = [entry.tone for entry in entries]
     facts = [
         Fact(what="scripts", value=str(len(scripts))),
         Fact(what="good", value=str(tones.count("good"))),
@@ -88,33 +87,32 @@ def index_sheet(entries: Sequence[IndexLine], folder: Path) -> IndexSheet:
         headline=f"{fmt.plural(len(entries), 'record')} in {name}",
         facts=facts,
         entries=shown,
-        left_out=len(ordered) - len(shown),
-        histories=[_history(number, script, own) for number, (script, own) in enumerate(several, 1)],
+        left_out=len(newest_first) - len(shown),
+        histories=[_history(number, script, history) for number, (script, history) in enumerate(repeated, 1)],
     )
 
 
 def _history(number: int, script: str, entries: Sequence[IndexLine]) -> History:
-    with_loss = [one for one in entries if one.losses]
-    kinds = [one.kind for one in with_loss]
-    kind_shown = max(
-        kinds, key=kinds.count, default=""
-    )  # a run's last step and a comparison's mean are not one history
-    known = [one for one in with_loss if one.kind == kind_shown]
-    policies = list(dict.fromkeys(policy for one in known for policy in one.losses))[:_MOST_POLICIES]
+    with_loss = [entry for entry in entries if entry.losses]
+    kinds = [entry.kind for entry in with_loss]
+    # Only the most frequent kind: the last loss of a run and the mean loss of a comparison do not belong in one line.
+    kind_shown = max(kinds, key=kinds.count, default="")
+    known = [entry for entry in with_loss if entry.kind == kind_shown]
+    policies = list(dict.fromkeys(policy for entry in known for policy in entry.losses))[:_MOST_POLICIES]
     shown = list(entries[-MOST_ROWS // 10 :])
     if len(known) < 2:
         return History(script=script, entries=shown, chart=None)
     styles = policy_styles(policies)
-    values = [v for one in known for v in one.losses.values()]
+    values = [v for entry in known for v in entry.losses.values()]
     lines = [
-        Line(name=fmt.clean(p), style=styles[p], y=_joined([one.losses.get(p, math.nan) for one in known]))
+        Line(name=fmt.clean(p), style=styles[p], y=_without_gaps([entry.losses.get(p, math.nan) for entry in known]))
         for p in policies
     ]
     ends = ", ".join(f"{line.name} {fmt.number_text(line.y[-1])}" for line in lines if math.isfinite(line.y[-1]))
     chart = Chart(
         name=f"history{number}",
         title=f"Final loss of {script} under mezzo {kind_shown}",
-        words=f"The final loss over {fmt.plural(len(known), 'record')}, from {known[0].date} to {known[-1].date}; now {ends}.",
+        description=f"The final loss over {fmt.plural(len(known), 'record')}, from {known[0].date} to {known[-1].date}; now {ends}.",
         x=list(range(1, len(known) + 1)),
         last_x=len(known),
         x_axis=Axis(title="record, by date"),
@@ -122,13 +120,13 @@ def _history(number: int, script: str, entries: Sequence[IndexLine]) -> History:
         lines=lines,
         layered=True,
         height=220,
-        point_words="record",
+        point_noun="record",
     )
     return History(script=script, entries=shown, chart=chart)
 
 
-def _joined(values: Sequence[float]) -> list[float]:
-    """Return ``values`` with each gap filled with the value before it: a policy that one record lacks is still a line."""
+def _without_gaps(values: Sequence[float]) -> list[float]:
+    """Return ``values`` with each gap filled with the value before it: a policy that some record lacks is still one line."""
     known = [place for place, value in enumerate(values) if math.isfinite(value)]
     filled: list[float] = []
     for place, value in enumerate(values):

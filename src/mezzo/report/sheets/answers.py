@@ -1,4 +1,4 @@
-"""The answer that a page begins with: one word, and the few numbers that support it."""
+"""The answer at the top of a page: one word, and the few numbers that support it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Headline:
     tone: str
     word: str
     facts: list[Fact] = field(default_factory=list)
-    """The evidence: a label, its value, and below it what it means."""
+    """The evidence: a label, a value, and what it means."""
 
 
 def compare_answer(record: CompareRecord, sheet: Any) -> Headline:
@@ -44,8 +44,8 @@ def compare_answer(record: CompareRecord, sheet: Any) -> Headline:
     if "undecided" in words:
         needed = [row.seeds_needed for row in others if row.verdict == "undecided" and row.seeds_needed]
         seeds = str(max(needed, default=0))
-        more = [Fact(what="seeds that would decide", value=seeds, reason="in 80% of cases or more")]
-        return Headline(tone="open", word="undecided", facts=more if needed else [])
+        deciding = [Fact(what="seeds that would decide", value=seeds, reason="in 80% of cases or more")]
+        return Headline(tone="open", word="undecided", facts=deciding if needed else [])
     word = others[0].verdict.replace("_", " ") if len(words) == 1 else "not equivalent"
     return Headline(tone="warn" if words == {"different"} else "bad", word=word)
 
@@ -55,11 +55,11 @@ def evidence(row: Row, *, metric: str) -> list[Fact]:
     name = fmt.clean(row.policy_shown)
     facts = []
     loss = row.loss or next(iter(row.losses.values()), None)
-    for what, found in (("final loss", loss), (metric, row.metric)):
-        if found is not None:
-            show = fmt.share_change_text if found.scale == "ratio" else fmt.signed_text
-            interval = fmt.interval_text(found.low, found.high, one=show)
-            facts.append(Fact(what=f"{what}, {name}", value=show(found.difference), reason=interval))
+    for what, compared in (("final loss", loss), (metric, row.metric)):
+        if compared is not None:
+            show = fmt.share_change_text if compared.scale == "ratio" else fmt.signed_text
+            interval = fmt.interval_text(compared.low, compared.high, show=show)
+            facts.append(Fact(what=f"{what}, {name}", value=show(compared.difference), reason=interval))
     if row.memory_ratio is not None:
         change = fmt.share_change_text(row.memory_ratio - 1.0)
         facts.append(Fact(what=f"memory, {name}", value=change, reason=fmt.bytes_text(row.memory.total_bytes)))
@@ -72,7 +72,7 @@ def evidence(row: Row, *, metric: str) -> list[Fact]:
 
 
 def run_answer(record: RunRecord, sheet: Any) -> Headline:
-    """Return the answer of a run: what it reached."""
+    """Return the answer of a run: whether it trained, and its results."""
     if shared.error_text(record):
         return Headline(tone="bad", word="failed", facts=sheet.facts)
     if record.changed_nothing:
@@ -124,12 +124,12 @@ def ranges_answer(record: RangesRecord, sheet: Any) -> Headline:
     facts = [
         Fact(what=f"{line.format}: begin with", value=line.begin, reason=f"window {line.window}") for line in lines
     ]
-    own = next((line for line in lines if line.format == fmt.clean(record.format)), None)
-    if own is None or shared.error_text(record.run):
+    judged = next((line for line in lines if line.format == fmt.clean(record.format)), None)
+    if judged is None or shared.error_text(record.run):
         failed = bool(shared.error_text(record.run))
         return Headline(tone="bad" if failed else "open", word="failed" if failed else "no gradient", facts=facts)
     words = {"good": "a scale fits", "bad": "no scale fits"}
-    return Headline(tone=own.tone, word=words.get(own.tone, "no gradient"), facts=facts)
+    return Headline(tone=judged.tone, word=words.get(judged.tone, "no gradient"), facts=facts)
 
 
 def fallback_answer(record: FallbackRecord, sheet: Any) -> Headline:

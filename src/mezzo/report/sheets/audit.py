@@ -13,9 +13,9 @@ from mezzo.report.sheets.findings import FindingLine, finding_line
 from mezzo.report.sheets.shared import Fact, Grid, ScriptSheet
 
 _TINY = 0.01
-"""Below this share of the FLOPs, mixed precision is as good as unused."""
+"""Below this share of the FLOPs, mixed precision is practically unused."""
 _UNDER_AUTOCAST = ("excluded", "list", "no rule")
-"""Causes of wide products that only code under autocast has."""
+"""Causes of wide products that occur only under autocast."""
 PHASES = ("forward", "recompute", "dgrad", "wgrad", "optimizer")
 
 
@@ -61,7 +61,7 @@ def audit_sheet(record: AuditRecord) -> AuditSheet:
 
 
 def lines_of_modules(record: AuditRecord) -> list[tuple[str, str]]:
-    """Return modules with lines of code that call them; the first line of a module counts."""
+    """Return modules with the lines of code that call them; for a module with several, the first line counts."""
     named: list[WideProduct | RoundTrip | CastTotal] = [*record.wide_products, *record.round_trips, *record.casts]
     return [(one.module, one.line) for one in named if one.line]
 
@@ -75,12 +75,12 @@ def _headline(record: AuditRecord, script: str) -> str:
     words = [f"{fmt.share_text(flops / total)} {fmt.clean(form)}" for form, flops in shares] or ["no matrix product"]
     policy, found = fmt.clean(record.run.policy_shown), fmt.plural(len(record.findings), "finding")
     nothing = f"; {policy} {record.run.no_effect}" if record.run.changed_nothing else ""
-    told = f"{which[0].upper()}{which[1:]} of {script} under {policy}: {', '.join(words)}{nothing}; {found}"
-    return f"{_hardly_used(record)}{told}"
+    summary = f"{which[0].upper()}{which[1:]} of {script} under {policy}: {', '.join(words)}{nothing}; {found}"
+    return f"{_hardly_used(record)}{summary}"
 
 
 def _hardly_used(record: AuditRecord) -> str:
-    """Return a sentence if the script's own mixed precision is off, or affects next to nothing; else nothing."""
+    """Return a sentence if the script's own mixed precision is off or affects next to nothing; empty otherwise."""
     total = sum(record.flops_by_format.values())
     narrow = sum(flops for form, flops in record.flops_by_format.items() if form not in WIDE)
     is_on = narrow > 0 or any(product.cause in _UNDER_AUTOCAST for product in record.wide_products)
@@ -93,7 +93,7 @@ def _hardly_used(record: AuditRecord) -> str:
 
 
 def _lowered(record: AuditRecord) -> list[Fact]:
-    """Return how many operations ran below 32 bits, products or not; nothing if they were not counted."""
+    """Return how many operations ran below 32 bits, whether matrix products or not; empty if they were not counted."""
     count = record.run.effective.num_lowered
     if count is None or not record.steps:
         return []
@@ -106,10 +106,10 @@ def _phases(record: AuditRecord) -> Grid:
     whole = sum(record.flops_by_format.values())
     rows = []
     for phase in PHASES:
-        own = record.flops_by_phase.get(phase)
-        if own:
-            share = fmt.share_text(sum(own.values()) / whole)
-            rows.append((phase, *(fmt.flops_text(own.get(form, 0)) for form in formats), share))
+        flops = record.flops_by_phase.get(phase)
+        if flops:
+            share = fmt.share_text(sum(flops.values()) / whole)
+            rows.append((phase, *(fmt.flops_text(flops.get(form, 0)) for form in formats), share))
     heads = ("phase", *map(fmt.clean, formats), "share")
     return Grid(heads=heads, rows=rows, numbers=tuple(range(1, len(heads))))
 
@@ -136,7 +136,7 @@ def _trips(record: AuditRecord) -> Grid:
             fmt.clean(t.module),
             t.phase,
             t.formats,
-            "needless" if t.needless else "needed, or by the policy",
+            "needless" if t.needless else "needed, or due to the policy",
             str(t.count),
             fmt.bytes_text(t.bytes),
         )

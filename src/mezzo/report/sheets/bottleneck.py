@@ -6,34 +6,38 @@ from mezzo.records import Bottleneck, GpuUse
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets.shared import Fact, facts
 
-BUSY, FULL, POWERED = "usually above 90%", "usually above 80%", "usually above 60% of the limit"
+BUSY = "usually above 90% if the GPU is busy"
+FULL = "usually above 80% if the batch fills the GPU"
+POWERED = "usually above 60% of the limit if the GPU is busy"
 _SHARES = {
     "input": "waiting for the data loader",
     "communication": "waiting in torch.distributed",
     "waiting": "asleep: a lock, a sleep, a file, a socket",
     "preempted": "of the whole time: other threads or processes had the cores",
-    "host": "Python, and starting operations",
+    "host": "Python, and launching operations",
     "bandwidth": "operations that mostly move memory",
     "arithmetic": "products",
 }
 
 
-def bottleneck_facts(found: Bottleneck | None) -> list[Fact]:
-    """Return what holds a run back, what to change, and the measurements; nothing if nothing was measured."""
-    if found is None:
+def bottleneck_facts(bottleneck: Bottleneck | None) -> list[Fact]:
+    """Return what holds a run back, what to change, and the measurements; empty if nothing was measured."""
+    if bottleneck is None:
         return []
-    limit, _, why = fmt.clean(found.sentence).partition(": ")
+    limit, _, why = fmt.clean(bottleneck.sentence).partition(": ")
     rows = [Fact(what="held back by", value=limit, reason=why)]
-    rows += [Fact(what="change", value=str(n), reason=fmt.clean(text)) for n, text in enumerate(found.change, start=1)]
     rows += [
-        Fact(what=name, value=fmt.share_text(found.shares[name]), reason=meaning)
-        for name, meaning in _SHARES.items()
-        if name in found.shares
+        Fact(what="change", value=str(n), reason=fmt.clean(text)) for n, text in enumerate(bottleneck.change, start=1)
     ]
-    if found.operations is not None and found.operation_us is not None:
-        mean = f"{found.operation_us:.0f} us on average on the host"
-        rows.append(Fact(what="operations per step", value=str(found.operations), reason=mean))
-    return [*rows, *([] if found.gpu is None else _gpu(found.gpu)), *facts(found.not_measured)]
+    rows += [
+        Fact(what=name, value=fmt.share_text(bottleneck.shares[name]), reason=meaning)
+        for name, meaning in _SHARES.items()
+        if name in bottleneck.shares
+    ]
+    if bottleneck.operations is not None and bottleneck.operation_us is not None:
+        mean = f"{bottleneck.operation_us:.0f} us on average on the host"
+        rows.append(Fact(what="operations per step", value=str(bottleneck.operations), reason=mean))
+    return [*rows, *([] if bottleneck.gpu is None else _gpu(bottleneck.gpu)), *facts(bottleneck.not_measured)]
 
 
 def _gpu(gpu: GpuUse) -> list[Fact]:
@@ -50,5 +54,5 @@ def _gpu(gpu: GpuUse) -> list[Fact]:
     if gpu.clock_mhz is not None:
         limit = "" if gpu.clock_limit_mhz is None else f" of {gpu.clock_limit_mhz:.0f}"
         rows.append(Fact(what="clock", value=f"{gpu.clock_mhz:.0f}{limit} MHz"))
-    held = ", ".join(f"{fmt.clean(reason)} in {share:.0%} of the samples" for reason, share in gpu.throttled.items())
-    return [*rows, Fact(what="throttled by", value=held or "nothing")]
+    causes = ", ".join(f"{fmt.clean(reason)} in {share:.0%} of the samples" for reason, share in gpu.throttled.items())
+    return [*rows, Fact(what="throttled by", value=causes or "nothing")]

@@ -33,7 +33,7 @@ class CheckSheet(ScriptSheet):
 
     tone: str
     answer: list[Fact]
-    """The lines of the answer box: what and its text."""
+    """The lines of the answer box: a label and a text each."""
     next_command: str
     next_why: str
     others: list[Fact]
@@ -41,7 +41,6 @@ class CheckSheet(ScriptSheet):
     stages: Grid
     """What was done to find the answer."""
     offered: list[Fact]
-    notes: list[Fact]
     patch: str
 
 
@@ -64,7 +63,6 @@ def check_sheet(record: CheckRecord) -> CheckSheet:
         comparison=None if comparison is None else compare.compare_sheet(comparison),
         stages=Grid(heads=("what", "why", "outcome", "time"), rows=[_stage(s) for s in record.stages], numbers=(3,)),
         offered=shared.facts(record.offered),
-        notes=shared.facts(record.notes),
         patch=fmt.clean(record.patch, keep_lines=True),
         environment=shared.environment_facts(record.environment),
         command=shared.command_text(record.command, record.environment),
@@ -72,16 +70,16 @@ def check_sheet(record: CheckRecord) -> CheckSheet:
 
 
 def check_answer(record: CheckRecord, sheet: CheckSheet) -> PageAnswer:
-    """Return the answer that the page begins with: the decision, and the figures of the policy to use."""
+    """Return the answer at the top of the page: the decision, and the figures of the policy to use."""
     row, facts = _row(record), []
     if row is not None:
         metric = "" if sheet.comparison is None else sheet.comparison.metric_name
         facts = answers.evidence(row, metric=metric)
-    facts += [_speed_there(gain) for gain in record.answer.gains if gain.kind != "measured"]
+    facts += [_speed_elsewhere(gain) for gain in record.answer.gains if gain.kind != "measured"]
     return PageAnswer(tone=sheet.tone, word=record.answer.decision, facts=facts)
 
 
-def _speed_there(gain: Gain) -> Fact:
+def _speed_elsewhere(gain: Gain) -> Fact:
     """Return a gain on another GPU, over the same baseline as the answer's sentence."""
     times, over = gain.over_what_is_free
     most, trust = (
@@ -119,13 +117,14 @@ def _headline(record: CheckRecord, script: str) -> str:
         return f"No answer: {script} did not train"
     name = policy_title(answer.policy)
     if answer.decision == "use":
-        return f"Keep the mixed precision of {script} itself" if answer.policy == AS_IS else f"Use {name}"
-    own = " and ".join(map(policy_title, answer.own_formats))
+        return f"Keep {script}'s own mixed precision" if answer.policy == AS_IS else f"Use {name}"
+    own_formats = " and ".join(map(policy_title, answer.own_formats))
     if answer.decision == "stay":
-        return f"Keep the script's own precision ({own})" if own else f"Stay in {name}"
+        return f"Keep the script's own precision ({own_formats})" if own_formats else f"Stay in {name}"
     if answer.decision == "undecided":
         return "Undecided"
-    return f"No answer: {script} goes wrong in {f'its own precision ({own})' if own else f'{name} itself'}"
+    where = f"its own precision ({own_formats})" if own_formats else f"{name} itself"
+    return f"No answer: {script} goes wrong in {where}"
 
 
 def _answer(record: CheckRecord) -> list[Fact]:
@@ -165,7 +164,7 @@ def _row(record: CheckRecord) -> Row | None:
 
 
 def _seeds(row: Row | None, rows: Sequence[Row]) -> str:
-    """Return how many seeds the row and the baseline have in common: a policy may be one ahead when time is up."""
+    """Return how many seeds the row and the baseline have in common: one of them may be a seed ahead when time is up."""
     if row is None:
         return ""
     paired = min([row.num_runs, *(one.num_runs for one in rows if one.verdict == "baseline")])
@@ -238,9 +237,10 @@ def print_check(sheet: CheckSheet, console: Console) -> None:
     fits = len(sheet.next_command) + _EDGES <= console.width
     commands = [Fact(what="next", value=sheet.next_command, tone="command")] if fits else []
     others = [Fact(what=other.what, value=f"{other.value}: {other.reason}") for other in sheet.others]
-    rows = [*sheet.answer, *others, *commands, Fact(what="next", value=f"{sheet.next_why}.")]
-    named = [row if before.what != row.what else replace(row, what="") for before, row in pairwise(rows)]
-    terminal.answer_box(console, [rows[0], *named], headline=sheet.headline, tone=sheet.tone)
+    why = Fact(what="next", value=f"{sheet.next_why}.{'' if fits else ' The command:'}")
+    rows = [*sheet.answer, *others, *commands, why]
+    labelled_once = [row if before.what != row.what else replace(row, what="") for before, row in pairwise(rows)]
+    terminal.answer_box(console, [rows[0], *labelled_once], headline=sheet.headline, tone=sheet.tone)
     if not fits:
         console.print(Text(f"  {sheet.next_command}"), soft_wrap=True)  # a wrapped command cannot be pasted
     if sheet.patch:

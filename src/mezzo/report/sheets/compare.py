@@ -76,7 +76,7 @@ class CompareSheet(ScriptSheet):
 
     details: str
     error: str
-    """The error of a run, and what to do about it; empty if no hint is known."""
+    """The error of a run, and what to do about it; empty if no run has a hint."""
     method: str
     columns: str
     """How the columns' numbers follow from the runs."""
@@ -137,7 +137,7 @@ def verdict_text(verdict: str) -> str:
 
 
 def best_of(equal: Sequence[Row]) -> Row:
-    """Return the best of policies that train alike: the fastest, if speed was measured; else the one with the least memory."""
+    """Return the best of policies that train alike: the fastest if any is measurably faster, else the one with the least memory."""
 
     def merit(row: Row) -> tuple[float, float]:
         faster = row.speedup if row.speedup_low is not None and row.speedup_low > 1 and not row.emulated else None
@@ -160,22 +160,22 @@ def _headline(record: CompareRecord) -> tuple[str, str]:
         )
     baseline = fmt.clean(record.baseline_shown)
     equal = [row for row in others if row.verdict == "equivalent"]
-    lead = _equal_sentence(equal, baseline) if equal else f"No policy is shown to train like {baseline}."
+    lead = _equal_sentence(equal, baseline) if equal else f"No policy was shown to train like {baseline}."
     rest = [
-        _named(others, "different", f"to another result than {baseline}", one="trains", many="train"),
-        _named(others, "diverged", "", one="diverged", many="diverged"),
-        _named(others, "stopped_learning", "", one="stopped learning", many="stopped learning"),
+        _named(others, "different", f"to a different result than {baseline}", singular="trains", plural="train"),
+        _named(others, "diverged", "", singular="diverged", plural="diverged"),
+        _named(others, "stopped_learning", "", singular="stopped learning", plural="stopped learning"),
         *(f"{fmt.clean(row.policy_shown)} failed{_in_how_many(row)}." for row in others if row.verdict == "failed"),
-        _named(others, "undecided", "", one="is undecided", many="are undecided"),
+        _named(others, "undecided", "", singular="is undecided", plural="are undecided"),
     ]
     return lead, " ".join(sentence for sentence in rest if sentence)
 
 
-def _named(rows: Sequence[Row], verdict: str, tail: str, *, one: str, many: str) -> str:
+def _named(rows: Sequence[Row], verdict: str, tail: str, *, singular: str, plural: str) -> str:
     names = [fmt.clean(row.policy_shown) for row in rows if row.verdict == verdict]
     if not names:
         return ""
-    return f"{fmt.listed(names)} {one if len(names) == 1 else many} {tail}".strip() + "."
+    return f"{fmt.listed(names)} {singular if len(names) == 1 else plural} {tail}".strip() + "."
 
 
 def _in_how_many(row: Row) -> str:
@@ -221,8 +221,8 @@ def _method(record: CompareRecord) -> str:
     first = shared.first_steps_text(*record.runs)
     stopped = f" Every run was {first}: the verdicts are on these steps only." if first else ""
     return (
-        "Equivalent means that the difference is shown (two one-sided tests, 5% in all) to lie within a margin: "
-        f"{percent}% of {baseline}'s final loss, h = {fmt.number_text(record.margin)} for a proportion, or its own "
+        "Equivalent means that two one-sided tests (5% overall) show the difference to be within a margin: "
+        f"{percent}% of {baseline}'s final loss, h = {fmt.number_text(record.margin)} for a proportion, or {baseline}'s own "
         f"seed-to-seed spread where that is wider. {fmt.plural(num_seeds, 'seed')} per policy, paired with {baseline}."
         f"{_stand_for(record)}{stopped}"
     )
@@ -270,11 +270,11 @@ def _compared(difference: Difference | None, *, alone: bool) -> Compared:
     value = fmt.number_text(difference.value)
     if alone or not math.isfinite(difference.difference):
         return Compared(value=value)
-    one = fmt.share_change_text if difference.scale == "ratio" else fmt.signed_text
+    show = fmt.share_change_text if difference.scale == "ratio" else fmt.signed_text
     return Compared(
         value=value,
-        difference=one(difference.difference),
-        interval=fmt.interval_text(difference.low, difference.high, one=one),
+        difference=show(difference.difference),
+        interval=fmt.interval_text(difference.low, difference.high, show=show),
     )
 
 

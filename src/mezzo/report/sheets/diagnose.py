@@ -22,8 +22,8 @@ TITLES = {
 }
 _TONES = {"healthy": "good", "unfinished": "open"}
 _NORMAL = (
-    "Skipped updates are normal at the start, one after another until a fitting loss scale is found, and later once in a "
-    "growth interval, when a larger scale is tried."
+    "Skipped updates are normal at the start, one after another until a loss scale fits, and later once in a growth interval, "
+    "when a larger scale is tried."
 )
 _MANY_SKIPS = 4
 
@@ -85,7 +85,7 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
         fix_note=fmt.clean(record.fix_note),
         operands=[_operand(number, operand) for number, operand in enumerate(record.operands, 1)],
         trend=[_step(step, bad=step.step in record.bad_steps) for step in record.trend],
-        passes=[_pass(number, seen, record) for number, seen in enumerate(record.passes, 1)],
+        passes=[_pass(number, run, record) for number, run in enumerate(record.passes, 1)],
         notes=[*_skips(record), *_ran_in(record), *shared.facts(record.notes)],
         normal=_NORMAL if record.num_skipped else "",
         findings=[finding_line(finding) for finding in record.run.findings],
@@ -95,10 +95,10 @@ def diagnose_sheet(record: DiagnoseRecord) -> DiagnoseSheet:
 
 
 def _meaning(record: DiagnoseRecord) -> str:
-    """Return what the verdict means, in a sentence that is true of every fault of its kind."""
+    """Return what the verdict means, in a sentence that is true for every fault of its kind."""
     name = fmt.clean(record.format).upper() or "the format"
     if record.verdict == "silent_saturation" and record.origin == "vanished":
-        return f"values too small for {name} become 0: loss and gradients are finite, and gradients are wrong"
+        return f"values too small for {name} become 0: loss and gradients stay finite, but the gradients are wrong"
     # A scale below 1 may help gradients; it changes neither a forward value nor one that rounding made 0.
     of_gradients = record.phase == "backward" and record.origin != "vanished"
     scales = "at a loss scale of 1 or more" if of_gradients else "at any loss scale"
@@ -106,8 +106,8 @@ def _meaning(record: DiagnoseRecord) -> str:
         "scale_overflow": "gradients overflow because of the loss scale, and are finite at a lower one",
         "range_overflow": f"a value that {name} cannot represent, {scales}",
         "invalid_operation": "not finite in FP32 either",
-        "silent_saturation": f"values too large for {name} turn finite again: nothing shows it, and gradients are wrong",
-        "unfinished": ". ".join(fmt.clean(text) for text in (record.detail, record.run.hint) if text),
+        "silent_saturation": f"values too large for {name} become finite again: nothing shows it, but the gradients are wrong",
+        "unfinished": ". To fix it: ".join(fmt.clean(text) for text in (record.detail, record.run.hint) if text),
         "healthy": _untried(record),
     }[record.verdict]
 
@@ -170,9 +170,10 @@ def _skips(record: DiagnoseRecord) -> list[Fact]:
         return []
     steps = record.run.steps
     reason = "" if record.faulty_steps else "normal: see below"
-    made = next((n for n, skipped in enumerate(steps.skipped) if not skipped), None)
-    if not record.faulty_steps and made is not None and made >= _MANY_SKIPS and steps.loss_scale:
-        reason += f"; a loss scale of {fmt.scale_text(steps.loss_scale[made])} to begin with saves {made} of them"
+    first_update = next((n for n, skipped in enumerate(steps.skipped) if not skipped), None)
+    if not record.faulty_steps and first_update is not None and first_update >= _MANY_SKIPS and steps.loss_scale:
+        scale = fmt.scale_text(steps.loss_scale[first_update])
+        reason += f"; an initial loss scale of {scale} avoids {first_update} of them"
     return [Fact(what="skipped", value=f"{record.num_skipped} of {len(steps)} updates", reason=reason)]
 
 
@@ -195,12 +196,12 @@ def _step(step: TrendStep, *, bad: bool) -> StepLine:
     )
 
 
-def _pass(number: int, seen: Pass, record: DiagnoseRecord) -> Fact:
-    typed = record.run.policy_typed if seen.policy == record.run.policy else ""
-    watched = f"operations inspected in {fmt.plural(len(seen.watched), 'step')}"
-    value = f"{fmt.policy_text(seen.policy, typed)}, {fmt.plural(seen.num_steps, 'step')}"
+def _pass(number: int, run: Pass, record: DiagnoseRecord) -> Fact:
+    typed = record.run.policy_typed if run.policy == record.run.policy else ""
+    watched = f"operations inspected in {fmt.plural(len(run.watched), 'step')}"
+    value = f"{fmt.policy_text(run.policy, typed)}, {fmt.plural(run.num_steps, 'step')}"
     return Fact(
         what=f"run {number}",
         value=value,
-        reason=fmt.clean("; ".join(filter(None, [seen.reason, watched, seen.outcome]))),
+        reason=fmt.clean("; ".join(filter(None, [run.reason, watched, run.outcome]))),
     )

@@ -20,7 +20,7 @@ _TONES: dict[FallbackVerdict, str] = {
 }
 _NAMED = 6
 _FAR = 5
-"""An error below this many tolerances does not show that the training suffers."""
+"""An error below this many tolerances is no evidence that the training suffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,7 @@ class FallbackSheet(ScriptSheet):
     tone: str
     reason: str
     error: str
-    kept: list[str]
     suggested: str
-    policy_file: str
     facts: list[Fact]
     modules: Grid
     """The most suspect first."""
@@ -53,9 +51,7 @@ def fallback_sheet(record: FallbackRecord) -> FallbackSheet:
         tone=_TONES[record.verdict],
         reason=fmt.clean(record.reason),
         error=shared.error_and_hint(record.run) if record.run.error else "",
-        kept=[fmt.clean(name) for name in record.kept],
         suggested=fmt.clean(record.suggested) if record.kept or record.operations else "",
-        policy_file=fmt.clean(record.policy_file),
         facts=_facts(record),
         modules=_modules(record.modules),
         verifications=_verifications(record.verifications),
@@ -75,22 +71,22 @@ def _headline(record: FallbackRecord, script: str) -> str:
     policy = fmt.clean(record.policy_shown)
     if record.operations:
         named = ", ".join(map(fmt.clean, record.operations))
-        return f"FP32 in the modules of {script} does not help under {policy}; FP32 in these operations does: {named}"
+        return f"Keeping modules of {script} in FP32 does not help under {policy}; keeping these operations in FP32 does: {named}"
     if record.verdict == "found":
         more, share = fmt.plural(len(record.kept), "module"), fmt.share_text(record.fp32_share)
         if record.error_before is not None and record.error_before < _FAR * record.tolerance:
             errors = error_text(record.error_before), error_text(record.tolerance)
             return (
                 f"Under {policy} a gradient of {script} is off by {errors[0]}; with {more} in FP32, {share} of the FLOPs, none is "
-                f"by more than {errors[1]}"
+                f"off by more than {errors[1]}"
             )
         return f"{more} of {script} must stay in FP32 under {policy}, {share} of the FLOPs"
     if record.verdict == "not needed" and record.error_before == 0:
-        return f"{policy} changes no gradient of {script} by a bit, so it was not tried"
+        return f"{policy} does not change a single bit of any gradient of {script}, so nothing was tried"
     return {
         "not needed": f"No module of {script} needs FP32 under {policy}: no gradient is off by more than the tolerance",
-        "elsewhere": f"FP32 in the modules of {script} does not help under {policy}",
-        "not repeatable": f"{script} does not compute the same twice, so precision cannot be judged",
+        "elsewhere": f"Keeping modules of {script} in FP32 does not help under {policy}",
+        "not repeatable": f"{script} does not compute the same result twice, so precision cannot be judged",
         "fp32 fails": f"{script} fails in FP32 too: precision is not the cause",
     }[record.verdict]
 
@@ -98,19 +94,19 @@ def _headline(record: FallbackRecord, script: str) -> str:
 def _facts(record: FallbackRecord) -> list[Fact]:
     named = ", ".join(map(fmt.clean, record.kept[:_NAMED]))
     more = f" and {len(record.kept) - _NAMED} more" if len(record.kept) > _NAMED else ""
-    found = [
+    known = [
         ("policy", fmt.policy_text(record.policy, record.policy_typed) if record.policy_typed else ""),
         ("keep in FP32", named + more),
         ("operations in FP32", ", ".join(map(fmt.clean, record.operations))),
         ("largest error before", error_text(record.error_before) if record.error_before is not None else ""),
-        ("and with them", error_text(record.error_after) if record.error_after is not None else ""),
+        ("largest error with them", error_text(record.error_after) if record.error_after is not None else ""),
         ("tolerance", error_text(record.tolerance)),
-        ("moved by FP32's own rounding", error_text(record.noise) if record.noise is not None else ""),
+        ("error of FP32's own rounding", error_text(record.noise) if record.noise is not None else ""),
         ("verifications", str(len(record.verifications))),
         ("modules run by themselves", str(len(record.modules))),
         ("policy file", fmt.clean(record.policy_file)),
     ]
-    return [Fact(what=what, value=value) for what, value in found if value]
+    return [Fact(what=what, value=value) for what, value in known if value]
 
 
 def _modules(modules: Sequence[ModuleError]) -> Grid:

@@ -20,7 +20,7 @@ class FindingLine:
     code: str
     title: str
     weight: str
-    """The share of the step that it affects, or its severity."""
+    """The share of the step that it affects, or its severity and first step."""
     tone: str
     rows: list[tuple[str, str]]
     """A label and a text each."""
@@ -29,7 +29,7 @@ class FindingLine:
 
 
 def finding_line(finding: Finding, lines: Mapping[str, str] = MappingProxyType({})) -> FindingLine:
-    """Return ``finding`` as display strings; ``lines`` has a line of code for each module for which one is known."""
+    """Return ``finding`` as display strings; ``lines`` maps modules to the lines of code that call them."""
     rows = [
         ("where", ", ".join(_place(module, lines.get(module, "")) for module in finding.modules)),
         ("what", finding.detail),
@@ -48,7 +48,7 @@ def finding_line(finding: Finding, lines: Mapping[str, str] = MappingProxyType({
 
 
 def _place(module: str, line: str) -> str:
-    """Return a module's name, with its line if the name says little: a bare index, or the class of a whole model."""
+    """Return a module's name, with its line if the name alone says little: a bare index, or the class of a whole model."""
     bare = module.isdecimal() or ("." not in module and module[:1].isupper())
     return f"{module} ({PurePath(line).name})" if line and bare else module
 

@@ -1,4 +1,4 @@
-"""What the guard of a run noticed, and what held the memory when it ran out, as display strings."""
+"""What the guard of a run noticed, and what occupied the memory when it ran out, as display strings."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from mezzo.report import formatting as fmt
 from mezzo.report.sheets.shared import Fact, facts
 
 
-def guard_facts(found: Guardrails | None) -> list[Fact]:
-    """Return a line for each alarm, for each return to a snapshot, and for the end; nothing if nothing went wrong."""
-    if found is None:
+def guard_facts(guardrails: Guardrails | None) -> list[Fact]:
+    """Return a line for each alarm, for each return to a snapshot, and for the end; empty if nothing went wrong."""
+    if guardrails is None:
         return []
     rows = [
         Fact(what=alarm.kind, value=f"step {alarm.step}", reason=_alarm_text(alarm.evidence, alarm.command), tone="bad")
-        for alarm in found.alarms
+        for alarm in guardrails.alarms
     ]
-    for rewind in found.rewinds:
+    for rewind in guardrails.rewinds:
         changes = "; ".join(f"{one.what} {one.value}: {one.reason}" for one in rewind.changes)
         value = f"step {rewind.step}, to {rewind.snapshot} after {fmt.plural(rewind.updates, 'update')}"
         rows.append(Fact(what="returned", value=fmt.clean(value), reason=fmt.clean(changes), tone="warn"))
-    if found.only_noted:
-        rows.append(Fact(what="only noted", value="yes", reason=fmt.clean(found.only_noted), tone="warn"))
-    if found.stopped:
-        rows.append(Fact(what="stopped by the guard", value="yes", reason=fmt.clean(found.stopped), tone="bad"))
+    if guardrails.only_noted:
+        rows.append(Fact(what="only noted", value="yes", reason=fmt.clean(guardrails.only_noted), tone="warn"))
+    if guardrails.stopped:
+        rows.append(Fact(what="stopped by the guard", value="yes", reason=fmt.clean(guardrails.stopped), tone="bad"))
     return rows
 
 
@@ -30,17 +30,17 @@ def _alarm_text(evidence: str, command: str) -> str:
     return fmt.clean(f"{evidence}; next: {command}" if command else evidence)
 
 
-def memory_facts(found: OutOfMemory | None) -> list[Fact]:
-    """Return what held the memory by kind and module, what is not known, and the settings to write."""
-    if found is None:
+def memory_facts(oom: OutOfMemory | None) -> list[Fact]:
+    """Return what occupied the memory, by kind and module, what is not known, and the settings that would help."""
+    if oom is None:
         return []
-    asked = "" if found.asked_bytes is None else f"an allocation of {fmt.bytes_text(found.asked_bytes)} failed"
-    rows = [Fact(what="ran out in", value=f"step {found.step}", reason=asked, tone="bad")]
-    rows += [Fact(what=kind, value=fmt.bytes_text(size)) for kind, size in found.held_bytes.items()]
+    failed = "" if oom.asked_bytes is None else f"an allocation of {fmt.bytes_text(oom.asked_bytes)} failed"
+    rows = [Fact(what="ran out in", value=f"step {oom.step}", reason=failed, tone="bad")]
+    rows += [Fact(what=kind, value=fmt.bytes_text(size)) for kind, size in oom.held_bytes.items()]
     why = "parameters, gradients and optimizer state"
     rows += [
         Fact(what="module", value=fmt.clean(one.name), reason=f"{fmt.bytes_text(one.bytes)} of {why}")
-        for one in found.modules
+        for one in oom.modules
     ]
-    rows += facts(found.not_known)
-    return [*rows, *facts(found.settings)]
+    rows += facts(oom.not_known)
+    return [*rows, *facts(oom.settings)]

@@ -21,7 +21,7 @@ class PredictLine:
 
     gpu: str
     card: str
-    """The GPU's memory as sold; empty where the record does not have it."""
+    """The GPU's memory as sold; empty if the record does not have it."""
     policy: str
     throughput: str = fmt.MISSING
     band: str = fmt.MISSING
@@ -45,7 +45,7 @@ class PredictSheet(Sheet):
     unit: str
     largest_head: str
     cost_head: str
-    """Empty where no price is known."""
+    """Empty if no price is known."""
     slurm: str
     fit: list[Fact]
     """Whether the batch fits each GPU, and the largest that does."""
@@ -59,16 +59,16 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         title=f"{fmt.clean(record.model)}: prediction",
         model=fmt.clean(record.model),
         headline=_headline(record),
-        details=f"{fmt.clean(record.input)}, {fmt.clean(record.optimizer)}{_job(record)}. Predicted, not measured. "
-        f"{_band(record)}",
+        details=f"Input: {fmt.clean(record.input)}. Optimizer: {fmt.clean(record.optimizer)}{_job(record)}. "
+        f"Predicted, not measured. {_band(record)}",
         unit=fmt.clean(record.unit),
         largest_head=f"largest batch ({record.headroom:.0%} of the memory left free)",
         cost_head=f"cost per million {fmt.clean(record.unit)}"
-        if any(one.cost_per_million is not None for one in record.predictions)
+        if any(prediction.cost_per_million is not None for prediction in record.predictions)
         else "",
         slurm=fmt.clean("\n".join(record.slurm), keep_lines=True),
         fit=_fit(record),
-        lines=[_line(one, _trade(one, record)) for one in record.predictions],
+        lines=[_line(prediction, _trade(prediction, record)) for prediction in record.predictions],
         assumptions=shared.facts(record.assumptions),
         environment=shared.environment_facts(record.environment),
         command=shared.command_text(record.command, record.environment),
@@ -76,7 +76,7 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
 
 
 def predict_answer(record: PredictRecord, sheet: PredictSheet) -> Headline:
-    """Return the answer that the page begins with: the fastest GPU that the batch fits."""
+    """Return the answer at the top of the page: the fastest GPU that the batch fits."""
     best = record.best
     if best is None:
         return Headline(tone="bad", word="does not fit")
@@ -110,8 +110,10 @@ def _fitting(best: Prediction) -> str:
 
 
 def _band(record: PredictRecord) -> str:
-    if all(one.gpu == "cpu" for one in record.predictions):
-        return "The band is that of the calibration's own trainings on this machine; no largest batch is predicted for a CPU."
+    if all(prediction.gpu == "cpu" for prediction in record.predictions):
+        return (
+            "The band is that of the trainings that calibrated this machine; no largest batch is predicted for a CPU."
+        )
     return (
         "The band contains 8 of 10 measured trainings on GPU architectures that were left out of the fit; "
         f"the largest batch leaves {record.headroom:.0%} of the memory free."
@@ -122,89 +124,95 @@ def _headline(record: PredictRecord) -> str:
     what = f"Batch {record.batch} of {fmt.clean(record.model)}"
     if record.unit == "steps":
         what = f"A step of {fmt.clean(record.model)}"
-    possible = [one for one in record.predictions if one.possible]
+    possible = [prediction for prediction in record.predictions if prediction.possible]
     if not possible:
         return f"None of these GPUs can run {fmt.clean(record.model)} under these policies"
     best = record.best
     if best is None:
         return f"{what} fits none of these GPUs"
     return (
-        f"{what} runs fastest on {fmt.clean(best.gpu)} in {policy_words(best)}: "
+        f"{what} runs fastest on {fmt.clean(best.gpu)} in {policy_and_plan(best)}: "
         f"about {fmt.rate_text(best.throughput)} {fmt.clean(record.unit)}/s"
     )
 
 
 def _fit(record: PredictRecord) -> list[Fact]:
-    """Return a line per GPU: whether the record's batch fits, by policy, with the share of the card that it leaves free."""
-    found: dict[str, list[Prediction]] = {}
-    for one in record.predictions:
-        if one.possible:
-            found.setdefault(one.gpu, []).append(one)
+    """Return a line for each GPU: whether the record's batch fits, by policy, with the share of the memory that it leaves free."""
+    by_gpu: dict[str, list[Prediction]] = {}
+    for prediction in record.predictions:
+        if prediction.possible:
+            by_gpu.setdefault(prediction.gpu, []).append(prediction)
     lines = []
-    for gpu, group in found.items():
-        fitting = [one for one in group if one.fits]
-        word = "fits" if len(fitting) == len(group) else "fits in part" if fitting else "does not fit"
-        card = f" of {_card(group[0])}" if group[0].gpu_bytes else ""
-        each = "; ".join(f"{policy_words(one)} {_room(one)}" for one in group)
+    for gpu, group in by_gpu.items():
+        fitting = [prediction for prediction in group if prediction.fits]
+        word = "fits" if len(fitting) == len(group) else "fits under some" if fitting else "does not fit"
+        card = f" ({_card(group[0])})" if group[0].gpu_bytes else ""
+        each = "; ".join(f"{policy_and_plan(prediction)} {_memory_left(prediction)}" for prediction in group)
         tone = {"fits": "good", "does not fit": "bad"}.get(word, "warn")
         lines.append(Fact(what=f"{fmt.clean(gpu)}{card}", value=word, reason=each, tone=tone))
-    unknown = next((one for one in record.assumptions if one.value == "do not follow"), None)
+    unknown = next((reason for reason in record.assumptions if reason.value == "do not follow"), None)
     if lines and unknown is not None:
         lines.append(Fact(what="largest batch", value="not known", reason=fmt.clean(unknown.reason)))
     return lines
 
 
-def _room(one: Prediction) -> str:
+def _memory_left(prediction: Prediction) -> str:
     """Return the device memory of a prediction, how much is left, and the largest batch."""
     left = ""
-    if one.gpu_bytes:
-        free = 1 - one.device_bytes / one.gpu_bytes
-        left = f", {free:.0%} free" if free >= 0 else f", {-free:.0%} too much"
-    largest = "" if one.largest_batch is None else f", batch up to {one.largest_batch}"
-    return f"{fmt.bytes_text(one.device_bytes)}{left}{largest}"
+    if prediction.gpu_bytes:
+        free = 1 - prediction.device_bytes / prediction.gpu_bytes
+        left = f", {free:.0%} free" if free >= 0 else f", {-free:.0%} over"
+    largest = "" if prediction.largest_batch is None else f", batch up to {prediction.largest_batch}"
+    return f"{fmt.bytes_text(prediction.device_bytes)}{left}{largest}"
 
 
-def _line(one: Prediction, trade: str) -> PredictLine:
-    gpu, card, policy = fmt.clean(one.gpu), _card(one), policy_words(one)
-    if not one.possible:
-        return PredictLine(gpu=gpu, card=card, policy=policy, verdict=verdict_text(one))
-    bound = max(one.bounds, key=lambda kind: one.bounds[kind])
+def _line(prediction: Prediction, trade: str) -> PredictLine:
+    gpu, card, policy = fmt.clean(prediction.gpu), _card(prediction), policy_and_plan(prediction)
+    if not prediction.possible:
+        return PredictLine(gpu=gpu, card=card, policy=policy, verdict=verdict_text(prediction))
+    bound = max(prediction.bounds, key=lambda kind: prediction.bounds[kind])
     return PredictLine(
         gpu=gpu,
         card=card,
         policy=policy,
-        throughput=fmt.rate_text(one.throughput),
-        band=band_text(one),
-        step=fmt.ms_text(one.step_ms),
-        memory=" / ".join(fmt.bytes_text(n) for n in (one.allocated_bytes, one.reserved_bytes, one.device_bytes)),
-        largest=fmt.MISSING if one.largest_batch is None else str(one.largest_batch),
-        speed_ups=f"{fmt.ratio_text(one.over_fp32)} / {fmt.ratio_text(one.over_tf32)}",
-        cost=fmt.MISSING if one.cost_per_million is None else fmt.number_text(one.cost_per_million, digits=3),
-        bound=f"{bound} {fmt.share_text(one.bounds[bound])}",
-        verdict=verdict_text(one, trade),
+        throughput=fmt.rate_text(prediction.throughput),
+        band=band_text(prediction),
+        step=fmt.ms_text(prediction.step_ms),
+        memory=" / ".join(
+            fmt.bytes_text(n) for n in (prediction.allocated_bytes, prediction.reserved_bytes, prediction.device_bytes)
+        ),
+        largest=fmt.MISSING if prediction.largest_batch is None else str(prediction.largest_batch),
+        speed_ups=f"{fmt.ratio_text(prediction.over_fp32)} / {fmt.ratio_text(prediction.over_tf32)}",
+        cost=fmt.MISSING
+        if prediction.cost_per_million is None
+        else fmt.number_text(prediction.cost_per_million, digits=3),
+        bound=f"{bound} {fmt.share_text(prediction.bounds[bound])}",
+        verdict=verdict_text(prediction, trade),
         modules=[
             Fact(what=fmt.clean(m.module), value=fmt.share_text(m.share), reason=f"mostly {m.bound}")
-            for m in one.modules
+            for m in prediction.modules
         ],
-        kinds=[Fact(what=k, value=fmt.bytes_text(n), reason="") for k, n in sorted(one.memory_bytes.items())],
+        kinds=[Fact(what=k, value=fmt.bytes_text(n), reason="") for k, n in sorted(prediction.memory_bytes.items())],
     )
 
 
-def band_text(one: Prediction) -> str:
+def band_text(prediction: Prediction) -> str:
     """Return the error band of the throughput."""
-    return f"{fmt.rate_text(one.throughput_low)} to {fmt.rate_text(one.throughput_high)}"
+    return f"{fmt.rate_text(prediction.throughput_low)} to {fmt.rate_text(prediction.throughput_high)}"
 
 
-def verdict_text(one: Prediction, trade: str = "") -> str:
-    """Return whether the policy is worth it on its GPU, or the ``trade`` of its checkpointing, and what limits the prediction."""
-    if not one.possible:
-        return f"{fmt.clean(one.reason)}."
-    basis = "" if one.validated else "Not validated: no measured rows."
+def verdict_text(prediction: Prediction, trade: str = "") -> str:
+    """Return whether the policy is worth it on its GPU, or else the ``trade`` of checkpointing, and what limits the prediction."""
+    if not prediction.possible:
+        return f"{fmt.clean(prediction.reason)}."
+    basis = "" if prediction.validated else "Not validated: no measurements to compare it with."
     notes = [
-        "" if one.fits else "Does not fit.",
-        trade or one.verdict,
-        f"{one.reason}." if one.reason else "",
-        "Rates measured on this machine; the band is that of its calibration." if one.calibrated else basis,
+        "" if prediction.fits else "Does not fit.",
+        trade or prediction.verdict,
+        f"{prediction.reason}." if prediction.reason else "",
+        "The rates were measured on this machine; the band is that of its calibration."
+        if prediction.calibrated
+        else basis,
     ]
     return fmt.clean(" ".join(filter(None, notes)))
 
@@ -214,24 +222,24 @@ def _job(record: PredictRecord) -> str:
     return f", {record.gpus_per_job} GPUs per job ({fmt.clean(record.shard)})" if record.gpus_per_job > 1 else ""
 
 
-def policy_words(one: Prediction | PredictionDetail) -> str:
+def policy_and_plan(prediction: Prediction | PredictionDetail) -> str:
     """Return the policy with its plan of checkpointing."""
-    return fmt.clean(f"{one.policy}, {one.checkpoint}" if one.checkpoint else one.policy)
+    return fmt.clean(f"{prediction.policy}, {prediction.checkpoint}" if prediction.checkpoint else prediction.policy)
 
 
-def _trade(one: Prediction, record: PredictRecord) -> str:
+def _trade(prediction: Prediction, record: PredictRecord) -> str:
     """Return what checkpointing costs and saves, compared with the same policy on the same GPU without it."""
-    same = (p for p in record.predictions if (p.gpu, p.policy, p.checkpoint) == (one.gpu, one.policy, ""))
+    same = (p for p in record.predictions if (p.gpu, p.policy, p.checkpoint) == (prediction.gpu, prediction.policy, ""))
     plain = next(same, None)
-    if not one.checkpoint or plain is None or not plain.possible:
+    if not prediction.checkpoint or plain is None or not plain.possible:
         return ""
-    slower = one.step_ms / plain.step_ms - 1
-    saved = fmt.bytes_text(max(0, plain.allocated_bytes - one.allocated_bytes))
-    return f"Checkpointing: {saved} less, the step {slower:.0%} longer."
+    slower = prediction.step_ms / plain.step_ms - 1
+    saved = fmt.bytes_text(max(0, plain.allocated_bytes - prediction.allocated_bytes))
+    return f"Checkpointing saves {saved}; the step takes {slower:.0%} longer."
 
 
-def _card(one: Prediction) -> str:
-    return "" if one.gpu_bytes is None else fmt.bytes_text(one.gpu_bytes)
+def _card(prediction: Prediction) -> str:
+    return "" if prediction.gpu_bytes is None else fmt.bytes_text(prediction.gpu_bytes)
 
 
 # --- the terminal --------------------------------------------------------------------------------------------------------------
@@ -241,7 +249,6 @@ def print_predict(sheet: PredictSheet, console: Console) -> None:
     """Print what was predicted, whether it fits, how fast it is, and what bounds it."""
     console.print(Text(sheet.details, style="dim"))
     terminal.section(console, "Does it fit?", terminal.fact_table(sheet.fit))
-    console.print(Text(sheet.largest_head, style="dim"))
     heads = ["GPU", "policy", f"{sheet.unit}/s", "10% to 90%", "step", "allocated\nreserved\ndevice", "largest\nbatch"]
     table = terminal.plain_table(
         *heads, "over FP32\n/ TF32", *([sheet.cost_head.replace(" per ", "\nper ")] if sheet.cost_head else [])
@@ -259,7 +266,7 @@ def print_predict(sheet: PredictSheet, console: Console) -> None:
         last = line.gpu
     terminal.section(console, "By GPU and policy", table)
     facts = [Fact(what=f"{line.gpu}, {line.policy}", value=line.bound, reason=line.verdict) for line in sheet.lines]
-    terminal.section(console, "What bounds it, and is it worth it", terminal.fact_table(facts))
+    terminal.section(console, "What bounds the step, and is it worth it?", terminal.fact_table(facts))
 
 
 def predict_details(sheet: PredictSheet, console: Console) -> None:

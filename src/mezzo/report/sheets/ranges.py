@@ -20,7 +20,7 @@ from mezzo.report.sheets import shared
 from mezzo.report.sheets.shared import Fact, Grid, ScriptSheet
 
 _SHOWN = 10
-"""Number of tensors that the terminal lists; the page has all."""
+"""Number of tensors that the terminal lists; the page has all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def ranges_sheet(record: RangesRecord) -> RangesSheet:
         windows=[_window_line(w, record.little) for w in record.windows],
         ends=_ends(window),
         updates=[_update_fact(u) for u in record.updates],
-        kinds=Grid(heads=(*heads, "note"), rows=[_kind_row(one) for one in record.kinds], numbers=(2, 3)),
+        kinds=Grid(heads=(*heads, "note"), rows=[_kind_row(kind) for kind in record.kinds], numbers=(2, 3)),
         tensors=Grid(heads=windowed, rows=tensors, numbers=(2, 3)),
         tightest=Grid(heads=windowed, rows=[tensors[i] for i in _tightest(record)[:_SHOWN]], numbers=(2, 3)),
         scales=_scales(record),
@@ -90,7 +90,7 @@ def power(exponent: int | None) -> str:
 
 
 def judged_window(record: RangesRecord) -> ScaleWindow | None:
-    """Return the scale window of the format that the policy's gradients have."""
+    """Return the scale window of the format of the policy's gradients."""
     return next((w for w in record.windows if w.format == record.format), None)
 
 
@@ -160,7 +160,7 @@ def _ends(window: ScaleWindow | None) -> list[Fact]:
         facts.append(Fact(what="largest", value=names, reason=f"they overflow first, above {power(window.highest)}"))
     if window.at_bottom:
         names = ", ".join(map(fmt.clean, window.at_bottom))
-        facts.append(Fact(what="smallest", value=names, reason=f"they lose most values at {power(window.highest)}"))
+        facts.append(Fact(what="smallest", value=names, reason=f"they lose the most values at {power(window.highest)}"))
     return facts
 
 
@@ -174,8 +174,8 @@ def _update_fact(loss: UpdateLoss) -> Fact:
     )
 
 
-def _kind_row(one: KindRange) -> tuple[str, ...]:
-    return (fmt.plural(one.num_tensors, "tensor"), one.kind, *_counted(one.histogram), _broken(one.histogram))
+def _kind_row(kind: KindRange) -> tuple[str, ...]:
+    return (fmt.plural(kind.num_tensors, "tensor"), kind.kind, *_counted(kind.histogram), _not_finite(kind.histogram))
 
 
 def _tensor_row(tensor: TensorRange, form: str) -> tuple[str, ...]:
@@ -183,21 +183,20 @@ def _tensor_row(tensor: TensorRange, form: str) -> tuple[str, ...]:
     window = fmt.MISSING
     if low is not None and high is not None:
         window = "empty" if low > high else f"{power(low)} to {power(high)}"
-    own = tensor.histogram
-    note = ", ".join(filter(None, ["kept in FP32" if tensor.kept_fp32 else "", _broken(own)]))
-    return (fmt.clean(tensor.name), tensor.kind, *_counted(own), window, note)
+    note = ", ".join(filter(None, ["kept in FP32" if tensor.kept_fp32 else "", _not_finite(tensor.histogram)]))
+    return (fmt.clean(tensor.name), tensor.kind, *_counted(tensor.histogram), window, note)
 
 
-def _counted(own: Histogram) -> tuple[str, str, str]:
+def _counted(values: Histogram) -> tuple[str, str, str]:
     """Return the number of values, the share of zeros, and the magnitudes of the others."""
-    zeros = fmt.share_text(own.zeros / own.total) if own.total else fmt.MISSING
-    span = f"{power(own.first_exponent)} to {power(own.last_exponent + 1)}" if own.nonzero else "all zero"
-    return str(own.total), zeros, span
+    zeros = fmt.share_text(values.zeros / values.total) if values.total else fmt.MISSING
+    span = f"{power(values.first_exponent)} to {power(values.last_exponent + 1)}" if values.nonzero else "all zero"
+    return str(values.total), zeros, span
 
 
-def _broken(own: Histogram) -> str:
+def _not_finite(values: Histogram) -> str:
     """Return how many values are not finite."""
-    return ", ".join(f"{count} {word}" for count, word in ((own.infinite, "infinite"), (own.nan, "NaN")) if count)
+    return ", ".join(f"{count} {word}" for count, word in ((values.infinite, "infinite"), (values.nan, "NaN")) if count)
 
 
 def _tightest(record: RangesRecord) -> list[int]:

@@ -11,7 +11,7 @@ _SHOWN = 64
 
 
 def rank_facts(record: RunRecord) -> list[Fact]:
-    """Return one line for each process of a run; nothing for a run in one process."""
+    """Return one line for each process of a run; empty for a run in one process."""
     lines = [_rank(rank) for rank in record.ranks[:_SHOWN]]
     left = len(record.ranks) - len(lines)
     return [*lines, Fact(what="more", value=f"{left} ranks", reason="record.json has all")] if left else lines
@@ -19,14 +19,14 @@ def rank_facts(record: RunRecord) -> list[Fact]:
 
 def difference_facts(*runs: RunRecord) -> list[Fact]:
     """Return what should be the same in all processes and is not; for several runs, with the run that shows it."""
-    found = []
+    differences = []
     for run in runs:
         where = f"{fmt.clean(run.policy_shown)}, seed {run.seed}: " if len(runs) > 1 else ""
-        found += [
+        differences += [
             Fact(what=f"{where}{fact.what}", value=fact.value, reason=fact.reason, tone="warn")
             for fact in shared.facts(run.between_ranks)
         ]
-    return found
+    return differences
 
 
 def _rank(rank: RankRun) -> Fact:

@@ -1,4 +1,4 @@
-"""Predictions for other GPUs, beside measurements on this machine."""
+"""Predictions for other GPUs, next to measurements on this machine."""
 
 from __future__ import annotations
 
@@ -29,63 +29,69 @@ class RealGpusSheet:
     assumptions: list[Fact]
 
 
-def real_gpus_sheet(found: RealGpus | None) -> RealGpusSheet | None:
-    """Return the sheet of ``found``; None if no prediction was asked for."""
-    if found is None:
+def real_gpus_sheet(predicted: RealGpus | None) -> RealGpusSheet | None:
+    """Return the sheet of ``predicted``; None if no prediction was requested."""
+    if predicted is None:
         return None
-    unit = fmt.clean(found.unit)
+    unit = fmt.clean(predicted.unit)
     heads = ("GPU", "policy", f"{unit}/s", "10% to 90%", "step", "over FP32", "over TF32", "memory", "largest batch")
-    left_out = shared.facts(found.not_predicted)
-    if found.reason:
-        caption = f"Not predicted: {fmt.clean(found.reason)}."
+    left_out = shared.facts(predicted.not_predicted)
+    if predicted.reason:
+        caption = f"Not predicted: {fmt.clean(predicted.reason)}."
         return RealGpusSheet(
             title=TITLE, caption=caption, table=Grid(heads=heads, rows=[]), verdicts=left_out, assumptions=[]
         )
-    of_batch = f"Batch {found.batch} of this script. " if unit != "steps" else ""
-    possible = [one for one in found.predictions if one.possible]
+    of_batch = f"Batch {predicted.batch} of this script. " if unit != "steps" else ""
+    possible = [prediction for prediction in predicted.predictions if prediction.possible]
     verdicts = [
-        Fact(what=f"{fmt.clean(one.gpu)}, {fmt.clean(one.policy)}", value=verdict_text(one))
-        for one in found.predictions
+        Fact(what=f"{fmt.clean(prediction.gpu)}, {fmt.clean(prediction.policy)}", value=verdict_text(prediction))
+        for prediction in predicted.predictions
     ]
-    fits = "" if all(one.fits for one in possible) else " A batch that does not fit is marked."
+    fits = "" if all(prediction.fits for prediction in possible) else " A batch that does not fit is marked."
     return RealGpusSheet(
         title=TITLE,
-        caption=f"{of_batch}Traced on this machine without numbers and priced by formulas that public measurements calibrate "
-        f"(docs/predict.md); the band contains 8 of 10 measured trainings. Memory is what nvidia-smi would show.{fits}",
-        table=Grid(heads=heads, rows=[_row(one) for one in found.predictions], numbers=tuple(range(2, len(heads)))),
+        caption=f"{of_batch}A step was traced on this machine without computing its numbers, and timed by formulas that are calibrated on "
+        f"public measurements (docs/predict.md); the band contains 8 of 10 measured trainings. Memory is what nvidia-smi would show.{fits}",
+        table=Grid(
+            heads=heads,
+            rows=[_row(prediction) for prediction in predicted.predictions],
+            numbers=tuple(range(2, len(heads))),
+        ),
         verdicts=[*verdicts, *left_out],
-        assumptions=shared.facts(found.assumptions),
+        assumptions=shared.facts(predicted.assumptions),
     )
 
 
-def _row(one: Prediction) -> tuple[str, ...]:
-    head = fmt.clean(one.gpu), fmt.clean(one.policy)
-    if not one.possible:
+def _row(prediction: Prediction) -> tuple[str, ...]:
+    head = fmt.clean(prediction.gpu), fmt.clean(prediction.policy)
+    if not prediction.possible:
         return (*head, *[fmt.MISSING] * 7)
-    memory = fmt.bytes_text(one.device_bytes) + ("" if one.fits else " (too much)")
+    memory = fmt.bytes_text(prediction.device_bytes) + ("" if prediction.fits else " (does not fit)")
     return (
         *head,
-        fmt.rate_text(one.throughput),
-        band_text(one),
-        fmt.ms_text(one.step_ms),
-        fmt.ratio_text(one.over_fp32),
-        fmt.ratio_text(one.over_tf32),
+        fmt.rate_text(prediction.throughput),
+        band_text(prediction),
+        fmt.ms_text(prediction.step_ms),
+        fmt.ratio_text(prediction.over_fp32),
+        fmt.ratio_text(prediction.over_tf32),
         memory,
-        fmt.MISSING if one.largest_batch is None else str(one.largest_batch),
+        fmt.MISSING if prediction.largest_batch is None else str(prediction.largest_batch),
     )
 
 
 def compare_details(sheet: CompareSheet, console: Console) -> None:
-    """Print the details of a comparison, with what is predicted for real GPUs last."""
+    """Print the details of a comparison; the predictions for real GPUs are last."""
     bodies.compare_details(sheet, console)
-    found = real_gpus_sheet(sheet.real_gpus)
-    if found is None:
+    predicted = real_gpus_sheet(sheet.real_gpus)
+    if predicted is None:
         return
-    if not found.table.rows:
-        console.print(Text(f"\n{found.title}", style="bold"))
-        console.print(Text(f"  {found.caption}"))
+    if not predicted.table.rows:
+        console.print(Text(f"\n{predicted.title}", style="bold"))
+        console.print(Text(f"  {predicted.caption}"))
         return
-    gpus = ["", *(gpu for gpu, *_ in found.table.rows)]
-    rows = [("" if gpu == last else gpu, *cells) for last, (gpu, *cells) in zip(gpus, found.table.rows, strict=False)]
-    terminal.section(console, found.title, terminal.grid_table(replace(found.table, rows=rows)))
-    console.print(Text(found.caption, style="dim"))
+    gpus = ["", *(gpu for gpu, *_ in predicted.table.rows)]
+    rows = [
+        ("" if gpu == last else gpu, *cells) for last, (gpu, *cells) in zip(gpus, predicted.table.rows, strict=False)
+    ]
+    terminal.section(console, predicted.title, terminal.grid_table(replace(predicted.table, rows=rows)))
+    console.print(Text(predicted.caption, style="dim"))

@@ -32,7 +32,7 @@ class ResumeCheckSheet(ScriptSheet):
     tone: str
     why: str
     error: str
-    """The error of a run, and what to do about it; empty if no hint is known."""
+    """The error of a run, and what to do about it; empty if no run has a hint."""
     facts: list[Fact]
     missing: list[MissingState]
     losses: Grid
@@ -61,7 +61,7 @@ def resume_check_sheet(record: ResumeCheckRecord) -> ResumeCheckSheet:
 
 
 def resume_check_answer(record: ResumeCheckRecord, sheet: ResumeCheckSheet) -> Headline:
-    """Return the answer that the page begins with: the verdict, and where the run was stopped and resumed."""
+    """Return the answer at the top of the page: the verdict, and where the run was stopped and resumed."""
     return Headline(tone=sheet.tone, word=record.verdict.replace("_", " "), facts=sheet.facts)
 
 
@@ -82,9 +82,9 @@ def _facts(record: ResumeCheckRecord) -> list[Fact]:
         rows.append(Fact(what="stopped after step", value=str(record.stopped_after), reason=f"by {record.stopped_by}"))
     if record.resumed_at is not None:
         steps = fmt.plural(record.resumed_steps, "step")
-        lost = (record.stopped_after or 0) - record.resumed_at
-        made = f"{steps} more" + (f", {lost} of them made before" if lost > 0 else "")
-        rows.append(Fact(what="resumed after step", value=str(record.resumed_at), reason=made))
+        repeated = (record.stopped_after or 0) - record.resumed_at
+        reason = f"{steps} more" + (f", {repeated} of them repeated" if repeated > 0 else "")
+        rows.append(Fact(what="resumed after step", value=str(record.resumed_at), reason=reason))
     if record.first_difference is not None:
         rows.append(Fact(what="first difference", value=f"step {record.first_difference}", tone="warn"))
     files = [fmt.clean(PurePath(path).name) for path in record.checkpoints]
@@ -107,7 +107,7 @@ def _losses(record: ResumeCheckRecord) -> list[tuple[str, ...]]:
 
 
 def print_resume_check(sheet: ResumeCheckSheet, console: Console) -> None:
-    """Print the evidence for the verdict, then each missing part with its evidence and fix."""
+    """Print the evidence for the verdict, then each missing part of the state with its evidence and fix."""
     console.print(Text(sheet.why))
     terminal.print_error(console, sheet.error)
     console.print(terminal.fact_table(sheet.facts))
@@ -119,4 +119,4 @@ def print_resume_check(sheet: ResumeCheckSheet, console: Console) -> None:
         for line in sheet.missing:
             console.print(Text(f"  {line.state}: {line.evidence}. To fix it: {line.fix}."))
     terminal.section(console, "Losses", terminal.grid_table(sheet.losses))
-    terminal.section(console, "Not restored, without effect in this run", terminal.fact_table(sheet.without_effect))
+    terminal.section(console, "Not restored, but without effect in this run", terminal.fact_table(sheet.without_effect))

@@ -32,7 +32,7 @@ class RunSheet(ScriptSheet):
     guardrails: list[Fact]
     """What went wrong while it ran, and what the guard did."""
     out_of_memory: list[Fact]
-    """What held the memory of a run that ran out of it, and what to write."""
+    """What occupied the memory of a run that ran out of it, and the settings that would help."""
     findings: list[FindingLine]
     bottleneck: list[Fact]
 

@@ -5,6 +5,7 @@ A sheet has no markup. Text from a script or a model passes through ``clean`` he
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ _ENVIRONMENT_LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Fact:
-    """One line of a table: what, its value and, if there is one, the reason."""
+    """One line of a table: a label, its value and, if there is one, the reason."""
 
     what: str
     value: str
@@ -105,7 +106,7 @@ class RunLine:
 
 
 def facts(reasons: Sequence[Reason]) -> list[Fact]:
-    """Return reasons as lines of a table."""
+    """Return ``reasons`` as lines of a table."""
     return [Fact(what=fmt.clean(r.what), value=fmt.clean(r.value), reason=fmt.clean(r.reason)) for r in reasons]
 
 
@@ -123,7 +124,7 @@ def name_meant(record: RunRecord) -> list[Fact]:
 
 
 def environment_facts(environment: Environment, *, framework: str = "") -> list[Fact]:
-    """Return what is known of the machine and the versions, and the framework if it is not torch."""
+    """Return what is known about the machine and the versions, and the framework if it is not torch."""
     known = [
         (k, fmt.date_text(environment.date) if k == "date" else getattr(environment, k)) for k in _ENVIRONMENT_LABELS
     ]
@@ -198,8 +199,8 @@ def shares_note(*runs: RunRecord) -> str:
     ]
     if not emulated:
         return note
-    some = _policies(run for run in counted if run.effective.lowered and not run.effective.emulated)
-    under = f"Under {fmt.listed(emulated)} the" if some else "The"
+    native = _policies(run for run in counted if run.effective.lowered and not run.effective.emulated)
+    under = f"Under {fmt.listed(emulated)} the" if native else "The"
     how = "emulated (rounded to the format, multiplied in a wider one): times say nothing about a speed-up"
     return f"{note} {under} lower formats were {how}."
 
@@ -224,9 +225,9 @@ def run_line(record: RunRecord) -> RunLine:
 
 
 def first_steps_text(*runs: RunRecord) -> str:
-    """Return that runs were stopped after their first steps, as asked; empty if none was."""
+    """Return that runs were stopped after their first steps, as requested; empty if none was."""
     numbers = {run.first_steps for run in runs if run.first_steps is not None}
-    return f"stopped after the {fmt.first(max(numbers), 'step')}, as asked" if numbers else ""
+    return f"stopped after the {fmt.first(max(numbers), 'step')}, as requested" if numbers else ""
 
 
 def final_loss_text(record: RunRecord) -> str:
@@ -244,8 +245,8 @@ def command_text(command: Sequence[str], environment: Environment) -> str:
 
 
 def median_ms(times_ms: Sequence[float]) -> float | None:
-    """Return the median of the finite times, or None without any."""
-    ordered = sorted(t for t in times_ms if t == t and abs(t) != float("inf"))
+    """Return the median of the finite times; None if there are none."""
+    ordered = sorted(filter(math.isfinite, times_ms))
     return quantile(ordered, 0.5) if ordered else None
 
 
@@ -257,13 +258,13 @@ def error_text(record: RunRecord) -> str:
 
 
 def error_and_hint(record: RunRecord) -> str:
-    """Return the error of a run, and in a line of its own what to do about it; empty if there is none."""
+    """Return the error of a run and, on a second line, what to do about it; empty if there is no error."""
     hint = f"\nhint: {fmt.clean(record.hint)}" if record.error is not None and record.hint else ""
     return error_text(record) + hint
 
 
 def first_error_and_hint(runs: Iterable[RunRecord]) -> str:
-    """Return the error of the first of several runs that has a hint, with it; empty if none has."""
+    """Return the error and the hint of the first run that has a hint; empty if none has."""
     return next((error_and_hint(run) for run in runs if run.error is not None and run.hint), "")
 
 

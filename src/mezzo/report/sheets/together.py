@@ -52,7 +52,7 @@ def together_sheet(records: Sequence[CompareRecord]) -> TogetherSheet:
         headline=_headline(groups),
         method=(
             f"{fmt.listed(frameworks)}. Each policy is compared with the baseline of its own group; times of different "
-            "groups are of different runs, one after the other."
+            "groups come from separate runs."
         ),
         groups=groups,
         environment=shared.environment_facts(records[-1].environment),
@@ -85,4 +85,4 @@ def _headline(groups: Sequence[ComparedScript]) -> str:
     counts = [(verdict, judged.count(verdict)) for verdict in known if verdict in judged]
     words = [f"{count} {verdict}" for verdict, count in counts]
     rows = fmt.plural(len(judged), "row")
-    return f"{rows} beside {fmt.plural(len(groups), 'baseline')}: {fmt.listed(words or ['nothing to judge'])}."
+    return f"{rows} compared with {fmt.plural(len(groups), 'baseline')}: {fmt.listed(words or ['nothing to judge'])}."

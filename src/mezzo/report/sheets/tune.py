@@ -72,7 +72,7 @@ def tune_sheet(record: TuneRecord) -> TuneSheet:
 
 
 def tune_answer(record: TuneRecord, sheet: TuneSheet) -> Headline:
-    """Return the answer that the page begins with: the decision, and the figures of the configuration to use."""
+    """Return the answer at the top of the page: the decision, and the figures of the configuration to use."""
     row = next((row for row in record.rows if row.name == record.chosen), None)
     facts = []
     if row is not None and row.step_ms is not None:
@@ -124,7 +124,7 @@ def _interval(row: TuneRow) -> str:
 
 
 def print_tune(sheet: TuneSheet, console: Console) -> None:
-    """Print every configuration, then the answer in a box, then the command, which must stay whole to be pasted."""
+    """Print every configuration, then the answer in a box, then the command, unwrapped so that it can be pasted."""
     table = terminal.plain_table(
         "configuration", "state", "time per step", "as fast as now", "inputs per step", "memory"
     )
@@ -132,10 +132,10 @@ def print_tune(sheet: TuneSheet, console: Console) -> None:
         speed = f"{line.speedup}\n{line.interval}" if line.interval else line.speedup
         table.add_row(Text(line.name), line.state, line.step, Text(speed), line.inputs, line.memory)
     console.print(table)
-    told = [Fact(what=line.name, value=line.state, reason=line.reason) for line in sheet.lines[1:]]
-    terminal.section(console, "Why", terminal.fact_table(told))
+    reasons = [Fact(what=line.name, value=line.state, reason=line.reason) for line in sheet.lines[1:]]
+    terminal.section(console, "Why", terminal.fact_table(reasons))
     console.print()
     notes = [Fact(what=note.what, value=f"{note.value}: {note.reason}.") for note in sheet.notes]
-    rows = [Fact(what="why", value=sheet.why), *notes, Fact(what="next", value=f"{sheet.next_why}:")]
+    rows = [Fact(what="why", value=sheet.why), *notes, Fact(what="next", value=f"{sheet.next_why}. The command:")]
     terminal.answer_box(console, rows, headline=sheet.headline, tone=sheet.tone)
     console.print(Text(f"  {sheet.next_command}", style="bold"), soft_wrap=True)

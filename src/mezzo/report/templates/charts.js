@@ -118,8 +118,8 @@
     }
 
     function heading(first, last) {
-      const words = (x) => along(x, chart.xKind);
-      return last > first ? chart.words + "s " + words(first) + " to " + words(last) : chart.words + " " + words(first);
+      const text = (x) => along(x, chart.xKind);
+      return last > first ? chart.noun + "s " + text(first) + " to " + text(last) : chart.noun + " " + text(first);
     }
 
     function show(index) {

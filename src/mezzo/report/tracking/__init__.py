@@ -1,6 +1,6 @@
-"""Records in trackers of experiments: ``--log-to tensorboard``, ``--log-to wandb``, ``--log-to mlflow``.
+"""Records in experiment trackers: ``--log-to tensorboard``, ``--log-to wandb``, ``--log-to mlflow``.
 
-A new tracker needs a file in this folder with ``PACKAGE``, ``INSTALL``, ``check``, ``send`` and ``InFlight``, and a row in ``TRACKERS``.
+A new tracker needs a file in this folder with ``PACKAGE``, ``INSTALL``, ``check``, ``send`` and ``LiveWriter``, and a row in ``TRACKERS``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from mezzo.errors import UsageError, nearest
 from mezzo.records import AnyRecord
 from mezzo.report.tracking import mlflow, tensorboard, wandb
-from mezzo.report.tracking.inflight import Flight as Flight
-from mezzo.report.tracking.inflight import Writer as Writer
-from mezzo.report.tracking.job import TrackedRecord as TrackedRecord
-from mezzo.report.tracking.logged import Logged, logged
+from mezzo.report.tracking.live import LiveRun as LiveRun
+from mezzo.report.tracking.live import Writer as Writer
+from mezzo.report.tracking.log_entry import LogEntry, log_entry
+from mezzo.report.tracking.tracked_record import TrackedRecord as TrackedRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,22 +27,28 @@ class Tracker:
     install: str
     """What pip installs."""
     check: Callable[[str], None]
-    """Refuses what cannot be logged to, before a script runs."""
-    send: Callable[[Logged, TrackedRecord, str], str]
-    """Logs, and returns where."""
-    in_flight: Callable[[Flight, str], Writer]
-    """Starts to log a run that is under way."""
+    """Refuses a place that cannot be logged to, before a script runs."""
+    send: Callable[[LogEntry, TrackedRecord, str], str]
+    """Logs a record, and returns where."""
+    live_writer: Callable[[LiveRun, str], Writer]
+    """Starts logging a run while it runs."""
 
 
 TRACKERS = {
-    name: Tracker(package=made.PACKAGE, install=made.INSTALL, check=made.check, send=made.send, in_flight=made.InFlight)
-    for name, made in {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}.items()
+    name: Tracker(
+        package=module.PACKAGE,
+        install=module.INSTALL,
+        check=module.check,
+        send=module.send,
+        live_writer=module.LiveWriter,
+    )
+    for name, module in {"tensorboard": tensorboard, "wandb": wandb, "mlflow": mlflow}.items()
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """What ``--log-to`` names: a tracker and, after a colon, a place in its own terms."""
+    """The value of ``--log-to``: a tracker and, after a colon, a place in the tracker's own terms."""
 
     name: str
     place: str = ""
@@ -54,12 +60,12 @@ class Destination:
 
     @property
     def folder(self) -> str:
-        """The folder that the place is; empty if it is something else."""
+        """The place if it is a folder; empty otherwise."""
         return self.place if self.name == "tensorboard" else ""
 
 
 def destination(text: str) -> Destination:
-    """Return the destination that ``text`` names, its library installed and its place open.
+    """Return the destination that ``text`` names, after checking that its library is installed and its place can be used.
 
     Raises:
         UsageError: there is no such tracker, its library is missing, or nothing can be logged there.
@@ -70,16 +76,16 @@ def destination(text: str) -> Destination:
             f"--log-to {text!r} names no tracker; {nearest(name, TRACKERS)}",
             hint="type: --log-to tensorboard, or with a place: --log-to tensorboard:DIR",
         )
-    found = Destination(name=name, place=place)
-    if importlib.util.find_spec(found.tracker.package) is None:
+    to = Destination(name=name, place=place)
+    if importlib.util.find_spec(to.tracker.package) is None:
         raise UsageError(
-            f"--log-to {text}: {found.tracker.package} is not installed",
-            hint=f"pip install {found.tracker.install}, or leave the option out",
+            f"--log-to {text}: {to.tracker.package} is not installed",
+            hint=f"pip install {to.tracker.install}, or leave the option out",
         )
-    found.tracker.check(place)
-    return found
+    to.tracker.check(place)
+    return to
 
 
-def send(record: AnyRecord, job: TrackedRecord, to: Destination) -> str:
+def send(record: AnyRecord, tracked: TrackedRecord, to: Destination) -> str:
     """Log ``record`` and return where it was logged."""
-    return to.tracker.send(logged(record), job, to.place)
+    return to.tracker.send(log_entry(record), tracked, to.place)

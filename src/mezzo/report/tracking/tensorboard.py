@@ -1,6 +1,6 @@
 """TensorBoard's event files: curves as scalars, values by exponent as histograms, settings, verdicts and the report as text.
 
-A comparison is one folder for its table and one for every run in it, so that TensorBoard draws the policies into the same plots.
+A comparison is one folder for its table and one inside it for every run, so that TensorBoard draws the policies into the same plots.
 The files are written by tensorboardX, which needs neither torch nor TensorFlow. TensorBoard stores no other files, so the
 page stays where the command wrote it.
 """
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mezzo.records import Histogram
-from mezzo.report.tracking.inflight import SUFFIX, Flight
-from mezzo.report.tracking.job import TrackedRecord
-from mezzo.report.tracking.logged import Cell, Logged
+from mezzo.report.tracking.live import SUFFIX, LiveRun
+from mezzo.report.tracking.log_entry import Cell, LogEntry
+from mezzo.report.tracking.tracked_record import TrackedRecord
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -26,33 +26,32 @@ _ON_DISK_WITHIN_S = 1
 
 
 def check(place: str) -> None:
-    """Accept any folder: the command line creates it."""
+    """Accept any folder, since the command line creates it."""
 
 
-def send(what: Logged, job: TrackedRecord, place: str) -> str:
-    """Write event files to a new folder, ``place/NAME`` or beside the record, and return where they are."""
-    folder = Path(place) / job.name if place else job.folder / "tensorboard"
-    fresh = _fresh(folder)
-    _write(what, fresh)
-    for run in what.runs:
-        _write(run, fresh / run.name)
-    return f"{fresh}; to see it: tensorboard --logdir {place or fresh}"
+def send(entry: LogEntry, tracked: TrackedRecord, place: str) -> str:
+    """Write event files to a new folder, ``place/NAME`` or one next to the record, and return where they are."""
+    folder = _new_folder(Path(place) / tracked.name if place else tracked.folder / "tensorboard")
+    _write(entry, folder)
+    for run in entry.runs:
+        _write(run, folder / run.name)
+    return f"{folder}; to see it: tensorboard --logdir {place or folder}"
 
 
-class InFlight:
-    """Events that are written while a run is under way."""
+class LiveWriter:
+    """Events that are written while a script runs."""
 
-    def __init__(self, flight: Flight, place: str) -> None:
-        """Open ``place/NAME-live``, or a folder beside the record."""
+    def __init__(self, run: LiveRun, place: str) -> None:
+        """Open ``place/NAME-live``, or a folder next to the record."""
         from tensorboardX import SummaryWriter  # an extra
 
-        folder = Path(place) / f"{flight.name}{SUFFIX}" if place else flight.folder / f"tensorboard{SUFFIX}"
-        self._writer = SummaryWriter(logdir=str(_fresh(folder)), flush_secs=_ON_DISK_WITHIN_S)
+        folder = Path(place) / f"{run.name}{SUFFIX}" if place else run.folder / f"tensorboard{SUFFIX}"
+        self._writer = SummaryWriter(logdir=str(_new_folder(folder)), flush_secs=_ON_DISK_WITHIN_S)
         self.where = self._writer.logdir
-        self._writer.add_text("settings", _grid(["", ""], [[*pair] for pair in flight.settings.items()]))
+        self._writer.add_text("settings", _grid(["", ""], [[*pair] for pair in run.settings.items()]))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log values of a step; tensorboardX writes them in a thread of its own."""
+        """Log the values of a step; tensorboardX writes them in a thread of its own."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
@@ -61,28 +60,28 @@ class InFlight:
         self._writer.close()
 
 
-def _fresh(folder: Path) -> Path:
-    """Return a folder that does not exist yet: the events of two runs in one folder would be drawn as one curve."""
+def _new_folder(folder: Path) -> Path:
+    """Return ``folder``, with a number if it exists: the events of two runs in one folder would be drawn as one curve."""
     others = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     return next(path for path in chain([folder], others) if not path.exists())
 
 
-def _write(what: Logged, folder: Path) -> None:
+def _write(entry: LogEntry, folder: Path) -> None:
     from tensorboardX import SummaryWriter  # an extra
 
     writer = SummaryWriter(logdir=str(folder))
     try:
-        writer.add_text("report", f"```\n{what.text}\n```")
-        writer.add_text("settings", _grid(["", ""], [[*pair] for pair in (what.tags | what.settings).items()]))
-        for curve in what.curves:
+        writer.add_text("report", f"```\n{entry.text}\n```")
+        writer.add_text("settings", _grid(["", ""], [[*pair] for pair in (entry.tags | entry.settings).items()]))
+        for curve in entry.curves:
             for step, value in zip(curve.steps, curve.values, strict=True):
                 writer.add_scalar(curve.name, value, step)
-        for name, value in what.numbers.items():
+        for name, value in entry.numbers.items():
             writer.add_scalar(name, value, 0)
-        for table in what.tables:
+        for table in entry.tables:
             if table.rows:
                 writer.add_text(table.name.replace(" ", "_"), _grid(table.columns, table.rows))
-        for name, histogram in what.histograms.items():
+        for name, histogram in entry.histograms.items():
             _add_exponents(writer, name, histogram)
     finally:
         writer.close()

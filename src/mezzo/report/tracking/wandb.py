@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mezzo.errors import UsageError
-from mezzo.report.tracking.inflight import SUFFIX, Flight
-from mezzo.report.tracking.job import TrackedRecord
-from mezzo.report.tracking.logged import Logged
+from mezzo.report.tracking.live import SUFFIX, LiveRun
+from mezzo.report.tracking.log_entry import LogEntry
+from mezzo.report.tracking.tracked_record import TrackedRecord
 
 PACKAGE = INSTALL = "wandb"
 _NO_SERVER = ("offline", "dryrun", "disabled")
-"""Values of WANDB_MODE with which nothing is sent."""
+"""Values of WANDB_MODE under which nothing is sent."""
 _LONGEST_TAG = 64
 
 
@@ -34,28 +34,28 @@ def check(place: str) -> None:
         )
 
 
-def send(what: Logged, job: TrackedRecord, place: str) -> str:
-    """Log to the project ``place``, or WANDB_PROJECT, or the one of the script's name; return where."""
-    project = place or os.environ.get("WANDB_PROJECT") or what.script or "mezzo"
-    where = _send_one(what, job, project=project, name=job.name, group=job.name, files=True)
-    for run in what.runs:
-        _send_one(run, job, project=project, name=f"{job.name}/{run.name}", group=job.name, files=False)
+def send(entry: LogEntry, tracked: TrackedRecord, place: str) -> str:
+    """Log to the project ``place``, else WANDB_PROJECT, else one named after the script; return where."""
+    project = place or os.environ.get("WANDB_PROJECT") or entry.script or "mezzo"
+    where = _send_one(entry, tracked, project=project, name=tracked.name, group=tracked.name, files=True)
+    for run in entry.runs:
+        _send_one(run, tracked, project=project, name=f"{tracked.name}/{run.name}", group=tracked.name, files=False)
     return where
 
 
-class InFlight:
+class LiveWriter:
     """A run of Weights & Biases that is written while a script runs."""
 
-    def __init__(self, flight: Flight, place: str) -> None:
+    def __init__(self, run: LiveRun, place: str) -> None:
         """Begin a run in the group of the command."""
         import wandb
 
         self._run = wandb.init(
-            project=place or os.environ.get("WANDB_PROJECT") or flight.script or "mezzo",
-            name=f"{flight.name}{SUFFIX}",
-            group=flight.name,
+            project=place or os.environ.get("WANDB_PROJECT") or run.script or "mezzo",
+            name=f"{run.name}{SUFFIX}",
+            group=run.name,
             job_type="live",
-            config=dict(flight.settings),
+            config=dict(run.settings),
             reinit="create_new",
             settings=_settings(),
         )
@@ -71,38 +71,38 @@ class InFlight:
 
 
 def _settings() -> Any:
-    """Return settings without the data that wandb would collect itself, which would describe this process, not the script's."""
+    """Return settings that keep wandb from collecting data itself: it would describe this process, not the script's."""
     import wandb
 
     return wandb.Settings(silent=True, console="off", save_code=False, x_disable_stats=True, x_disable_meta=True)
 
 
-def _send_one(what: Logged, job: TrackedRecord, *, project: str, name: str, group: str, files: bool) -> str:
+def _send_one(entry: LogEntry, tracked: TrackedRecord, *, project: str, name: str, group: str, files: bool) -> str:
     import wandb
 
     with wandb.init(
         project=project,
         name=name,
         group=group,
-        job_type=what.kind,
-        config=what.settings,
-        tags=[f"{key}:{value}"[:_LONGEST_TAG] for key, value in what.tags.items()],
+        job_type=entry.kind,
+        config=entry.settings,
+        tags=[f"{key}:{value}"[:_LONGEST_TAG] for key, value in entry.tags.items()],
         reinit="create_new",
         settings=_settings(),
     ) as run:
-        for step, values in _by_step(what):
+        for step, values in _by_step(entry):
             run.log(values, step=step)
-        run.summary.update({**what.numbers, **what.tags})
+        run.summary.update({**entry.numbers, **entry.tags})
         shown: dict[str, Any] = {
-            table.name: wandb.Table(columns=table.columns, data=table.rows) for table in what.tables
+            table.name: wandb.Table(columns=table.columns, data=table.rows) for table in entry.tables
         }
-        for title, histogram in what.histograms.items():
+        for title, histogram in entry.histograms.items():
             edges = list(range(histogram.first_exponent, histogram.last_exponent + 2))
             shown[title] = wandb.Histogram(np_histogram=(histogram.counts, edges))
         if files:
-            shown["report"] = wandb.Html(str(job.page), inject=False)
-            artifact = wandb.Artifact(f"{project}-{what.kind}", type="mezzo-record")
-            for path in (job.record, job.page):
+            shown["report"] = wandb.Html(str(tracked.page), inject=False)
+            artifact = wandb.Artifact(f"{project}-{entry.kind}", type="mezzo-record")
+            for path in (tracked.record, tracked.page):
                 artifact.add_file(str(path))
             run.log_artifact(artifact)
         if shown:
@@ -111,10 +111,10 @@ def _send_one(what: Logged, job: TrackedRecord, *, project: str, name: str, grou
         return f"{folder}; to upload it: wandb sync {folder}" if run.offline else str(run.url)
 
 
-def _by_step(what: Logged) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield the values of all curves, step by step: wandb takes steps in order."""
+def _by_step(entry: LogEntry) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yield the values of all curves step by step: wandb accepts steps only in order."""
     rows: dict[int, dict[str, float]] = {}
-    for curve in what.curves:
+    for curve in entry.curves:
         for step, value in zip(curve.steps, curve.values, strict=True):
             rows.setdefault(step, {})[curve.name] = value
     yield from sorted(rows.items())

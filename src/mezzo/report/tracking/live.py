@@ -1,4 +1,4 @@
-"""The latest numbers of a run under way, in a tracker: a run beside that of the result, which survives if the script is killed."""
+"""The latest numbers of a run while it runs, in a tracker: a run of its own next to that of the result, which survives a kill."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 SUFFIX = "-live"
-"""The end of the name of a run in flight."""
+"""The end of the name of a run that is logged while it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flight:
-    """A run to log while it runs."""
+class LiveRun:
+    """A run that is logged while it runs."""
 
     name: str
     """The name of its record's folder."""
@@ -30,7 +30,7 @@ class Writer(Protocol):
     where: str
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Log the values of a step, so that they survive if every process is killed right after."""
+        """Log the values of a step durably: they survive if every process is killed right after."""
 
     def close(self) -> None:
         """End the run."""

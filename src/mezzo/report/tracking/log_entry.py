@@ -1,6 +1,6 @@
-"""What is logged of a record to a tracker of experiments: one description, which each tracker writes in its own terms.
+"""What an experiment tracker logs of a record: one description, which each tracker writes in its own terms.
 
-Numbers by step are curves. Trackers find, sort and compare runs by numbers that were counted once, verdicts and settings.
+Numbers by step are curves. Trackers find, sort and compare runs by settings, verdicts and numbers that were counted once.
 A comparison is one entry for its table and one for each run behind it.
 """
 
@@ -34,7 +34,7 @@ from mezzo.report.sheets.shared import memory_kinds
 from mezzo.report.text import render
 
 Cell: TypeAlias = str | float | int | None
-OfOneRun: TypeAlias = AuditRecord | DiagnoseRecord | RangesRecord | FallbackRecord
+SingleRunRecord: TypeAlias = AuditRecord | DiagnoseRecord | RangesRecord | FallbackRecord
 
 _STEP_COLUMNS = ("loss", "loss_scale", "skipped", "grad_norm", "time_ms", "cpu_ms")
 _TEXT_WIDTH = 110
@@ -59,17 +59,17 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logged:
+class LogEntry:
     """What is logged of one record."""
 
     kind: str
     script: str = ""
-    """Stem of the script's name; empty for ``doctor``."""
+    """The script's name without its suffix; empty for ``doctor``."""
     name: str = ""
     """For a run in a comparison: its policy and seed."""
     failed: bool = False
     settings: dict[str, str | int]
-    """What the run was asked to do, and where it ran."""
+    """What was requested, and where it ran."""
     tags: dict[str, str] = field(default_factory=dict)
     """Kind, verdicts and codes of findings."""
     curves: list[Curve] = field(default_factory=list)
@@ -79,11 +79,11 @@ class Logged:
     histograms: dict[str, Histogram] = field(default_factory=dict)
     text: str = ""
     """The record as the terminal shows it."""
-    runs: list[Logged] = field(default_factory=list)
+    runs: list[LogEntry] = field(default_factory=list)
     """The runs behind a comparison."""
 
 
-def logged(record: AnyRecord) -> Logged:
+def log_entry(record: AnyRecord) -> LogEntry:
     """Return what is logged of ``record``."""
     if isinstance(record, CompareRecord):
         return _comparison(record)
@@ -91,14 +91,14 @@ def logged(record: AnyRecord) -> Logged:
         return _check(record)
     if isinstance(record, RunRecord):
         return _run(record)
-    return _of_one_run(record) if isinstance(record, OfOneRun) else _plain(record)
+    return _single_run(record) if isinstance(record, SingleRunRecord) else _plain(record)
 
 
-def _plain(record: AnyRecord) -> Logged:
-    """Return what every kind of record has: the machine, and a script and a verdict if it names them."""
+def _plain(record: AnyRecord) -> LogEntry:
+    """Return what every kind of record has: the machine, and the script and verdict if it has them."""
     tags = {"kind": record.kind} | ({"verdict": str(record.verdict)} if hasattr(record, "verdict") else {})
     environment = getattr(record, "environment", None)
-    return Logged(
+    return LogEntry(
         kind=record.kind,
         script=_stem(getattr(record, "script", "")),
         settings=_machine(environment) if isinstance(environment, Environment) else {},
@@ -107,9 +107,9 @@ def _plain(record: AnyRecord) -> Logged:
     )
 
 
-def _of_one_run(record: OfOneRun) -> Logged:
+def _single_run(record: SingleRunRecord) -> LogEntry:
     run = record.run
-    return Logged(
+    return LogEntry(
         kind=record.kind,
         script=_stem(run.script),
         failed=bool(run.error),
@@ -120,8 +120,8 @@ def _of_one_run(record: OfOneRun) -> Logged:
     )
 
 
-def _run(record: RunRecord, *, name: str = "") -> Logged:
-    return Logged(
+def _run(record: RunRecord, *, name: str = "") -> LogEntry:
+    return LogEntry(
         kind=record.kind,
         script=_stem(record.script),
         name=name,
@@ -134,15 +134,15 @@ def _run(record: RunRecord, *, name: str = "") -> Logged:
     )
 
 
-def _check(record: CheckRecord) -> Logged:
-    whole = _plain(record) if record.comparison is None else _comparison(record.comparison)
-    tags = {**whole.tags, "kind": record.kind, "decision": record.answer.decision, "use": record.answer.policy}
-    return replace(whole, kind=record.kind, tags=tags, text=_text(record))
+def _check(record: CheckRecord) -> LogEntry:
+    entry = _plain(record) if record.comparison is None else _comparison(record.comparison)
+    tags = {**entry.tags, "kind": record.kind, "decision": record.answer.decision, "use": record.answer.policy}
+    return replace(entry, kind=record.kind, tags=tags, text=_text(record))
 
 
-def _comparison(record: CompareRecord) -> Logged:
+def _comparison(record: CompareRecord) -> LogEntry:
     first = record.runs[0] if record.runs else None
-    return Logged(
+    return LogEntry(
         kind=record.kind,
         script=_stem(first.script) if first else "",
         settings={
@@ -166,7 +166,7 @@ def name_of_run(run: RunRecord) -> str:
     return policy if run.seed is None else f"{policy}-seed{run.seed}"
 
 
-def _verdict(record: OfOneRun) -> dict[str, str]:
+def _verdict(record: SingleRunRecord) -> dict[str, str]:
     if isinstance(record, AuditRecord):
         return _codes(record.findings)
     if isinstance(record, RangesRecord):
@@ -179,7 +179,7 @@ def _codes(findings: Sequence[Finding]) -> dict[str, str]:
     return {"findings": " ".join(codes)} if codes else {}
 
 
-def _figures(record: OfOneRun) -> dict[str, Any]:
+def _figures(record: SingleRunRecord) -> dict[str, Any]:
     """Return the curves, numbers, tables and histograms of a record about one run."""
     if isinstance(record, DiagnoseRecord):
         return {"curves": list(_trend(record))}
@@ -197,12 +197,12 @@ def _figures(record: OfOneRun) -> dict[str, Any]:
         lines: list[list[Cell]] = [[m.module, m.type, m.output, m.dgrad, m.wgrad, int(m.kept)] for m in record.modules]
         table = Table(name="modules", columns=["module", "type", "output", "dgrad", "wgrad", "kept_fp32"], rows=lines)
         return {"numbers": {name: error for name, error in errors.items() if error is not None}, "tables": [table]}
-    found: list[list[Cell]] = [[f.code, f.title, f.share, " ".join(f.modules), f.fix] for f in record.findings]
+    findings: list[list[Cell]] = [[f.code, f.title, f.share, " ".join(f.modules), f.fix] for f in record.findings]
     shares = {f"share_of_flops/{name}": flops for name, flops in record.flops_by_format.items()}
     total = sum(shares.values()) or 1
     return {
         "numbers": {name: flops / total for name, flops in shares.items()},
-        "tables": [Table(name="findings", columns=["code", "title", "share", "modules", "fix"], rows=found)],
+        "tables": [Table(name="findings", columns=["code", "title", "share", "modules", "fix"], rows=findings)],
     }
 
 
@@ -258,13 +258,13 @@ def _verdicts(rows: Sequence[Row]) -> Table:
 
 
 def _settings(run: RunRecord) -> dict[str, str | int]:
-    own: dict[str, str | int] = {
+    settings: dict[str, str | int] = {
         "command": shlex.join(run.command),
         "script": run.script,
         "framework": run.framework,
         "policy": run.policy,
     }
-    return own | ({} if run.seed is None else {"seed": run.seed}) | _machine(run.environment)
+    return settings | ({} if run.seed is None else {"seed": run.seed}) | _machine(run.environment)
 
 
 def _machine(environment: Environment) -> dict[str, str | int]:

@@ -1,4 +1,4 @@
-"""What is logged of each kind of record, and where a destination's name leads."""
+"""What is logged of each kind of record, and which tracker a destination names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import record_builders as build
 from mezzo.records import AuditRecord, DiagnoseRecord, FallbackRecord, Finding, Loss, ModuleError, Steps
 from mezzo.report.tracking import TrackedRecord
-from mezzo.report.tracking.logged import logged
+from mezzo.report.tracking.log_entry import log_entry
 
 FINDING = Finding(code="A601", title="t", modules=["a"], detail="", gain="", fix="do", share=0.25)
 RUN = build.run_record("fp16", num_steps=5, seed=3)
@@ -23,7 +23,7 @@ def test_steps_are_numbered_from_one_and_unmeasured_norms_are_left_out() -> None
         grad_norm=[math.nan, math.nan, 0.5],
         losses=[Loss(name="critic", steps=[1, 3], values=[0.1, 0.2])],
     )
-    found = logged(RUN.model_copy(update={"steps": steps, "metric": None}))
+    found = log_entry(RUN.model_copy(update={"steps": steps, "metric": None}))
     assert [(c.name, list(c.steps), [str(v) for v in c.values]) for c in found.curves] == [
         ("step/loss", [1, 2, 3], ["3.0", "2.0", "1.0"]),
         ("step/skipped", [1, 2, 3], ["1.0", "0.0", "0.0"]),
@@ -36,15 +36,15 @@ def test_steps_are_numbered_from_one_and_unmeasured_norms_are_left_out() -> None
 
 
 def test_a_failed_run_says_so_and_names_its_findings() -> None:
-    found = logged(RUN.model_copy(update={"error": "ValueError: x", "findings": [FINDING, FINDING]}))
+    found = log_entry(RUN.model_copy(update={"error": "ValueError: x", "findings": [FINDING, FINDING]}))
     assert found.failed
     assert found.tags == {"kind": "run", "findings": "A601"}
-    assert not logged(RUN).failed
+    assert not log_entry(RUN).failed
 
 
 def test_a_comparison_has_a_verdict_a_row_and_its_runs() -> None:
     record = build.compare_record(num_seeds=2, num_steps=3)
-    found = logged(record)
+    found = log_entry(record)
     assert found.tags == {
         "kind": "compare",
         "verdict fp32": "baseline",
@@ -62,22 +62,22 @@ def test_a_comparison_has_a_verdict_a_row_and_its_runs() -> None:
 def test_a_check_has_its_answer_and_the_comparison_behind_it() -> None:
     record = build.check_record()
     assert record.comparison is not None
-    found, compared = logged(record), logged(record.comparison)
+    found, compared = log_entry(record), log_entry(record.comparison)
     assert found.tags == {**compared.tags, "kind": "check", "decision": "use", "use": "bf16"}
     assert (found.numbers, found.runs, found.kind) == (compared.numbers, compared.runs, "check")
-    alone = logged(build.check_record(comparison=None))
+    alone = log_entry(build.check_record(comparison=None))
     assert (alone.tags, alone.runs) == ({"kind": "check", "decision": "use", "use": "bf16"}, [])
 
 
 def test_no_speed_is_logged_of_emulated_formats() -> None:
-    found = logged(build.emulated_record(num_steps=3))
+    found = log_entry(build.emulated_record(num_steps=3))
     assert [name for name in found.numbers if name.startswith("speedup")] == ["speedup/fp32"]
     speedups = {row[0]: row[2] for row in found.tables[0].rows}
     assert {policy for policy, speedup in speedups.items() if speedup is not None} == {"fp32"}
 
 
 def test_the_other_kinds() -> None:
-    audit = logged(
+    audit = log_entry(
         AuditRecord(run=RUN, steps=[3], flops_by_phase={"forward": {"fp16": 3, "fp32": 1}}, findings=[FINDING])
     )
     assert audit.numbers == {"share_of_flops/fp16": 0.75, "share_of_flops/fp32": 0.25}
@@ -87,11 +87,11 @@ def test_the_other_kinds() -> None:
     fallback = FallbackRecord(
         run=RUN, policy="bf16", tolerance=0.1, verdict="found", reason="", error_after=0.01, modules=[module]
     )
-    found = logged(fallback)
+    found = log_entry(fallback)
     assert (found.settings["policy"], found.tags["verdict"], found.numbers) == ("bf16", "found", {"error_after": 0.01})
     assert found.tables[0].rows == [["head", "Linear", 0.5, None, None, 1]]
-    assert logged(DiagnoseRecord(run=RUN, verdict="healthy")).curves == []
-    doctor = logged(build.doctor_record())
+    assert log_entry(DiagnoseRecord(run=RUN, verdict="healthy")).curves == []
+    doctor = log_entry(build.doctor_record())
     assert (doctor.script, doctor.tags, doctor.settings["torch"]) == ("", {"kind": "doctor"}, "2.13.0")
     assert all("Environment" in each.text for each in (audit, found, doctor))
 

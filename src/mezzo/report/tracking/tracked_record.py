@@ -1,4 +1,4 @@
-"""The files of a record that is logged, and the name under which a tracker shows it."""
+"""The files of a record that is logged, and the name that a tracker shows for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TrackedRecord:
 
     @property
     def name(self) -> str:
-        """The name of the record's folder, which differs from one command to the next; of other ranks, after rank 0's."""
+        """The name of the record's folder, which is unique to a command; a rank's folder is prefixed with rank 0's."""
         folder = self.folder.resolve()
         name = f"{folder.parent.name}-{folder.name}" if re.fullmatch(r"rank\d+", folder.name) else folder.name
         return name if self.record.name == "record.json" else f"{name}-{self.record.stem}"
