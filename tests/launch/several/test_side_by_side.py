@@ -146,10 +146,10 @@ def test_an_error_of_ours_starts_nothing_more_and_is_raised(tmp_path: Path, monk
 
 
 def test_an_error_before_the_first_run_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def several_runs(**_: Any) -> Any:
+    def shared_imports(**_: Any) -> Any:
         raise ScriptError("no more processes", hint="end some")
 
-    monkeypatch.setattr(engine.runner, "several_runs", several_runs)
+    monkeypatch.setattr(engine.runner, "shared_imports", shared_imports)
     with pytest.raises(ScriptError, match="no more processes"):
         list(ended(tmp_path, monkeypatch, lambda request: run_record("fp32"), num=5, jobs=2))
 

@@ -16,11 +16,11 @@ from paddle.optimizer import Optimizer
 from paddle.optimizer.lr import LRScheduler
 
 from mezzo.formats import FP32
-from mezzo.launch.model_names import name_at_hand
+from mezzo.launch.model_names import name_in_scope
 from mezzo.launch.paddle.state import PaddleRun, dense, parameters_of
 from mezzo.launch.paddle.surveys import is_half
 from mezzo.launch.patches import Patches
-from mezzo.launch.schedules import ScriptSchedules, classes
+from mezzo.launch.schedules import ScriptSchedules, with_subclasses
 
 
 class Updates:
@@ -39,7 +39,7 @@ class Updates:
         """Patch Paddle until ``patches`` are undone."""
         self._patches = patches
         patches.around(Optimizer, "__init__", self._recording)
-        for kind in classes(Optimizer):
+        for kind in with_subclasses(Optimizer):
             self._patch(kind)
         self._schedules.install(patches, LRScheduler)
 
@@ -59,7 +59,7 @@ class Updates:
         original(optimizer, *args, **kwargs)
         number, held = self._run.owner(optimizer), set(map(id, parameters_of(optimizer)))
         if held and number not in self._run.names:
-            self._run.names[number] = name_at_hand(held, Layer, libraries=("paddle", "mezzo")) or ""
+            self._run.names[number] = name_in_scope(held, Layer, libraries=("paddle", "mezzo")) or ""
 
     def _step(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Decide before an optimizer's step whether to run it."""

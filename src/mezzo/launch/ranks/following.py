@@ -10,11 +10,11 @@ from mezzo.launch.process.command_signals import GRACE_S, Stop, Stopped, stoppab
 from mezzo.launch.ranks.leading import POLL_S
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.merged import error_of
-from mezzo.launch.ranks.places import place_left
+from mezzo.launch.ranks.positions import take_position
 from mezzo.launch.ranks.requests import beside, for_rank, record_path
 from mezzo.launch.ranks.told import REASON
 from mezzo.launch.request import Request
-from mezzo.launch.runner import run_alone, several_runs
+from mezzo.launch.runner import run_alone, shared_imports
 
 _LEFT_ALONE = 1
 """Exit code of a process whose rank 0 is gone."""
@@ -28,7 +28,7 @@ def follow(meeting: Meeting) -> int:
     """
     meeting.join()
     try:
-        with stoppable() as stop, several_runs(says_why=False):
+        with stoppable() as stop, shared_imports(prints_why_not=False):
             return _follow(meeting, stop)
     finally:
         meeting.put(f"bye-{meeting.launched.rank}", {})
@@ -74,4 +74,4 @@ def _run(meeting: Meeting, number: int, asked: dict[str, Any], stop: Stop) -> No
         error = error_of(record)
     except Stopped as stopped:
         error = str(stopped)
-    meeting.put(f"ended-{number}-{rank}", {"error": error, "stopped": told, **place_left(request)._asdict()})
+    meeting.put(f"ended-{number}-{rank}", {"error": error, "stopped": told, **take_position(request)._asdict()})

@@ -22,8 +22,8 @@ from mezzo.launch.process.command_signals import GRACE_S, stoppable
 from mezzo.launch.ranks.blame import ProcessEnd, blamed
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.merged import error_of, merged, run_of
-from mezzo.launch.ranks.places import place_left
 from mezzo.launch.ranks.ports import free_port
+from mezzo.launch.ranks.positions import take_position
 from mezzo.launch.ranks.requests import counts_path, for_rank, record_path
 from mezzo.launch.ranks.told import REASON
 from mezzo.launch.request import Request
@@ -128,7 +128,7 @@ class Leader:
         if error_of(own) is not None and run.failed_s is None:
             run.failed_s = own_end_s
         self._await_others(run)
-        place = place_left(request)
+        place = take_position(request)
         own_end = ProcessEnd(rank=0, error=error_of(own), at_s=own_end_s, stopped=own_stopped, **place._asdict())
         records = {0: own, **self._records(run)}
         updates = {rank: len(one.steps) for rank, record in records.items() if (one := run_of(record)) is not None}

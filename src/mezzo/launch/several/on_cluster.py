@@ -17,7 +17,7 @@ from mezzo.errors import RecordError
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.progress import followed
 from mezzo.launch.request import Request
-from mezzo.launch.runner import without_record
+from mezzo.launch.runner import substitute_record
 from mezzo.launch.several.side_by_side import Ended, LimitS, output_of, run_label
 from mezzo.records import AnyRecord, Placement, read_record, write_record
 
@@ -182,7 +182,7 @@ class _Runs:
             self._note(f"{run_label(run.request)} was lost, and is tried again: {lost}")
             self._waiting.appendleft((run.request, run.attempts + 1))
             return None
-        record = without_record(run.request, 1, f"{run_label(run.request)} was lost {_ATTEMPTS} times; {lost}")
+        record = substitute_record(run.request, 1, f"{run_label(run.request)} was lost {_ATTEMPTS} times; {lost}")
         record = record.model_copy(update={"placement": self._placement(run.attempts)})
         write_record(record, path)
         return record

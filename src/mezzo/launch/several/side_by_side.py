@@ -95,7 +95,7 @@ class OneAfterAnother:
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         """Let the runs inside share their imports."""
-        return runner.several_runs()
+        return runner.shared_imports()
 
     def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
         """Make the runs."""
@@ -254,7 +254,7 @@ class SideBySide:
     def _work(self, number: int) -> None:
         place, over = self._jobs[number], False
         try:
-            with stoppable() as stop, runner.several_runs(says_why=number == 0, variables=place.variables):
+            with stoppable() as stop, runner.shared_imports(prints_why_not=number == 0, variables=place.variables):
                 while (asked := self._asked.get()) is not None:
                     request, limit_s, told = asked
                     told.put(None if stop.stopped else _made(request, place, limit_s, stop))

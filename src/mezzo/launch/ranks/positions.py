@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mezzo.launch.request import Request
 
-ASKS = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
+POSITION_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """The signal that asks for the traceback."""
 
 _FRAME = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
@@ -33,22 +33,22 @@ class ScriptPosition(NamedTuple):
     """Whether it waits there for other processes."""
 
 
-def answer_with_place(path: Path) -> None:
-    """Write this process's traceback to ``path`` whenever it receives ``ASKS``; the file is there once the process can answer."""
-    if ASKS is not None:
+def write_position_on_signal(path: Path) -> None:
+    """Write this process's traceback to ``path`` whenever it receives ``POSITION_SIGNAL``; the file is there once the process can answer."""
+    if POSITION_SIGNAL is not None:
         unready = path.with_name(f"{path.name}.part")
-        faulthandler.register(ASKS, file=unready.open("w"), all_threads=True)
+        faulthandler.register(POSITION_SIGNAL, file=unready.open("w"), all_threads=True)
         unready.replace(path)  # until the signal has its handler, it would end the process
 
 
-def place_left(request: Request) -> ScriptPosition:
+def take_position(request: Request) -> ScriptPosition:
     """Return the place that a run's process has reported, and delete its file."""
-    place = place_in(request.place_file)
-    request.place_file.unlink(missing_ok=True)
+    place = position_in(request.position_file)
+    request.position_file.unlink(missing_ok=True)
     return place
 
 
-def place_in(path: Path) -> ScriptPosition:
+def position_in(path: Path) -> ScriptPosition:
     """Return the place in a traceback; empty if there is none."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
