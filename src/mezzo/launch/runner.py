@@ -26,7 +26,7 @@ from mezzo.launch.progress import followed
 from mezzo.launch.ranks.leading import Interrupted, leader
 from mezzo.launch.ranks.merged import error_of
 from mezzo.launch.ranks.positions import POSITION_SIGNAL
-from mezzo.launch.ranks.told import REASON
+from mezzo.launch.ranks.torchrun_error import REASON
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import environment_without_torch
 from mezzo.observe.fallback.evidence import measured_path

@@ -7,7 +7,7 @@ import time
 from mezzo.observe.stopping import StopScript
 
 _AFTER_FIRST = 0.1
-"""Share of the limit granted after the first step, however long it took: it may have been mostly compilation, with short steps to follow."""
+"""Share of the limit granted after the first step, however long that took: it may be mostly compilation, with short steps to follow."""
 
 
 class StepLimit:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mezzo.launch.process.command_signals import Stopped
 from mezzo.launch.ranks.leading import leader
-from mezzo.launch.ranks.requests import folder_beside
+from mezzo.launch.ranks.requests import folder_of_rank
 from mezzo.launch.request import Request
 from mezzo.launch.several.side_by_side import output_of
 from mezzo.launch.several.waves import Waves
@@ -111,4 +111,4 @@ def _of_ranks(settings: FallbackSettings) -> list[FallbackSettings]:
     """Return the settings of every process of a run, rank 0's first."""
     lead, folder = leader(), Path(settings.folder)
     others = range(1, 1 if lead is None else lead.size)
-    return [settings, *(settings.model_copy(update={"folder": str(folder_beside(folder, rank))}) for rank in others)]
+    return [settings, *(settings.model_copy(update={"folder": str(folder_of_rank(folder, rank))}) for rank in others)]
