@@ -141,7 +141,7 @@ class _InThisProcess:
 def _as_child() -> Iterator[None]:
     """Restore what a child process changes in itself; a trainer's progress bar leaves a daemon thread."""
     handler = signal.getsignal(signal.SIGINT)
-    with mock.patch.multiple(sys, argv=[], path=["", *sys.path]), mock.patch.object(child, "_exit_at_once"):
+    with mock.patch.multiple(sys, argv=[], path=["", *sys.path]), mock.patch.object(child, "_exit_without_shutdown"):
         try:
             yield
         finally:

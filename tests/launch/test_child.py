@@ -318,7 +318,7 @@ def test_a_signal_ends_a_script_and_keeps_what_was_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, sentence: str
 ) -> None:
     left: list[tuple[int, bool]] = []
-    monkeypatch.setattr(child, "_exit_at_once", lambda code, *, tidily: left.append((code, tidily)))
+    monkeypatch.setattr(child, "_exit_without_shutdown", lambda code, *, run_atexit: left.append((code, run_atexit)))
     ended = run_text(
         tmp_path,
         f"""
@@ -386,7 +386,7 @@ def test_a_format_that_the_device_lacks_ends_the_run_with_a_record(tmp_path: Pat
     )
     errors = io.StringIO()
     # Daemon threads of earlier tests would have a diagnosed script's process end at once, and pytest with it.
-    at_once = mock.patch.object(child, "_exit_at_once")
+    at_once = mock.patch.object(child, "_exit_without_shutdown")
     with at_once, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         assert child.main([request.packed()]) == 3
     record = read_record(tmp_path / "record.json")

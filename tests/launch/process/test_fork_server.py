@@ -156,7 +156,7 @@ def starter(_as_in_a_shell: None, _standard_input: None) -> Iterator[Starter]:
 @contextlib.contextmanager
 def forking(starter: Starter) -> Iterator[None]:
     token = runner._STARTER.set(starter)
-    starter._place = os.getcwd(), dict(os.environ)  # pytest puts the test's name there
+    starter._surroundings = os.getcwd(), dict(os.environ)  # pytest puts the test's name there
     yield
     runner._STARTER.reset(token)
     assert starter.why_not_forked is None
