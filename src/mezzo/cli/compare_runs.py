@@ -30,13 +30,13 @@ def begun(script: Script, folder: Path, *, metric: str | None, **asked: str) -> 
         UsageError: ``--resume`` was typed, and there is nothing to continue.
     """
     finished = finished_before(script, folder, "comparison", say=results.note, metric=metric or "")
-    anew = not finished.found or (finished.over and not script.resume)
-    if not anew:
+    restart = not finished.found or (finished.over and not script.resume)
+    if not restart:
         for name, now in asked.items():
-            then = finished.asked.get(name, "")
+            then = finished.options.get(name, "")
             if then != now:
                 results.note(f"--{name} was {then} and is now {now}; runs that both ask for are used again")
-    finished.begin(asked, anew=anew)
+    finished.begin(asked, restart=restart)
     return finished
 
 

@@ -149,7 +149,7 @@ def test_a_step_after_the_end_is_refused(tmp_path: Path) -> None:
 
 def test_a_script_whose_graph_replays_its_steps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunRecord, "replays", "100 replays")
-    with pytest.raises(ScriptError, match=r"train\.py trains by 100 replays of a CUDA graph, and the state in these"):
+    with pytest.raises(ScriptError, match=r"train\.py trains by 100 replays of a CUDA graph, whose state"):
         checked(tmp_path)
 
 

@@ -1,6 +1,7 @@
-"""Runs of one command on the workers of a cluster, which share the command's folder: each writes one record, whole.
+"""Runs of one command on the workers of a cluster, which share the command's folder: each writes one record, atomically.
 
-A run whose worker is lost is tried once more; then it fails, with its name in the error. A signal cancels running jobs. Imports no torch.
+A run whose worker is lost is tried once more, and then fails, with its name in the error. A signal cancels running jobs. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mezzo.records import AnyRecord, Placement, read_record, write_record
 
 _POLL_S = 0.5
 _CANCEL_S = 15.0
-"""Time for cancelled runs to end, so that none writes into the folder later."""
+"""Time to wait for cancelled runs, so that none writes into the folder later."""
 _ATTEMPTS = 2
 
 
@@ -49,10 +50,10 @@ class Cluster(Protocol):
 
     @property
     def gives_gpus(self) -> bool | None:
-        """Whether each run has a GPU of its own; None if only the run knows."""
+        """Whether each run has a GPU of its own; None if only the run itself can tell."""
 
     def begin(self, folder: Path) -> None:
-        """Get ready, with the command's folder for its files."""
+        """Prepare to submit runs; the scheduler's own files go into the command's folder."""
 
     def submit(self, request: Request, *, output: Path, limit_s: float | None) -> ClusterJob:
         """Submit a run."""
@@ -76,7 +77,7 @@ class _Running:
 
 
 class OnCluster:
-    """The engine that has each run made by a cluster."""
+    """The engine that submits each run to a cluster."""
 
     def __init__(self, cluster: Cluster, *, jobs: int | None, note: Callable[[str], None]) -> None:
         """Prepare to make at most ``jobs`` runs at once; None for as many as the cluster allows."""
@@ -91,7 +92,7 @@ class OnCluster:
 
     @property
     def gives_gpus(self) -> bool | None:
-        """Whether each run has a GPU of its own; None if only the run knows."""
+        """Whether each run has a GPU of its own; None if only the run itself can tell."""
         return self._cluster.gives_gpus
 
     @contextmanager
@@ -118,7 +119,7 @@ class OnCluster:
 
 
 class _Runs:
-    """Runs that wait, and those that were submitted."""
+    """The runs that wait, and those that were submitted."""
 
     def __init__(
         self,
@@ -157,14 +158,14 @@ class _Runs:
     def _submit(self, request: Request, attempts: int) -> None:
         placement = self._placement(attempts)
         shown, output = ExitStack(), output_of(request)
-        asked = shown.enter_context(followed(request, passes_output=False))
+        submitted = shown.enter_context(followed(request, passes_output=False))
         path = str(Path(request.record_path).absolute())
-        asked = asked.model_copy(update={"placement": placement, "record_path": path})
+        submitted = submitted.model_copy(update={"placement": placement, "record_path": path})
         job = self._cluster.under_way(request) if attempts == 1 else None
         if job is not None:
-            self._note(f"{run_label(request)} is under way already: it is waited for")
+            self._note(f"{run_label(request)} is already in progress; waiting for it")
         else:
-            job = self._cluster.submit(asked, output=output, limit_s=self._limit_s())
+            job = self._cluster.submit(submitted, output=output, limit_s=self._limit_s())
         self._running.append(_Running(request, job, attempts, shown))
 
     def _placement(self, attempts: int) -> Placement:
@@ -179,7 +180,7 @@ class _Runs:
             except RecordError as error:
                 lost = f"it left no record ({error.message})"
         if run.attempts < _ATTEMPTS:
-            self._note(f"{run_label(run.request)} was lost, and is tried again: {lost}")
+            self._note(f"{run_label(run.request)} was lost and is tried again: {lost}")
             self._waiting.appendleft((run.request, run.attempts + 1))
             return None
         record = substitute_record(run.request, 1, f"{run_label(run.request)} was lost {_ATTEMPTS} times; {lost}")
