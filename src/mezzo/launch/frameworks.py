@@ -94,7 +94,7 @@ class Training(Protocol):
     not_resumed: MezzoError | None
     """Why a run that was to be resumed was not; known after ``end_snapshots``."""
 
-    def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
+    def begin_snapshots(self, request: SnapshotRequest | None) -> None:
         """Save the script's state from now on as requested, or restore a saved one; None for neither.
 
         Raises:
@@ -102,7 +102,7 @@ class Training(Protocol):
             SnapshotError: the folder cannot be used, or has nothing to resume.
         """
 
-    def begin_trace(self, asked: TraceRequest | None) -> None:
+    def begin_trace(self, request: TraceRequest | None) -> None:
         """Trace the state of the training from now on, as requested; None for no trace.
 
         Raises:
@@ -112,7 +112,7 @@ class Training(Protocol):
     def end_snapshots(self) -> SnapshotsTaken | None:
         """Wait for the last snapshot, and return which were taken; None if none were requested."""
 
-    def begin_guard(self, asked: GuardRequest) -> None:
+    def begin_guard(self, request: GuardRequest) -> None:
         """Watch the recorded numbers for alarms from now on.
 
         Raises:
@@ -191,12 +191,12 @@ def framework_of(target: str, *, kind: Literal["script", "module"]) -> Framework
 
 def _imported_packages(target: str, *, kind: Literal["script", "module"]) -> set[str]:
     """Return the packages that a script and its own files import; TensorFlow's Keras counts as ``keras``."""
-    found = set()
+    packages = set()
     for _, tree in _own_files(target, kind):
         for name in _imports_of(tree):
             parts = name.split(".")
-            found.add("keras" if parts[:2] == ["tensorflow", "keras"] else parts[0])
-    return found
+            packages.add("keras" if parts[:2] == ["tensorflow", "keras"] else parts[0])
+    return packages
 
 
 def needs(package: str, target: str, *, kind: Literal["script", "module"]) -> Literal["no", "perhaps", "surely"]:

@@ -66,7 +66,7 @@ class MetricReader:
                 yield number, line[start + len(number) :]
 
     def metric(self) -> Metric:
-        """Return the metric found so far."""
+        """Return the metric from the lines read until now."""
         return Metric(
             name=name_of(self._pattern),
             pattern=self._pattern,

@@ -3,7 +3,7 @@
 Seed k adds k to the values that the script passes to ``torch.manual_seed``, ``torch.cuda.manual_seed[_all]``,
 ``torch.Generator.manual_seed``, ``random.seed``, ``numpy.random.seed`` and ``numpy.random.default_rng``. Before the
 script begins, the global generators get seed k, so that a script that sets no seed is repeatable as well. Seeds from which a library
-makes generators in other ways are not shifted (``random.Random(3)``, ``numpy.random.RandomState(3)``, scikit-learn's
+creates generators in other ways are not shifted (``random.Random(3)``, ``numpy.random.RandomState(3)``, scikit-learn's
 ``random_state=3``): data sets and their splits stay the same for all seeds.
 """
 

@@ -35,22 +35,22 @@ class WithoutPyTorch:
         hint = "leave the limit out, or pass arguments that make the script train for fewer steps"
         raise self._refusal("a step limit was set for", hint)
 
-    def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
+    def begin_snapshots(self, request: SnapshotRequest | None) -> None:
         """Refuse: only the state of PyTorch scripts can be saved."""
-        if asked is not None:
+        if request is not None:
             hint = "leave --snapshot and --resume out, and use the framework's own checkpoints"
             raise self._refusal("snapshots were requested of", hint)
 
-    def begin_trace(self, asked: TraceRequest | None) -> None:
+    def begin_trace(self, request: TraceRequest | None) -> None:
         """Refuse: only the state of PyTorch scripts can be traced."""
-        if asked is not None:
+        if request is not None:
             hint = "stop and resume the script yourself, and compare its losses"
             raise self._refusal("mezzo resume-check was given", hint)
 
     def end_snapshots(self) -> None:
         """Return None: none are taken."""
 
-    def begin_guard(self, asked: GuardRequest) -> None:
+    def begin_guard(self, request: GuardRequest) -> None:
         """Refuse: only PyTorch scripts are watched."""
         raise self._refusal("a guard was requested of", "leave --guard out, and use the framework's own callbacks")
 

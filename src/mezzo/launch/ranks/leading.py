@@ -1,6 +1,6 @@
 """Rank 0's part of a job: decide which run comes next, run its own process of it, and merge the records of all processes into one.
 
-The other ranks follow (``following``), so that a command decides only once what to run, and all ranks make the runs of a
+The other ranks follow (``following``), so that a command decides only once what to run, and all ranks execute the runs of a
 comparison in the same order. Nothing here takes part in the script's own communication. A process that fails, hangs or vanishes ends
 the run in all processes: the others get time to end by themselves, and are then stopped. Imports no torch.
 """

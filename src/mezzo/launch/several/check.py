@@ -65,7 +65,7 @@ class Check:
     folder: Path
     finished: Finished
     waves: Waves
-    """Makes the runs."""
+    """Executes the runs."""
     say: Callable[[str], None]
     """Prints which stage begins, and why."""
     keep: Callable[[AnyRecord, Path], None] = lambda record, folder: write_record(record, folder / "record.json")

@@ -40,7 +40,7 @@ def fallback_of_script(
     Args:
         request: the script, its arguments and the policy.
         folder: where the runs' files go.
-        waves: makes the runs.
+        waves: executes the runs.
         resume: whether to use the finished runs that a stopped search left in ``folder``.
         tolerance: the largest relative error of a parameter's gradient that passes; None for one that suits the format.
         fresh: on how many more batches the set of modules is checked.

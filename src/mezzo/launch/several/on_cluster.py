@@ -42,7 +42,7 @@ class ClusterJob(Protocol):
 
 
 class Cluster(Protocol):
-    """A scheduler that makes runs on other machines."""
+    """A scheduler that executes runs on other machines."""
 
     @property
     def name(self) -> Literal["slurm", "ray"]:
@@ -80,7 +80,7 @@ class OnCluster:
     """The engine that submits each run to a cluster."""
 
     def __init__(self, cluster: Cluster, *, jobs: int | None, note: Callable[[str], None]) -> None:
-        """Prepare to make at most ``jobs`` runs at once; None for as many as the cluster allows."""
+        """Prepare to execute at most ``jobs`` runs at once; None for as many as the cluster allows."""
         self._cluster, self.at_once, self._note = cluster, jobs, note
         self._folder: Path | None = None
         """The command's folder, until the first run is submitted."""
@@ -106,7 +106,7 @@ class OnCluster:
                 self._cluster.end()
 
     def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
-        """Make the runs, while the engine is open."""
+        """Execute the runs, while the engine is open."""
         if requests and self._folder is not None:
             self._cluster.begin(self._folder)
             self._folder = None

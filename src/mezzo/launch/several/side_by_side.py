@@ -39,7 +39,7 @@ LimitS = Callable[[], float | None]
 
 
 class Engine(Protocol):
-    """A way to make the runs of a command."""
+    """A way to execute the runs of a command."""
 
     @property
     def at_once(self) -> int | None:
@@ -47,17 +47,17 @@ class Engine(Protocol):
 
     @property
     def cluster(self) -> str:
-        """The cluster that makes the runs; empty for this machine."""
+        """The cluster that executes the runs; empty for this machine."""
 
     @property
     def gives_gpus(self) -> bool | None:
-        """Whether each run has a GPU of its own; None if only the run itself can tell, or runs are made one at a time."""
+        """Whether each run has a GPU of its own; None if only the run itself can tell, or runs are executed one at a time."""
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         """Let the runs inside share what they have in common, such as imported libraries; ``folder`` is the command's."""
 
     def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
-        """Make runs; yield each request with its record when its run has ended."""
+        """Execute runs; yield each request with its record when its run has ended."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _part(record: Path) -> str:
 
 
 class OneAfterAnother:
-    """The engine that makes one run at a time, with everything the command may use."""
+    """The engine that executes one run at a time, with everything the command may use."""
 
     at_once: int | None = 1
     cluster = ""
@@ -98,7 +98,7 @@ class OneAfterAnother:
         return runner.shared_imports()
 
     def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
-        """Make the runs."""
+        """Execute the runs."""
         with stoppable() as stop:
             for request in requests:
                 record = runner.observe_child(request, output=output_of(request), limit_s=limit_s())
@@ -175,7 +175,7 @@ _Results = SimpleQueue[Ended | BaseException | None]
 
 
 class SideBySide:
-    """The engine that makes one run in each slot at the same time."""
+    """The engine that executes one run in each slot at the same time."""
 
     cluster = ""
 
@@ -210,7 +210,7 @@ class SideBySide:
                 self._threads.clear()
 
     def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
-        """Make the runs, while the engine is open.
+        """Execute the runs, while the engine is open.
 
         Raises:
             MezzoError: raised by Mezzo outside a run; the other runs in progress are finished first.

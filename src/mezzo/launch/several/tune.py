@@ -35,7 +35,7 @@ class Tune:
     folder: Path
     finished: Finished
     waves: Waves
-    """Makes the runs."""
+    """Executes the runs."""
     make_request: Callable[..., Request]
     """Returns a request for a policy (None: the script's own precision), given ``folder`` and more fields of the request."""
     arguments: Sequence[str]

@@ -1,4 +1,4 @@
-"""Runs that a plan requests one by one, made in waves: the next run together with those that will probably be requested after it.
+"""Runs that a plan requests one by one, executed in waves: the next run together with those that will probably be requested after it.
 
 A check and a search decide what to run next from what they know. If several runs are possible at once, their next requests are guessed
 and run in advance. A guessed run that is requested later is ready by then; one that is never requested does not count. So the course
@@ -21,7 +21,7 @@ _WIDEST = 32
 """Most runs of a wave if the cluster sets no limit."""
 
 Ahead = Callable[[], Iterable[Request]]
-"""Yields requests that will probably be made next, the likeliest first."""
+"""Yields the requests that will probably follow, the likeliest first."""
 Reuse = Callable[[Request], AnyRecord | None]
 """Returns the record of a run that an earlier command finished; None if there is none."""
 
@@ -33,7 +33,7 @@ class Waves:
         """Prepare to run.
 
         Args:
-            engine: makes the runs; it is open.
+            engine: executes the runs; it is open.
             identity: what must be the same for an earlier command's run to be used: script text, versions.
         """
         self._engine, self._identity = engine, identity
@@ -55,7 +55,7 @@ class Waves:
         ahead: Ahead = tuple,
         reuse: Reuse = lambda _: None,
     ) -> AnyRecord:
-        """Return the record of a run, which is made now unless it is ready.
+        """Return the record of a run, which is executed now unless its record is ready.
 
         Args:
             request: what to run.
