@@ -326,7 +326,7 @@ def broken_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every new process fail at once to import torch."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "torch.py").write_text("print('half of torch')\nraise ImportError('broken')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"), prepend=os.pathsep)
 
 
 @pytest.mark.usefixtures("broken_torch")
