@@ -89,7 +89,7 @@ def children_in_this_process(*, before_each: Callable[[], object] = lambda: None
     """Run the commands' child processes in this one: importing torch and its compiler takes longer than what they do."""
     with (
         mock.patch.object(runner, "Guarded", functools.partial(_InThisProcess, before_each)),
-        mock.patch.object(runner, "several_runs", contextlib.nullcontext),
+        mock.patch.object(runner, "shared_imports", contextlib.nullcontext),
     ):
         yield
 
@@ -141,9 +141,9 @@ class _InThisProcess:
 def _as_child() -> Iterator[None]:
     """Restore what a child process changes in itself; a trainer's progress bar leaves a daemon thread."""
     handler = signal.getsignal(signal.SIGINT)
-    with mock.patch.multiple(sys, argv=[], path=["", *sys.path]), mock.patch.object(child, "_exit_at_once"):
+    with mock.patch.multiple(sys, argv=[], path=["", *sys.path]), mock.patch.object(child, "_exit_without_shutdown"):
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, handler)
-            child._KEPT.clear()
+            child._NAMESPACES.clear()

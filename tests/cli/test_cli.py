@@ -102,7 +102,7 @@ def test_json_is_alone_on_standard_output(tmp_path: Path) -> None:
         assert said in done.stderr
 
 
-LEFT = "left by os._exit, or became another program by os.exec,"
+LEFT = "called os._exit, or replaced itself by os.exec,"
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ WRONG: list[Wrong] = [
     (
         "run ./start.sh",
         "./start.sh is a shell script; allowed: a Python file",
-        "type: mezzo run train.py, with the arguments that it is given there",
+        "type: mezzo run train.py, with the arguments that the shell script passes to it",
     ),
     (
         "run build.sh",

@@ -632,7 +632,7 @@ def test_traced_code_runs_eagerly_under_a_policy_only() -> None:
 
     plain, lowered = ran(train, AS_IS), ran(train, "bf16")
     assert plain.reasons == {
-        "to_static not counted": "what a traced program computes is not seen: no FLOPs, no formats"
+        "to_static not counted": "the operations of a traced program are not seen: no FLOPs, no formats"
     }
     assert lowered.reasons == {
         "to_static run eagerly": "a traced program would not be under the policy; as-is keeps it traced"

@@ -189,7 +189,7 @@ def test_a_script_that_leaves_out_its_only_updates(tmp_path: Path) -> None:
     )
     assert ended.code == 7
     assert ended.record.error is not None
-    assert ended.record.error.endswith("it called backward(), and no optimizer made a step")
+    assert ended.record.error.endswith("it called backward(), but no optimizer made a step")
     assert "--policy as-is" in ended.record.hint
 
 
@@ -282,9 +282,9 @@ def test_settings_that_came_too_late_are_in_the_record(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(TRAINS) + "train()\n")
     target, record = str(tmp_path / "script.py"), tmp_path / "record.json"
     request = Request(target=target, kind="script", policy="fp32", record_path=str(record), command=("mezzo",))
-    late = Reason(what="TORCHDYNAMO_VERBOSE", value="not heeded", reason="it was set too late")
+    late = Reason(what="TORCHDYNAMO_VERBOSE", value="ignored", reason="it was set too late")
     with contextlib.redirect_stdout(io.StringIO()):
-        assert child.main([request.model_dump_json()], unheeded=lambda: [late]) == 0
+        assert child.main([request.model_dump_json()], late_settings=lambda: [late]) == 0
     read = read_record(record)
     assert isinstance(read, RunRecord)
     assert read.effective.left_alone == [late]
@@ -318,7 +318,7 @@ def test_a_signal_ends_a_script_and_keeps_what_was_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int, sentence: str
 ) -> None:
     left: list[tuple[int, bool]] = []
-    monkeypatch.setattr(child, "_exit_at_once", lambda code, *, tidily: left.append((code, tidily)))
+    monkeypatch.setattr(child, "_exit_without_shutdown", lambda code, *, run_atexit: left.append((code, run_atexit)))
     ended = run_text(
         tmp_path,
         f"""
@@ -386,7 +386,7 @@ def test_a_format_that_the_device_lacks_ends_the_run_with_a_record(tmp_path: Pat
     )
     errors = io.StringIO()
     # Daemon threads of earlier tests would have a diagnosed script's process end at once, and pytest with it.
-    at_once = mock.patch.object(child, "_exit_at_once")
+    at_once = mock.patch.object(child, "_exit_without_shutdown")
     with at_once, contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         assert child.main([request.packed()]) == 3
     record = read_record(tmp_path / "record.json")

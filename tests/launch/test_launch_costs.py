@@ -27,7 +27,7 @@ from mezzo.measure.numbers import NumberBuffer
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.policy import PRESETS, Policy
-from paths import TESTS
+from paths import ROOT, TESTS
 
 # --- driver calls before the script's first line -----------------------------------------------------------------------------
 
@@ -99,7 +99,7 @@ assert "torch._dynamo" not in sys.modules
 torch._C._cuda_getCurrentRawStream = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # imported where it seems a CUDA build
 with test_launch_costs.no_driver_calls() as asked:
     imported = fork_server._import()
-assert imported.failed is None, imported.failed
+assert imported.failure is None, imported.failure
 assert "torch._dynamo" in sys.modules
 print(asked)
 """
@@ -114,7 +114,7 @@ def test_nothing_asks_the_driver_before_the_runs_of_a_command_are_forked(tmp_pat
         subprocess.run(
             [sys.executable, "-c", BEFORE_A_FORK],
             stdout=file,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join((str(TESTS), str(Path(__file__).parent)))},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", TESTS, Path(__file__).parent)))},
             timeout=120,
             check=True,
         )

@@ -13,7 +13,7 @@ from helpers_launch import children_in_this_process
 from mezzo.errors import ScriptError
 from mezzo.launch.progress import followed, read_latest, reports_to, shown_on
 from mezzo.launch.request import Request
-from mezzo.launch.runner import run_child, several_runs
+from mezzo.launch.runner import run_child, shared_imports
 from mezzo.measure.live import Latest
 from paths import SCRIPTS
 
@@ -114,7 +114,7 @@ DIES = "import os, torch\nw = torch.nn.Linear(2, 1)\no = torch.optim.SGD(w.param
 def test_a_forked_run_reports_and_a_killed_one_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(DIES)
     display = Display()
-    with several_runs(), shown_on(display):
+    with shared_imports(), shown_on(display):
         for target in (str(SCRIPTS / "plain.py"), str(tmp_path / "dies.py")):
             run_child(request(tmp_path, target), output=tmp_path / "log")
     assert [latest is not None and latest.step >= 1 for *_, latest in display.seen] == [True, True]

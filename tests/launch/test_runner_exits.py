@@ -45,7 +45,7 @@ class Process:
 def test_a_stopped_run_has_a_shells_exit_code(
     returned: int, limit_s: float | None, exit_code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "_started", lambda request, sink: Process(returned))
+    monkeypatch.setattr(runner, "_start", lambda request, sink: Process(returned))
     request = Request(
         target="train.py", kind="script", policy=None, record_path=str(tmp_path / "record.json"), command=("mezzo",)
     )

@@ -15,7 +15,7 @@ import torch.utils.data._utils.worker
 from mezzo import cli
 from mezzo.launch.patches import Patches
 from mezzo.launch.request import Request
-from mezzo.launch.spawned import Recorded, Spawned
+from mezzo.launch.spawned import Recorded, SpawnedProcesses
 from mezzo.policy import Policy
 from mezzo.records import RunRecord, Steps, read_record, write_record
 from paths import SCRIPTS
@@ -42,9 +42,9 @@ class Training:
     """Stand in for the training of this process."""
 
 
-def spawned(folder: Path, *records: RunRecord | None) -> Spawned:
+def spawned(folder: Path, *records: RunRecord | None) -> SpawnedProcesses:
     """Return the processes of a script that left these records."""
-    found = Spawned(request(folder))
+    found = SpawnedProcesses(request(folder))
     for one in records:
         path = Path(found._next(request(folder)).record_path)
         if one is not None:
@@ -56,7 +56,7 @@ NEVER = record([], error="train.py ended without a training step: it never calle
 
 
 def test_processes_that_train_are_ranks(tmp_path: Path) -> None:
-    together = spawned(tmp_path, record([1.0]), record([3.0])).together(NEVER)
+    together = spawned(tmp_path, record([1.0]), record([3.0])).merged_with(NEVER)
     assert isinstance(together, RunRecord)
     assert (together.steps.loss, together.error, together.exit_code) == ([2.0], None, 0)
     assert [rank.final_loss for rank in together.ranks] == [1.0, 3.0]
@@ -65,13 +65,13 @@ def test_processes_that_train_are_ranks(tmp_path: Path) -> None:
 
 def test_a_script_in_a_folder_with_a_colon_may_only_start_processes(tmp_path: Path) -> None:
     never = record([], error=f"/runs/12:30/{NEVER.error}", exit_code=7)
-    together = spawned(tmp_path, record([1.0]), record([3.0])).together(never)
+    together = spawned(tmp_path, record([1.0]), record([3.0])).merged_with(never)
     assert isinstance(together, RunRecord)
     assert (together.steps.loss, together.error, together.exit_code) == ([2.0], None, 0)
 
 
 def test_a_script_that_trains_itself_is_rank_0(tmp_path: Path) -> None:
-    together = spawned(tmp_path, record([3.0])).together(record([1.0]))
+    together = spawned(tmp_path, record([3.0])).merged_with(record([1.0]))
     assert isinstance(together, RunRecord)
     assert [rank.final_loss for rank in together.ranks] == [1.0, 3.0]
 
@@ -79,12 +79,12 @@ def test_a_script_that_trains_itself_is_rank_0(tmp_path: Path) -> None:
 @pytest.mark.parametrize("records", [(), (None,), (None, NEVER)])
 def test_processes_that_do_not_train_change_nothing(records: tuple[RunRecord | None, ...], tmp_path: Path) -> None:
     own = record([1.0])
-    assert spawned(tmp_path, *records).together(own) is own
+    assert spawned(tmp_path, *records).merged_with(own) is own
 
 
 def test_the_error_that_the_script_raises_names_the_process(tmp_path: Path) -> None:
     raised = record([], error="ProcessRaisedException: Process 1 terminated", exit_code=1)
-    together = spawned(tmp_path, record([1.0]), record([1.0], exit_code=1)).together(raised)
+    together = spawned(tmp_path, record([1.0]), record([1.0], exit_code=1)).merged_with(raised)
     assert isinstance(together, RunRecord)
     assert (together.error, together.exit_code) == (raised.error, 1)
     assert [rank.exit_code for rank in together.ranks] == [0, 1]
@@ -103,7 +103,7 @@ def test_only_functions_that_may_train_are_recorded(
     started: list[Any] = []
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", lambda process: started.append(process._target))
     patches = Patches()
-    Spawned(request(tmp_path)).install(patches, Training())  # type: ignore[arg-type]
+    SpawnedProcesses(request(tmp_path)).install(patches, Training())  # type: ignore[arg-type]
     try:
         multiprocessing.get_context("spawn").Process(target=what).start()
     finally:
@@ -113,7 +113,7 @@ def test_only_functions_that_may_train_are_recorded(
 
 OWN, OTHER = {"LOCAL_RANK": "1"}, {"PATH": "/bin"}
 COMMANDS = [
-    # command, environment: the arguments of the script that is started anew; None for another command
+    # command, environment: the arguments of the script that is started again; None for another command
     ([sys.executable, "-u", "train.py", "--epochs", "3"], OWN, ("--epochs", "3")),
     ([sys.executable, os.path.abspath("train.py")], OWN, ()),
     ([sys.executable, "train.py"], OTHER, None),  # a search that runs the script again, not a rank
@@ -125,14 +125,14 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize(("command", "variables", "arguments"), COMMANDS)
-def test_a_script_started_anew_with_a_rank_runs_under_the_policy(
+def test_a_script_started_again_with_a_rank_runs_under_the_policy(
     command: Any, variables: Any, arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[Any] = []
     monkeypatch.setattr(subprocess.Popen, "__init__", lambda process, args, **rest: opened.append(args))
     monkeypatch.setattr(subprocess.Popen, "__del__", lambda process: None)
     patches = Patches()
-    Spawned(request(tmp_path)).install(patches, Training())  # type: ignore[arg-type]
+    SpawnedProcesses(request(tmp_path)).install(patches, Training())  # type: ignore[arg-type]
     try:
         subprocess.Popen(command, env=variables)
     finally:

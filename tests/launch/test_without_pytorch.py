@@ -17,9 +17,9 @@ class Training(WithoutPyTorch):
 
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda training: training.stop_after(3), "a step limit was set for"),
-    (lambda training: training.begin_snapshots(object()), "snapshots were asked of"),
+    (lambda training: training.begin_snapshots(object()), "snapshots were requested of"),
     (lambda training: training.begin_trace(object()), "mezzo resume-check was given"),
-    (lambda training: training.begin_guard(object()), "a guard was asked of"),
+    (lambda training: training.begin_guard(object()), "a guard was requested of"),
     (lambda training: training.change_models(object()), "--channels-last or --compile was given for"),
 ]
 

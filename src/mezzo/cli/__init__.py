@@ -30,7 +30,7 @@ from mezzo.cli.usage import usage_error
 from mezzo.cli.words import WORDS
 from mezzo.errors import MezzoError
 from mezzo.launch.process.command_signals import Stopped
-from mezzo.launch.ranks.told import REASON, tell
+from mezzo.launch.ranks.torchrun_error import REASON, report_failure
 from mezzo.version import VERSION
 
 app = typer.Typer(
@@ -90,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
         return in_ranks(words, lambda: _exit_code(list(words)))
     except MezzoError as error:  # raised before the command began, by the checks of the launcher's processes
         exit_code = _failed(error)
-        tell(exit_code, words[0])
+        report_failure(exit_code, words[0])
         return exit_code
     finally:
         WORDS.reset(token)

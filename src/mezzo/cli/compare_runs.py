@@ -30,13 +30,13 @@ def begin_or_continue(script: Script, folder: Path, *, metric: str | None, **set
         UsageError: ``--resume`` was typed, and there is nothing to continue.
     """
     finished = finished_before(script, folder, "comparison", say=results.note, metric=metric or "")
-    anew = not finished.found or (finished.over and not script.resume)
-    if not anew:
+    restart = not finished.found or (finished.over and not script.resume)
+    if not restart:
         for name, now in settings.items():
-            then = finished.asked.get(name, "")
+            then = finished.options.get(name, "")
             if then != now:
                 results.note(f"--{name} was {then} and is now {now}; runs that belong to both are reused")
-    finished.begin(settings, anew=anew)
+    finished.begin(settings, restart=restart)
     return finished
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mezzo.cli.words import value_after
 from mezzo.errors import ScriptError
-from mezzo.launch.ranks.launched import PADDLES, Launched, launched
-from mezzo.launch.ranks.told import tell
+from mezzo.launch.ranks.launched import PADDLE_SIZE, Launched, launched
+from mezzo.launch.ranks.torchrun_error import report_failure
 
 _IN_ALL_PROCESSES = ("run", "watch", "compare", "audit", "diagnose", "ranges", "fallback")
 """Commands that run a script in all processes at once."""
@@ -38,7 +38,7 @@ def in_ranks(words: Sequence[str], command: Callable[[], int]) -> int:
     process = launched(os.environ, command=words)
     if process is None:
         exit_code = command()
-        tell(exit_code, words[0])
+        report_failure(exit_code, words[0])
         return exit_code
     if words[0] in _IN_ONE_PROCESS:
         raise ScriptError(
@@ -69,17 +69,19 @@ def _run_together(process: Launched, words: Sequence[str], command: Callable[[],
     meeting = Meeting(process, meeting_place(process, shared=Path("runs") if out is None else Path(out).parent))
     if process.rank:
         exit_code = follow(meeting)
-        tell(exit_code, words[0], own_rank=process.rank)
+        report_failure(exit_code, words[0], own_rank=process.rank)
         return exit_code
     with leading(meeting) as leader:
         leader.exit_code = 1  # in case the command raises
         leader.exit_code = command()
-        tell(leader.exit_code, words[0], own_rank=0)  # before the others end: torchrun then stops this process too
+        report_failure(
+            leader.exit_code, words[0], own_rank=0
+        )  # before the others end: torchrun then stops this process too
     return leader.exit_code
 
 
 def _refuse_paddles_launcher() -> None:
-    count = os.environ.get(PADDLES, "1")
+    count = os.environ.get(PADDLE_SIZE, "1")
     if count.isdecimal() and int(count) > 1:
         raise ScriptError(
             f"paddle.distributed.launch started {count} processes; Mezzo runs Paddle scripts in one",

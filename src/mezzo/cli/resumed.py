@@ -33,9 +33,9 @@ def finished_before(
 
     options = {name.replace("_", "-"): value for name, value in identity.items()}
     finished = Finished(folder, script.identity(**{f"--{name}": value for name, value in options.items()}))
-    if script.resume and finished.why_anew:
+    if script.resume and finished.why_restart:
         raise UsageError(
-            f"{RESUME} cannot continue in {folder}: {finished.why_anew}",
+            f"{RESUME} cannot continue in {folder}: {finished.why_restart}",
             hint=f"leave out {RESUME} to start over, or undo the change",
         )
     if script.resume and not finished.found:
@@ -43,6 +43,6 @@ def finished_before(
             f"{RESUME}: {folder} has no {what} to continue; allowed: a folder in which one was started",
             hint=f"leave out {RESUME} to start one",
         )
-    if finished.why_anew:
-        say(f"starting over: {finished.why_anew}")
+    if finished.why_restart:
+        say(f"starting over: {finished.why_restart}")
     return finished

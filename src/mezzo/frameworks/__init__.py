@@ -1,1 +1,1 @@
-"""Convert a policy to and from the objects of other frameworks, and list what they cannot honour."""
+"""Convert a policy to and from the settings of other frameworks, and list what they cannot honour."""

@@ -1,8 +1,8 @@
 """Convert a policy to Keras' own objects and back.
 
-Keras sets precision with a dtype policy: the format in which every layer computes, and that of its variables.
-``mixed_float16`` and ``mixed_bfloat16`` keep variables in FP32. Its ``LossScaleOptimizer`` doubles and halves the loss
-scale without bounds. There are no op lists: each layer's code decides what its 16-bit operations keep in FP32
+Keras sets precision with a dtype policy: the format in which every layer computes, and the format of its variables.
+``mixed_float16`` and ``mixed_bfloat16`` keep variables in FP32. Keras' ``LossScaleOptimizer`` doubles and halves the loss
+scale without bounds. There are no op lists: each layer's code decides what it computes in FP32 even so
 (normalisation sums in FP32, for example). Imports Keras only in the functions that need it.
 """
 
@@ -61,7 +61,7 @@ def dtype_policy_name(policy: Policy) -> str:
         )
     if not policy.lowers:
         return FP32.dtype_name
-    # With master weights too: Keras' FP32 variables are the masters.
+    # A policy with master weights maps to a mixed policy as well: Keras' FP32 variables are the masters.
     return policy.storage.dtype_name if _is_pure(policy) else _MIXED[policy.compute]
 
 
@@ -84,7 +84,7 @@ def to_keras(policy: Policy) -> KerasPrecision:
 
 
 def tf32_of(policy: Policy) -> bool | None:
-    """Return whether FP32 products are to use TF32; None under a policy that casts, which leaves TF32 alone."""
+    """Return whether FP32 products use TF32; None under a policy that casts, which leaves the switch alone."""
     return None if policy.lowers else policy.compute == "tf32"
 
 
@@ -129,7 +129,7 @@ def _scaled(policy: Policy, scale: dict[str, float] | None) -> Policy:
 
 
 def explain(policy: Policy) -> Choices:
-    """Return what ``policy`` does in Keras, as choices; the value of a choice that Keras cannot honour says so first.
+    """Return what ``policy`` does in Keras, as choices; if Keras cannot honour a choice, its value begins by saying so.
 
     Raises:
         PolicyError: Keras has no dtype policy for it.
@@ -165,7 +165,7 @@ def _scale(policy: Policy) -> Choice:
         value = f"dynamic from {policy.init_scale:g}, grows every {policy.growth_interval} updates"
         return Choice(what="loss scale", value=value, reason="LossScaleOptimizer around the script's optimizer")
     if policy.loss_scale == "static":
-        reason = "LossScaleOptimizer with its scale held under mezzo run; loss_scale_factor of an optimizer in Keras"
+        reason = "LossScaleOptimizer with a constant scale under mezzo run; loss_scale_factor of an optimizer in Keras"
         return Choice(what="loss scale", value=f"static {policy.init_scale:g}", reason=reason)
     return Choice(what="loss scale", value="none", reason="the policy sets none")
 

@@ -1,8 +1,8 @@
 """Convert a policy to Paddle's own settings and back.
 
-Paddle takes mixed precision as arguments: of ``paddle.amp.auto_cast`` (level, format and two lists of operations), of
-``paddle.amp.decorate`` (a model in 16 bits, with or without FP32 master weights) and of ``paddle.amp.GradScaler``.
-``paddle.Model.prepare`` takes the same in one dictionary. All three do nothing on a CPU. Imports no Paddle.
+In Paddle, mixed precision is set by the arguments of ``paddle.amp.auto_cast`` (level, format and two lists of operations),
+``paddle.amp.decorate`` (a model in 16 bits, with or without FP32 master weights) and ``paddle.amp.GradScaler``.
+``paddle.Model.prepare`` accepts the same arguments in one dictionary. All three functions do nothing on a CPU. Imports no Paddle.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _SCALER = {
 
 @dataclass(frozen=True, kw_only=True)
 class PaddlePrecision:
-    """The settings of Paddle that stand for a policy, as keyword arguments."""
+    """The settings of Paddle that correspond to a policy, as keyword arguments."""
 
     auto_cast: dict[str, Any]
-    """Of ``paddle.amp.auto_cast``."""
+    """Arguments of ``paddle.amp.auto_cast``."""
     decorate: dict[str, Any] | None
     """Arguments of ``paddle.amp.decorate`` besides the models and optimizers; None if the model stays in FP32."""
     grad_scaler: dict[str, Any]
-    """Of ``paddle.amp.GradScaler``."""
+    """Arguments of ``paddle.amp.GradScaler``."""
 
     @property
     def amp_configs(self) -> dict[str, Any]:
-        """The argument of that name of ``paddle.Model.prepare``.
+        """The argument ``amp_configs`` of ``paddle.Model.prepare``.
 
         Raises:
             PolicyError: the format is BF16, which ``paddle.Model`` cannot express.
@@ -63,14 +63,14 @@ class PaddlePrecision:
 
 
 def to_paddle(policy: Policy) -> PaddlePrecision:
-    """Return ``policy`` as the arguments of Paddle's own functions; ``explain`` lists what they leave out.
+    """Return ``policy`` as arguments of Paddle's own functions; ``explain`` lists what they cannot express.
 
     Raises:
         PolicyError: Paddle has no such format.
     """
     check(policy)
     white, black = paddle_ops.custom_lists(policy) if policy.lowers else ([], [])
-    # A policy that casts nothing names a format as well, because Paddle asks for one.
+    # Paddle requires a format even if the policy casts nothing.
     low = policy.storage.dtype_name if policy.lowers else FP16.dtype_name
     auto_cast = {
         "enable": policy.lowers,
@@ -93,10 +93,10 @@ def to_paddle(policy: Policy) -> PaddlePrecision:
 
 
 def check(policy: Policy) -> None:
-    """Raise if Paddle has no format for a policy.
+    """Raise if Paddle lacks the format of a policy.
 
     Raises:
-        PolicyError: Paddle has none; the message lists the policies that it can run.
+        PolicyError: Paddle lacks it; the message lists the policies that Paddle can run.
     """
     if policy.compute == "fp8":
         allowed = ", ".join(name for name, preset in PRESETS.items() if preset.compute != policy.compute)
@@ -136,10 +136,10 @@ def _check_settings(settings: dict[str, Any]) -> None:
                 hint="pass arguments of paddle.amp.auto_cast, decorate and GradScaler, or amp_configs of paddle.Model.prepare",
             )
     for name, allowed in (("level", ("O0", "OD", "O1", "O2")), ("dtype", (FP16.dtype_name, BF16.dtype_name))):
-        given = settings.get(name, allowed[0])
-        if given not in allowed:
+        value = settings.get(name, allowed[0])
+        if value not in allowed:
             raise PolicyError(
-                f"Paddle's {name}={given!r} stands for no policy; {nearest(str(given), allowed)}",
+                f"Paddle's {name}={value!r} stands for no policy; {nearest(str(value), allowed)}",
                 hint=f"set {name} to one of them",
             )
 
@@ -162,25 +162,25 @@ def _with_lists(policy: Policy, settings: dict[str, Any]) -> Policy:
     chosen = paddle_ops.precisions(policy)
     changed: dict[str, tuple[str, ...]] = {}
     for setting, precision in (("custom_white_list", "lower"), ("custom_black_list", "fp32")):
-        found: set[str] = set()
-        for given in settings.get(setting) or ():
-            if given not in known:
+        listed: set[str] = set()
+        for name in settings.get(setting) or ():
+            if name not in known:
                 raise PolicyError(
-                    f"{setting} names {given!r}, which is in no family of a policy; {nearest(str(given), known)}",
+                    f"{setting} names {name!r}, which is in no family of a policy; {nearest(str(name), known)}",
                     hint="leave it out, or name one of them",
                 )
-            found |= {op for op in ops if given in (op, paddle_ops.amp_name(op))}
-        changed[precision] = _policy_names({op for op in found if chosen[op] != precision})
+            listed |= {op for op in ops if name in (op, paddle_ops.amp_name(op))}
+        changed[precision] = _policy_names({op for op in listed if chosen[op] != precision})
     return policy.replace(**changed)
 
 
 def _policy_names(ops: set[str]) -> tuple[str, ...]:
-    """Return a policy's names for operations of Paddle: whole families, and single ones under a name that torch has, too."""
+    """Return a policy's names for operations of Paddle: whole families, and single operations if their names are torch's as well."""
     names = set()
     for family, members in paddle_ops.OPS.items():
-        named = ops & set(members)
-        whole = len(named) == len(members) or not all(map(_is_policy_name, named))
-        names |= ({family} if whole else named) if named else set()
+        of_family = ops & set(members)
+        whole = len(of_family) == len(members) or not all(map(_is_policy_name, of_family))
+        names |= ({family} if whole else of_family) if of_family else set()
     return tuple(sorted(names))
 
 
@@ -205,7 +205,7 @@ def _with_scale(policy: Policy, settings: dict[str, Any]) -> Policy:
 
 
 def explain(policy: Policy) -> Choices:
-    """Return what ``policy`` does in Paddle's own settings, as choices; the value of one that they cannot honour says so first.
+    """Return what ``policy`` does in Paddle's own settings, as choices; if they cannot honour one, its value begins by saying so.
 
     Raises:
         PolicyError: Paddle has no such format.
@@ -229,8 +229,8 @@ def explain_run(policy: Policy, device: Device) -> list[Choice]:
         compute = Choice(what="compute", value=f"{policy.compute}, {arithmetic} on {device.name}", reason=why)
     choices = [compute, *_common(policy)]
     if policy.lowers and arithmetic == "emulated":
-        kept = "but losses and norms" if policy.norms == "fp32" else "but losses"
-        value = f"all {'of the lower list' if policy.casting == 'ops' else kept} rounded, the rest in fp32"
+        exceptions = "but losses and norms" if policy.norms == "fp32" else "but losses"
+        value = f"all {'of the lower list' if policy.casting == 'ops' else exceptions} rounded, the rest in fp32"
         why = "Paddle has hardly any FP16 or BF16 kernels for a CPU; what a 16-bit operation reads is rounded anyway"
         choices.append(Choice(what="operations", value=value, reason=why))
         why = "rounded values are kept in FP32 tensors, next to the originals: a GPU needs half as much"
@@ -239,7 +239,7 @@ def explain_run(policy: Policy, device: Device) -> list[Choice]:
 
 
 def arithmetic_on(policy: Policy, device: Device) -> tuple[str, str]:
-    """Return whether Paddle's own kernels compute the policy's format on ``device`` (``native``) or Mezzo rounds, and why.
+    """Return whether Paddle's own kernels compute in the policy's format on ``device`` (``native``) or Mezzo rounds, and why.
 
     On a CPU ``arithmetic=native`` and ``op_lists=device`` leave a script to Paddle's AMP, which is off there.
     """
@@ -275,42 +275,43 @@ def _same_everywhere(policy: Policy, *subjects: str) -> list[Choice]:
 def _lists(native: PaddlePrecision) -> Choice:
     white, black = (native.auto_cast[f"custom_{colour}_list"] for colour in ("white", "black"))
     value = f"Paddle's, with {', '.join(white) or 'nothing'} in 16 bits and {', '.join(black) or 'nothing'} in fp32"
-    return Choice(what="op lists", value=value, reason="that makes them the lists of the policy")
+    return Choice(what="op lists", value=value, reason="with these changes they are the lists of the policy")
 
 
 def _left_out(policy: Policy) -> list[Choice]:
     """Return what Paddle's own settings cannot honour."""
 
-    def left(what: str, value: str, reason: str) -> Choice:
+    def cannot(what: str, value: str, reason: str) -> Choice:
         return Choice(what=what, value=f"{NOT_HONOURED}: {value}", reason=reason)
 
-    found = _unlisted(policy)
+    choices = _unlisted(policy)
     if policy.compute == "tf32":
         why = "NVIDIA_TF32_OVERRIDE in the environment decides"
-        found.append(left("tf32", "set by neither auto_cast nor decorate", why))
+        choices.append(cannot("tf32", "set by neither auto_cast nor decorate", why))
     if policy.fp32_modules:
         why = (
             "excluded_layers of paddle.amp.decorate takes layers, not names, and works at O2 only; mezzo run keeps them"
         )
-        found.append(left("fp32_modules", "+".join(policy.fp32_modules), why))
+        choices.append(cannot("fp32_modules", "+".join(policy.fp32_modules), why))
     if policy.casting == "model" and policy.norms == "compute":
-        found.append(left("norms", "compute", "Paddle keeps batch normalisation in FP32 at every level"))
+        choices.append(cannot("norms", "compute", "Paddle keeps batch normalisation in FP32 at every level"))
     if policy.arithmetic == "emulated":
-        found.append(left("arithmetic", "emulated", "Paddle's kernels are native or not there; mezzo run emulates"))
+        choices.append(cannot("arithmetic", "emulated", "Paddle has native kernels or none; mezzo run emulates"))
     if policy.loss_scale == "dynamic":
         bounds = f"{policy.min_scale:g} to {policy.max_scale:g}"
-        found.append(left("scale bounds", bounds, "GradScaler has neither a floor nor a ceiling"))
+        choices.append(cannot("scale bounds", bounds, "GradScaler has neither a floor nor a ceiling"))
         if policy.hysteresis > 1:
             why = "decr_every_n_nan_or_inf restarts its count after each backoff, a policy's hysteresis only after a good update"
-            found.append(left("hysteresis", f"exactly {policy.hysteresis}", why))
+            choices.append(cannot("hysteresis", f"exactly {policy.hysteresis}", why))
         if policy.compute == "bf16":
-            found.append(left("loss scale", "dynamic", "GradScaler turns itself off for BF16"))
-    return found
+            choices.append(cannot("loss scale", "dynamic", "GradScaler turns itself off for BF16"))
+    return choices
 
 
 def _unlisted(policy: Policy) -> list[Choice]:
-    why = "no operation of Paddle stands for it"
-    unknown = [(f"{lst} list", name, why) for lst, name in paddle_ops.unknown_to_paddle(policy)]
+    """Return the operations in the policy's lists that Paddle cannot honour there."""
+    why = "no operation of Paddle corresponds to it"
+    unlisted = [(f"{lst} list", name, why) for lst, name in paddle_ops.unknown_to_paddle(policy)]
     promoted = "auto_cast has no such list: an operation that it does not list runs in FP32 if an operand is FP32"
-    unknown += [("widest list", name, promoted) for name in policy.widest if paddle_ops.listed_by(name)]
-    return [Choice(what=what, value=f"{NOT_HONOURED}: {name}", reason=reason) for what, name, reason in unknown]
+    unlisted += [("widest list", name, promoted) for name in policy.widest if paddle_ops.listed_by(name)]
+    return [Choice(what=what, value=f"{NOT_HONOURED}: {name}", reason=reason) for what, name, reason in unlisted]

@@ -25,39 +25,39 @@ _LINES: tuple[tuple[str, str], ...] = (
     (r"\.add\(1e-12\)", " + 1e-12"),
     (r"\btorch\.", "paddle."),
 )
-"""Patterns of lines for PyTorch, with the same in Paddle."""
+"""Patterns in lines for PyTorch, with their replacements for Paddle."""
 
 
 def in_paddle(line: str, *, before: str) -> str:
-    """Return a line for a PyTorch script, or a policy, as a line for a Paddle script.
+    """Return a line for a PyTorch script, or a line that names a policy, as a line for a Paddle script.
 
     Args:
-        line: the line that ``mezzo diagnose`` writes for PyTorch.
+        line: the line that ``mezzo diagnose`` suggests for PyTorch.
         before: the policy of the run that failed, or ``as-is``.
     """
-    named = POLICY_LINE.fullmatch(line)
-    if named is None:
-        for pattern, ours in _LINES:
-            line = re.sub(pattern, ours, line)
+    policy_line = POLICY_LINE.fullmatch(line)
+    if policy_line is None:
+        for pattern, replacement in _LINES:
+            line = re.sub(pattern, replacement, line)
         return line
     old = Policy.parse(before) if before.partition(":")[0] in PRESETS else PRESETS["fp16"]
-    written = "; ".join(_changes(old, Policy.parse(named["policy"])))
-    return f"{written}  # {line}" if written else line
+    changes = "; ".join(_changes(old, Policy.parse(policy_line["policy"])))
+    return f"{changes}  # {line}" if changes else line
 
 
 def _changes(old: Policy, new: Policy) -> list[str]:
     """Return the lines for Paddle's own mixed precision that change one policy into another."""
-    found = []
+    lines = []
     if set(new.fp32_modules) - set(old.fp32_modules):
-        found.append("with paddle.amp.auto_cast(enable=False):")
+        lines.append("with paddle.amp.auto_cast(enable=False):")
     ops = sorted(
         {paddle_ops.amp_name(op) for name in set(new.fp32) - set(old.fp32) for op in paddle_ops.listed_by(name)}
     )
     if ops:
         names = ", ".join(f'"{op}"' for op in ops)
-        found.append(f"paddle.amp.auto_cast(custom_black_list=[{names}])")
+        lines.append(f"paddle.amp.auto_cast(custom_black_list=[{names}])")
     if new.compute != old.compute and new.lowers:
-        found.append(f'paddle.amp.auto_cast(dtype="{new.storage.dtype_name}")')
+        lines.append(f'paddle.amp.auto_cast(dtype="{new.storage.dtype_name}")')
     elif new.loss_scale != "none" and (new.loss_scale, new.init_scale) != (old.loss_scale, old.init_scale):
-        found.append(f"scaler = paddle.amp.GradScaler(init_loss_scaling={new.init_scale})")
-    return found
+        lines.append(f"scaler = paddle.amp.GradScaler(init_loss_scaling={new.init_scale})")
+    return lines

@@ -1,10 +1,10 @@
 """Paddle's operations by the families of the portable op lists, and Paddle's own lists, as data.
 
 An operation has up to two names: that of the function in ``paddle._C_ops``, and the one under which ``paddle.amp`` lists it
-if that differs (``matmul`` is ``matmul_v2`` there). ``AMP_NAMES`` has the second, as
-``paddle.amp.debugging.collect_operator_stats`` of Paddle 3.3.1 prints it for a call; ``PADDLE_WHITE`` and
-``PADDLE_BLACK`` are the lists in ``paddle/amp/amp_lists.py`` of that version, without operations of no family. Families that
-are missing here are not separate operations in Paddle.
+if that differs (``matmul`` is ``matmul_v2`` there). ``AMP_NAMES`` contains the second, as printed for a call by
+``paddle.amp.debugging.collect_operator_stats`` of Paddle 3.3.1; ``PADDLE_WHITE`` and ``PADDLE_BLACK`` are the lists in
+``paddle/amp/amp_lists.py`` of that version, without operations that belong to no family. Families that are missing here are not
+separate operations in Paddle.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ AMP_NAMES = {
     "bicubic_interp": "bicubic_interp_v2",
     "trilinear_interp": "trilinear_interp_v2",
 }
-"""Names of operations in ``paddle.amp`` if they differ from those in ``paddle._C_ops``."""
+"""Names of operations in ``paddle.amp`` that differ from those in ``paddle._C_ops``."""
 
 OPERATORS = {
     "__matmul__": "matmul",
@@ -99,7 +99,7 @@ _BLACK = (
 PADDLE_BLACK = frozenset(_BLACK.split())
 
 _LOSSES = ("loss", "binary_cross_entropy", "sum", "mean")
-"""Families that make up a loss in Paddle: its gradient starts as large as the loss scale, which may exceed FP16."""
+"""Families that a loss consists of in Paddle: its gradient begins as large as the loss scale, which may exceed FP16's range."""
 _NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 
 
@@ -109,7 +109,7 @@ def amp_name(op: str) -> str:
 
 
 def listed_by(name: str) -> tuple[str, ...]:
-    """Return the operations of ``paddle._C_ops`` for a user's name of a family or an operation, none if Paddle has none."""
+    """Return the operations of ``paddle._C_ops`` that a family's or an operation's name in a policy means; empty if Paddle has none."""
     if name in OPS:
         return OPS[name]
     return tuple(op for ops in OPS.values() for op in ops if op == name)
@@ -144,18 +144,18 @@ def custom_lists(policy: Policy) -> tuple[list[str], list[str]]:
 
 
 def unknown_to_paddle(policy: Policy) -> list[tuple[str, str]]:
-    """Return the user's names that no operation of Paddle matches, each with the name of its list."""
-    named = [(lst, name) for lst in oplists.USER_LISTS for name in getattr(policy, lst)]
-    return [(lst, name) for lst, name in named if not listed_by(name)]
+    """Return the names in the policy's lists that no operation of Paddle matches, each with the name of its list."""
+    names = [(lst, name) for lst in oplists.USER_LISTS for name in getattr(policy, lst)]
+    return [(lst, name) for lst, name in names if not listed_by(name)]
 
 
 def for_scripts(policy: Policy) -> Policy:
-    """Return ``policy`` in the form for a script that keeps its FP32 parameters: casts by operation.
+    """Return ``policy`` for a script whose parameters stay FP32: with casts by operation.
 
-    For a policy that casts the model, the lists run everything in 16 bits except losses and, if the policy says so, norms.
+    A policy that casts the model becomes lists that run everything in 16 bits except losses and, if the policy says so, norms.
     """
     if policy.casting != "model":
         return policy
-    named = {*policy.fp32, *policy.widest, *policy.lower, *_LOSSES, *(_NORMS if policy.norms == "fp32" else ())}
-    lower = (*policy.lower, *(family for family in OPS if family not in named))
+    excepted = {*policy.fp32, *policy.widest, *policy.lower, *_LOSSES, *(_NORMS if policy.norms == "fp32" else ())}
+    lower = (*policy.lower, *(family for family in OPS if family not in excepted))
     return policy.replace(casting="ops", master_weights=False, norms="fp32", lower=lower)

@@ -25,12 +25,12 @@ from mezzo.launch.files_read import files_read
 from mezzo.launch.frameworks import Framework, Training, training_in
 from mezzo.launch.output import MetricReader, MetricStream
 from mezzo.launch.patches import Patches
-from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, undisturbed
+from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, signals_ignored
 from mezzo.launch.progress import EVERY_S, reports_to
-from mezzo.launch.ranks.places import answer_with_place
+from mezzo.launch.ranks.positions import write_position_on_signal
 from mezzo.launch.recording import Ending, guarded, record_of
 from mezzo.launch.request import Request
-from mezzo.launch.spawned import Spawned
+from mezzo.launch.spawned import SpawnedProcesses
 from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.environment import surroundings
 from mezzo.measure.standard_input import reopen_input
@@ -38,18 +38,18 @@ from mezzo.observe.settings import step_text
 from mezzo.records import AnyRecord, Finding, Reason, RunRecord, write_record
 
 
-def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int:
+def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -> int:
     """Run the script of the request in ``argv`` and return the exit code.
 
     Args:
         argv: the request, as returned by ``Request.packed``.
-        unheeded: returns, at the end, the script's settings that came too late to take effect.
+        late_settings: called at the end; returns the settings that the script made too late to take effect.
     """
     reopen_input()
     request = Request.unpacked(argv[0])
-    process, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory
+    pid, path = os.getpid(), Path(request.record_path).absolute()  # before the script changes the working directory
     shell = surroundings()
-    _enter(request)
+    _prepare_process(request)
     with interrupts_kill():
         train = training_in(request.framework)
     started, started_at_s = time.perf_counter(), time.time()
@@ -58,7 +58,7 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         ended_by_signals(),
         train(request.policy, seed=request.seed, observe=request.observe) as training,
         watched as files,
-        _with_processes(request, training) as spawned,
+        _recording_spawned(request, training) as spawned,
     ):
         if request.reports_progress:
             first = None if request.compared_since_s is None else request.updated_file
@@ -66,18 +66,18 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
         digest = _digest(request)  # imports a module's package
         reader = MetricReader(request.metric, lambda: training.num_updates) if request.metric else None
         limit = _limit(request, training)
-        elements = training.change_models(request.models) if request.models is not None else lambda: None
+        input_elements = training.change_models(request.models) if request.models is not None else lambda: None
         exit_code, error = _run_script(request, reader, training)
-        if os.getpid() != process:  # a process that the script forked ends here: only its parent writes the record
+        if os.getpid() != pid:  # a process that the script forked ends here: only its parent writes the record
             return exit_code
-        stopped = limit is not None and limit.stopped  # closing the last step may reach the limit as well
+        stopped = limit is not None and limit.stopped  # read now: closing the last step may reach the limit as well
         exit_code, error = guarded(training.close_update, before=(exit_code, error))
-        snapshots, noticed = training.end_snapshots(), training.guardrails()
-        duration_s = time.perf_counter() - started  # what follows reads the record and measures this machine
+        snapshots, guardrails = training.end_snapshots(), training.guardrails()
+        duration_s = time.perf_counter() - started  # without the time to collect the record and inspect the machine
         observer = training.observer
         if exit_code == 0:
-            exit_code, error = _trained(request, training)
-    with undisturbed():
+            exit_code, error = _ending_without_exception(request, training)
+    with signals_ignored():
         record = record_of(
             request,
             training,
@@ -85,40 +85,40 @@ def main(argv: list[str], *, unheeded: Callable[[], list[Reason]] = list) -> int
             shell=shell,
             ran=(started_at_s, duration_s),
             digest=digest,
-            unheeded=unheeded(),
+            late_settings=late_settings(),
             files_read=files.found,
             metric=reader.metric() if reader else None,
-            input_elements=elements(),
+            input_elements=input_elements(),
             bottleneck=training.bottleneck(),
             snapshots=snapshots,
-            guardrails=noticed,
+            guardrails=guardrails,
             out_of_memory=training.out_of_memory(error),
             first_steps=training.num_updates if stopped else None,
         )
-        whole = spawned.together(record)
-        write_record(whole, path)
-    if whole is not record and isinstance(error, ScriptError):  # the processes that it started have trained
+        merged = spawned.merged_with(record)
+        write_record(merged, path)
+    if merged is not record and isinstance(error, ScriptError):  # the processes that the script started have trained
         exit_code, error = 0, None
-    _say(error, whole)
+    _print_summary(error, merged)
     signalled = isinstance(error, EndedBySignal)
-    early = observer is not None or stopped or training.stopped_by_guard is not None
-    if signalled or (early and any(t.daemon for t in threading.enumerate())):
-        _exit_at_once(exit_code, tidily=not signalled)
+    ended_early = observer is not None or stopped or training.stopped_by_guard is not None
+    if signalled or (ended_early and any(t.daemon for t in threading.enumerate())):
+        _exit_without_shutdown(exit_code, run_atexit=not signalled)
     return exit_code
 
 
-def _enter(request: Request) -> None:
-    """Set the environment variables and the folder of the run, and prepare to report where the script is."""
+def _prepare_process(request: Request) -> None:
+    """Set the run's environment variables and working directory, and register the signal that asks where the script is."""
     os.environ.update(request.variables)
     if request.rank is not None:
-        answer_with_place(request.place_file)
+        write_position_on_signal(request.position_file)
     if request.work_folder is not None:
         os.chdir(request.work_folder)
         os.environ["PWD"] = request.work_folder
 
 
-def _say(error: BaseException | None, record: AnyRecord) -> None:
-    """Print Mezzo's own error, and the findings of a run that nothing observed."""
+def _print_summary(error: BaseException | None, record: AnyRecord) -> None:
+    """Print Mezzo's own error, and the findings of a run without an observer."""
     if isinstance(error, MezzoError):
         print(f"mezzo: {error}", file=sys.stderr)
     if isinstance(record, RunRecord) and record.findings:
@@ -126,9 +126,9 @@ def _say(error: BaseException | None, record: AnyRecord) -> None:
 
 
 @contextmanager
-def _with_processes(request: Request, training: Training) -> Iterator[Spawned]:
-    """Have processes that the script starts record what they train, and keep the weights that ranks compare."""
-    spawned, patches = Spawned(request), Patches()
+def _recording_spawned(request: Request, training: Training) -> Iterator[SpawnedProcesses]:
+    """Let the processes that the script starts record their training, and keep the weights that ranks compare."""
+    spawned, patches = SpawnedProcesses(request), Patches()
     if request.framework == "torch" and request.observe is None:  # observers follow one process
         spawned.install(patches, training)
     if request.rank is not None:
@@ -140,7 +140,7 @@ def _with_processes(request: Request, training: Training) -> Iterator[Spawned]:
 
 
 def _limit(request: Request, training: Training) -> StepLimit | None:
-    """Return the limit of the run, now in force; None without one."""
+    """Apply the run's limit to the training and return it; None without one."""
     if request.stop_after_steps is None and request.stop_after_s is None:
         return None
     limit = StepLimit(steps=request.stop_after_steps, seconds=request.stop_after_s)
@@ -149,23 +149,23 @@ def _limit(request: Request, training: Training) -> StepLimit | None:
 
 
 def _in_one_line(findings: list[Finding]) -> str:
-    """Return the gravest finding, and the codes of the others."""
+    """Return the most serious finding, and the codes of the others."""
     first = findings[0]
     where = ", ".join([*(Path(line).name for line in first.lines[:1]), f"step {first.step}"])
     others = f"; also {', '.join(f.code for f in findings[1:])}" if len(findings) > 1 else ""
     return f"{first.code}: {first.title} ({where}){others}; the record says how to fix it"
 
 
-def _exit_at_once(exit_code: int, *, tidily: bool) -> None:
+def _exit_without_shutdown(exit_code: int, *, run_atexit: bool) -> None:
     """End the process without Python's own shutdown, as a signal would.
 
     A script that was ended early needs this as well: with daemon threads running, Python's shutdown would abort in native code.
 
     Args:
         exit_code: the exit code of the process.
-        tidily: whether to run the script's ``atexit`` functions.
+        run_atexit: whether to run the script's ``atexit`` functions.
     """
-    if tidily:
+    if run_atexit:
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -198,35 +198,35 @@ def _begin(request: Request, training: Training) -> None:
     training.begin_trace(request.trace)
 
 
-_KEPT: list[dict[str, Any]] = []
-"""The script's names, kept alive until the process ends, as under python. Deleting a DDP model earlier would join gloo's thread while
-holding the GIL, for which that thread waits to release the last all-reduce (torch 2.13)."""
+_NAMESPACES: list[dict[str, Any]] = []
+"""The script's global names, kept alive until the process ends, as under python. Deleting a DDP model earlier would join gloo's thread
+while holding the GIL, which that thread needs to release the last all-reduce (torch 2.13)."""
 
 
 def _execute(request: Request) -> None:
     if request.stand_in is not None:
         words = [*request.stand_in.options, *(["-m"] if request.kind == "module" else []), *sys.argv]
         sys.path[0], sys.argv = os.getcwd(), [request.stand_in.module, *words]
-        kept = runpy.run_module(request.stand_in.module, run_name="__main__", alter_sys=True)
+        namespace = runpy.run_module(request.stand_in.module, run_name="__main__", alter_sys=True)
     elif request.kind == "module":
         sys.path[0] = os.getcwd()
-        kept = runpy.run_module(request.target, run_name="__main__", alter_sys=True)
+        namespace = runpy.run_module(request.target, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(request.target).resolve().parent)
-        kept = runpy.run_path(request.target, run_name="__main__")
-    _KEPT.append(kept)
+        namespace = runpy.run_path(request.target, run_name="__main__")
+    _NAMESPACES.append(namespace)
 
 
 def _wait_for_threads() -> None:
-    """Wait for the threads that Python would wait for: a script may train in one."""
-    pooled = concurrent.futures.thread._threads_queues  # idle workers themselves wait for Python's shutdown
+    """Wait for the threads that Python would wait for: a script may train in one of them."""
+    pooled = concurrent.futures.thread._threads_queues  # not for idle pool workers, which end only in Python's shutdown
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon and thread not in pooled:
             thread.join()
 
 
-def _trained(request: Request, training: Training) -> Ending:
-    """Return the ending of a script that ended without an error: still one if nothing was recorded, or the run was not resumed."""
+def _ending_without_exception(request: Request, training: Training) -> Ending:
+    """Return the ending of a script that raised nothing: still an error if it never trained, was not resumed, or the guard stopped it."""
     num_steps, observer = training.num_updates, training.observer
     error: MezzoError | None = training.not_resumed or training.stopped_by_guard
     if error is None and not num_steps:
@@ -239,23 +239,23 @@ def _trained(request: Request, training: Training) -> Ending:
 def _never_trained(request: Request, *, has_any_loss: bool) -> ScriptError:
     if has_any_loss:
         return ScriptError(
-            f"{request.target} ended without a training step: it called backward(), and no optimizer made a step",
-            hint="pass the arguments that make it train until its first update; --policy as-is shows whether it leaves out updates that "
-            "are not finite under a loss scale of its own",
+            f"{request.target} ended without a training step: it called backward(), but no optimizer made a step",
+            hint="pass arguments that make it train until its first update; --policy as-is shows whether a loss scale of its own skips "
+            "updates that are not finite",
         )
-    what, unseen = _TRAINS_BY[request.framework]
+    what, unseen = _TRAINING_CALLS[request.framework]
     return ScriptError(
         f"{request.target} ended without a training step: it never {what}",
         hint=f"pass the script that trains, with the arguments that make it train; {unseen}",
     )
 
 
-_TRAINS_BY: dict[Framework, tuple[str, str]] = {
+_TRAINING_CALLS: dict[Framework, tuple[str, str]] = {
     "torch": ("called backward()", "torch.func's gradients are not seen"),
     "keras": ("applied gradients by a Keras optimizer", "TensorFlow's own optimizers are not seen"),
     "paddle": ("called backward()", "static graphs are not seen"),
 }
-"""What makes a training step in a framework, and what makes one that is not seen."""
+"""The call that makes a training step in each framework, and a way to train that is not seen."""
 
 
 def _too_short(request: Request, num_steps: int, *, compiles: bool) -> ScriptError:
@@ -271,14 +271,14 @@ def _too_short(request: Request, num_steps: int, *, compiles: bool) -> ScriptErr
 
 
 def _not_observable(ended: str, missed: list[int], num_steps: int, *, compiles: bool) -> ScriptError:
-    """Return the error of steps that were made, and began where nothing can be observed."""
+    """Return the error for steps that ran, but began where no observation can begin."""
     if missed == [1] and not compiles:
-        others = (
+        advice = (
             f"pass a number from 2 to {num_steps} with --steps" if num_steps > 1 else "make the script train longer"
         )
         return ScriptError(
             f"{ended}; step 1 is observed from the first call of a module, and no module was called in it",
-            hint=f"{others}: later steps are observed from the end of the step before, with modules or without",
+            hint=f"{advice}: later steps are observed from the end of the step before, with modules or without",
         )
     where, outside = ("compiled code", "without torch.compile") if compiles else ("a backward pass", "after it")
     return ScriptError(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _ERROR_FILE = "error.json"
-"""The name of a file in which a process tells torchrun why it failed."""
+"""The name of the file in which a process reports to torchrun why it failed."""
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -19,7 +19,7 @@ def sentence_of(error: BaseException) -> str:
     kind = type(error)
     if kind.__module__.startswith("torch."):
         if kind.__name__ == "ChildFailedError":
-            return _of_torchrun(error)
+            return _first_failure(error)
         if kind.__name__ == "ProcessRaisedException":
             return f"process {getattr(error, 'error_index', '?')}: {raised(str(error))}"
         if kind.__name__ == "ProcessExitedException":
@@ -27,11 +27,11 @@ def sentence_of(error: BaseException) -> str:
     return f"{kind.__name__}: {error}".rstrip(": ")
 
 
-def _of_torchrun(error: Any) -> str:
+def _first_failure(error: Any) -> str:
     """Return the first failure that torchrun reports, or how that process ended if it gave no reason."""
     rank, failure = error.get_first_failure()
     message = failure.message
-    if isinstance(message, dict):  # what torch's @record wrote
+    if isinstance(message, dict):  # written by torch's @record
         return f"rank {rank}: {message.get('message', '')}".rstrip(": ")
     if Path(failure.error_file).name == _ERROR_FILE:
         return f"rank {rank}: {message}"

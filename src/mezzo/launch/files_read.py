@@ -5,8 +5,8 @@ which survives renaming, shows in which run it was written. So an audit hook ins
 per path. The hook does not see libraries that open files in native code: safetensors, HDF5, TensorFlow and TorchScript are
 wrapped instead. Processes that the script starts are not watched.
 
-Python's own files and caches without training are left out: byte code, packages, compiled kernels, the user's cache folder, and the
-databases of trackers.
+Files that carry no training state are left out: byte code, packages, compiled kernels, the user's cache folder, and the databases
+of trackers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mezzo.launch.patches import Patches
 from mezzo.records import FILE_CLOCK_TICK_S, FileRead
 
 _MAX_PATHS = 100_000
-"""Most paths remembered as inspected: a data set may have millions."""
+"""Most inspected paths that are remembered: a data set may have millions."""
 _MAX_FOUND = 100
 _CACHES = (
     "TORCHINDUCTOR_CACHE_DIR",
@@ -67,7 +67,7 @@ class FilesRead:
                 self._seen.clear()
             self._seen.add(path)
             status = os.stat(path)
-        except (OSError, TypeError, ValueError):  # missing, a number, or a stream: the script's own business
+        except (OSError, TypeError, ValueError):  # missing, a descriptor, or a stream: opening it is up to the script
             return
         if self._is_of_another_run(status) and len(self._found) < _MAX_FOUND and not _is_cache(path):
             self._found[path] = status.st_mtime
@@ -76,10 +76,10 @@ class FilesRead:
         if not stat.S_ISREG(status.st_mode) or not status.st_size:
             return False
         written = status.st_mtime
-        # A file system with a resolution of one or two seconds: the file may have been written that much later.
+        # Some file systems have a resolution of one or two seconds: the file may have been written that much later.
         coarse = written == int(written)
-        begins = self._since_s - (2.0 if coarse else FILE_CLOCK_TICK_S)
-        return begins <= written < (int(self._before_s) if coarse else self._before_s)
+        earliest = self._since_s - (2.0 if coarse else FILE_CLOCK_TICK_S)
+        return earliest <= written < (int(self._before_s) if coarse else self._before_s)
 
 
 def _is_cache(path: str) -> bool:
@@ -100,7 +100,7 @@ _hooked = False
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    """Record the files that Python opens; an audit hook cannot be removed, so it first checks whether recording is on."""
+    """Record the files that Python opens. An audit hook cannot be removed, so it first checks whether recording is on."""
     watching = _watching
     if watching is None:
         return
@@ -116,7 +116,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 def files_read(since_s: float | None) -> Iterator[FilesRead]:
     """Record the files that the code inside reads and that were written since a Unix time; None records none."""
     global _watching, _hooked
-    # The run's own first file may be dated a tick before the run.
+    # The first file that the run itself writes may be dated one tick before the run began.
     files = FilesRead(since_s=0.0 if since_s is None else since_s, before_s=time.time() - FILE_CLOCK_TICK_S)
     if since_s is None:
         yield files
@@ -138,9 +138,9 @@ def files_read(since_s: float | None) -> Iterator[FilesRead]:
 # --- libraries that open files in native code ------------------------------------------------------------------------------------
 
 
-def _read(files: FilesRead, place: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function that reads the file named by its argument at ``place``."""
-    files.read(args[place] if len(args) > place else next(iter(kwargs.values()), None))
+def _read(files: FilesRead, position: int, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function that reads the file named by its argument at ``position``."""
+    files.read(args[position] if len(args) > position else next(iter(kwargs.values()), None))
     return original(*args, **kwargs)
 
 

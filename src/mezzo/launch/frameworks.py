@@ -1,7 +1,7 @@
 """Which framework a script trains in, and the interface of each framework to the process that runs the script.
 
-The framework is found from the imports of the script's own files, read without running them. It is PyTorch, unless they import
-Keras (on any backend) or PaddlePaddle: torch is also Keras' backend and the others' data loader, and TensorFlow
+The framework is found from the imports of the script's own files, which are read and not run. It is PyTorch, unless they import
+Keras (on any backend) or PaddlePaddle: torch is also a backend of Keras and a data loader for the others, and TensorFlow
 without Keras is often imported only for its data sets or summaries. A framework imported under a computed name is
 not found. Imports neither torch nor any other framework.
 """
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 Framework = Literal["torch", "keras", "paddle"]
 
 MAX_FILES = 200
-"""Most files of a script that are read: a large project names its framework in the first ones."""
+"""Most files of a script that are read: a large project imports its framework in one of the first."""
 
 
 class Watching(Protocol):
-    """An observer of a training, as the process that runs the script needs it."""
+    """The part of an observer's interface that the process running the script uses."""
 
     @property
     def compiles(self) -> bool:
-        """Whether the script compiles code, in which single operations are not seen."""
+        """Whether the script compiles code, whose operations cannot be seen one by one."""
 
     def too_short(self) -> bool:
         """Return whether the script ended before anything was observed."""
@@ -67,7 +67,7 @@ class Training(Protocol):
 
     @property
     def framework(self) -> str:
-        """The framework with its version, and its backend where it has several: ``keras 3.15.1 on tensorflow 2.21.0``."""
+        """The framework and its version, with the backend if it has several: ``keras 3.15.1 on tensorflow 2.21.0``."""
 
     @property
     def num_updates(self) -> int:
@@ -79,10 +79,10 @@ class Training(Protocol):
 
     @property
     def observer(self) -> Watching | None:
-        """The observer of the training; None if it is only recorded."""
+        """The observer of the training; None if only its steps are recorded."""
 
     def report_to(self, report: Report, *, every_s: float) -> None:
-        """Report the latest numbers that the host knows to ``report``, at the end of a step and at most every ``every_s`` seconds."""
+        """Pass the latest numbers that the host knows to ``report`` at the end of steps, at most every ``every_s`` seconds."""
 
     def stop_after(self, limit: StepLimit) -> None:
         """Stop the script at ``limit``.
@@ -94,25 +94,25 @@ class Training(Protocol):
     not_resumed: MezzoError | None
     """Why a run that was to be resumed was not; known after ``end_snapshots``."""
 
-    def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
-        """Save the script's state from now on as asked, or restore a saved one; None for neither.
+    def begin_snapshots(self, request: SnapshotRequest | None) -> None:
+        """Save the script's state from now on as requested, or restore a saved one; None for neither.
 
         Raises:
             ScriptError: scripts of this framework cannot be saved.
             SnapshotError: the folder cannot be used, or has nothing to resume.
         """
 
-    def begin_trace(self, asked: TraceRequest | None) -> None:
-        """Trace the state of the training from now on, as asked; None for no trace.
+    def begin_trace(self, request: TraceRequest | None) -> None:
+        """Trace the state of the training from now on, as requested; None for no trace.
 
         Raises:
             ScriptError: scripts of this framework cannot be traced.
         """
 
     def end_snapshots(self) -> SnapshotsTaken | None:
-        """Wait for the last snapshot, and return what was taken; None if none was asked for."""
+        """Wait for the last snapshot, and return which were taken; None if none were requested."""
 
-    def begin_guard(self, asked: GuardRequest) -> None:
+    def begin_guard(self, request: GuardRequest) -> None:
         """Watch the recorded numbers for alarms from now on.
 
         Raises:
@@ -127,17 +127,17 @@ class Training(Protocol):
         """Why a guard ended the script; known after ``guardrails``."""
 
     def out_of_memory(self, error: BaseException | None) -> OutOfMemory | None:
-        """Return what held the memory if ``error`` ended the script because there was no more; None otherwise."""
+        """Return what filled the memory if ``error`` is an out-of-memory error; None otherwise."""
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
-        """Change every model at its first call; return a function that returns the elements that a step is given.
+        """Change every model at its first call; return a function that returns the number of input elements of a step.
 
         Raises:
             ScriptError: models of this framework cannot be changed.
         """
 
     def close_update(self) -> None:
-        """Close the update that is open when the script has ended."""
+        """Close the update that is still open at the end of the script."""
 
     def steps(self) -> Steps:
         """Return the record of every step."""
@@ -146,10 +146,10 @@ class Training(Protocol):
         """Return the memory that a step uses."""
 
     def effective(self) -> Effective:
-        """Return which operations really ran in which format, and what the policy left alone."""
+        """Return which operations actually ran in which format, and what the policy left alone."""
 
     def bottleneck(self) -> Bottleneck | None:
-        """Return what held the script back; None if that is not measured in this framework."""
+        """Return what limits the script's speed; None if that is not measured in this framework."""
 
     def findings(self) -> list[Finding]:
         """Return misuse of the script's own mixed precision; empty if it is not checked in this framework."""
@@ -164,7 +164,7 @@ class Training(Protocol):
         """Let ``weights`` return a digest even after the script has dropped its model, until ``patches`` are undone."""
 
     def weights(self) -> str:
-        """Return a digest of the weights, for comparison with other processes; empty if none was asked for."""
+        """Return a digest of the weights, for comparison with other processes; empty unless ``keep_weights`` was called."""
 
 
 class Switch(Protocol):
@@ -184,37 +184,37 @@ def training_in(framework: Framework) -> Switch:
 
 def framework_of(target: str, *, kind: Literal["script", "module"]) -> Framework:
     """Return the framework of a script or of a module (by its dotted name), from its own files' imports."""
-    named = names_imported(target, kind=kind)
+    imported = _imported_packages(target, kind=kind)
     others: tuple[Framework, ...] = ("paddle", "keras")
-    return next((framework for framework in others if framework in named), "torch")
+    return next((framework for framework in others if framework in imported), "torch")
 
 
-def names_imported(target: str, *, kind: Literal["script", "module"]) -> set[str]:
-    """Return the packages that a script and its own files import: ``keras`` for TensorFlow's Keras too."""
-    found = set()
+def _imported_packages(target: str, *, kind: Literal["script", "module"]) -> set[str]:
+    """Return the packages that a script and its own files import; TensorFlow's Keras counts as ``keras``."""
+    packages = set()
     for _, tree in _own_files(target, kind):
         for name in _imports_of(tree):
             parts = name.split(".")
-            found.add("keras" if parts[:2] == ["tensorflow", "keras"] else parts[0])
-    return found
+            packages.add("keras" if parts[:2] == ["tensorflow", "keras"] else parts[0])
+    return packages
 
 
 def needs(package: str, target: str, *, kind: Literal["script", "module"]) -> Literal["no", "perhaps", "surely"]:
-    """Return whether a script imports a package, and fails if the package is missing."""
+    """Return whether a script imports a package, and whether it would fail without it."""
     trees = [tree for _, tree in _own_files(target, kind)]
-    if any(_imports(tree, package, whenever=False) for tree in trees):
+    if any(_imports(tree, package, conditionally=False) for tree in trees):
         return "surely"
-    return "perhaps" if any(_imports(tree, package, whenever=True) for tree in trees) else "no"
+    return "perhaps" if any(_imports(tree, package, conditionally=True) for tree in trees) else "no"
 
 
 def own_sources(target: str, *, kind: Literal["script", "module"]) -> Iterator[str]:
-    """Yield the text of a script and of the files beside it that it imports."""
+    """Yield the text of a script and of the files next to it that it imports."""
     for source, _ in _own_files(target, kind):
         yield source.decode(errors="replace")
 
 
 def spec_of(module: str) -> ModuleSpec | None:
-    """Return where Python would find a module from this folder, None for nowhere; runs no code of its packages."""
+    """Return where Python would find a module from this folder, None if nowhere; runs no code of its packages."""
     first, *below = module.split(".")
     if not first or not all(below):
         return None
@@ -239,7 +239,7 @@ def _source_of(module: str) -> Path | None:
 
 
 def _own_files(target: str, kind: Literal["script", "module"]) -> Iterator[tuple[bytes, ast.AST]]:
-    """Yield the script, and the files beside it that it imports, each as source and syntax tree."""
+    """Yield the script, and the files next to it that it imports, each as source and syntax tree."""
     script = _source_of(target) if kind == "module" else Path(target)
     waiting, seen = [] if script is None else [script], set[Path]()
     folder = Path() if script is None else script.resolve().parent
@@ -258,30 +258,30 @@ def _own_files(target: str, kind: Literal["script", "module"]) -> Iterator[tuple
             waiting += [p for p in _files_of(folder, name.split(".")) if p.is_file()]
 
 
-def _imports(node: ast.AST, package: str, *, whenever: bool) -> bool:
-    """Return whether code imports a package; with ``whenever``, also in a function or under a condition."""
+def _imports(node: ast.AST, package: str, *, conditionally: bool) -> bool:
+    """Return whether code imports a package; with ``conditionally``, also in a function or under a condition."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
-        beside = isinstance(node, ast.ImportFrom) and node.level > 0
-        return not beside and package in (name.partition(".")[0] for name in _imports_of(node))
-    if not whenever and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.If)):
+        relative = isinstance(node, ast.ImportFrom) and node.level > 0
+        return not relative and package in (name.partition(".")[0] for name in _imports_of(node))
+    if not conditionally and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.If)):
         return False
     inner: Iterable[ast.AST] = ast.iter_child_nodes(node)
     if isinstance(node, ast.Try) and any(_catches_import_errors(handler) for handler in node.handlers):
         inner = [*node.orelse, *node.finalbody]
-    return any(_imports(part, package, whenever=whenever) for part in inner)
+    return any(_imports(part, package, conditionally=conditionally) for part in inner)
 
 
 def _catches_import_errors(handler: ast.ExceptHandler) -> bool:
     caught = "Exception" if handler.type is None else ast.unparse(handler.type)
-    ends = any(isinstance(inner, ast.Raise) for inner in ast.walk(handler))
-    return not ends and any(name in caught for name in ("ImportError", "ModuleNotFoundError", "Exception"))
+    reraises = any(isinstance(inner, ast.Raise) for inner in ast.walk(handler))
+    return not reraises and any(name in caught for name in ("ImportError", "ModuleNotFoundError", "Exception"))
 
 
 def _files_of(folder: Path, parts: list[str]) -> list[Path]:
     """Return the files that a name may be imported from: a module, a package, or a module that defines the name's last part."""
-    place = folder.joinpath(*parts)
-    module = [place.parent.with_suffix(".py")] if len(parts) > 1 else []  # never a file beside the folder
-    return [place.with_suffix(".py"), place / "__init__.py", *module]
+    path = folder.joinpath(*parts)
+    module = [path.parent.with_suffix(".py")] if len(parts) > 1 else []  # never a file outside the folder
+    return [path.with_suffix(".py"), path / "__init__.py", *module]
 
 
 def _imports_of(tree: ast.AST) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Run an action as soon as a package has been imported, by any code.
+"""Run an action as soon as any code has imported a package.
 
-A script chooses Keras' backend before it imports Keras (``os.environ["KERAS_BACKEND"] = "torch"``) and sets TensorFlow's
-devices before they are used. So neither is imported before the script does so, nor is a library that it may never need.
+A script chooses Keras' backend before it imports Keras (``os.environ["KERAS_BACKEND"] = "torch"``), and TensorFlow's devices before
+it uses them. So Mezzo must import neither before the script does, nor any library that the script may never need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def after_import(name: str, action: Callable[[], None], patches: Patches) -> Non
 
 
 class _Finder(MetaPathFinder):
-    """A finder of one package, which acts once the package has been loaded."""
+    """A finder of one package, which runs the action once the package has been loaded."""
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self._name, self._action = name, action
@@ -53,7 +53,7 @@ class _Loader(Loader):
         self._loader, self._action = loader, action
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Make the module as the other loader does."""
+        """Let the other loader create the module."""
         module: ModuleType | None = self._loader.create_module(spec)
         return module
 

@@ -11,10 +11,11 @@ from mezzo.records import Metric
 _CONTROLS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f]")
 """Escape sequences for colours and the cursor, and other invisible characters."""
 _NOT_FINITE = re.compile(r"(?<![\w.])[+-]?(?:nan|inf(?:inity)?)(?![\w.])", re.IGNORECASE)
-_GOES_ON = re.compile(r"[eE][+-]?\d+|(?:,\d+)+(?:\.\d+)?(?:[eE][+-]?\d+)?")
-"""The possible rest of a number after its digits: an exponent, or groups after commas."""
+_REST = re.compile(r"[eE][+-]?\d+|(?:,\d+)+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+"""The possible rest of a number after its first digits: an exponent, or groups of digits after commas."""
 _IN_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?(?:[eE][+-]?\d+)?")
-_SHOWN = 40
+_MAX_SHOWN = 40
+"""Most characters of a match that is not a number to show."""
 
 _TOKEN = re.compile(
     r"""
@@ -25,7 +26,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""The parts of a regular expression: those that match no character, a capturing group, one of several characters, one character."""
+"""The parts of a regular expression: what matches no character, a capturing group, one of several characters, one given character."""
 
 
 class MetricReader:
@@ -41,22 +42,23 @@ class MetricReader:
 
     def line(self, text: str) -> None:
         """Read one line of output."""
-        found = [*self._found(_CONTROLS.sub("", text))] or [*self._found(text)]  # a pattern may contain colour codes
-        for number, rest in found:
+        # A pattern may contain colour codes, so the original line comes second.
+        matches = [*self._matches(_CONTROLS.sub("", text))] or [*self._matches(text)]
+        for number, rest in matches:
             try:
                 value = _value_of(number)
             except ValueError:
-                self._text = number.strip()[:_SHOWN] or None
+                self._text = number.strip()[:_MAX_SHOWN] or None
                 continue
             self._percent |= number.endswith("%") or rest.lstrip().startswith("%")
             self._text = None
             self._steps.append(self._num_updates())
             self._values.append(value)
 
-    def _found(self, line: str) -> Iterator[tuple[str, str]]:
+    def _matches(self, line: str) -> Iterator[tuple[str, str]]:
         """Yield each match of the pattern's first group with the text after it; a pattern of digits also matches ``nan`` and ``inf``."""
-        words = {found.start(): found for found in _NOT_FINITE.finditer(line)}
-        digits = _NOT_FINITE.sub(lambda found: "0." + "0" * (len(found.group()) - 2), line)
+        words = {word.start(): word for word in _NOT_FINITE.finditer(line)}
+        digits = _NOT_FINITE.sub(lambda word: "0." + "0" * (len(word.group()) - 2), line)
         for match in self._compiled.finditer(digits):
             start, end = match.span(1)
             if start >= 0:
@@ -64,7 +66,7 @@ class MetricReader:
                 yield number, line[start + len(number) :]
 
     def metric(self) -> Metric:
-        """Return the metric found so far."""
+        """Return the metric from the lines read until now."""
         return Metric(
             name=name_of(self._pattern),
             pattern=self._pattern,
@@ -77,16 +79,16 @@ class MetricReader:
 
 def whole_number(line: str, start: int, end: int) -> str:
     """Return what a group matched in ``line``, with the rest of the number if the pattern cut it: ``1.2`` of ``1.2e-05``."""
-    found, rest = line[start:end], _GOES_ON.match(line, end)
-    if rest is None or not re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)", found):
-        return found
-    grouped = found + rest.group()
-    in_thousands = _IN_THOUSANDS.fullmatch(grouped) or re.match(r"[+-]?0,", grouped)
-    return grouped if in_thousands or not rest.group().startswith(",") else found
+    matched, rest = line[start:end], _REST.match(line, end)
+    if rest is None or not re.fullmatch(r"[+-]?(?:\d+\.?\d*|\.\d+)", matched):
+        return matched
+    whole = matched + rest.group()
+    in_thousands = _IN_THOUSANDS.fullmatch(whole) or re.match(r"[+-]?0,", whole)
+    return whole if in_thousands or not rest.group().startswith(",") else matched
 
 
 def _value_of(number: str) -> float:
-    """Return the value of a printed number; with a comma that does not group thousands it is not a number."""
+    """Return the value of a printed number; a comma that does not group thousands makes it no number."""
     plain = number.strip().removesuffix("%")
     return float(plain.replace(",", "") if _IN_THOUSANDS.fullmatch(plain) else plain)
 
@@ -106,7 +108,7 @@ def name_of(pattern: str) -> str:
 
 
 class MetricStream:
-    """A text stream that forwards everything and passes every whole line to a reader."""
+    """A text stream that forwards everything and passes every complete line to a reader."""
 
     def __init__(self, stream: TextIO, line: Callable[[str], None]) -> None:
         self._stream, self._line = stream, line

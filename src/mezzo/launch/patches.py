@@ -15,11 +15,11 @@ class Patches:
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Set ``owner.name`` to ``new`` until ``undo``."""
-        own = name in vars(owner)
-        old = vars(owner)[name] if own else getattr(owner, name)
+        defined = name in vars(owner)
+        old = vars(owner)[name] if defined else getattr(owner, name)
         setattr(owner, name, new)
         # Some of torch's settings are computed attributes: setting them does not put them into the owner's ``__dict__``.
-        inherited = not own and name in vars(owner)
+        inherited = not defined and name in vars(owner)
         self._undo.append(lambda: delattr(owner, name) if inherited else setattr(owner, name, old))
 
     def wrap(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -27,9 +27,9 @@ class Patches:
         self.replace(owner, name, make(getattr(owner, name)))
 
     def around(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Have ``owner.name`` run ``call(original, ...)`` with its arguments until ``undo``.
+        """Make ``owner.name`` run ``call(original, ...)`` with its arguments until ``undo``.
 
-        ``wrap`` is for what runs often: it costs one Python call less.
+        For functions that run often use ``wrap``, which costs one Python call less.
         """
         original = getattr(owner, name)
 

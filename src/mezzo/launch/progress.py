@@ -1,7 +1,8 @@
 """Pass a training's latest numbers from the process that runs the script to the command that waits for it.
 
-The child writes a small file beside its record, at most twice a second; the command reads it when it draws, and deletes it when the
-run has ended. The file is reopened for each report: a script may close every descriptor and reuse their numbers. Imports no torch.
+The child writes a small file next to its record, at most twice a second; the command reads it whenever it redraws its display, and
+deletes it when the run has ended. The file is reopened for each report: a script may close every descriptor and reuse the numbers.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Watcher(Protocol):
     """A display of runs in progress."""
 
     def following(self, request: Request, *, passes_output: bool) -> AbstractContextManager[None]:
-        """Follow the run of ``request`` inside; ``passes_output``: the script prints to the terminal meanwhile."""
+        """Follow the run of ``request`` inside; ``passes_output``: whether the script prints to the terminal at the same time."""
 
 
 _WATCHERS: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
@@ -43,7 +44,7 @@ def shown_on(display: Watcher) -> Iterator[None]:
 
 @contextmanager
 def followed(request: Request, *, passes_output: bool) -> Iterator[Request]:
-    """Yield ``request``, made to report its progress if a display shows it; the progress file is deleted at the end."""
+    """Yield ``request``, changed to report its progress if a display shows it; the progress file is deleted at the end."""
     displays = _WATCHERS.get()
     if not displays:
         yield request
@@ -61,11 +62,11 @@ def followed(request: Request, *, passes_output: bool) -> Iterator[Request]:
 def read_latest(path: Path) -> Latest | None:
     """Return the latest report; None before the first, or while one is being written."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    whole = isinstance(found, list) and len(found) == len(Latest._fields)
-    return Latest(*found) if whole else None
+    complete = isinstance(values, list) and len(values) == len(Latest._fields)
+    return Latest(*values) if complete else None
 
 
 def reports_to(path: Path, *, first: Path | None = None) -> Report:
@@ -75,11 +76,11 @@ def reports_to(path: Path, *, first: Path | None = None) -> Report:
         path: the file for the latest report.
         first: a file to create at the first report, unless it exists.
     """
-    process, marked = os.getpid(), first is None
+    pid, marked = os.getpid(), first is None
 
     def report(latest: Latest) -> None:
         nonlocal marked
-        if os.getpid() != process:
+        if os.getpid() != pid:
             return
         if first is not None and not marked:
             marked = True

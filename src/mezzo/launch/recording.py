@@ -1,4 +1,4 @@
-"""How a script's code ended in this process, and the record of its run."""
+"""Run a script's code in this process, note how it ended, and make the record of the run."""
 
 from __future__ import annotations
 
@@ -29,23 +29,24 @@ def record_of(
     shell: dict[str, Any],
     ran: tuple[float, float],
     digest: str = "",
-    unheeded: Sequence[Reason] = (),
+    late_settings: Sequence[Reason] = (),
     **measured: Any,
 ) -> AnyRecord:
     """Return the record of a run that has ended.
 
     Args:
-        request: what was asked for.
+        request: the run's request.
         training: what the script trained.
         ending: how the script ended.
         shell: fields of the environment as they were before the script began.
         ran: the Unix time at which the run began, and its seconds.
         digest: of the script.
-        unheeded: settings of the script that came too late to take effect.
+        late_settings: settings that the script made too late to take effect.
         measured: further fields of the record.
     """
     exit_code, error = ending
     effective, stand_in = training.effective(), [] if request.stand_in is None else [request.stand_in.reason]
+    left_alone = [*effective.left_alone, *stand_in, *late_settings]
     record = RunRecord(
         command=list(request.command),
         script=request.target,
@@ -59,7 +60,7 @@ def record_of(
         environment=training.environment().model_copy(update=shell),
         steps=training.steps(),
         memory=training.memory(),
-        effective=effective.model_copy(update={"left_alone": [*effective.left_alone, *stand_in, *unheeded]}),
+        effective=effective.model_copy(update={"left_alone": left_alone}),
         findings=training.findings(),
         ranks=[] if request.rank is None else [RankRun(rank=request.rank, weights=training.weights())],
         earlier_update_s=request.earlier_update_s,
@@ -76,7 +77,7 @@ def record_of(
 
 
 def guarded(action: Callable[[], None], *, before: Ending = (0, None)) -> Ending:
-    """Run the script's code; return the exit code that Python would give and the error that ended it, an earlier one first."""
+    """Run code of the script; return the exit code that Python would give, and the error; an ending ``before`` it takes precedence."""
     ending: Ending = (0, None)
     try:
         action()
@@ -105,7 +106,7 @@ def _exit_code(leaving: SystemExit) -> int:
 
 
 def hint_of(error: BaseException | None) -> str:
-    """Return what to do about the error that ended a script; empty if that is not known."""
+    """Return what to do about the error that ended a script; empty if there is no advice."""
     if isinstance(error, MezzoError):
         return error.hint
     return advice_for(sentence_of(error)) if error is not None else ""

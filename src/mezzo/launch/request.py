@@ -13,15 +13,16 @@ from mezzo.observe.settings import AnySettings, read_policy
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Placement, Reason
 
-_IN = "@"
+_FILE_PREFIX = "@"
+"""Begins a word that is the name of a file with the request, not the request itself."""
 WITHOUT_AMP = "--without-amp"
 """Option of the stand-in for Apex, for a policy that replaces ``apex.amp``."""
 _LONGEST_BYTES = 100_000
-"""Linux allows 131072 bytes per word; a script may be given the names of thousands of files."""
+"""Linux allows 131072 bytes per word; a script's arguments may be the names of thousands of files."""
 
 
 def policy_text(policy: Policy | None) -> str:
-    """Return a policy as records name it; None is the script's own precision."""
+    """Return the name of a policy in records; None is the script's own precision."""
     return AS_IS if policy is None else str(policy)
 
 
@@ -53,7 +54,7 @@ class Request(BaseModel):
     framework: Framework = "torch"
     stand_in: StandIn | None = None
     policy: Annotated[Policy | None, PlainValidator(_read), PlainSerializer(policy_text)]
-    """None leaves the script's own precision alone. As JSON, it is the text that records carry."""
+    """None leaves the script's own precision alone. In JSON it is the text that records contain."""
     policy_typed: str = ""
     """The policy as typed, if that was another name for it."""
     seed: int | None = None
@@ -73,11 +74,11 @@ class Request(BaseModel):
     """Stop the script at the end of the step in which this many seconds have passed since it began."""
     snapshots: SnapshotRequest | None = None
     guard: GuardRequest | None = None
-    """None: nothing watches for alarms."""
+    """None if nothing watches for alarms."""
     models: ModelChanges | None = None
     """What to change in the script's models besides their precision; None changes nothing."""
     output_to_stderr: bool = False
-    """Whether the script's standard output goes to standard error, because the command prints JSON."""
+    """Whether the script's standard output goes to standard error, because the command prints JSON to standard output."""
 
     rank: int | None = None
     """The rank of this process in its job; None for the only process."""
@@ -89,7 +90,7 @@ class Request(BaseModel):
     """Whether to trace the state of the training, and where to stop it; None for neither."""
 
     digest: str = ""
-    """Digest of what was asked, for the record; empty if no later command looks for a finished run."""
+    """Digest of everything that determines the run's result, for the record; empty if no later command looks for a finished run."""
     earlier_update_s: float | None = None
     """Unix time of the first update of an earlier attempt at this run, which was stopped; None without one."""
     placement: Placement | None = None
@@ -101,17 +102,18 @@ class Request(BaseModel):
     """Whether the progress display shows what the script waits for."""
 
     def packed(self) -> str:
-        """Return the request as one command-line word: JSON, or the name of a file if that is too long for the system."""
+        """Return the request as one command-line word: JSON, or the name of a file if the JSON is too long for the system."""
         text = self.model_dump_json()
         if len(text.encode()) <= _LONGEST_BYTES:
             return text
         self.file.write_text(text, encoding="utf-8")
-        return f"{_IN}{self.file}"
+        return f"{_FILE_PREFIX}{self.file}"
 
     @classmethod
     def unpacked(cls, word: str) -> Request:
         """Return the request that ``word`` contains or names."""
-        text = Path(word.removeprefix(_IN)).read_text(encoding="utf-8") if word.startswith(_IN) else word
+        in_file = word.startswith(_FILE_PREFIX)
+        text = Path(word.removeprefix(_FILE_PREFIX)).read_text(encoding="utf-8") if in_file else word
         return cls.model_validate_json(text)
 
     @property
@@ -120,16 +122,16 @@ class Request(BaseModel):
         return Path(self.record_path).absolute().with_suffix(".request")
 
     @property
-    def place_file(self) -> Path:
-        """The file that the child of one rank writes its traceback to on request."""
-        return Path(self.record_path).absolute().with_suffix(".place")
+    def position_file(self) -> Path:
+        """The file to which the child of one rank writes its traceback when a signal asks for it."""
+        return Path(self.record_path).absolute().with_suffix(".position")
 
     @property
     def progress_file(self) -> Path:
-        """The file that the child reports its progress to."""
+        """The file to which the child reports its progress."""
         return Path(self.record_path).absolute().with_suffix(".progress")
 
     @property
     def updated_file(self) -> Path:
-        """The file whose modification time is that of the first update, for a later attempt at the same run."""
+        """The file whose modification time is the time of the first update, for a later attempt at the same run."""
         return Path(self.record_path).absolute().with_suffix(".updated")

@@ -1,4 +1,4 @@
-"""Parts of a request: what a command asks of a run's snapshots, its guard, its trace and its models. Imports no torch."""
+"""Parts of a request: a command's settings for a run's snapshots, guard, trace and models. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class SnapshotRequest(_Part):
     every_s: float
     resume: bool
     identity: dict[str, str]
-    """What a resumed run must share with the one that was stopped: script, arguments, policy."""
+    """What must be the same in a resumed run and in the one that was stopped: script, arguments, policy."""
     may_be_first: bool = False
-    """Whether a run that is to be resumed starts over where there is no snapshot yet."""
+    """Whether a run that is to be resumed starts from the beginning if there is no snapshot yet."""
     rank: int = 0
     ranks: int = 1
-    """Processes of the job; each saves into a folder of its own."""
+    """Number of processes of the job; each saves into a folder of its own."""
     meeting: str = ""
-    """A folder in which the processes of this run say which snapshots they can resume."""
+    """A folder in which the processes of this run tell each other which snapshots they can resume."""
 
     def for_rank(self, rank: int, *, ranks: int, meeting: str) -> SnapshotRequest:
         """Return the request for one process of several."""
@@ -40,33 +40,33 @@ class GuardRequest(_Part):
 
     action: GuardAction = "note"
     rewinds: int = 0
-    """How often the run may return to a snapshot."""
+    """How many times the run may return to a snapshot."""
     together: bool = False
     """Whether the processes of a job act on an alarm at the same step."""
     commands: dict[AlarmKind, str] = {}
-    """What to type next, by kind of alarm."""
+    """The command to type next, by kind of alarm."""
 
 
 class TraceRequest(_Part):
-    """Where to write the trace of a run's state, and when to end the run as a scheduler that takes the machine away would."""
+    """Where to write the trace of a run's state, and when to end the run the way a scheduler preempts a job."""
 
     path: str
     stop_after: int | None = None
-    """End it before the first forward pass after this many updates; None lets it end by itself."""
+    """End the run before the first forward pass after this many updates; None lets it end by itself."""
     notice_s: float = 10.0
-    """How long a script with a SIGTERM handler of its own may take to end; others are killed at once."""
+    """How long a script with a SIGTERM handler of its own may take to end; others are killed immediately."""
     first_seed: int | None = None
     """Seed of the global generators before the script sets its own; None leaves them as they are."""
 
 
 class ModelChanges(_Part):
-    """What to do with every model of the script at its first call, besides changing its precision."""
+    """Changes to every model of the script at its first call, besides its precision."""
 
     channels_last: bool = False
     """Store convolution weights and images channels-last."""
     compiles: bool = False
     """Compile the model with ``torch.compile``."""
     checkpoint: str = ""
-    """Checkpoint each model by this plan, or within this many bytes, at its first call in training; empty for not at all."""
+    """Checkpoint each model by this plan, or within this many bytes, at its first call in training; empty for no checkpointing."""
     counts_inputs: bool = False
-    """Count the elements each step is given, so that steps on batches of different sizes can be compared."""
+    """Count each step's input elements, so that steps on batches of different sizes can be compared."""

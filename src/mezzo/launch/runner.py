@@ -1,8 +1,8 @@
 """Run a user's script in a child process and return its record, its output and its exit code.
 
 The child is the user's own Python with the user's own environment. Its output goes where ours goes, byte for
-byte, or to a file. Signals reach it, and its record then contains everything up to that point. A child that dies without
-writing one (a crash in native code, a kill) gets a record that says so. Imports no torch.
+byte, or to a file. Signals reach it, and its record then contains everything up to that point. If a child dies without
+writing a record (a crash in native code, a kill), one that says so is written for it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from mezzo.launch.process.group import Guarded, Process
 from mezzo.launch.progress import followed
 from mezzo.launch.ranks.leading import Interrupted, leader
 from mezzo.launch.ranks.merged import error_of
-from mezzo.launch.ranks.places import ASKS
-from mezzo.launch.ranks.told import REASON
+from mezzo.launch.ranks.positions import POSITION_SIGNAL
+from mezzo.launch.ranks.torchrun_error import REASON
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import environment_without_torch
 from mezzo.observe.fallback.evidence import measured_path
@@ -34,7 +34,7 @@ from mezzo.observe.settings import FallbackSettings
 from mezzo.records import FILE_CLOCK_TICK_S, AnyRecord, RunRecord, read_record, write_record
 
 _STANDARD_ERROR = 2  # the file descriptor, so that a script's child processes print there, too
-_PLACE_S = 1.0
+_POSITION_S = 1.0
 """Time for a process to report where its script is before it is stopped."""
 _STOPPED_S = 5.0
 """Time for a process to end once it is stopped because the run is over in another process."""
@@ -45,12 +45,12 @@ _STARTER: ContextVar[Starter | None] = ContextVar("starter", default=None)
 
 
 @contextmanager
-def several_runs(*, says_why: bool = True, variables: Mapping[str, str] | None = None) -> Iterator[None]:
+def shared_imports(*, prints_why_not: bool = True, variables: Mapping[str, str] | None = None) -> Iterator[None]:
     """Let the runs of PyTorch scripts inside share their imports, if the system can fork.
 
     Args:
-        says_why: whether to print the reason to standard error if they cannot.
-        variables: environment variables of all of them, in place of the command's.
+        prints_why_not: whether to print the reason to standard error if they cannot.
+        variables: environment variables of all these runs, which override the command's.
     """
     if sys.platform != "linux":  # elsewhere, native libraries do not survive a fork
         yield
@@ -63,8 +63,8 @@ def several_runs(*, says_why: bool = True, variables: Mapping[str, str] | None =
     finally:
         _STARTER.reset(token)
         starter.close()
-        if says_why and starter.why_afresh is not None and not stop.stopped:
-            print(f"mezzo: runs imported PyTorch anew: {starter.why_afresh}", file=sys.stderr)
+        if prints_why_not and starter.why_not_forked is not None and not stop.stopped:
+            print(f"mezzo: the runs did not share the import of PyTorch: {starter.why_not_forked}", file=sys.stderr)
 
 
 def run_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> RunRecord:
@@ -83,8 +83,8 @@ def run_child(request: Request, *, output: Path | None = None, limit_s: float | 
 def observe_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> AnyRecord:
     """Run the script of ``request`` and return its record, of the kind that ``request.observe`` asks for.
 
-    A child that died gets a run's record. The arguments are those of ``run_child``. Under a launcher of several processes the script
-    runs in all of them, and the record is that of all.
+    For a child that died it is a run's record. The arguments are those of ``run_child``. Under a launcher of several processes the
+    script runs in all of them, and their records are merged into one.
     """
     lead = leader()
     if lead is None:
@@ -118,7 +118,7 @@ def run_alone(
     try:
         return read_record(path)
     except RecordError:
-        record = without_record(request, exit_code, why)
+        record = substitute_record(request, exit_code, why)
         write_record(record, path)
         return record
 
@@ -131,7 +131,7 @@ def _after_earlier_attempt(request: Request) -> Request:
         updated_s = request.updated_file.stat().st_mtime
     except OSError:
         return request
-    if updated_s < request.compared_since_s - FILE_CLOCK_TICK_S:  # of an earlier comparison in this folder
+    if updated_s < request.compared_since_s - FILE_CLOCK_TICK_S:  # left by an earlier comparison in this folder
         request.updated_file.unlink(missing_ok=True)
         return request
     return request.model_copy(update={"earlier_update_s": updated_s})
@@ -143,7 +143,7 @@ def _run(
     """Run the child to its end; return the exit code, and the reason to record if the child wrote no record."""
     file: AbstractContextManager[IO[bytes] | None] = nullcontext() if output is None else output.open("wb")
     with file as sink, followed(request, passes_output=sink is None) as request:
-        process = _started(request, sink)
+        process = _start(request, sink)
         with stop.passing_to(process):
             if interrupted is None:
                 stopped, returned = _wait(process, limit_s)
@@ -161,12 +161,12 @@ def _run(
     if not returned:
         return (
             exit_code,
-            "the process left by os._exit, or became another program by os.exec, before it could write a record",
+            "the process called os._exit, or replaced itself by os.exec, before it could write a record",
         )
     return exit_code, f"the process died with {how} before it could write a record"
 
 
-def _started(request: Request, sink: IO[bytes] | None) -> Process:
+def _start(request: Request, sink: IO[bytes] | None) -> Process:
     starter = _STARTER.get()
     if starter is not None and sink is not None and request.framework == "torch" and not request.output_to_stderr:
         forked = starter.start(request, sink=sink)
@@ -194,17 +194,19 @@ def _wait_for_ranks(process: Process, request: Request, interrupted: Interrupted
         except subprocess.TimeoutExpired:
             if interrupted():
                 break
-    if ASKS is not None and request.place_file.exists():  # the child makes the file as soon as it can answer
-        process.pass_on(ASKS)
-        end = time.monotonic() + _PLACE_S
-        while time.monotonic() < end and request.place_file.exists() and not request.place_file.stat().st_size:
+    if (
+        POSITION_SIGNAL is not None and request.position_file.exists()
+    ):  # without the file, the signal would kill the child
+        process.pass_on(POSITION_SIGNAL)
+        end = time.monotonic() + _POSITION_S
+        while time.monotonic() < end and request.position_file.exists() and not request.position_file.stat().st_size:
             time.sleep(_POLL_S)
     process.pass_on(signal.SIGTERM, kill_after_s=_STOPPED_S)
     return True, process.wait()
 
 
-def without_record(request: Request, exit_code: int, why: str) -> RunRecord:
-    """Return the record of a run that left none, with the reason."""
+def substitute_record(request: Request, exit_code: int, why: str) -> RunRecord:
+    """Return a record for a run that wrote none itself, with the reason as its error."""
     return RunRecord(
         command=list(request.command),
         script=request.target,

@@ -1,7 +1,7 @@
-"""Hold a learning rate schedule when an update is skipped.
+"""Leave out the step of a learning rate schedule after a skipped update.
 
-A scheduler waits if the only update since its last step was skipped: that holds a schedule that steps after every update, and never
-one that steps after every epoch. Imports no framework: schedulers of all frameworks have a ``step``.
+A scheduler's step is left out if the only update since its last step was skipped. That affects schedules that step after every update,
+and never one that steps after every epoch. Imports no framework: schedulers of all frameworks have a ``step``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mezzo.launch.patches import Patches
 
 
 class ScriptSchedules:
-    """The schedulers of a script, held at skipped updates."""
+    """The schedulers of a script, whose steps are left out after skipped updates."""
 
     def __init__(
         self, updates_of: Callable[[Any], tuple[int, int]], *, on_step: Callable[[Any], None] = lambda _: None
@@ -23,7 +23,7 @@ class ScriptSchedules:
         """Create an empty list of schedulers.
 
         Args:
-            updates_of: returns the updates of a scheduler's optimizer, including skipped ones, and how many of them were skipped.
+            updates_of: returns how many updates a scheduler's optimizer has made, including skipped ones, and how many were skipped.
             on_step: called with every scheduler that the script steps.
         """
         self._updates_of, self._on_step = updates_of, on_step
@@ -43,13 +43,13 @@ class ScriptSchedules:
 
     def install(self, patches: Patches, base: type[Any]) -> None:
         """Make schedulers of ``base`` and its subclasses wait at skipped updates until ``patches`` are undone."""
-        for kind in dict.fromkeys(classes(base)):
+        for kind in dict.fromkeys(with_subclasses(base)):
             if "step" in vars(kind):
-                patches.wrap(kind, "step", self._holding)
+                patches.wrap(kind, "step", self._waiting_step)
             if "__init__" in vars(kind):
-                patches.around(kind, "__init__", self._constructed)
+                patches.around(kind, "__init__", self._construct)
 
-    def _constructed(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    def _construct(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
         """Let a scheduler step while it is constructed: that sets the first learning rate."""
         before, self._stepping = self._stepping, True
         try:
@@ -58,10 +58,10 @@ class ScriptSchedules:
             self._stepping = before
         self.begin(scheduler)
 
-    def _holding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _waiting_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._stepping:  # a chain of schedulers steps its parts, and a warm-up the schedule inside it
+            if self._stepping:  # by an outer scheduler: a chain steps its parts, and a warm-up the schedule inside it
                 return original(scheduler, *args, **kwargs)
             self._on_step(scheduler)
             if self.waits(scheduler):
@@ -75,9 +75,9 @@ class ScriptSchedules:
         return step
 
 
-def classes(base: type[Any]) -> Iterator[type[Any]]:
+def with_subclasses(base: type[Any]) -> Iterator[type[Any]]:
     """Yield ``base`` and all its subclasses."""
     yield base
     derived: list[type[Any]] = base.__subclasses__()
     for kind in derived:
-        yield from classes(kind)
+        yield from with_subclasses(kind)

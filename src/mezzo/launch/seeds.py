@@ -1,9 +1,9 @@
-"""Shift every seed that a script sets, so that one script makes several independent runs.
+"""Shift every seed that a script sets, so that several runs of one script are independent.
 
 Seed k adds k to the values that the script passes to ``torch.manual_seed``, ``torch.cuda.manual_seed[_all]``,
 ``torch.Generator.manual_seed``, ``random.seed``, ``numpy.random.seed`` and ``numpy.random.default_rng``. Before the
-script begins, the global generators get seed k, so that a script that sets none is repeatable as well. Seeds that a library turns
-into generators in other ways are not shifted (``random.Random(3)``, ``numpy.random.RandomState(3)``, scikit-learn's
+script begins, the global generators get seed k, so that a script that sets no seed is repeatable as well. Seeds from which a library
+creates generators in other ways are not shifted (``random.Random(3)``, ``numpy.random.RandomState(3)``, scikit-learn's
 ``random_state=3``): data sets and their splits stay the same for all seeds.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from mezzo.launch.patches import Patches
 
-_NAMES = ("seed", "a")  # names of the first argument of the functions below
+_NAMES = ("seed", "a")  # names of the first parameter of the functions that are patched below
 
 
 def shift_seeds(seed: int, patches: Patches) -> None:
@@ -27,7 +27,7 @@ def shift_seeds(seed: int, patches: Patches) -> None:
 
 
 def shift_python(seed: int, patches: Patches) -> None:
-    """Do the same for Python's and NumPy's seeds."""
+    """Do the same for Python and NumPy only."""
     random.seed(seed)
     np.random.seed(seed)
     shift = Shift(seed)
@@ -36,10 +36,10 @@ def shift_python(seed: int, patches: Patches) -> None:
 
 
 def shift_torch(seed: int, patches: Patches) -> None:
-    """Do the same for torch's seeds; imports torch."""
+    """Do the same for torch only; imports torch."""
     import torch
 
-    # torch's class is immutable: a subclass takes over its name.
+    # torch's class is immutable, so a subclass takes its name.
     class Generator(torch.Generator):
         def manual_seed(self, value: int) -> torch.Generator:
             return super().manual_seed(value + seed)
@@ -57,7 +57,7 @@ def shift_torch(seed: int, patches: Patches) -> None:
 
 
 class Shift:
-    """A shift of the seed of the outermost call: ``torch.manual_seed`` calls ``torch.cuda.manual_seed_all`` itself."""
+    """A shift of seeds in outermost calls only: ``torch.manual_seed`` itself calls ``torch.cuda.manual_seed_all``."""
 
     def __init__(self, by: int) -> None:
         self._by, self._inside = by, False

@@ -1,8 +1,8 @@
-"""Processes that a script starts itself to train in: each records its own run, and the script's process makes one record of all.
+"""Processes that a script itself starts to train in: each records its own run, and the script's process merges the records into one.
 
-``torch.multiprocessing.spawn`` (also Lightning's and Accelerate's launchers) and ``multiprocessing.Process`` start a function, whatever the
-start method; Lightning's subprocess launcher starts the script anew with a rank in its environment. Workers of data loaders, pools
-and managers are left alone. Imports no torch: a process that does not train should not wait for it.
+``torch.multiprocessing.spawn`` (also Lightning's and Accelerate's launchers) and ``multiprocessing.Process`` run a function in a new
+process, whatever the start method; Lightning's subprocess launcher starts the script again with a rank in its environment. Workers of
+data loaders, pools and managers are left alone. Imports no torch: a process that does not train should not wait for it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _WORKERS = ("torch.utils.data", "multiprocessing", "concurrent", "joblib", "torc
 _RANKS = ("LOCAL_RANK", "RANK")
 
 _CURRENT: list[Training] = []
-"""The training of this process. It is not in ``child``, which may run as ``__main__``, a second module beside the imported one."""
+"""The training of this process. It is not in ``child``, which exists twice if it runs as ``__main__`` and is also imported."""
 
 
 def inherited() -> Training | None:
-    """Return the training of the process that this one was forked from; None for a fresh process."""
+    """Return the training of the process that this one was forked from; None in a new process."""
     return _CURRENT[-1] if _CURRENT else None
 
 
 def run_function(request: Request, action: Callable[[], Any]) -> int:
-    """Run a function in a process that a script started itself; return the exit code.
+    """Run a function in a process that the script itself started; return the exit code.
 
-    The process leaves a record if it trained or failed. A forked one is under the policy already.
+    The process writes a record if it trained or failed. A forked process is already under the policy.
     """
     shell, started, started_at_s = surroundings(), time.perf_counter(), time.time()
     with ExitStack() as stack:
@@ -65,14 +65,14 @@ def run_function(request: Request, action: Callable[[], Any]) -> int:
 
 
 class Recorded:
-    """The target of a process, run under a request; it travels to the process by pickle."""
+    """The target of a process, run under a request; it is pickled to reach the process."""
 
     def __init__(self, target: Callable[..., Any], request: str) -> None:
         self._target, self._request = target, request
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Run the target; end with its exit code."""
-        if "torch" not in sys.modules:  # nothing that it has imported could train
+        if "torch" not in sys.modules:  # nothing that the process has imported could train
             self._target(*args, **kwargs)
             return
         code = run_function(Request.model_validate_json(self._request), lambda: self._target(*args, **kwargs))
@@ -80,47 +80,48 @@ class Recorded:
             sys.exit(code)
 
 
-class Spawned:
+class SpawnedProcesses:
     """The processes that a script starts, and their records."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._path = Path(request.record_path).absolute()
         self._target = os.path.abspath(request.target) if request.kind == "script" else request.target
-        self._own = os.getpid()
+        self._pid = os.getpid()
         self._paths: list[Path] = []
 
     def install(self, patches: Patches, training: Training) -> None:
-        """Have processes that are started from now on record what they train, until ``patches`` are undone."""
+        """Let processes that are started from now on record their training, until ``patches`` are undone."""
         _CURRENT.append(training)
         patches.on_undo(_CURRENT.pop)
-        patches.around(multiprocessing.process.BaseProcess, "start", self._starting)
-        patches.around(subprocess.Popen, "__init__", self._opening)
+        patches.around(multiprocessing.process.BaseProcess, "start", self._start)
+        patches.around(subprocess.Popen, "__init__", self._open)
 
-    def _starting(self, original: Callable[..., Any], process: Any, *args: Any, **kwargs: Any) -> Any:
+    def _start(self, original: Callable[..., Any], process: Any, *args: Any, **kwargs: Any) -> Any:
         target = getattr(process, "_target", None)
-        if os.getpid() != self._own or target is None or not _may_train(target):
+        if os.getpid() != self._pid or target is None or not _may_train(target):
             return original(process, *args, **kwargs)
         process._target = Recorded(target, self._next(self._request).model_dump_json())
         return original(process, *args, **kwargs)
 
-    def _opening(self, original: Callable[..., Any], process: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        own = self._arguments(args) if os.getpid() == self._own and _names_a_rank(kwargs.get("env")) else None
-        if own is not None:
-            request = self._request.model_copy(update={"target": self._target, "arguments": tuple(own)})
+    def _open(self, original: Callable[..., Any], process: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        is_rank = os.getpid() == self._pid and _names_a_rank(kwargs.get("env"))
+        arguments = self._arguments(args) if is_rank else None
+        if arguments is not None:
+            request = self._request.model_copy(update={"target": self._target, "arguments": tuple(arguments)})
             args = [sys.executable, "-m", "mezzo.launch.child", self._next(request).packed()]
         return original(process, args, *rest, **kwargs)
 
     def _arguments(self, command: Any) -> Sequence[str] | None:
-        """Return the script's arguments in a command that starts it anew; None for any other command."""
+        """Return the script's arguments in a command that starts the script again; None for any other command."""
         if not isinstance(command, (list, tuple)) or not command or str(command[0]) != sys.executable:
             return None
         words = [str(word) for word in command[1:]]
         before = ["-m"] if self._request.kind == "module" else []
-        for place, word in enumerate(words):
+        for index, word in enumerate(words):
             name = word if before else os.path.abspath(word)
-            if name == self._target and words[max(place - len(before), 0) : place] == before:
-                return words[place + 1 :]
+            if name == self._target and words[max(index - len(before), 0) : index] == before:
+                return words[index + 1 :]
             if not word.startswith("-"):
                 return None
         return None
@@ -132,37 +133,43 @@ class Spawned:
         self._paths.append(path)
         # Only a launcher's processes save together, and act together on an alarm.
         guard = None if request.guard is None else request.guard.model_copy(update={"action": "note"})
-        own = {"record_path": str(path), "reports_progress": False, "variables": {}, "snapshots": None, "guard": guard}
-        request = request.model_copy(update=own)
+        changed = {
+            "record_path": str(path),
+            "reports_progress": False,
+            "variables": {},
+            "snapshots": None,
+            "guard": guard,
+        }
+        request = request.model_copy(update=changed)
         return for_rank(request, number, folder=self._path.parent, number=number, ranks=1)
 
-    def together(self, own: AnyRecord) -> AnyRecord:
-        """Return one record of the script's process and of those that it started, and delete theirs."""
-        found: list[AnyRecord | None] = []
+    def merged_with(self, own: AnyRecord) -> AnyRecord:
+        """Return one record of the script's process, whose record is ``own``, and of those that it started; delete theirs."""
+        trained: list[AnyRecord | None] = []
         for path in self._paths:
             record = record_at(path)
             path.unlink(missing_ok=True)
             if record is None or _trained(record):
-                found.append(record)
-        if not any(record is not None for record in found):
+                trained.append(record)
+        if not any(record is not None for record in trained):
             return own
         if (run := run_of(own)) is not None and len(run.steps):
-            found.insert(0, own)
-        records = {rank: record for rank, record in enumerate(found) if record is not None}
+            trained.insert(0, own)
+        records = {rank: record for rank, record in enumerate(trained) if record is not None}
         first = min(records)
         records[0] = records.get(0, records[first])
-        ends = [ProcessEnd(rank=rank, error=_error(record)) for rank, record in enumerate(found)]
-        if found[0] is own or _error(own) is None or _never(own):
+        ends = [ProcessEnd(rank=rank, error=_error(record)) for rank, record in enumerate(trained)]
+        if trained[0] is own or _error(own) is None or _never_trained(own):
             return merged(records, ends=ends, blame=blamed(ends), hosts={})
-        return _failed_as(own, merged(records, ends=ends, blame=(0, ""), hosts={}))
+        return _with_error_of(own, merged(records, ends=ends, blame=(0, ""), hosts={}))
 
 
-def _failed_as(own: AnyRecord, record: AnyRecord) -> AnyRecord:
+def _with_error_of(own: AnyRecord, record: AnyRecord) -> AnyRecord:
     """Return ``record`` with the error of the script's own process, which names the process that failed, and its reason."""
-    run, ended = run_of(record), run_of(own)
+    run, own_run = run_of(record), run_of(own)
     assert run is not None
-    assert ended is not None
-    run = run.model_copy(update={"error": ended.error, "exit_code": ended.exit_code})
+    assert own_run is not None
+    run = run.model_copy(update={"error": own_run.error, "exit_code": own_run.exit_code})
     return run if isinstance(record, RunRecord) else record.model_copy(update={"run": run})
 
 
@@ -177,10 +184,10 @@ def _names_a_rank(variables: Mapping[str, str] | None) -> bool:
 
 def _trained(record: AnyRecord) -> bool:
     run = run_of(record)
-    return run is not None and (len(run.steps) > 0 or (run.error is not None and not _never(record)))
+    return run is not None and (len(run.steps) > 0 or (run.error is not None and not _never_trained(record)))
 
 
-def _never(record: AnyRecord) -> bool:
+def _never_trained(record: AnyRecord) -> bool:
     """Return whether a process ended without training, which is no error in one that starts others."""
     run = run_of(record)
     return run is not None and not len(run.steps) and " ended without a training step: it never " in (run.error or "")

@@ -1,4 +1,4 @@
-"""Check before anything runs that the target is a script that can run, and suggest what to type if not. Imports no torch."""
+"""Check, before anything runs, that the target is a script that can run; suggest what to type if it is not. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mezzo.launch.frameworks import spec_of
 
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*(?:\.exe)?")
 _TAKES_VALUE = ("-W", "-X", "--check-hash-based-pycs")
-"""Python options that take the next word as their value."""
+"""Options of Python whose value is the next word."""
 
 _LAUNCHERS = {
     "torchrun": "torchrun --nproc-per-node 2 --no-python",
@@ -30,14 +30,14 @@ _LAUNCHERS = {
     "mpiexec": "mpiexec -n 2",
     "srun": "srun",
 }
-"""Launchers that start processes themselves: Mezzo runs inside each process."""
+"""Launchers, which start processes themselves, each with the words to type in front of ``mezzo``: Mezzo runs inside each process."""
 
 _SKIPPED_FOLDERS = ("node_modules", "site-packages", "runs", "__pycache__")
 _DEPTH, _MAX_FILES = 3, 5000
 
 
 class Target(NamedTuple):
-    """The target that the user asked to run."""
+    """The target that the user typed."""
 
     name: str
     module: bool
@@ -86,10 +86,10 @@ def _check_module(target: Target) -> None:
             else "check the name and the folder, or pass the path of a script",
         )
     if spec.submodule_search_locations is not None and spec_of(f"{name}.__main__") is None:
-        inside = sorted(found.name for found in pkgutil.iter_modules(list(spec.submodule_search_locations)))
+        modules = sorted(info.name for info in pkgutil.iter_modules(list(spec.submodule_search_locations)))
         raise UsageError(
             f"{name!r} is a package without a __main__, so it cannot be run",
-            hint=f"name one of its modules: {', '.join(f'-m {name}.{one}' for one in inside[:8]) or 'it has none'}",
+            hint=f"name one of its modules: {', '.join(f'-m {name}.{module}' for module in modules[:8]) or 'it has none'}",
         )
 
 
@@ -101,8 +101,8 @@ def _near_modules(name: str) -> list[str]:
     spec = spec_of(package)
     if spec is None:
         return [f"{near}.{last}" for near in _near_modules(package) if spec_of(f"{near}.{last}") is not None]
-    inside = [found.name for found in pkgutil.iter_modules(spec.submodule_search_locations)]
-    return [f"{package}.{near}" for near in get_close_matches(last, inside, n=1)]
+    modules = [info.name for info in pkgutil.iter_modules(spec.submodule_search_locations)]
+    return [f"{package}.{near}" for near in get_close_matches(last, modules, n=1)]
 
 
 # --- scripts -----------------------------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ def _below(folder: Path) -> Iterator[Path]:
     left = _MAX_FILES
     for place, folders, files in os.walk(folder):
         depth = len(Path(place).relative_to(folder).parts)
-        kept = [f for f in folders if not f.startswith((".", "_")) and f not in _SKIPPED_FOLDERS]
-        folders[:] = sorted(kept) if depth < _DEPTH else []
+        visited = [f for f in folders if not f.startswith((".", "_")) and f not in _SKIPPED_FOLDERS]
+        folders[:] = sorted(visited) if depth < _DEPTH else []
         for name in sorted(files):
             left -= 1
             if left < 0:
@@ -188,11 +188,11 @@ def _below(folder: Path) -> Iterator[Path]:
 
 def _refuse_shell_script(target: Target) -> None:
     text = Path(target.name).read_text(encoding="utf-8", errors="replace")
-    named = re.search(r"[\w./-]+\.py\b", text)
+    script = re.search(r"[\w./-]+\.py\b", text)
     raise UsageError(
         f"{target.name} is a shell script; allowed: a Python file",
-        hint=f"type: {target.instead(named.group())}, with the arguments that it is given there"
-        if named
+        hint=f"type: {target.instead(script.group())}, with the arguments that the shell script passes to it"
+        if script
         else "pass the Python file that it starts, with its arguments",
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 _OURS = str(Path(__file__).resolve().parent.parent) + os.sep
-_STARTERS = ("<frozen runpy>", "runpy.py")
+_RUNPY = ("<frozen runpy>", "runpy.py")
 
 
 def print_error(error: BaseException) -> None:
@@ -16,11 +16,11 @@ def print_error(error: BaseException) -> None:
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
-        found = waiting.pop()
-        if found is not None and id(found) not in seen:
-            seen.add(id(found))
-            found.__traceback__ = without_ours(found.__traceback__)
-            waiting += [found.__cause__, found.__context__]
+        current = waiting.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            current.__traceback__ = without_ours(current.__traceback__)
+            waiting += [current.__cause__, current.__context__]
     sys.excepthook(type(error), error, error.__traceback__)
 
 
@@ -29,8 +29,8 @@ def without_ours(traceback: TracebackType | None) -> TracebackType | None:
     entries: list[TracebackType] = []
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
-        starts = not entries and file.endswith(_STARTERS)
-        if not starts and not file.startswith(_OURS):
+        starts_script = not entries and file.endswith(_RUNPY)
+        if not starts_script and not file.startswith(_OURS):
             entries.append(traceback)
         traceback = traceback.tb_next
     rest: TracebackType | None = None

@@ -1,4 +1,4 @@
-"""What only PyTorch scripts support; the trainings of other frameworks inherit the refusals."""
+"""Features that only PyTorch scripts support; the trainings of other frameworks inherit the refusals."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class WithoutPyTorch:
-    """The part of ``launch.frameworks.Training`` that only PyTorch scripts support: refused if asked for, empty otherwise."""
+    """The part of ``launch.frameworks.Training`` that only PyTorch scripts support: an error if requested, empty otherwise."""
 
     framework_shown: ClassVar[str]
-    """The framework's name for people."""
+    """The framework's name in messages."""
     not_resumed = None
     stopped_by_guard = None
 
@@ -27,38 +27,38 @@ class WithoutPyTorch:
         """Whether a loss was seen, even without an update; Keras reports a loss only with its update."""
         return False
 
-    def _refusal(self, asked: str, hint: str) -> ScriptError:
-        return ScriptError(f"{asked} a {self.framework_shown} script; allowed: PyTorch scripts", hint=hint)
+    def _refusal(self, request: str, hint: str) -> ScriptError:
+        return ScriptError(f"{request} a {self.framework_shown} script; allowed: PyTorch scripts", hint=hint)
 
     def stop_after(self, limit: StepLimit) -> None:
         """Refuse: only PyTorch scripts are stopped after a step."""
         hint = "leave the limit out, or pass arguments that make the script train for fewer steps"
         raise self._refusal("a step limit was set for", hint)
 
-    def begin_snapshots(self, asked: SnapshotRequest | None) -> None:
+    def begin_snapshots(self, request: SnapshotRequest | None) -> None:
         """Refuse: only the state of PyTorch scripts can be saved."""
-        if asked is not None:
+        if request is not None:
             hint = "leave --snapshot and --resume out, and use the framework's own checkpoints"
-            raise self._refusal("snapshots were asked of", hint)
+            raise self._refusal("snapshots were requested of", hint)
 
-    def begin_trace(self, asked: TraceRequest | None) -> None:
+    def begin_trace(self, request: TraceRequest | None) -> None:
         """Refuse: only the state of PyTorch scripts can be traced."""
-        if asked is not None:
-            hint = "stop and resume the script by hand, and compare its losses"
+        if request is not None:
+            hint = "stop and resume the script yourself, and compare its losses"
             raise self._refusal("mezzo resume-check was given", hint)
 
     def end_snapshots(self) -> None:
         """Return None: none are taken."""
 
-    def begin_guard(self, asked: GuardRequest) -> None:
+    def begin_guard(self, request: GuardRequest) -> None:
         """Refuse: only PyTorch scripts are watched."""
-        raise self._refusal("a guard was asked of", "leave --guard out, and use the framework's own callbacks")
+        raise self._refusal("a guard was requested of", "leave --guard out, and use the framework's own callbacks")
 
     def guardrails(self) -> None:
         """Return None: nothing watches."""
 
     def out_of_memory(self, error: BaseException | None) -> None:
-        """Return None: memory is counted in PyTorch scripts only."""
+        """Return None: memory is inspected in PyTorch scripts only."""
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Refuse: only PyTorch models are changed."""

@@ -25,7 +25,7 @@ from mezzo.launch.process import fork_server as ready
 from mezzo.launch.process.fork_server import Starter
 from mezzo.launch.process.group import Guarded
 from mezzo.launch.request import Request
-from mezzo.launch.runner import run_child, several_runs
+from mezzo.launch.runner import run_child, shared_imports
 from mezzo.records import Reason, RunRecord
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
@@ -156,10 +156,10 @@ def starter(_as_in_a_shell: None, _standard_input: None) -> Iterator[Starter]:
 @contextlib.contextmanager
 def forking(starter: Starter) -> Iterator[None]:
     token = runner._STARTER.set(starter)
-    starter._place = os.getcwd(), dict(os.environ)  # pytest puts the test's name there
+    starter._surroundings = os.getcwd(), dict(os.environ)  # pytest puts the test's name there
     yield
     runner._STARTER.reset(token)
-    assert starter.why_afresh is None
+    assert starter.why_not_forked is None
 
 
 def request_for(place: Path, text: str, *arguments: str) -> Request:
@@ -313,11 +313,11 @@ def test_a_fork_that_would_break_cuda_becomes_a_process_of_its_own(
         print(torch.cuda._is_in_bad_fork(), "torch._dynamo" in sys.modules, sorted(os.listdir("/proc/self/fd"))[:-1])
         sys.exit(3)
     """
-    with several_runs():
+    with shared_imports():
         ended = run(tmp_path, text)
     assert ended.exit_code == 3
     assert (tmp_path / "output.log").read_text().splitlines()[-1] == "False False ['0', '1', '2']"
-    said = "mezzo: runs imported PyTorch anew: importing PyTorch initialised CUDA, which does not survive a fork\n"
+    said = "mezzo: the runs did not share the import of PyTorch: importing PyTorch initialised CUDA, which does not survive a fork\n"
     assert capfd.readouterr().err == said
 
 
@@ -326,12 +326,12 @@ def broken_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every new process fail at once to import torch."""
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "torch.py").write_text("print('half of torch')\nraise ImportError('broken')\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"), prepend=os.pathsep)
 
 
 @pytest.mark.usefixtures("broken_torch")
 def test_imports_that_fail_are_shown_by_the_run_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with several_runs():
+    with shared_imports():
         ended = run(tmp_path, "")
         first = (tmp_path / "output.log").read_text()
         run(tmp_path, "")
@@ -376,18 +376,18 @@ def _runs(number: int) -> bool:
 
 @pytest.mark.usefixtures("broken_torch")
 def test_runs_go_on_when_the_process_is_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with several_runs():
+    with shared_imports():
         run(tmp_path, "")
         starter = runner._STARTER.get()
         assert starter is not None
         assert starter._process is not None
-        starter.why_afresh = None
+        starter.why_not_forked = None
         starter._process.kill()
         starter._process.wait()  # its guard has ended, too
         ended = run(tmp_path, "")
     assert ended.error == "the process died with exit code 1 before it could write a record"
     assert "ImportError: broken" in (tmp_path / "output.log").read_text()
-    assert "the process that had imported PyTorch for all runs was ended" in capfd.readouterr().err
+    assert "the process that had imported PyTorch for all runs was killed" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -440,25 +440,25 @@ def test_another_folder_or_environment(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("MEZZO_TEST", "1")
     with (tmp_path / "output.log").open("wb") as sink:
         assert starter.start(request_for(tmp_path, ""), sink=sink) is None
-    assert starter.why_afresh == "the folder or the environment changed between the runs"
+    assert starter.why_not_forked == "the folder or the environment changed between the runs"
 
 
 def test_settings_that_came_too_late_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "1")
-    before = ready._compilers_settings()
-    assert ready._set_too_late(before) == []
+    before = ready._compiler_variables()
+    assert ready._late_settings(before) == []
     monkeypatch.setenv("TORCHDYNAMO_VERBOSE", "0")
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")
     monkeypatch.setenv("PATH", "x")
-    found = ready._set_too_late(before)
+    found = ready._late_settings(before)
     assert [reason.what for reason in found] == ["TORCHDYNAMO_VERBOSE", "TORCH_COMPILE_DISABLE"]
     assert isinstance(found[0], Reason)
 
 
 def test_other_systems_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    with several_runs():
+    with shared_imports():
         assert runner._STARTER.get() is None
 
 
@@ -467,15 +467,15 @@ def test_runs_that_no_process_is_started_for(tmp_path: Path, monkeypatch: pytest
     commands: list[list[str]] = []
     monkeypatch.setattr(runner, "Guarded", lambda command, **_: commands.append(command))
     request = request_for(tmp_path, "")
-    with several_runs(), (tmp_path / "output.log").open("wb") as sink:
-        runner._started(request, None)  # its output goes nowhere else
-        runner._started(request.model_copy(update={"output_to_stderr": True}), sink)
-        runner._started(request.model_copy(update={"framework": "keras"}), sink)
+    with shared_imports(), (tmp_path / "output.log").open("wb") as sink:
+        runner._start(request, None)  # its output goes nowhere else
+        runner._start(request.model_copy(update={"output_to_stderr": True}), sink)
+        runner._start(request.model_copy(update={"framework": "keras"}), sink)
     assert [command[1:3] for command in commands] == [["-m", "mezzo.launch.child"]] * 3
 
 
 def test_a_comparison_of_one_run_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "several_runs", lambda: pytest.fail("there is one run"))
+    monkeypatch.setattr(runner, "shared_imports", lambda: pytest.fail("there is one run"))
     monkeypatch.setattr(runner, "observe_child", mock.Mock(side_effect=ScriptError("it was run", hint="")))
     target = request_for(tmp_path, "import torch").target
     assert cli.main(["compare", "--policies", "fp32", "--seeds", "1", "--out", str(tmp_path), target]) == 7

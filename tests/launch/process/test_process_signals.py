@@ -66,7 +66,7 @@ COMMAND = """
 import sys
 from mezzo.launch.process import command_signals as stopping
 from mezzo.launch.process.group import Guarded
-stopping._IMPATIENT_S, stopping._AGAIN_S = 0.2, 0.05
+stopping._SECOND_GRACE_S, stopping._SAME_SIGNAL_S = 0.2, 0.05
 handle = stopping.Stop.handle
 def heard(self, number, frame=None):
     handle(self, number, frame)
@@ -117,18 +117,18 @@ ENDINGS: list[tuple[str, str, list[int], str]] = [
         [signal.SIGTERM],
         "returned 7 exit code 143",
     ),
-    # A run that ignores SIGTERM has the last word at once, and this one has no handler for it.
+    # A run that ignores SIGTERM is sent the final signal immediately, and this one has no handler for it.
     (
         "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)" + WAITS,
         "not at all",
         [signal.SIGTERM],
-        f"returned -{guard.LAST_WORD} exit code 143",
+        f"returned -{guard.FINAL_SIGNAL} exit code 143",
     ),
     (
         "for n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)" + WAITS,
         "not at all",
         [signal.SIGINT, signal.SIGINT],
-        f"returned -{guard.LAST_WORD} exit code 130",
+        f"returned -{guard.FINAL_SIGNAL} exit code 130",
     ),
     (
         "note(os.getpid()); from itertools import repeat; from collections import deque\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mezzo.launch.ranks.blame import ProcessEnd, blamed, noticed_others
+from mezzo.launch.ranks.blame import ProcessEnd, blamed, is_about_peer
 
 RESET = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:26539: Connection reset by peer"
 KILLED = "the process died with signal SIGKILL before it could write a record"
@@ -111,4 +111,4 @@ def test_the_rank_to_blame(name: str) -> None:
     ],
 )
 def test_errors_of_processes_that_miss_another(error: str, noticed: bool) -> None:
-    assert noticed_others(error) is noticed
+    assert is_about_peer(error) is noticed

@@ -13,7 +13,7 @@ import pytest
 
 from mezzo.launch.ranks import following, leading
 from mezzo.launch.ranks.launched import Launched
-from mezzo.launch.ranks.leading import Leader, fresh_rendezvous
+from mezzo.launch.ranks.leading import Leader, new_rendezvous
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.request import Request
 from mezzo.policy import Policy
@@ -113,16 +113,16 @@ def test_a_rank_that_hangs_ends_the_run_at_its_limit(tmp_path: Path, monkeypatch
             time.sleep(0.01)
         return {"error": "stopped by SIGTERM", "exit_code": 143} if asked.rank == 2 else {}
 
-    await_others = Leader._await_others
+    wait_for_others = Leader._wait_for_others
 
     def reach_the_limit(lead: Leader, under_way: Any) -> None:
         while 1 not in under_way.ended:  # rank 0 has ended before
             assert not lead._over(under_way)
             time.sleep(0.01)
         under_way.began_s = float("-inf")
-        await_others(lead, under_way)
+        wait_for_others(lead, under_way)
 
-    monkeypatch.setattr(Leader, "_await_others", reach_the_limit)
+    monkeypatch.setattr(Leader, "_wait_for_others", reach_the_limit)
     with job(tmp_path, script, monkeypatch) as (lead, run_one):
         for name in ("run", "next"):  # the next run is a fresh one
             record = run(lead, run_one, request(tmp_path, name), limit_s=3000)
@@ -131,7 +131,7 @@ def test_a_rank_that_hangs_ends_the_run_at_its_limit(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("variables", [{}, {"MASTER_PORT": "29500"}])
 def test_a_store_of_an_earlier_run_is_never_used_again(variables: dict[str, str]) -> None:
-    fresh = fresh_rendezvous(variables)
+    fresh = new_rendezvous(variables)
     if not variables:
         assert fresh == {}  # the script finds its processes in its own way
         return

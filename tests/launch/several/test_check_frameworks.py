@@ -11,7 +11,7 @@ from helpers_compare import falling, run
 from mezzo.errors import ScriptError
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.several.check import Check, CheckSettings
-from mezzo.launch.several.plan import NextStage, next_asked
+from mezzo.launch.several.plan import NextStage, next_stage
 from mezzo.launch.several.resuming import Finished
 from mezzo.launch.several.side_by_side import one_after_another
 from mezzo.launch.several.waves import Waves
@@ -38,7 +38,7 @@ def checking(folder: Path) -> Check:
 
 
 @pytest.mark.parametrize(
-    ("framework", "next_stage"),
+    ("framework", "next_kind"),
     [
         ("torch 2.13.0", "diagnose"),
         ("keras 3.15.1 on torch 2.13.0", "diagnose"),  # which backend it is only the run knows
@@ -48,19 +48,19 @@ def checking(folder: Path) -> Check:
     ],
 )
 def test_what_fails_is_diagnosed_in_every_framework_that_is_inspected(
-    framework: str, next_stage: str, tmp_path: Path
+    framework: str, next_kind: str, tmp_path: Path
 ) -> None:
     check = checking(tmp_path)
     for policy, losses in (("fp32", falling(1.0)), ("fp16", [5.0, 4.0] + [NAN] * 18)):
-        asked = NextStage(stage="run", policy=policy, why="")
+        asked = NextStage(kind="run", policy=policy, why="")
         check._learn(asked, run(policy, losses, seed=0, framework=framework))
-    then = next_asked(check.known)
-    assert ("" if then is None else then.stage) == next_stage
+    then = next_stage(check.known)
+    assert ("" if then is None else then.kind) == next_kind
 
 
 def test_a_diagnosis_that_is_refused_says_why(tmp_path: Path) -> None:
     refused = run("fp16", [], error="static graphs are not inspected", exit_code=2)
-    said = checking(tmp_path)._learn(NextStage(stage="diagnose", policy="fp16", why=""), refused)
+    said = checking(tmp_path)._learn(NextStage(kind="diagnose", policy="fp16", why=""), refused)
     assert said == "no diagnosis: static graphs are not inspected"
 
 
@@ -70,7 +70,7 @@ def test_a_search_that_is_refused_says_why(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("mezzo.launch.several.check.fallback_of_script", refused)
     monkeypatch.setattr(Check, "_request", lambda *_, **__: None)
-    check, asked = checking(tmp_path), NextStage(stage="fallback", policy="fp16", why="")
+    check, asked = checking(tmp_path), NextStage(kind="fallback", policy="fp16", why="")
     with stoppable() as stop:
         check._do(asked, stop)
     assert [stage.outcome for stage in check.stages] == ["no result: the script has no module to keep in FP32"]

@@ -134,7 +134,7 @@ def test_a_lost_run_is_tried_again_once(tmp_path: Path) -> None:
     assert again is not None
     assert again.attempts == 2
     assert sorted(cluster.submitted) == ["fp32-seed0", "fp32-seed1", "fp32-seed1", "fp32-seed2"]
-    assert notes == ["fp32-seed1 was lost, and is tried again: the node failed"]
+    assert notes == ["fp32-seed1 was lost and is tried again: the node failed"]
 
 
 def test_a_run_that_is_lost_twice_fails_by_name_and_leaves_the_others(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_job_of_an_earlier_command_is_waited_for(tmp_path: Path) -> None:
     write_record(run_record("fp32", seed=0), tmp_path / "fp32-seed0" / "record.json")
     records = ended(tmp_path, cluster, num=2, notes=notes)
     assert (len(records), cluster.submitted) == (2, ["fp32-seed1"])
-    assert notes == ["fp32-seed0 is under way already: it is waited for"]
+    assert notes == ["fp32-seed0 is already in progress; waiting for it"]
 
 
 def test_a_signal_cancels_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from mezzo.launch.several.plan import (
     expected_runs,
     first_run_limit_s,
     gone_wrong,
-    next_asked,
+    next_stage,
     repairs,
     undone,
 )
@@ -45,8 +45,8 @@ def known(*runs: RunRecord, left_s: float = 600.0, policies: tuple[str, ...] = P
 def played(asked: CheckState, answers: Any, *, limit: int = 40) -> list[str]:
     """Return what is asked for until the end, as short texts; ``answers`` gives the run of each policy and seed."""
     course = []
-    while (ask := next_asked(asked)) is not None and len(course) < limit:
-        assert ask.stage == "run"
+    while (ask := next_stage(asked)) is not None and len(course) < limit:
+        assert ask.kind == "run"
         course.append(f"{ask.policy} {ask.seed}")
         asked = CheckState(
             policies=asked.policies,
@@ -58,7 +58,7 @@ def played(asked: CheckState, answers: Any, *, limit: int = 40) -> list[str]:
 
 
 def asked_text(asked: NextStage | None) -> str:
-    return "" if asked is None else f"{asked.stage} {asked.policy}" + (f" {asked.seed}" if asked.stage == "run" else "")
+    return "" if asked is None else f"{asked.kind} {asked.policy}" + (f" {asked.seed}" if asked.kind == "run" else "")
 
 
 HEALTHY = [
@@ -88,7 +88,7 @@ def test_fewer_seeds_where_the_time_is_short() -> None:
 
 
 def test_a_run_that_was_stopped_is_not_asked_for_again() -> None:
-    assert asked_text(next_asked(known(trained("fp32", 0), lost=frozenset({("bf16", 0)})))) == "run fp16 0"
+    assert asked_text(next_stage(known(trained("fp32", 0), lost=frozenset({("bf16", 0)})))) == "run fp16 0"
 
 
 def test_a_policy_that_diverges_gets_no_more_seeds_and_a_diagnosis() -> None:
@@ -98,42 +98,42 @@ def test_a_policy_that_diverges_gets_no_more_seeds_and_a_diagnosis() -> None:
     runs = tuple(answers(policy, seed) for policy, seed in [("fp32", 0), ("bf16", 0), ("fp16", 0)])
     assert gone_wrong(known(*runs)) == ["fp16"]
     everything = [*runs, *(trained(p, s) for s in (1, 2) for p in ("fp32", "bf16"))]
-    assert asked_text(next_asked(known(*runs))) == "run bf16 1"
-    assert asked_text(next_asked(known(*everything))) == "diagnose fp16"
+    assert asked_text(next_stage(known(*runs))) == "run bf16 1"
+    assert asked_text(next_stage(known(*everything))) == "diagnose fp16"
     # bf16 trains alike: nothing has to be repaired
-    assert next_asked(known(*everything, diagnosed={"fp16": None})) is None
+    assert next_stage(known(*everything, diagnosed={"fp16": None})) is None
 
 
 def test_a_policy_that_fails_is_diagnosed_with_the_seed_that_failed() -> None:
     runs = [*(trained(p, s) for s in (0, 1, 2) for p in ("fp32", "bf16")), trained("fp16", 0), failed("fp16", 1)]
-    asked = next_asked(known(*runs))
+    asked = next_stage(known(*runs))
     assert asked is not None
-    assert (asked.stage, asked.policy, asked.seed) == ("diagnose", "fp16", 1)
+    assert (asked.kind, asked.policy, asked.seed) == ("diagnose", "fp16", 1)
 
 
 @pytest.mark.parametrize("first", [failed("fp32", 0), run("fp32", [], seed=0)])
 def test_a_script_that_fails_by_itself_is_run_once(first: RunRecord) -> None:
-    assert next_asked(known(first)) is None
+    assert next_stage(known(first)) is None
 
 
 def test_a_baseline_that_goes_wrong_with_every_seed_is_diagnosed_and_nothing_else() -> None:
-    assert asked_text(next_asked(known(broken("fp32", 0)))) == "run fp32 1"
+    assert asked_text(next_stage(known(broken("fp32", 0)))) == "run fp32 1"
     every = [broken("fp32", seed) for seed in range(3)]
-    assert asked_text(next_asked(known(*every))) == "diagnose fp32"
-    assert next_asked(known(*every, diagnosed={"fp32": None})) is None
-    assert next_asked(known(*every, observable=False)) is None
+    assert asked_text(next_stage(known(*every))) == "diagnose fp32"
+    assert next_stage(known(*every, diagnosed={"fp32": None})) is None
+    assert next_stage(known(*every, observable=False)) is None
 
 
 def test_an_unstable_baseline_keeps_every_policy_in_play() -> None:
     runs = (broken("fp32", 0), trained("fp32", 1), trained("bf16", 0), broken("fp16", 0))
-    assert asked_text(next_asked(known(*runs))) == "run bf16 1"
-    assert asked_text(next_asked(known(*runs, trained("bf16", 1)))) == "run fp16 1"
+    assert asked_text(next_stage(known(*runs))) == "run bf16 1"
+    assert asked_text(next_stage(known(*runs, trained("bf16", 1)))) == "run fp16 1"
 
 
 def test_no_observers_for_other_frameworks() -> None:
     runs = [*(trained("fp32", s) for s in range(3)), broken("fp16", 0)]
-    assert asked_text(next_asked(known(*runs, policies=("fp32", "fp16")))) == "diagnose fp16"
-    assert next_asked(known(*runs, policies=("fp32", "fp16"), observable=False)) is None
+    assert asked_text(next_stage(known(*runs, policies=("fp32", "fp16")))) == "diagnose fp16"
+    assert next_stage(known(*runs, policies=("fp32", "fp16"), observable=False)) is None
 
 
 # --- repairs -----------------------------------------------------------------------------------------------------------------
@@ -247,7 +247,7 @@ COURSES: list[tuple[str, dict[str, Any], tuple[RunRecord, ...], str]] = [
 
 @pytest.mark.parametrize(("facts", "more", "asked"), [row[1:] for row in COURSES], ids=[row[0] for row in COURSES])
 def test_what_repairs_the_only_policy(facts: dict[str, Any], more: tuple[RunRecord, ...], asked: str) -> None:
-    assert asked_text(next_asked(known(*BROKEN, *more, policies=FP16_ONLY, **facts))) == asked
+    assert asked_text(next_stage(known(*BROKEN, *more, policies=FP16_ONLY, **facts))) == asked
 
 
 def test_a_fix_that_is_another_policy_of_the_comparison_is_no_repair() -> None:
@@ -258,17 +258,17 @@ def test_a_fix_that_is_another_policy_of_the_comparison_is_no_repair() -> None:
 
 def test_a_different_result_asks_for_modules() -> None:
     runs = [*(trained("fp32", s) for s in range(3)), *(trained("fp16", s, times=1.8) for s in range(3))]
-    assert asked_text(next_asked(known(*runs, policies=FP16_ONLY))) == "fallback fp16"
+    assert asked_text(next_stage(known(*runs, policies=FP16_ONLY))) == "fallback fp16"
 
 
 def test_many_skips_of_the_answer_ask_for_a_scale() -> None:
     skipped = [True] * 4 + [False] * 16
     runs = [*(trained("fp32", s) for s in range(3)), *(trained("fp16", s, skipped=skipped) for s in range(3))]
-    assert asked_text(next_asked(known(*runs, policies=FP16_ONLY))) == "ranges fp16"
+    assert asked_text(next_stage(known(*runs, policies=FP16_ONLY))) == "ranges fp16"
     scale = {"ranged": {"fp16": ranges(suggested=10)}}
-    assert asked_text(next_asked(known(*runs, policies=FP16_ONLY, **scale))) == "run fp16:init_scale=1024 0"
+    assert asked_text(next_stage(known(*runs, policies=FP16_ONLY, **scale))) == "run fp16:init_scale=1024 0"
     few = [*(long("fp32", s, num_skipped=0) for s in range(3)), *(long("fp16", s, num_skipped=1) for s in range(3))]
-    assert next_asked(known(*few, policies=FP16_ONLY)) is None
+    assert next_stage(known(*few, policies=FP16_ONLY)) is None
 
 
 def long(policy: str, seed: int, *, num_skipped: int) -> RunRecord:
@@ -281,7 +281,7 @@ def long(policy: str, seed: int, *, num_skipped: int) -> RunRecord:
 
 def test_without_time_nothing_more_is_done_and_it_says_what_was_left_out() -> None:
     late = known(*BROKEN, policies=FP16_ONLY, left_s=5.0)
-    assert next_asked(late) is None
+    assert next_stage(late) is None
     assert undone(late) == "mezzo diagnose --policy fp16"
     assert undone(known(trained("fp32", 0), trained("fp16", 0), policies=FP16_ONLY, left_s=5.0)) == "fp16 with seed 1"
     everything = [trained(p, s) for p in POLICIES for s in range(3)]
@@ -311,7 +311,7 @@ def test_all_other_runs_are_expected_once_the_first_has_ended() -> None:
 
 def test_a_policy_that_went_wrong_and_repairs_are_not_expected() -> None:
     runs = [trained("fp32", 0), trained("bf16", 0), broken("fp16", 0)]
-    assert asked_text(next_asked(known(*runs))) == "run bf16 1"
+    assert asked_text(next_stage(known(*runs))) == "run bf16 1"
     assert expected(known(*runs)) == ["fp32 1", "fp32 2", "bf16 2"]
     assert expected(known(*BROKEN, policies=FP16_ONLY)) == []  # a diagnosis is next
 

@@ -17,7 +17,7 @@ from helpers_launch import children_in_this_process
 from mezzo.errors import ScriptError
 from mezzo.launch.process.script_signals import EndedBySignal
 from mezzo.launch.request import Request
-from mezzo.launch.runner import several_runs
+from mezzo.launch.runner import shared_imports
 from mezzo.launch.several.resume_check import ResumeCheck, stop_of
 from mezzo.launch.torch.tracing.traced import StateTrace
 from mezzo.measure.resumption.judgement import Judgement
@@ -137,7 +137,7 @@ def test_right_scripts_raise_no_alarm(
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "resumed_at"), [(("--save", "epochs"), 8), (("--save", "sigterm"), 13)])
 def test_processes_that_are_really_stopped(tmp_path: Path, arguments: tuple[str, ...], resumed_at: int) -> None:
-    found = checked(tmp_path, *arguments, children=lambda work: several_runs())
+    found = checked(tmp_path, *arguments, children=lambda work: shared_imports())
     assert found is not None
     assert (found.verdict, found.missing, found.resumed_at) == ("exact", [], resumed_at), found
 
@@ -149,7 +149,7 @@ def test_a_step_after_the_end_is_refused(tmp_path: Path) -> None:
 
 def test_a_script_whose_graph_replays_its_steps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunRecord, "replays", "100 replays")
-    with pytest.raises(ScriptError, match=r"train\.py trains by 100 replays of a CUDA graph, and the state in these"):
+    with pytest.raises(ScriptError, match=r"train\.py trains by 100 replays of a CUDA graph, whose state"):
         checked(tmp_path)
 
 

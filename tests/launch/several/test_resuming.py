@@ -24,7 +24,7 @@ def filled(folder: Path) -> Finished:
 def test_the_same_command_finds_its_parts(tmp_path: Path) -> None:
     first = filled(tmp_path)
     again = Finished(tmp_path, SAME)
-    assert (len(again), again.why_anew, again.since_s) == (1, "", first.since_s)
+    assert (len(again), again.why_restart, again.since_s) == (1, "", first.since_s)
     found = again.record("fp32-seed0")
     assert found is not None
     assert found.kind == "run"
@@ -42,7 +42,7 @@ def test_the_same_command_finds_its_parts(tmp_path: Path) -> None:
 def test_another_command_starts_anew(tmp_path: Path, changed: dict[str, str], why: str) -> None:
     filled(tmp_path)
     again = Finished(tmp_path, SAME | changed)
-    assert (len(again), again.why_anew) == (0, why)
+    assert (len(again), again.why_restart) == (0, why)
     assert again.record("fp32-seed0") is None
 
 

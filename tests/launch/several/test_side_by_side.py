@@ -17,7 +17,7 @@ from mezzo.errors import ScriptError, UsageError
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.several import side_by_side as engine
-from mezzo.launch.several.side_by_side import Slot, listed_gpus, places, visible_gpus
+from mezzo.launch.several.side_by_side import Slot, listed_gpus, slots, visible_gpus
 from mezzo.records import Placement, RunRecord
 from record_builders import run_record
 
@@ -49,14 +49,14 @@ def test_each_run_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    found = places(2)
+    found = slots(2)
     assert [place.variables["CUDA_VISIBLE_DEVICES"] for place in found] == ["4", "5"]
     assert [place.variables["OMP_NUM_THREADS"] for place in found] == ["4", "4"]
     assert found[1].placement == Placement(jobs=2, host=socket.gethostname(), gpus="5", threads=4)
     with pytest.raises(
         UsageError, match=r"--jobs 4: each run has a GPU of its own, and 3 can be used; allowed: 1 to 3"
     ):
-        places(4)
+        slots(4)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_runs_on_a_cpu_share_its_threads(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if asked is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    found = places(jobs)
+    found = slots(jobs)
     assert [place.placement.threads for place in found] == [threads] * jobs
     assert not any("CUDA_VISIBLE_DEVICES" in place.variables for place in found)
 
@@ -146,10 +146,10 @@ def test_an_error_of_ours_starts_nothing_more_and_is_raised(tmp_path: Path, monk
 
 
 def test_an_error_before_the_first_run_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def several_runs(**_: Any) -> Any:
+    def shared_imports(**_: Any) -> Any:
         raise ScriptError("no more processes", hint="end some")
 
-    monkeypatch.setattr(engine.runner, "several_runs", several_runs)
+    monkeypatch.setattr(engine.runner, "shared_imports", shared_imports)
     with pytest.raises(ScriptError, match="no more processes"):
         list(ended(tmp_path, monkeypatch, lambda request: run_record("fp32"), num=5, jobs=2))
 

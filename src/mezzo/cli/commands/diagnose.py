@@ -28,11 +28,11 @@ def diagnose(
     of these runs goes to files next to the record. Exit code 0: nothing is wrong; 1: a fault was found; a script that
     fails by itself keeps its own exit code.
     """
-    from mezzo.launch.runner import several_runs
+    from mezzo.launch.runner import shared_imports
     from mezzo.launch.several.passes import diagnose_script
 
     parsed = options.parse_policy(policy)
-    with stoppable(), several_runs():
+    with stoppable(), shared_imports():
         record, stop = run_and_finish(
             script,
             partial(diagnose_script, steps=steps, note=results.note),

@@ -52,7 +52,7 @@ def fallback(
     engine = engine_of(jobs, on)
     folder = script.folder("fallback", leaves=("policy.toml", "runs"))
     finished = finished_before(script, folder, "search", say=results.note)
-    finished.begin({}, anew=not script.resume)
+    finished.begin({}, restart=not script.resume)
     request, waves = script.request(judged, folder=folder), Waves(engine, finished.identity)
     with stoppable() as stop:
         record: FallbackRecord | RunRecord
@@ -62,7 +62,7 @@ def fallback(
                     request,
                     folder=folder,
                     waves=waves,
-                    goes_on=script.resume,
+                    resume=script.resume,
                     tolerance=tolerance,
                     fresh=fresh,
                     note=results.note,

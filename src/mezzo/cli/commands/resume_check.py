@@ -52,7 +52,7 @@ def resume_check(
 
     Exit code 0: it resumes bit for bit; 1: it does not; a script that fails by itself keeps its own exit code.
     """
-    from mezzo.launch.runner import several_runs
+    from mezzo.launch.runner import shared_imports
 
     script = _with_relative_path(script)
     began_s, extra_arguments = time.monotonic(), shlex.split(resume_with)
@@ -67,7 +67,7 @@ def resume_check(
     folder = script.folder("resume-check", leaves=("whole", "stopped", "resumed"))
     with stoppable() as stop, shown():
         check = _check(script, folder, extra_arguments, stop_after=stop_after, notice_s=notice_s)
-        with several_runs():
+        with shared_imports():
             judgement = check.run()
         record = _record(script, check, judgement, extra_arguments, duration_s=time.monotonic() - began_s)
         script.finish(record, folder)

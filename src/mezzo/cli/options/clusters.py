@@ -41,7 +41,7 @@ def engine_of(jobs: int | None, on: str | None) -> Engine:
     """
     from mezzo.launch.ranks.leading import leader
     from mezzo.launch.several.on_cluster import OnCluster
-    from mezzo.launch.several.side_by_side import SideBySide, one_after_another, places
+    from mezzo.launch.several.side_by_side import SideBySide, one_after_another, slots
 
     if on is None and (jobs or 1) == 1:
         return one_after_another
@@ -53,7 +53,7 @@ def engine_of(jobs: int | None, on: str | None) -> Engine:
         )
     if on is not None:
         return OnCluster(named_cluster(on), jobs=jobs, note=results.note)
-    return SideBySide(places(jobs or 1))
+    return SideBySide(slots(jobs or 1))
 
 
 def named_cluster(text: str) -> Cluster:

@@ -1,6 +1,6 @@
-"""Run Keras code that knows nothing of Mezzo under a policy: every patch of Keras and its backend is made and undone here.
+"""Run Keras code that knows nothing of Mezzo under a policy: every patch of Keras and its backend is applied and undone here.
 
-Keras is patched as soon as the script has imported it, on the backend that the script chose.
+Keras is patched as soon as the script has imported it, on the backend that the script has chosen.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patch
 
     if observe is not None:
         run.observed = observed_keras(run, observe, keras.backend.backend())
-
     if seed is not None:
         seeds.shift_keras(seed, patches)
     run.backend = _backend_of(keras.backend.backend(), run)
@@ -80,7 +79,7 @@ def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patch
 
 
 def observed_keras(run: KerasRun, settings: AnySettings, backend: str) -> ObservedKeras:
-    """Return the run as PyTorch's observers see it.
+    """Return the run in the form that PyTorch's observers need.
 
     Raises:
         ScriptError: the backend is not PyTorch.
@@ -90,7 +89,7 @@ def observed_keras(run: KerasRun, settings: AnySettings, backend: str) -> Observ
         raise ScriptError(
             f"mezzo {command} inspects Keras' operations on torch; the script runs on the backend {backend!r}, whose "
             "compiled steps hide them",
-            hint=f"KERAS_BACKEND=torch mezzo {command} ... runs the same script on PyTorch, if it uses Keras alone; mezzo run and "
+            hint=f"KERAS_BACKEND=torch mezzo {command} ... runs the same script on PyTorch, if it only uses Keras; mezzo run and "
             f"mezzo compare accept {backend}",
         )
     from mezzo.launch.keras.observed import ObservedKeras
@@ -127,7 +126,7 @@ class KerasTraining(WithoutPyTorch):
 
     @property
     def observer(self) -> Observer | None:
-        """The observer of the training; None if it is only recorded."""
+        """The observer of the training; None if only its steps are recorded."""
         return None if self._run.observed is None else self._run.observed.observer
 
     @property
@@ -148,7 +147,7 @@ class KerasTraining(WithoutPyTorch):
         self._run.steps.reports.begin(report, every_s=every_s)
 
     def close_update(self) -> None:
-        """Close the step that an observer still has open, and read the remaining steps."""
+        """Close the step that is still open for an observer, and read the remaining steps."""
         if self._run.observed is not None:
             self._run.observed.close_update()
         if self._run.backend is not None:
@@ -160,7 +159,7 @@ class KerasTraining(WithoutPyTorch):
         return self._run.steps.steps(self._run.names)
 
     def memory(self) -> Memory:
-        """Return the bytes of variables, gradients and activations; a GPU's peaks are not read."""
+        """Return the bytes of variables, gradients and activations, but no peaks of a GPU's memory."""
         run = self._run
         trained = {id(v) for v in run.variables.values()}
         state = {id(v): v for o in run.optimizers.values() for v in o.variables if id(v) not in trained}
@@ -172,7 +171,7 @@ class KerasTraining(WithoutPyTorch):
         )
 
     def effective(self) -> Effective:
-        """Return the formats that products really ran in."""
+        """Return the formats in which products actually ran."""
         return self._run.effective()
 
     def explanation(self) -> list[Reason]:

@@ -1,10 +1,10 @@
 """Count the products in a traced TensorFlow function from its graph: forward, backward, branches and called functions.
 
-A function's graph is traced with unknown sizes, above all the batch size. It is imported again with the batch size
+A function is traced with unknown sizes, above all the batch size. Its graph is imported again with the batch size
 filled in, and TensorFlow's own shape inference propagates it. As in ``measure.flops``, a product counts as two operations (multiply and
 add). Both sides of a branch are counted, and one iteration of a loop's body.
 
-The activations are the forward tensors that operations of the backward pass, named ``gradient_tape/...``, read: an upper
+The activations are the forward tensors that are read by operations of the backward pass, named ``gradient_tape/...``: an upper
 bound of what the runtime keeps, because it may still simplify the graph.
 """
 
@@ -26,15 +26,15 @@ Attribute = Callable[[str], Any]
 _BACKWARD = "gradient_tape/"
 _SOURCES = {"Const", "ReadVariableOp", "VarHandleOp", "Shape", "ShapeN", "BroadcastGradientArgs"}
 _LOOPS = {"While", "StatelessWhile"}
-_STATED = {"Placeholder": "shape"} | dict.fromkeys(
+_SHAPE_ATTRIBUTES = {"Placeholder": "shape"} | dict.fromkeys(
     ("IteratorGetNext", "OptionalGetValue", "If", "StatelessIf", "While", "StatelessWhile"), "output_shapes"
 )
-"""The attribute of each operation that states the shapes of its results."""
+"""The attribute of each operation that contains the shapes of its results."""
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 _WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
-"""Operations on variables with a result, and the name prefixes of those without one."""
-_TRACED = "_output_shapes"
-"""Attribute in which ``as_graph_def(add_shapes=True)`` puts the shapes known at tracing."""
+"""Operations on variables that have a result, and the name prefixes of those that have none."""
+_TRACED_SHAPES = "_output_shapes"
+"""Attribute in which ``as_graph_def(add_shapes=True)`` stores the shapes that were known when the function was traced."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class GraphCounts:
     """The counts of a graph."""
 
     flops: Counter[str] = field(default_factory=Counter)
-    """Operations by the name of their operands' dtype."""
+    """FLOPs by the name of the operands' dtype."""
     activations_bytes: int = 0
     loops: int = 0
     unknown: int = 0
@@ -71,18 +71,18 @@ def is_within(graph: Any, ancestor: Any) -> bool:
 
 
 def count(graph: Any, *, batch: int | None) -> GraphCounts:
-    """Return the products in a function's graph at a batch size, None if it is unknown."""
-    found = GraphCounts()
+    """Return the products in a function's graph at a batch size; None if that is unknown."""
+    counts = GraphCounts()
     definition = graph.as_graph_def(add_shapes=True)
     library = {f.signature.name: f for f in definition.library.function}
     live = _live(definition.node, [t.name for t in graph.outputs])
-    _walk(_read_again(definition, batch, found), live, library, batch, found)
-    return found
+    _walk(_import_again(definition, batch, counts), live, library, batch, counts)
+    return counts
 
 
-def _read_again(definition: Any, batch: int | None, found: GraphCounts) -> Any:
+def _import_again(definition: Any, batch: int | None, counts: GraphCounts) -> Any:
     """Return the graph of a definition, with all sizes that follow from the batch size."""
-    _fill(definition.node, batch, found.variables)
+    _fill(definition.node, batch, counts.variables)
     graph = tf.Graph()
     with graph.as_default():
         tf.graph_util.import_graph_def(definition, name="")
@@ -90,19 +90,19 @@ def _read_again(definition: Any, batch: int | None, found: GraphCounts) -> Any:
 
 
 def _fill(nodes: Any, batch: int | None, variables: set[str]) -> None:
-    """Fill in the batch size for unknown first dimensions, and turn variables, whose shapes lie outside, into inputs."""
+    """Fill in the batch size for unknown first dimensions; turn variables, whose shapes are not in the graph, into inputs."""
     for node in nodes:
-        if node.op in _READS and _TRACED in node.attr:
-            shape, dtype = node.attr[_TRACED].list.shape[0], node.attr["dtype"].type
+        if node.op in _READS and _TRACED_SHAPES in node.attr:
+            shape, dtype = node.attr[_TRACED_SHAPES].list.shape[0], node.attr["dtype"].type
             _replace(node, "Placeholder")
             variables.add(node.name)
             node.attr["shape"].shape.CopyFrom(shape)
             node.attr["dtype"].type = dtype
         elif node.op.startswith(_WRITES):
             _replace(node, "NoOp")
-        for name in (_TRACED, "_class"):  # the second asks for the device of a node that may be gone
+        for name in (_TRACED_SHAPES, "_class"):  # the second refers to the device of a node that may be gone
             node.attr.pop(name, None)
-        attribute = _STATED.get(node.op)
+        attribute = _SHAPE_ATTRIBUTES.get(node.op)
         if batch is None or attribute is None or attribute not in node.attr:
             continue
         value = node.attr[attribute]
@@ -123,9 +123,9 @@ def _live(nodes: Any, results: Iterable[str]) -> set[str]:
     The tape adds the gradient of a convolution's input even if nothing uses it.
     """
     by_name = {node.name: node for node in nodes}
-    known = {node.op: op_def_registry.get(node.op) for node in nodes}
+    definitions = {node.op: op_def_registry.get(node.op) for node in nodes}
     waiting = [_node_of(name) for name in results]
-    waiting += [node.name for node in nodes if known[node.op] is None or known[node.op].is_stateful]
+    waiting += [node.name for node in nodes if definitions[node.op] is None or definitions[node.op].is_stateful]
     live: set[str] = set()
     while waiting:
         name = waiting.pop()
@@ -139,29 +139,29 @@ def _node_of(tensor: str) -> str:
     return tensor.lstrip("^").split(":")[0]
 
 
-def _walk(graph: Any, live: set[str], library: dict[str, Any], batch: int | None, found: GraphCounts) -> None:
+def _walk(graph: Any, live: set[str], library: dict[str, Any], batch: int | None, counts: GraphCounts) -> None:
     operations = [op for op in graph.get_operations() if op.name in live]
     for op in operations:
         if op.type in PRODUCTS:
-            _add(op, found)
-        found.loops += op.type in _LOOPS
+            _add(op, counts)
+        counts.loops += op.type in _LOOPS
         for name in _called(op):
             if name in library:
                 called = library[name]
                 inside = _live(called.node_def, [*called.ret.values(), *called.control_ret.values()])
-                _walk(_body(called, op, batch, found), inside, library, batch, found)
-    found.activations_bytes += sum(map(_bytes, _kept(operations, found.variables)))
+                _walk(_body(called, op, batch, counts), inside, library, batch, counts)
+    counts.activations_bytes += sum(map(_bytes, _activations(operations, counts.variables)))
 
 
-def _add(op: Any, found: GraphCounts) -> None:
+def _add(op: Any, counts: GraphCounts) -> None:
     inputs, outputs = ([_sizes(t) for t in tensors] for tensors in (op.inputs, op.outputs))
     operand = next((t.dtype.name for t in op.inputs if t.dtype.is_floating), None)
     if operand is None:
         return
     try:
-        found.flops[operand] += PRODUCTS[op.type](inputs, outputs, op.get_attr)
+        counts.flops[operand] += PRODUCTS[op.type](inputs, outputs, op.get_attr)
     except (TypeError, IndexError):  # an unknown size or rank
-        found.unknown += 1
+        counts.unknown += 1
 
 
 def _called(op: Any) -> Iterator[str]:
@@ -174,27 +174,27 @@ def _called(op: Any) -> Iterator[str]:
                 yield function.name
 
 
-def _body(definition: Any, op: Any, batch: int | None, found: GraphCounts) -> Any:
+def _body(definition: Any, op: Any, batch: int | None, counts: GraphCounts) -> Any:
     """Return the graph of a function that an operation calls, with the sizes of its arguments."""
     num = len(definition.signature.input_arg)
-    given = list(op.inputs)[-num:] if num else []  # the first input of a branch is its condition
-    shapes = [tensor.shape.as_proto() for tensor in given]
+    arguments = list(op.inputs)[-num:] if num else []  # the first input of a branch is its condition
+    shapes = [tensor.shape.as_proto() for tensor in arguments]
     graph, _ = function_def_to_graph.function_def_to_graph_def(
         definition, input_shapes=shapes, include_library_functions=True
     )
-    return _read_again(graph, batch, found)
+    return _import_again(graph, batch, counts)
 
 
-def _kept(operations: Iterable[Any], variables: set[str]) -> Iterator[Any]:
-    """Yield the tensors of the forward pass that the backward pass reads, each once."""
+def _activations(operations: Iterable[Any], variables: set[str]) -> Iterator[Any]:
+    """Yield the tensors computed in the forward pass that the backward pass reads, each once."""
     seen: set[str] = set()
     for op in operations:
         if _BACKWARD not in op.name:
             continue
         for tensor in op.inputs:
-            made_by = tensor.op
-            is_made = made_by.type not in _SOURCES and made_by.name not in variables
-            if is_made and _BACKWARD not in made_by.name and tensor.name not in seen:
+            producer = tensor.op
+            is_computed = producer.type not in _SOURCES and producer.name not in variables
+            if is_computed and _BACKWARD not in producer.name and tensor.name not in seen:
                 seen.add(tensor.name)
                 yield tensor
 
@@ -210,7 +210,7 @@ def _sizes(tensor: Any) -> tuple[int | None, ...] | None:
     return None if tensor.shape.rank is None else tuple(tensor.shape.as_list())
 
 
-# --- how much each operation multiplies --------------------------------------------------------------------------------------------
+# --- the FLOPs of each operation ---------------------------------------------------------------------------------------------------
 
 
 def _matmul(inputs: Any, outputs: Any, attribute: Attribute) -> int:
@@ -227,13 +227,13 @@ def _einsum(inputs: Any, outputs: Any, attribute: Attribute) -> int:
     equation = attribute("equation")
     text = equation.decode() if isinstance(equation, bytes) else str(equation)
     sizes: dict[str, int] = {}
-    wide = 1  # the sizes that an ellipsis stands for
+    in_ellipsis = 1  # the product of the sizes that an ellipsis stands for
     for names, shape in zip(text.split("->")[0].split(","), inputs, strict=True):
         before, dots, after = names.strip().partition("...")
-        ends = len(shape) - len(after)
-        sizes |= dict(zip(before, shape, strict=False)) | dict(zip(after, shape[ends:], strict=True))
-        wide = max(wide, math.prod(shape[len(before) : ends]) if dots else 1)
-    return int(2 * math.prod(sizes.values()) * wide) if len(inputs) > 1 else 0
+        end = len(shape) - len(after)
+        sizes |= dict(zip(before, shape, strict=False)) | dict(zip(after, shape[end:], strict=True))
+        in_ellipsis = max(in_ellipsis, math.prod(shape[len(before) : end]) if dots else 1)
+    return int(2 * math.prod(sizes.values()) * in_ellipsis) if len(inputs) > 1 else 0
 
 
 def _convolution(inputs: Any, outputs: Any, attribute: Attribute) -> int:
@@ -249,7 +249,7 @@ def _weight_gradient(inputs: Any, outputs: Any, attribute: Attribute) -> int:
 
 
 def _convolved(result: Any, weight: Any) -> int:
-    # Every element of the result is a sum over the weight's dimensions but the last, the number of output channels.
+    # Every element of the result is a sum over all dimensions of the weight but the last, the output channels.
     return int(2 * math.prod(result) * math.prod(weight[:-1]))
 
 
@@ -257,7 +257,7 @@ def _depthwise(
     count_dense: Callable[[Any, Any, Attribute], int], weight: int | None
 ) -> Callable[[Any, Any, Attribute], int]:
     def counted(inputs: Any, outputs: Any, attribute: Attribute) -> int:
-        # Its weight is (*kernel, channels, multiplier), and the channels are not summed.
+        # A depthwise weight is (*kernel, channels, multiplier), and the channels are not summed over.
         channels = (outputs[0] if weight is None else inputs[weight])[-2]
         return count_dense(inputs, outputs, attribute) // int(channels)
 

@@ -1,7 +1,7 @@
 """Count the products in a traced step of JAX, from its jaxpr: forward, backward, and in called functions.
 
-As in ``measure.flops``, a product counts as two operations. Both sides of a branch count, a scan's body as often as it runs, and a
-loop of unknown length once. Keras' order of dimensions distinguishes a convolution from its gradients.
+As in ``measure.flops``, a product counts as two operations. Both sides of a branch are counted, a scan's body as often as it runs, and
+a loop of unknown length once. Keras' order of dimensions distinguishes a convolution from its gradients.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Any
 
 
 def count(jaxpr: Any) -> Counter[str]:
-    """Return the operations of products in a jaxpr, by the name of their operands' dtype."""
-    found: Counter[str] = Counter()
+    """Return the FLOPs of the products in a jaxpr, by the name of the operands' dtype."""
+    total: Counter[str] = Counter()
     for equation in jaxpr.eqns:
-        flops = _COUNTED.get(equation.primitive.name)
-        if flops is not None:
-            found[str(equation.invars[0].aval.dtype)] += flops(equation)
+        flops_of = _PRODUCTS.get(equation.primitive.name)
+        if flops_of is not None:
+            total[str(equation.invars[0].aval.dtype)] += flops_of(equation)
         times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
         for inner in _called(equation):
-            for dtype, number in count(inner).items():
-                found[dtype] += times * number
-    return found
+            for dtype, flops in count(inner).items():
+                total[dtype] += times * flops
+    return total
 
 
 def _called(equation: Any) -> Iterator[Any]:
     """Yield the jaxprs that an equation runs."""
     for value in equation.params.values():
-        for one in value if isinstance(value, (tuple, list)) else (value,):
-            closed = getattr(one, "jaxpr", one)
-            if hasattr(closed, "eqns"):
-                yield closed
+        for candidate in value if isinstance(value, (tuple, list)) else (value,):
+            jaxpr = getattr(candidate, "jaxpr", candidate)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
 
 
 def _dot(equation: Any) -> int:
@@ -45,13 +45,14 @@ def _dot(equation: Any) -> int:
 def _convolution(equation: Any) -> int:
     """Count a convolution of Keras, or one of its gradients, which JAX writes as convolutions with dimensions swapped."""
     (x, kernel), (y,), numbers = equation.invars, equation.outvars, equation.params["dimension_numbers"]
-    batch, features, *places = numbers.lhs_spec
+    batch, features, *spatial_dims = numbers.lhs_spec
     if batch != 0:  # the gradient of the kernel: summed over the batch and the positions of the output's gradient
         positions = x.aval.shape[features] * math.prod(kernel.aval.shape[k] for k in numbers.rhs_spec[2:])
         return int(2 * positions * math.prod(y.aval.shape))
     of_input = numbers.rhs_spec[0] < numbers.rhs_spec[1]  # or a transposed convolution
-    spatial = [x.aval.shape[k] for k in places] if of_input else [y.aval.shape[k] for k in numbers.out_spec[2:]]
+    spatial = [x.aval.shape[k] for k in spatial_dims] if of_input else [y.aval.shape[k] for k in numbers.out_spec[2:]]
     return int(2 * x.aval.shape[batch] * math.prod(spatial) * math.prod(kernel.aval.shape))
 
 
-_COUNTED = {"dot_general": _dot, "conv_general_dilated": _convolution}
+_PRODUCTS = {"dot_general": _dot, "conv_general_dilated": _convolution}
+"""The FLOP formula of each primitive that is a product."""

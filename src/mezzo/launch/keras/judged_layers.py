@@ -1,4 +1,4 @@
-"""The values of a Keras model in FP32 that a policy would lower: the outputs of all layers whose dtype the script leaves open."""
+"""Which values of a Keras model in FP32 a policy would lower: the outputs of all layers whose dtype the script leaves open."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mezzo.policy import Policy
 
 
 class JudgedLayers:
-    """A layer computes in the format of its dtype policy (``mezzo.observe.ranges.listed_formats.JudgedFormats``)."""
+    """The formats that values would have, if each layer computes in that of its dtype policy (``listed_formats.JudgedFormats``)."""
 
     def __init__(
         self, policy: Policy, own_dtypes: Container[nn.Module], tree: ModuleTree, roots: Iterable[nn.Module]
@@ -22,7 +22,7 @@ class JudgedLayers:
         Args:
             policy: the policy.
             own_dtypes: the layers whose dtype the script sets.
-            tree: names the layers of a model.
+            tree: finds the layers of a model.
             roots: the models.
         """
         self._lowers, self._own_dtypes, self._tree, self._roots = policy.lowers, own_dtypes, tree, roots
@@ -40,6 +40,6 @@ class JudgedLayers:
     def gradient_is_wide(self, parameter: Tensor) -> bool:
         """Return whether the parameter's layer stays in FP32."""
         if self._wide is None:
-            own = [m for root in self._roots for _, m in self._tree.modules(root) if m in self._own_dtypes]
-            self._wide = {id(p) for module in own for _, p in self._tree.parameters(module)}
+            wide = [m for root in self._roots for _, m in self._tree.modules(root) if m in self._own_dtypes]
+            self._wide = {id(p) for module in wide for _, p in self._tree.parameters(module)}
         return id(parameter) in self._wide

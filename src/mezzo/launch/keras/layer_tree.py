@@ -1,4 +1,4 @@
-"""Paths of the layers of Keras models on PyTorch for observers: the layers' own names in Keras, below the outermost model."""
+"""Paths of the layers of Keras models on PyTorch, for observers: the layers' names in Keras, below the outermost model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mezzo.observe.module_names import ModuleTree
 
 
 class LayerTree(ModuleTree):
-    """The layers inside a model; a module of PyTorch that a layer wraps lies inside that layer."""
+    """The layers inside a model; a PyTorch module that a layer wraps is inside that layer."""
 
     def title(self, root: nn.Module) -> str:
         """Return the model's name in Keras."""

@@ -1,9 +1,9 @@
-"""Set the dtype policy of Keras' layers when they are constructed, and keep the layers in FP32 that the policy names.
+"""Set the dtype policy of Keras' layers when they are constructed, and keep those layers in FP32 that the policy names.
 
 A layer whose dtype the script leaves open gets the policy's, and so does one with a mixed dtype policy of Keras: the policy
 replaces the script's own mixed precision. A plain dtype that the script sets
 (``dtype="float32"`` for a last softmax) is kept and listed. When a layer is first called, its name is known and its variables
-do not exist yet: at that time it is matched with ``fp32_modules``, together with its inner layers, by their paths below it.
+do not exist yet: this is when it is matched with ``fp32_modules``, together with its inner layers, by their paths below it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Layers:
 
     def __init__(self, run: KerasRun, backend: Backend) -> None:
         self._run, self._backend = run, backend
-        self._met: WeakSet[Any] = WeakSet()
+        self._called: WeakSet[Any] = WeakSet()
         self._names: dict[str, None] = {}
         self._unmatched = set(() if run.policy is None else run.policy.fp32_modules)
 
@@ -60,15 +60,15 @@ class Layers:
 
         @functools.wraps(original)
         def init(self: Any, *, dtype: Any = None, **kwargs: Any) -> None:
-            layer, run = self, layers._run  # the names in the signature are those that Keras reads from it
-            asked = _name_of(dtype)
-            takes = asked is None or asked.startswith(_MIXED)
-            original(layer, dtype=ours if takes else dtype, **kwargs)
-            if asked in STORED_BYTES and not takes:
+            layer, run = self, layers._run  # Keras inspects the signature, so its names must be these
+            own = _name_of(dtype)
+            is_open = own is None or own.startswith(_MIXED)
+            original(layer, dtype=ours if is_open else dtype, **kwargs)
+            if own in STORED_BYTES and not is_open:
                 run.own_dtypes.add(layer)
-            if asked in STORED_BYTES and asked != ours and not takes:
+            if own in STORED_BYTES and own != ours and not is_open:
                 reason = "the script, or the file that it was loaded from, sets this layer's own dtype"
-                run.note_left_alone("layer", f"{layer.name} in {asked}", reason)
+                run.note_left_alone("layer", f"{layer.name} in {own}", reason)
 
         return init
 
@@ -77,7 +77,7 @@ class Layers:
 
         @functools.wraps(keras_call)
         def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
-            if layer not in self._met:
+            if layer not in self._called:
                 self._record_layer(layer)
             local = self._run.local
             if local.in_layer:
@@ -92,14 +92,14 @@ class Layers:
         return call
 
     def _record_layer(self, layer: Any) -> None:
-        self._met.add(layer)
+        self._called.add(layer)
         policy = self._run.policy
         if policy is None or not policy.lowers:
             self._unmatched.clear()
             return
         if self._matches(policy, _names(layer)) or self._is_kept_norm(layer, policy):
             keep_fp32(layer)
-        for path, inner in inner_layers(layer):  # which may have been called before they were part of it
+        for path, inner in inner_layers(layer):  # these may have been called before they became part of it
             if policy.fp32_modules and self._matches(policy, [path]):
                 keep_fp32(inner)
 
@@ -114,7 +114,7 @@ class Layers:
 
 
 def _name_of(dtype: Any) -> str | None:
-    """Return the name of a layer's dtype or dtype policy, None if it is left open."""
+    """Return the name of a layer's dtype or dtype policy; None if it is left open."""
     if isinstance(dtype, dict):
         name = dtype.get("config", {}).get("name")
         return None if name is None else str(name)

@@ -1,4 +1,4 @@
-"""Variables to which a TensorFlow graph writes its steps: one row per step, read when Python runs again."""
+"""Variables into which a TensorFlow graph writes its steps, one row per step; Python reads them when the graph returns."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ class Ledger:
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run
-        self._made = False
+        self._created = False
         self._collected = 0
         self.last_batch: int | None = None
         """The batch size of the step read last."""
 
     def loss(self, losses: Sequence[Any]) -> None:
         """Add losses to the open step."""
-        self._make()
+        self._create_variables()
         self._loss.assign_add(tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses]))
         self._num_losses.assign_add(1)
 
     def update(
         self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, batch: Any, owner: int
     ) -> None:
-        """Write a step, unless its gradients are still accumulating or it follows the same backward pass as the last."""
-        self._make()
+        """Write a step, unless its gradients are still accumulating, or no backward pass ran since the last step."""
+        self._create_variables()
         skipped = tf.equal(before, after)
         is_update = skipped | tf.equal(after % tf.cast(accumulates, after.dtype), 0)
         if self._run.has_backward:
@@ -44,35 +44,35 @@ class Ledger:
         loss = tf.where(self._num_losses > 0, self._loss / accumulates, math.nan)
         values = [loss, norm, math.nan if scale is None else scale, skipped, batch, owner]
         row = tf.stack([tf.cast(value, tf.float32) for value in values])
-        place = tf.cast(self._num_rows % _CAPACITY, tf.int32)
-        self._rows.scatter_nd_update([[place]], [row])  # overwrites the row until it is a complete step
+        index = tf.cast(self._num_rows % _CAPACITY, tf.int32)
+        self._rows.scatter_nd_update([[index]], [row])  # overwrites the row until the step is complete
         self._num_rows.assign_add(tf.cast(is_update, tf.int64))
         self._loss.assign(tf.where(is_update, 0.0, self._loss))
         self._num_losses.assign(tf.where(is_update, 0, self._num_losses))
 
     def collect(self) -> None:
         """Close the steps written since the last call."""
-        num = 0 if not self._made else int(self._num_rows.numpy()) - self._collected
+        num = 0 if not self._created else int(self._num_rows.numpy()) - self._collected
         if not num:
             return
         lost = max(num - _CAPACITY, 0)
-        places = [k % _CAPACITY for k in range(self._collected + lost, self._collected + num)]
+        indices = [k % _CAPACITY for k in range(self._collected + lost, self._collected + num)]
         self._collected += num
-        rows = [[math.nan] * _NUM_COLUMNS] * lost + tf.gather(self._rows, places).numpy().tolist()
+        rows = [[math.nan] * _NUM_COLUMNS] * lost + tf.gather(self._rows, indices).numpy().tolist()
         losses, norms, scales, skips, batches, owners = zip(*rows, strict=True)
-        known = int(batches[-1]) if math.isfinite(batches[-1]) else -1
-        self.last_batch = known if known > 0 else None
+        last = int(batches[-1]) if math.isfinite(batches[-1]) else -1
+        self.last_batch = last if last > 0 else None
         if num > 1:
             why = "one call of a traced function makes several steps; each is given an even share of its time"
             self._run.note_left_alone("time a step", "not known of each", why)
         known_owners = [int(owner) if math.isfinite(owner) else 0 for owner in owners]
         self._run.close(losses=losses, norms=norms, scales=scales, skips=[s == 1.0 for s in skips], owners=known_owners)
 
-    def _make(self) -> None:
-        if self._made:
+    def _create_variables(self) -> None:
+        if self._created:
             return
-        self._made = True
-        # The plain class: in the scope of a distribution strategy, tf.Variable makes one variable per replica.
+        self._created = True
+        # The plain class: in the scope of a distribution strategy, tf.Variable creates one variable per replica.
         variable = resource_variable_ops.ResourceVariable
         with tf.init_scope():
             self._loss = variable(0.0, trainable=False)

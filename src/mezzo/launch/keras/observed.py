@@ -1,8 +1,8 @@
-"""A Keras script on PyTorch, as a run for PyTorch's observers.
+"""Let PyTorch's observers observe a Keras script on PyTorch.
 
-Layers are modules of PyTorch there, but Keras calls them itself, and its optimizers are not PyTorch's. So calls of layers and
-updates run the global hooks that PyTorch would run, and an update passes them the variables as an optimizer's parameters.
-A step is open until the next backward pass begins, as in a script of PyTorch's own.
+Layers are PyTorch modules there, but Keras calls them itself, and its optimizers are not PyTorch's. So calls of layers and
+updates run the global hooks that PyTorch would run, and an update passes its variables to the hooks as an optimizer's parameters.
+A step is open until the next backward pass begins, as in a PyTorch script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.engine.scaling import NoScale, Scale
-from mezzo.launch.keras.fp16_products import name_products
+from mezzo.launch.keras.fp16_products import emulate_products
 from mezzo.launch.keras.judged_layers import JudgedLayers
 from mezzo.launch.keras.layer_tree import LayerTree
 from mezzo.launch.keras.one_layer import OneLayer
@@ -41,17 +41,17 @@ from mezzo.policy import Policy
 
 Call = Callable[..., Any]
 _MASK = "_keras_mask"
-"""Attribute in which Keras hands a mask from layer to layer."""
+"""Attribute in which Keras passes a mask from layer to layer."""
 
 
 class Depth(threading.local):
-    """How many layers each thread is in."""
+    """How many layers are being called, one inside another, in each thread."""
 
     layers = 0
 
 
 class UpdatedVariables:
-    """The variables of a Keras optimizer, in the shape of an optimizer of PyTorch's for its hooks."""
+    """The variables of a Keras optimizer, in the form of a PyTorch optimizer for its hooks."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
         self.param_groups = [{"params": [v.value for v in variables if isinstance(v.value, nn.Parameter)]}]
@@ -63,7 +63,7 @@ class UpdatedVariables:
 
 
 class ObservedKeras:
-    """What observers may use of a Keras run on PyTorch (``mezzo.observe.observer.ObservedRun``)."""
+    """A Keras run on PyTorch, with the interface that observers use (``mezzo.observe.observer.ObservedRun``)."""
 
     def __init__(self, run: KerasRun, settings: AnySettings) -> None:
         self._run = run
@@ -100,15 +100,15 @@ class ObservedKeras:
 
     @property
     def returned_formats(self) -> dict[int, torch.dtype]:
-        """The formats that layers are made to return, by identity."""
+        """The formats to which layers' outputs are cast, by the layers' ids."""
         return self._run.returned_formats
 
     def install(self, patches: Patches) -> None:
         """Begin to observe, until ``patches`` are undone."""
         backend = importlib.import_module("keras.src.backend")
-        patches.around(backend, "compute_output_spec", _unseen)
+        patches.around(backend, "compute_output_spec", _call_unobserved)
         patches.around(torch, "compile", self._never_compile)
-        name_products(patches, on_use=self._emulated)
+        emulate_products(patches, on_use=self._emulated)
         self.observer.start()
         patches.on_undo(self.observer.close)
 
@@ -143,7 +143,7 @@ class ObservedKeras:
         return call
 
     def _record_root(self, layer: Any) -> None:
-        if self.in_backward:  # a layer that an observer runs on its own
+        if self.in_backward:  # an observer runs the layer on its own
             return
         self.roots[layer] = None
         if self.device_type is None:
@@ -162,7 +162,7 @@ class ObservedKeras:
         """Record a backward pass.
 
         Args:
-            losses: their values without the loss scale.
+            losses: the losses without the loss scale.
             scaled: whether the parameters' gradients will include the loss scale.
         """
         self.close_update()
@@ -183,10 +183,10 @@ class ObservedKeras:
         """Apply gradients with PyTorch's optimizer hooks around it; skip the update if a hook has removed the gradients.
 
         Args:
-            apply: of the optimizer, or of the LossScaleOptimizer around it.
+            apply: the method of the optimizer, or of the LossScaleOptimizer around it.
             inner: the optimizer.
             grads: the gradients.
-            variables: None for the optimizer's own.
+            variables: the variables to update; None for the optimizer's own.
             norm: of the unscaled gradients.
         """
         updated = UpdatedVariables(variables or inner._trainable_variables)
@@ -204,7 +204,7 @@ class ObservedKeras:
                 result = apply(grads, variables)
             elif overflowed:
                 self.script_scaler.back_off()
-            else:  # the observer skips it, and Keras' schedules still count it
+            else:  # the observer skips the update, but Keras' schedules must count it
                 inner.iterations.assign_add(1)
         finally:
             for hook in tuple(optimizer_hooks._global_optimizer_post_hooks.values()):
@@ -230,18 +230,18 @@ class ObservedKeras:
 
 
 def unobserved() -> AbstractContextManager[Any]:
-    """Return a context whose operations no dispatch mode sees."""
+    """Return a context in which no dispatch mode sees the operations."""
     return _disable_current_modes() if torch.utils._python_dispatch._get_current_dispatch_mode() else nullcontext()
 
 
-def _unseen(original: Call, *args: Any, **kwargs: Any) -> Any:
-    """Infer shapes, for which Keras runs layers on made-up values, without any observer."""
+def _call_unobserved(original: Call, *args: Any, **kwargs: Any) -> Any:
+    """Infer shapes without any observer: Keras runs layers on made-up values for it."""
     with unobserved():
         return original(*args, **kwargs)
 
 
 def _with_hooks(original: Call, layer: Any, args: Any, kwargs: Any, returned: torch.dtype | None) -> Any:
-    """Call a layer as PyTorch calls a module: with its global hooks."""
+    """Call a layer with PyTorch's global hooks, as PyTorch calls a module; cast its output to ``returned``, if given."""
     for hook in tuple(torch_hooks._global_forward_pre_hooks.values()):
         hook(layer, args)
     try:
@@ -254,8 +254,8 @@ def _with_hooks(original: Call, layer: Any, args: Any, kwargs: Any, returned: to
         cast = tree_map_only(Tensor, lambda t: t.to(returned) if t.is_floating_point() else t, output)
         output = _with_masks(output, cast)
     for number, hook in tuple(torch_hooks._global_forward_hooks.items()):
-        takes_names = number in torch_hooks._global_forward_hooks_with_kwargs
-        changed = hook(layer, args, kwargs, output) if takes_names else hook(layer, args, output)
+        with_kwargs = number in torch_hooks._global_forward_hooks_with_kwargs
+        changed = hook(layer, args, kwargs, output) if with_kwargs else hook(layer, args, output)
         output = output if changed is None else _with_masks(output, changed)
     return output
 

@@ -1,10 +1,11 @@
 """Keras on JAX: backward passes are ``jax.value_and_grad``, updates ``stateless_apply``, and both run in traced steps.
 
 A traced step runs as Python only once, so a callback in it passes each step's numbers to Python. ``fit`` waits for the callback after every
-call of its train function, as it would to read the loss; a script's own jitted step does not wait.
+call of its train function, where it would wait to read the loss; a script's own jitted step does not wait.
 
-A step has no state of its own: an optimizer's variables, its loss scale among them, go in and come out as values. So the scale of
-a policy is set in the ``LossScaleOptimizer`` that ``compile`` wraps around the optimizer, or that the script has, and no two share one.
+A step has no state of its own: an optimizer's variables, including its loss scale, go in and come out as values. So the policy's
+scale is set in the ``LossScaleOptimizer`` that ``compile`` wraps around the optimizer, or that the script has, and each of them has a
+scale of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mezzo.launch.patches import Patches
 
 Method = Callable[..., Any]
 _PRECISION = {True: "tensorfloat32", False: "float32"}
-"""JAX's names of the precision of FP32 products, by whether TF32 is on."""
+"""JAX's names for the precision of FP32 products, by whether TF32 is on."""
 
 
 class JaxBackend(Backend):
@@ -39,12 +40,12 @@ class JaxBackend(Backend):
     def __init__(self, run: KerasRun) -> None:
         self._run = run
         self._values: list[Any] = []
-        """The losses of the step being traced, each with whether it is scaled: the values of differentiated functions."""
+        """The losses of the step being traced, which are the values of differentiated functions, each with whether it is scaled."""
         self._patches: Patches | None = None
         self._counting: set[type] = set()
         """The classes of models whose training step is wrapped, to count it."""
         self._error: MezzoError | None = None
-        """The error that a callback could not raise."""
+        """An error of a callback, which must not raise it itself."""
         self.name = f"jax {jax.__version__}"
 
     def install(self, patches: Patches) -> None:
@@ -75,17 +76,17 @@ class JaxBackend(Backend):
         return variable.value
 
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
-        """Record an update, in the step being traced or at once."""
+        """Record an update, in the step being traced or immediately."""
         loss, self._values = _sum([value for value, _ in self._values]), []
         close = functools.partial(self._close, accumulates=accumulates, owner=owner)
         shown = math.nan if scale is None else scale
         jax.debug.callback(close, loss, norm, shown, before, after, ordered=jax.device_count() == 1)
 
     def collect(self) -> None:
-        """Wait for the callbacks of the steps made so far.
+        """Wait for the callbacks of all steps made until now.
 
         Raises:
-            ScaleFloorError: of a step made so far.
+            ScaleFloorError: one of these steps reached the scale's floor.
         """
         jax.effects_barrier()
         error, self._error = self._error, None
@@ -132,37 +133,39 @@ class JaxBackend(Backend):
         finally:
             run.local.in_apply = False
 
-    def _update(self, original: Method, optimizer: Any, held: Any, grads: list[Any], trained: Any) -> Any:
+    def _update(self, original: Method, optimizer: Any, values: Any, grads: list[Any], trained: Any) -> Any:
+        """Make an update; ``values`` are those of the optimizer's variables, in their order."""
         run, variables = self._run, optimizer.variables
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         if run.scales and inner is optimizer:
             run.note_left_alone("loss scale", "none", UNSCALED)
-        place = {id(variable): k for k, variable in enumerate(variables)}
-        count, scale = place[id(inner._iterations)], None if inner is optimizer else place[id(optimizer.dynamic_scale)]
-        given = None if scale is None else held[scale]
-        if given is not None:
-            self._values = [(value / given if scaled else value, False) for value, scaled in self._values]
-        norm = self.norm(grads, scale=given)
-        made, after = original(optimizer, held, grads, trained)
-        if scale is not None and run.policy is not None:
+        index_of = {id(variable): k for k, variable in enumerate(variables)}
+        count_at = index_of[id(inner._iterations)]
+        scale_at = None if inner is optimizer else index_of[id(optimizer.dynamic_scale)]
+        scale = None if scale_at is None else values[scale_at]
+        if scale is not None:
+            self._values = [(value / scale if scaled else value, False) for value, scaled in self._values]
+        norm = self.norm(grads, scale=scale)
+        updated, after = original(optimizer, values, grads, trained)
+        if scale_at is not None and run.policy is not None:
             after = list(after)
-            after[scale] = self._bounded(after[scale])
-        shown = scale if run.policy is None or run.scales else None
+            after[scale_at] = self._bounded(after[scale_at])
+        recorded_at = scale_at if run.policy is None or run.scales else None
         self.updated(
             norm=norm,
-            scale=None if shown is None else after[shown],
-            before=held[count],
-            after=after[count],
+            scale=None if recorded_at is None else after[recorded_at],
+            before=values[count_at],
+            after=after[count_at],
             accumulates=getattr(inner, "gradient_accumulation_steps", None) or 1,
             owner=run.owner(inner._trainable_variables),
         )
         run.record_bytes(
             optimizer, inner._trainable_variables, sum(g.size * g.dtype.itemsize for g in grads if g is not None)
         )
-        return made, after
+        return updated, after
 
     def _bounded(self, scale: Any) -> Any:
-        """Return the scale after an update: constant if it is static or there is none, below its ceiling if it is dynamic."""
+        """Return the scale after an update: constant if it is static or there is none, at most its ceiling if it is dynamic."""
         policy = self._run.policy
         assert policy is not None
         if policy.loss_scale == "dynamic":
@@ -172,7 +175,7 @@ class JaxBackend(Backend):
     def _close(
         self, loss: Any, norm: Any, scale: Any, before: Any, after: Any, *, accumulates: int, owner: int
     ) -> None:
-        """Close a step, unless its gradients are still accumulating. It runs in a thread of JAX and must not raise."""
+        """Close a step, unless its gradients are still accumulating; runs in a thread of JAX, where it must not raise."""
         skipped = int(after) == int(before)
         if int(after) % accumulates and not skipped:
             return
@@ -201,10 +204,10 @@ class JaxBackend(Backend):
         return step
 
     def _count_steps_of(self, kind: type) -> None:
-        stepping = next(base for base in kind.__mro__ if "train_step" in vars(base))
-        if self._patches is not None and stepping not in self._counting:
-            self._counting.add(stepping)
-            self._patches.around(stepping, "train_step", self._counted)
+        owner = next(base for base in kind.__mro__ if "train_step" in vars(base))
+        if self._patches is not None and owner not in self._counting:
+            self._counting.add(owner)
+            self._patches.around(owner, "train_step", self._counted)
 
     def _counted(self, original: Method, model: Any, state: Any, data: Any) -> Any:
         if not self._run.flops:
@@ -215,7 +218,7 @@ class JaxBackend(Backend):
         """Trace a step once more, and count its products."""
         run = self._run
         try:
-            found = count(jax.make_jaxpr(step)(state, data).jaxpr)
+            by_dtype = count(jax.make_jaxpr(step)(state, data).jaxpr)
         except Exception as error:  # a step that cannot be traced twice must not end the script's training
             why = f"the step cannot be traced a second time: {type(error).__name__}: {error}".splitlines()[0]
             run.note_left_alone("operations counted", "none", why)
@@ -223,12 +226,12 @@ class JaxBackend(Backend):
         finally:
             self._values = []
         tf32 = self.device_type() == "cuda" and jax.config.jax_default_matmul_precision != _PRECISION[False]
-        run.flops = by_format(found, tf32=tf32)
+        run.flops = by_format(by_dtype, tf32=tf32)
         run.counted_on_step = 1 if run.flops else None
 
 
 def _sum(losses: Sequence[Any]) -> Any:
-    """Return the sum of a step's losses; NaN if there is none, or if one belongs to a function traced by itself."""
+    """Return the sum of a step's losses; NaN if there is none, or if one belongs to a function that was traced separately."""
     if not losses:
         return math.nan
     try:

@@ -1,10 +1,10 @@
 """Keras on TensorFlow: backward passes are ``tf.GradientTape.gradient``, and most steps run in traced functions.
 
-A traced function runs as Python only once, so operations of its graph write each step's values into variables of
-ours (``ledger``), which are read after each outermost call of a ``tf.function``. They work in loops,
+A traced function runs as Python only once, so operations in its graph write each step's values into variables of
+Mezzo's (``ledger``), which are read after each outermost call of a ``tf.function``. They work in loops,
 branches and XLA like any variable. One call may make several steps (``steps_per_execution``), which share its time.
 
-The second eager step is counted operation by operation; that of a traced function from its graph (``graphs``).
+Operations are counted in one step: one by one in the second eager step, or from the graph of a traced function (``graphs``).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class TensorFlowBackend(Backend):
         self._calls: list[Any] = []
         """The tf.functions being called or traced, the outermost first."""
         self._updating: dict[int, Any] = {}
-        """The tf.functions in which an update was traced, by identity."""
+        """The tf.functions in which an update was traced, by id."""
         self._input: Any = None
-        """The first input of the layer last called from outside any layer."""
+        """The first input of the layer that was last called from outside any layer."""
         self._graph: Any = None
         """The graph of the outermost tf.function in which an update was traced last."""
         self._counting: Counter[str] | None = None
@@ -67,8 +67,8 @@ class TensorFlowBackend(Backend):
 
     def layer_called(self, inputs: Any) -> None:
         """Keep the first input: its first dimension is the batch size."""
-        found = next((x for x in tf.nest.flatten(inputs) if isinstance(x, tf.Tensor) and x.shape.rank), None)
-        self._input = self._input if found is None else found
+        first = next((x for x in tf.nest.flatten(inputs) if isinstance(x, tf.Tensor) and x.shape.rank), None)
+        self._input = self._input if first is None else first
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
         """Return the norm of all gradients together."""
@@ -133,18 +133,18 @@ class TensorFlowBackend(Backend):
         if run.local.in_apply or not any(map(_is_variable, tf.nest.flatten(sources))):
             return original(tape, target, sources, output_gradients, *args, **kwargs)
         losses = tf.nest.flatten(target)
-        origins = [run.unscaled(loss) for loss in losses]
+        before_scaling = [run.unscaled(loss) for loss in losses]
         run.has_backward = True
-        given = [None] * len(losses) if output_gradients is None else tf.nest.flatten(output_gradients)
-        true = [o if o is not None else t for o, t in zip(origins, losses, strict=True)]
-        self._ledger.loss([_times(loss, seed) for loss, seed in zip(true, given, strict=False)])
-        run.is_unscaled = run.scales and all(o is None for o in origins)
+        starts = [None] * len(losses) if output_gradients is None else tf.nest.flatten(output_gradients)
+        true = [u if u is not None else t for u, t in zip(before_scaling, losses, strict=True)]
+        self._ledger.loss([_times(loss, start) for loss, start in zip(true, starts, strict=False)])
+        run.is_unscaled = run.scales and all(u is None for u in before_scaling)
         if not run.is_unscaled:
             return original(tape, target, sources, output_gradients, *args, **kwargs)
         scale = self.read(run.scale)
-        seeds = [_seed(loss, seed, scale) for loss, seed in zip(losses, given, strict=True)]
-        found = original(tape, losses, sources, seeds, *args, **kwargs)
-        return tf.nest.map_structure(lambda g: None if g is None else _divided(g, scale), found)
+        scaled_starts = [_scaled_start(loss, start, scale) for loss, start in zip(losses, starts, strict=True)]
+        gradients = original(tape, losses, sources, scaled_starts, *args, **kwargs)
+        return tf.nest.map_structure(lambda g: None if g is None else _divided(g, scale), gradients)
 
     # --- traced functions ------------------------------------------------------------------------------------------------------
 
@@ -160,15 +160,14 @@ class TensorFlowBackend(Backend):
         return result
 
     def _batch_size(self) -> Any:
-        known = self._input
-        self._input = None
-        if known is None:
+        first, self._input = self._input, None
+        if first is None:
             return -1
         if not tf.executing_eagerly() and not graphs.is_within(
-            tf.compat.v1.get_default_graph(), getattr(known, "graph", None)
+            tf.compat.v1.get_default_graph(), getattr(first, "graph", None)
         ):
             return -1
-        return tf.shape(known)[0]
+        return tf.shape(first)[0]
 
     # --- operations by format --------------------------------------------------------------------------------------------------
 
@@ -177,19 +176,19 @@ class TensorFlowBackend(Backend):
             return
         self._counted = True
         try:
-            found = graphs.count(self._graph, batch=self._ledger.last_batch)
+            counts = graphs.count(self._graph, batch=self._ledger.last_batch)
         except Exception as error:  # a graph that cannot be read again must not end the script's training
             why = f"the graph of the step cannot be read: {type(error).__name__}: {error}"
             self._run.note_left_alone("operations counted", "none", why)
             return
-        self._run.flops, self._run.counted_on_step = self._labelled(found.flops), self._run.steps.num_closed
-        self._run.activations_bytes = found.activations_bytes
-        if found.loops:
+        self._run.flops, self._run.counted_on_step = self._by_format(counts.flops), self._run.steps.num_closed
+        self._run.activations_bytes = counts.activations_bytes
+        if counts.loops:
             why = "the number of iterations is not in the graph: the body counts once"
-            self._run.note_left_alone("operations counted", f"{found.loops} loops", why)
-        if found.unknown:
+            self._run.note_left_alone("operations counted", f"{counts.loops} loops", why)
+        if counts.unknown:
             why = "their sizes are not in the graph"
-            self._run.note_left_alone("operations counted", f"without {found.unknown} products", why)
+            self._run.note_left_alone("operations counted", f"without {counts.unknown} products", why)
         self._graph = None
 
     def _start_counting(self) -> None:
@@ -200,7 +199,7 @@ class TensorFlowBackend(Backend):
     def _stop_counting(self) -> None:
         if self._counting is not None and not self._counted:
             self.finish()
-            self._run.flops = self._labelled(self._counting)
+            self._run.flops = self._by_format(self._counting)
             self._run.counted_on_step = self._run.steps.num_closed if self._run.flops else None
             why = "what TensorFlow's tape keeps outside traced functions is not visible"
             self._run.note_left_alone("activations", "not known", why)
@@ -215,7 +214,7 @@ class TensorFlowBackend(Backend):
             if floats is not None:
                 self._counting[floats.name] += flops
 
-    def _labelled(self, by_dtype: Counter[str]) -> dict[str, int]:
+    def _by_format(self, by_dtype: Counter[str]) -> dict[str, int]:
         tf32 = self.device_type() == "cuda" and tf.config.experimental.tensor_float_32_execution_enabled()
         return by_format(by_dtype, tf32=tf32)
 
@@ -224,14 +223,14 @@ def _is_variable(source: Any) -> bool:
     return isinstance(source, (tf.Variable, keras.Variable))
 
 
-def _seed(loss: Any, given: Any, scale: Any) -> Any:
-    # Cast, because the policy may have made the loss FP16.
-    start = tf.ones_like(loss) if given is None else tf.cast(given, loss.dtype)
-    return start * tf.cast(scale, loss.dtype)
+def _scaled_start(loss: Any, start: Any, scale: Any) -> Any:
+    # Cast, because under the policy the loss may be FP16.
+    unscaled = tf.ones_like(loss) if start is None else tf.cast(start, loss.dtype)
+    return unscaled * tf.cast(scale, loss.dtype)
 
 
-def _times(loss: Any, given: Any) -> Any:
-    return loss if given is None else loss * tf.cast(given, loss.dtype)
+def _times(loss: Any, start: Any) -> Any:
+    return loss if start is None else loss * tf.cast(start, loss.dtype)
 
 
 def _divided(gradient: Any, scale: Any) -> Any:

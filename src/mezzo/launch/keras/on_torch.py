@@ -1,6 +1,6 @@
 """Keras on PyTorch: backward passes are ``torch.autograd.backward``, and everything runs eagerly.
 
-One step, the second, is counted by ``measure.flops`` and ``measure.memory`` as in a script of PyTorch's own.
+One step, the second, is counted by ``measure.flops`` and ``measure.memory``, as in a PyTorch script.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TorchBackend(Backend):
     def __init__(self, run: KerasRun) -> None:
         self._run = run
         self._losses: list[Tensor] = []
-        self._divides: Tensor | None = None
-        """Divisor of the gradients of the running backward pass, None if they are not scaled."""
+        self._divisor: Tensor | None = None
+        """Divisor of the gradients of the running backward pass; None if they are not scaled."""
         self._count: ExitStack | None = None
         self._flops: FlopCounter | None = None
         self._saved = SavedTensors()
@@ -44,7 +44,7 @@ class TorchBackend(Backend):
         """Patch torch's backward pass and Keras' variables."""
         patches.around(torch.autograd, "backward", self._backward)
         if self._run.observed is not None:
-            self._counted = True  # one mode at a time: the observer counts
+            self._counted = True  # only one dispatch mode at a time: the observer counts
             self._run.observed.install(patches)
         variable = importlib.import_module("keras.src.backend.torch.core").Variable
         if self._run.scales:
@@ -64,7 +64,7 @@ class TorchBackend(Backend):
         return variable.value.detach().clone()
 
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
-        """Close a step, unless its gradients are still accumulating or it follows the same backward pass as the last."""
+        """Close a step, unless its gradients are still accumulating, or no backward pass ran since the last step."""
         skipped = bool(after == before)
         if (int(after) % accumulates and not skipped) or (not self._losses and self._run.has_backward):
             return
@@ -97,36 +97,37 @@ class TorchBackend(Backend):
             return original(tensors, grad_tensors, *args, **kwargs)
         tensors, grad_tensors = reusable(tensors), reusable(grad_tensors)
         losses = listed(tensors)
-        origins = [run.unscaled(loss) for loss in losses]
-        true = [o if o is not None else t for o, t in zip(origins, losses, strict=True)]
+        before_scaling = [run.unscaled(loss) for loss in losses]
+        true = [u if u is not None else t for u, t in zip(before_scaling, losses, strict=True)]
         starts = given_gradients(losses, grad_tensors)
-        # Torch itself refuses gradients of another number.
+        # If the numbers of losses and gradients differ, torch itself raises.
         recorded = [_times(loss, start) for loss, start in zip(true, starts, strict=False)]
         self._losses += recorded
         run.has_backward = True
         if self._count is not None:
             self._saved.backward_begins()
-        run.is_unscaled = run.scales and all(o is None for o in origins)
-        scaled = any(o is not None for o in origins)
+        run.is_unscaled = run.scales and all(u is None for u in before_scaling)
+        scaled = any(u is not None for u in before_scaling)
         with nullcontext() if run.observed is None else self._observed(recorded, scaled=scaled):
             return self._run_engine(original, losses, tensors, grad_tensors, *args, **kwargs)
 
     def _run_engine(
-        self, engine: Callable[..., Any], losses: list[Tensor], tensors: Any, given: Any, *args: Any, **kwargs: Any
+        self, engine: Callable[..., Any], losses: list[Tensor], tensors: Any, starts: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a backward pass: from the scale, if the script did not scale the loss itself."""
+        """Run a backward pass, which starts from the scale if the script did not scale the loss itself."""
         if not self._run.is_unscaled:
-            return engine(tensors, given, *args, **kwargs)
-        self._divides = self._run.scale.value.detach().clone()
-        scaled = [self._seed(t, g) for t, g in zip(losses, given_gradients(losses, given), strict=False)]
+            return engine(tensors, starts, *args, **kwargs)
+        self._divisor = self._run.scale.value.detach().clone()
+        pairs = zip(losses, given_gradients(losses, starts), strict=False)
+        scaled_starts = [self._scaled_start(loss, start) for loss, start in pairs]
         try:
-            return engine(losses, scaled, *args, **kwargs)
+            return engine(losses, scaled_starts, *args, **kwargs)
         finally:
-            self._divides = None
+            self._divisor = None
 
     @contextmanager
     def _observed(self, losses: list[Tensor], *, scaled: bool) -> Iterator[None]:
-        """Report a backward pass to the observer; ``scaled``: whether the parameters' gradients keep the scale."""
+        """Report a backward pass to the observer; ``scaled``: whether the parameters' gradients include the scale."""
         observed = self._run.observed
         if self._run.is_unscaled:
             observed.scaler_met(PolicyScale(self._run))
@@ -136,9 +137,9 @@ class TorchBackend(Backend):
         finally:
             observed.backward_ended()
 
-    def _seed(self, loss: Tensor, given: Tensor | None) -> Tensor:
-        assert self._divides is not None
-        return (torch.ones_like(loss) if given is None else given) * self._divides.to(loss.dtype)
+    def _scaled_start(self, loss: Tensor, start: Tensor | None) -> Tensor:
+        assert self._divisor is not None
+        return (torch.ones_like(loss) if start is None else start) * self._divisor.to(loss.dtype)
 
     def _initialize(self, original: Callable[..., Any], variable: Any, value: Any) -> None:
         original(variable, value)
@@ -146,7 +147,7 @@ class TorchBackend(Backend):
             variable._value.register_hook(self._divided)
 
     def _divided(self, gradient: Tensor) -> Tensor:
-        return gradient if self._divides is None else gradient / self._divides.to(gradient.dtype)
+        return gradient if self._divisor is None else gradient / self._divisor.to(gradient.dtype)
 
     def _begin_count(self) -> None:
         self._counted = True
@@ -170,6 +171,6 @@ class TorchBackend(Backend):
 
 
 def _times(loss: Tensor, start: Tensor | None) -> Tensor:
-    """Return a loss times the gradient that its backward pass starts from, summed; of several values, ones are the usual gradient."""
+    """Return the sum of a loss times the gradient from which its backward pass starts, which is 1 for every value if None."""
     value = loss.detach()
     return (value if start is None else value * start.detach()).sum()

@@ -1,4 +1,4 @@
-"""Run one Keras layer on its own under a policy's dtype policy, without changing it."""
+"""Run one Keras layer on its own under the dtype policy of a policy, without changing the layer."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class OneLayer:
 
     def weights(self, module: nn.Module) -> list[Tensor]:
         """Return the trained parameters in ``module``."""
-        held = (p for _, m in self._tree.modules(module) for _, p in self._tree.parameters(m))
-        return [p for p in {id(p): p for p in held}.values() if p.requires_grad]
+        parameters = (p for _, m in self._tree.modules(module) for _, p in self._tree.parameters(m))
+        return [p for p in {id(p): p for p in parameters}.values() if p.requires_grad]
 
     @contextmanager
     def unchanged(self, module: nn.Module) -> Iterator[None]:
         """Run with copies of the variables that a call changes: running statistics, and the state of seed generators."""
         variables = [v for v in getattr(module, "variables", []) if not v.trainable and v._value is not None]
-        own = [(variable, variable._value) for variable in variables]
+        original = [(variable, variable._value) for variable in variables]
         try:
-            for variable, value in own:
+            for variable, value in original:
                 variable._value = nn.Parameter(value.detach().clone(), requires_grad=False)
             with same_random_numbers():
                 yield
         finally:
-            for variable, value in own:
+            for variable, value in original:
                 variable._value = value
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Loss scales of Keras with the methods of torch's GradScaler that observers use."""
+"""Keras' loss scales, with those methods of torch's GradScaler that observers use."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class LayerScale(Protocol):
     dynamic: bool
     """Whether it changes by itself."""
     key: int
-    """The identity of the run or of the optimizer that has the scale."""
+    """The id of the run or of the optimizer that has the scale."""
 
     def get_scale(self) -> float:
         """Return the scale."""
 
     def get_growth_interval(self) -> int:
-        """Return the number of good updates after which the scale grows."""
+        """Return the number of consecutive good updates after which the scale grows."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale."""

@@ -1,8 +1,8 @@
 """Shift the seeds that a Keras script sets, in addition to those of ``launch.seeds``.
 
-``keras.utils.set_random_seed`` sets the seeds of Python, NumPy and the backend with functions that are shifted
-individually. This module adds ``tf.random.set_seed``, and the integers that a script passes as ``seed`` to a layer, an initializer or a
-function of ``keras.random``. Seeds left out are drawn from Python's generator, which is shifted.
+``keras.utils.set_random_seed`` sets the seeds of Python, NumPy and the backend by functions each of which is shifted. This
+module adds ``tf.random.set_seed``, and the integers that a script passes as ``seed`` to a layer, an initializer or a
+function of ``keras.random``. If a script passes no seed, Keras draws one from Python's generator, which is shifted.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from mezzo.policy import Policy
 from mezzo.records import Effective, Reason
 
 _NUM_SCALED = 16
-"""Number of scaled losses remembered: those of one training step of several models."""
+"""Number of scaled losses that are remembered: enough for one training step of several models."""
 
 
 class ThreadState(threading.local):
@@ -34,13 +34,13 @@ class Backend(Protocol):
 
     name: str
     shares_scale: bool
-    """Whether all optimizers can share one variable as the loss scale; JAX's steps read only the optimizer's own."""
+    """Whether all optimizers can share one variable as the loss scale; JAX's steps read only variables of the optimizer."""
 
     def install(self, patches: Patches) -> None:
         """Patch the backend until ``patches`` are undone."""
 
     def outside_graph(self) -> AbstractContextManager[Any]:
-        """Return a context in which variables are created at once, even while a function is traced."""
+        """Return a context in which variables are created immediately, even while a function is traced."""
         return nullcontext()
 
     def layer_called(self, inputs: Any) -> None:
@@ -48,7 +48,7 @@ class Backend(Protocol):
         return
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
-        """Return the norm of all gradients together, divided by ``scale`` unless that is None."""
+        """Return the norm of all gradients together, divided by ``scale`` if that is not None."""
 
     def read(self, variable: Any) -> Any:
         """Return a copy of a variable's current value."""
@@ -57,16 +57,16 @@ class Backend(Protocol):
         """Record an update.
 
         Args:
-            owner: the optimizer, by number.
+            owner: the number of the optimizer.
             norm: norm of its unscaled gradients.
-            scale: the loss scale after it, None if there is none.
-            before: the optimizer's count of updates before it.
-            after: the same count now: not larger if the update was skipped.
+            scale: the loss scale after the update; None if there is none.
+            before: the optimizer's count of updates before this one.
+            after: the same count now, unchanged if the update was skipped.
             accumulates: number of calls over which the optimizer accumulates gradients.
         """
 
     def collect(self) -> None:
-        """Move the steps recorded so far into ``run.steps``; a backend that closes them at once has nothing to do."""
+        """Move the steps recorded until now into ``run.steps``; a backend that closes steps immediately has nothing to do."""
         return
 
     def finish(self) -> None:
@@ -80,7 +80,7 @@ class CallSteps(PlainSteps):
     """Steps, several of which may come from one call."""
 
     def share_time(self, num: int) -> None:
-        """Divide the time of the last ``num`` steps evenly: one call made them all."""
+        """Divide the time of the last ``num`` steps evenly: all were made by one call."""
         for column in (self._time_ms, self._cpu_ms):
             column[-num:] = [math.fsum(column[-num:]) / num] * num
 
@@ -97,7 +97,7 @@ class KerasRun:
         self.left_alone: dict[str, Reason] = {}
         self.local = ThreadState()
         self.is_unscaled = False
-        """Whether the latest gradients were unscaled right after the backward pass, as the script sees them."""
+        """Whether Mezzo unscaled the latest gradients right after the backward pass, before the script saw them."""
         self.has_backward = False
         """Whether any backward pass was recorded: without one, updates have no loss."""
         self.flops: dict[str, int] = {}
@@ -105,18 +105,18 @@ class KerasRun:
         self.activations_bytes: int | None = None
         self.gradients_bytes: int | None = None
         self.observed: Any = None
-        """What observers know of the run (``launch.keras.observed.ObservedKeras``); None if it is only recorded."""
+        """The run for observers (``launch.keras.observed.ObservedKeras``); None if only its steps are recorded."""
         self.own_dtypes: WeakSet[Any] = WeakSet()
         """Layers whose dtype the script sets."""
         self.returned_formats: dict[int, Any] = {}
-        """The formats that layers are made to return while they run on their own, by identity."""
+        """The formats to which layers' outputs are cast while an observer runs a layer on its own, by the layers' ids."""
         self.variables: dict[int, Any] = {}
-        """The trained variables, by identity."""
+        """The trained variables, by id."""
         self.optimizers: dict[int, Any] = {}
         self.names: dict[int, str] = {}
-        """The model that each optimizer trains, from the start of its variables' paths, by the optimizer's number."""
+        """The name of the model that each optimizer trains, with which its variables' paths begin, by the optimizer's number."""
         self.num_scaled = 0
-        """How many losses were scaled by an optimizer, while their step was traced or run."""
+        """How many losses an optimizer has scaled, in steps that were traced or run."""
         self._owners: dict[int, int] = {}
         self._scale: Any = None
         self._scaled: list[tuple[Any, Any]] = []
@@ -150,7 +150,7 @@ class KerasRun:
         self._scaled = [*self._scaled[1 - _NUM_SCALED :], (result, loss)]
 
     def unscaled(self, target: Any) -> Any | None:
-        """Return the loss of which ``target`` is the scaled value, None if it is not a scaled loss."""
+        """Return the loss of which ``target`` is the scaled value; None if it is not a scaled loss."""
         return next((loss for result, loss in self._scaled if result is target), None)
 
     def owner(self, variables: Sequence[Any]) -> int:
@@ -181,11 +181,11 @@ class KerasRun:
         """Close the steps that one call of the backend made, in order.
 
         Args:
-            losses: one per step, NaN if unknown.
+            losses: one per step; NaN if unknown.
             norms: of the unscaled gradients.
-            scales: the loss scale after each step, NaN if there is none.
+            scales: the loss scale after each step; NaN if there is none.
             skips: whether the update was skipped.
-            owners: the optimizer, by number.
+            owners: the number of the optimizer.
 
         Raises:
             ScaleFloorError: the policy's scale is below its floor and the gradients still overflow.

@@ -1,14 +1,14 @@
-"""Patch the updates of Keras' optimizers: each is recorded, and scaled, checked and skipped as the policy says.
+"""Patch the updates of Keras' optimizers: each is recorded, and scaled, checked and skipped according to the policy.
 
 ``LossScaleOptimizer`` does the scaling: either the one that ``compile`` or the script wraps around an optimizer, or one that
 is wrapped around it here. All of them share the run's scale. Gradients reach it in one of two ways:
 
-* a loss was passed to ``optimizer.scale_loss``, as ``fit`` does: its gradients are scaled and the optimizer divides them;
-* the script computed gradients of the loss itself: the backward pass started from the scale instead of 1 and its results were
-  divided by it at once, so that the script's own clipping sees unscaled gradients. They are multiplied again on their way
-  into ``LossScaleOptimizer``, which divides them: exact for powers of two.
+* a loss was passed to ``optimizer.scale_loss``, as in ``fit``: its gradients are scaled, and the optimizer divides them;
+* the script computed gradients of the loss itself: the backward pass started from the scale instead of 1, and its results were
+  divided by the scale immediately, so that the script's own clipping sees unscaled gradients. They are multiplied again before they
+  reach ``LossScaleOptimizer``, which divides them: exact for powers of two.
 
-If the policy scales nothing, a ``LossScaleOptimizer`` of the script passes everything through. With ``as-is``
+If the policy scales nothing, a ``LossScaleOptimizer`` of the script passes everything through. Under ``as-is``
 everything is only recorded.
 """
 
@@ -41,9 +41,9 @@ class Updates:
     def __init__(self, run: KerasRun, backend: Backend, layers: Layers) -> None:
         self._run, self._backend, self._layers = run, backend, layers
         self._wrapped: dict[int, Any] = {}
-        """The LossScaleOptimizer wrapped around each optimizer, by the optimizer's identity."""
+        """The LossScaleOptimizer wrapped around each optimizer, by the optimizer's id."""
         self._driven: list[int] = []
-        """Optimizers driven by a wrapper, by identity: TensorFlow's strategies drive them in other threads."""
+        """Ids of the optimizers that a wrapper is calling: TensorFlow's strategies call them in other threads."""
 
     def install(self, patches: Patches) -> None:
         """Patch until ``patches`` are undone."""
@@ -116,15 +116,15 @@ class Updates:
         self._layers.check_patterns()
         if run.scales and not isinstance(optimizer, self._scaler):
             if backend.shares_scale:
-                optimizer = self._around(optimizer)
+                optimizer = self._wrapper_of(optimizer)
             else:
                 run.note_left_alone("loss scale", "none", UNSCALED)
         inner = optimizer.inner_optimizer if isinstance(optimizer, self._scaler) else optimizer
-        passes = inner is not optimizer and run.policy is not None and not run.scales
+        passes_through = inner is not optimizer and run.policy is not None and not run.scales
         if inner is not optimizer and not optimizer.built:
             optimizer.build(variables)
             optimizer.built = True
-        scaler = None if inner is optimizer or passes else optimizer
+        scaler = None if inner is optimizer or passes_through else optimizer
         norm = backend.norm(grads, scale=None if scaler is None or run.is_unscaled else scaler.dynamic_scale)
         if scaler is not None and run.is_unscaled:
             grads = [None if g is None else times(g, scaler.dynamic_scale) for g in grads]
@@ -132,7 +132,7 @@ class Updates:
         before = backend.read(inner._iterations)
         self._driven.append(id(inner))
         try:
-            apply = (inner if passes else optimizer).apply
+            apply = (inner if passes_through else optimizer).apply
             if run.observed is not None:
                 apply = functools.partial(run.observed.update, apply, inner, norm=norm)
             result = apply(grads, variables)
@@ -153,16 +153,16 @@ class Updates:
         return result
 
     def _bound(self, policy: Policy, scale: Any) -> None:
-        """Keep a static scale constant and a dynamic one below its ceiling."""
+        """Keep a static scale constant, and a dynamic one at most at its ceiling."""
         import keras
 
         static = policy.loss_scale == "static"
         scale.assign(policy.init_scale if static else keras.ops.minimum(scale, policy.max_scale))
 
-    def _around(self, optimizer: Any) -> Any:
+    def _wrapper_of(self, optimizer: Any) -> Any:
         if id(optimizer) not in self._wrapped:
             wrapper = self._scaler(optimizer)
-            if optimizer.built:  # built before its first update: by the script, or by a tf.function's first trace
+            if optimizer.built:  # before its first update, by the script or by a tf.function's first trace
                 wrapper.build(optimizer._trainable_variables)
                 wrapper.built = True
             self._wrapped[id(optimizer)] = wrapper
@@ -170,7 +170,7 @@ class Updates:
 
 
 def times(gradient: Any, factor: Any) -> Any:
-    """Return a gradient times a factor; for TensorFlow's sparse gradients, multiply the values."""
+    """Return a gradient times a factor; of TensorFlow's sparse gradients, the values are multiplied."""
     if hasattr(gradient, "indices") and hasattr(gradient, "dense_shape"):
         return type(gradient)(gradient.values * factor, gradient.indices, gradient.dense_shape)
     return gradient * factor

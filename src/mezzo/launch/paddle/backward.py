@@ -4,7 +4,7 @@ The gradient from which a backward pass starts is multiplied by the loss scale, 
 gradient by the scale before it is added to ``.grad``. The script sees unscaled losses and gradients, so its clipping,
 accumulation and logs need no change. All of Paddle's backward passes end in one function of its core.
 
-Not covered: gradients from ``paddle.grad``, as for a penalty. They are not scaled: small ones vanish where they are rounded.
+Not covered: gradients from ``paddle.grad``, such as for a penalty. They are not scaled, so small ones vanish where they are rounded.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class BackwardPasses:
         if local.in_backward:  # inside activation checkpointing: the outer pass has begun and is scaled
             return original(tensors, grad_tensors, *args, **kwargs)
         self.begins()
-        given = list(grad_tensors or []) or [None] * len(tensors)
-        run.backward_from(tensors, given)
+        starts = list(grad_tensors or []) or [None] * len(tensors)
+        run.backward_from(tensors, starts)
         if run.scale.checks:
             self._hook_parameters()
             self._inverse = run.scale.inverse
-            grad_tensors = given = self._scaled(tensors, given)
+            grad_tensors = starts = self._scaled(tensors, starts)
         if run.observer is not None:
-            run.observer.scaled(tensors, given)
+            run.observer.scaled(tensors, starts)
         before, local.depth, local.in_backward = local.depth, 1, True  # recomputed code is under the policy
         try:
             return original(tensors, grad_tensors, *args, **kwargs)
@@ -57,19 +57,22 @@ class BackwardPasses:
             if run.observer is not None:
                 run.observer.backward_ended()
 
-    def _scaled(self, tensors: Any, given: list[Any]) -> list[Any]:
-        pairs = zip(tensors, given, strict=True)
+    def _scaled(self, tensors: Any, starts: list[Any]) -> list[Any]:
+        pairs = zip(tensors, starts, strict=True)
         scale = self._run.scale.value
         with self._run.own_work():
             return [paddle.full_like(t, scale) if g is None else g * scale for t, g in pairs]
 
     def _hook_parameters(self) -> None:
-        """Hook parameters without a hook: optimizers' may be unfrozen at any time, layers are walked after a new one was called."""
+        """Hook the parameters that have no hook yet.
+
+        Those of optimizers are read each time, because a script may unfreeze one at any time; those of layers after a new root was called.
+        """
         run = self._run
         new_root = len(run.roots) != self._num_roots
-        held = run.parameters() if new_root else [p for o in list(run.optimizers) for p in parameters_of(o)]
+        parameters = run.parameters() if new_root else [p for o in list(run.optimizers) for p in parameters_of(o)]
         self._num_roots = len(run.roots)
-        for parameter in held:
+        for parameter in parameters:
             if id(parameter) not in self._hooked and not parameter.stop_gradient:
                 self._hooked[id(parameter)] = parameter, parameter.register_hook(self._unscale)
 

@@ -1,7 +1,7 @@
-"""Inspect the second step of a Paddle run: which formats its products ran in, and the bytes of each kind.
+"""Inspect the second step of a Paddle run: the formats in which its products ran, and the bytes of each kind.
 
 The second, because in the first the optimizer has no state yet; and only one step, because counting costs time (the first tenth
-of the steps is left out of all timing). Activations are what autograd keeps for the backward pass, counted by Paddle's
+of the steps is excluded from all timing). Activations are the tensors that autograd keeps for the backward pass, counted by Paddle's
 saved-tensor hooks, each storage once and without parameters.
 """
 
@@ -59,7 +59,7 @@ class CountedStep:
         )
 
     def _updated(self) -> None:
-        """Start counting after the first update; keep the counts at the next."""
+        """Start counting after the first update; keep the counts at the second."""
         if self._counted_step is None:
             self._begin()
         elif self._operations.counting and self._run.num_updates >= self._counted_step:
@@ -80,8 +80,8 @@ class CountedStep:
             self._end()
             return
         parameters = {p.data_ptr() for p in self._run.parameters() if p._is_initialized()}
-        held = sum(size for place, size in self._saved.items() if place not in parameters)
-        self._bytes["activations"] = max(self._bytes.get("activations", 0), held)
+        activations = sum(size for pointer, size in self._saved.items() if pointer not in parameters)
+        self._bytes["activations"] = max(self._bytes.get("activations", 0), activations)
         self._saved = {}
 
     def _pack(self, tensor: Any) -> Any:
@@ -92,12 +92,12 @@ class CountedStep:
     def _weigh(self) -> None:
         """Count the bytes of parameters, gradients and optimizer state."""
         parameters = self._run.parameters()
-        found = {
+        now = {
             "parameters": _total(parameters),
             "gradients": _total(p.grad for p in parameters if p.grad is not None),
             "optimizer": sum(_optimizer_bytes(optimizer) for optimizer in list(self._run.optimizers)),
         }
-        self._bytes.update({kind: max(count, self._bytes.get(kind, 0)) for kind, count in found.items()})
+        self._bytes.update({kind: max(count, self._bytes.get(kind, 0)) for kind, count in now.items()})
 
     def _end(self) -> None:
         self._operations.counting = False

@@ -1,11 +1,11 @@
-"""Put a Paddle script's forward passes under a policy, transparently to the script.
+"""Run a Paddle script's forward passes under a policy, transparently to the script.
 
 A layer called from outside any layer begins a region, and its return ends it: optimizer arithmetic, data preparation and
 metrics stay unchanged, and the outputs of a region are FP32. On a GPU a region is ``paddle.amp.auto_cast`` with the
 policy's lists; on a CPU, where that does nothing, ``operations`` rounds the operations in a region.
 
 Under a policy, code passed to ``paddle.jit.to_static`` runs eagerly: a traced program ignores regions,
-and Paddle's own AMP aborts the process in some of them on a CPU. The record says so.
+and in some traced programs Paddle's own AMP aborts the process on a CPU. The record says that the code ran eagerly.
 
 Not covered: forward code outside layers. It runs in FP32, and the count of FLOPs shows it.
 """
@@ -26,7 +26,7 @@ from mezzo.launch.paddle.state import PaddleRun, mapped
 from mezzo.launch.paddle.surveys import is_half
 from mezzo.launch.patches import Patches
 
-AUTO_CAST_MODULE: Any = importlib.import_module("paddle.amp.auto_cast")  # paddle.amp.auto_cast is its function
+AUTO_CAST_MODULE: Any = importlib.import_module("paddle.amp.auto_cast")  # as an attribute, this name is a function
 
 
 class ForwardRegions:
@@ -55,13 +55,13 @@ class ForwardRegions:
     @contextmanager
     def in_fp32(self) -> Iterator[None]:
         """Run the code inside in FP32."""
-        off = self._guard(enable=False) if self._run.casts or self._run.policy is None else nullcontext()
-        with self._run.in_fp32(), off:
+        without_amp = self._guard(enable=False) if self._run.casts or self._run.policy is None else nullcontext()
+        with self._run.in_fp32(), without_amp:
             yield
 
     def _casting(self) -> AbstractContextManager[Any]:
         run = self._run
-        if not run.casts or run.applied is None or run.local.kept:
+        if not run.casts or run.applied is None or run.local.fp32_depth:
             return nullcontext()
         casting: AbstractContextManager[Any] = self._guard(**to_paddle(run.applied).auto_cast)
         return casting
@@ -70,7 +70,7 @@ class ForwardRegions:
         """Begin a region before a layer called from outside any layer, and end it after."""
         run, local = self._run, self._run.local
         if local.depth:
-            if layer not in run.kept:
+            if layer not in run.fp32_layers:
                 return original(layer, *args, **kwargs)
             with self.in_fp32():
                 return original(layer, *_to_fp32(args), **_to_fp32(kwargs))
@@ -86,7 +86,7 @@ class ForwardRegions:
             if run.observer is not None:
                 run.observer.static_graph("paddle.jit.to_static")
             run.note_left_alone(
-                "to_static", "not counted", "what a traced program computes is not seen: no FLOPs, no formats"
+                "to_static", "not counted", "the operations of a traced program are not seen: no FLOPs, no formats"
             )
             return original(function, *args, **kwargs)
         why = "a traced program would not be under the policy; as-is keeps it traced"

@@ -1,7 +1,7 @@
-"""Name the layers of a Paddle script by their paths in the model, as ``model.named_sublayers()`` yields them.
+"""Name the layers of a Paddle script by their paths in the model, as yielded by ``model.named_sublayers()``.
 
-Roots are the layers called from outside any layer. With one model, paths begin below it, as ``fp32_modules`` patterns do; with several,
-they begin with the model's class. A root without sublayers, such as a loss, is named by its class.
+Roots are the layers called from outside any layer. If there is one model, paths begin below it, like ``fp32_modules`` patterns; if there
+are several, they begin with the model's class. A root without sublayers, such as a loss, is named by its class.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ def bare_name(name: str) -> str:
 
 def free_title(layer: Any, taken: Container[str]) -> str:
     """Return the class of ``layer``, with a number if that name is taken: ``Linear``, ``Linear#2``."""
-    own = type(layer).__name__
-    return next(t for t in itertools.chain([own], (f"{own}#{k}" for k in itertools.count(2))) if t not in taken)
+    name = type(layer).__name__
+    return next(t for t in itertools.chain([name], (f"{name}#{k}" for k in itertools.count(2))) if t not in taken)
 
 
 class LayerNames:
     """The path of every layer, and of every parameter."""
 
     def __init__(self, roots: Iterable[Any]) -> None:
-        known = list({id(root): root for root in roots}.values())
-        inner = {id(child) for root in known for child in root.sublayers()}
-        self.tops = [root for root in known if id(root) not in inner]
-        self._models = [root for root in self.tops if root.sublayers()]
+        unique = list({id(root): root for root in roots}.values())
+        inner = {id(child) for root in unique for child in root.sublayers()}
+        self.outermost = [root for root in unique if id(root) not in inner]
+        self._models = [root for root in self.outermost if root.sublayers()]
         self._layers: dict[int, str] = {}
         self._patterns: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
-        for root in self.tops:
+        for root in self.outermost:
             self._add(root)
 
     def of(self, layer: Any | None) -> str:
-        """Return the path of ``layer``, or its class if it is in no root."""
+        """Return the path of ``layer``, or its class if it is not in any root."""
         if layer is None:
             return SCRIPT
         return self._layers.get(id(layer)) or type(layer).__name__
 
     def pattern(self, layer: Any | None) -> str:
-        """Return the name that ``fp32_modules`` uses for ``layer``; empty for a root and for code outside any layer."""
+        """Return the name of ``layer`` in ``fp32_modules``; empty for a root and for code outside any layer."""
         return "" if layer is None else self._patterns.get(id(layer), "")
 
     def parameter(self, parameter: Any) -> str:
@@ -56,7 +56,7 @@ class LayerNames:
         return self._parameters.get(id(parameter), "a weight outside any layer")
 
     def patterns(self) -> list[str]:
-        """Return the name of every sublayer, as patterns match it, those of the first model first."""
+        """Return the names of all sublayers that patterns may match, those of the first model first."""
         return list(dict.fromkeys(filter(None, self._patterns.values())))
 
     def _add(self, root: Any) -> None:
@@ -67,5 +67,5 @@ class LayerNames:
             name = f"{prefix}{bare}" if bare else title
             self._layers.setdefault(id(layer), name)
             self._patterns.setdefault(id(layer), bare)
-            for own, parameter in layer.named_parameters(include_sublayers=False):
-                self._parameters.setdefault(id(parameter), f"{name}.{own}" if bare else own)
+            for parameter_name, parameter in layer.named_parameters(include_sublayers=False):
+                self._parameters.setdefault(id(parameter), f"{name}.{parameter_name}" if bare else parameter_name)

@@ -1,4 +1,4 @@
-"""Choose the observer of a Paddle run for a request: one row per kind."""
+"""Choose the observer of a Paddle run by the kind of its settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettin
 
 
 def observer_for(settings: AnySettings, run: PaddleRun) -> StepObserver:
-    """Return the observer that ``settings`` ask for; only its module is imported."""
+    """Return the observer for ``settings``; only its module is imported."""
     if isinstance(settings, DiagnoseSettings):
         from mezzo.launch.paddle.nonfinite.observer import NonFinite
 

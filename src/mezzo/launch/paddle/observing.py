@@ -1,7 +1,7 @@
-"""The base of all observers of Paddle scripts: which steps they observe, when these end, and what they refuse.
+"""The base of all observers of Paddle scripts: which steps they observe, when a step begins and ends, and what they refuse.
 
 A step's operations are those between the previous update and its own. So an observer starts right after an update, and judges its records
-before the weights change. The script ends at the first backward pass after the last observed step.
+before the weights change. The script is ended at the first backward pass after the last observed step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StepObserver(ABC):
     kind = "audit"
     """The name of the command."""
     compiles = False
-    """Static graphs are refused."""
+    """Always False: static graphs are refused."""
 
     def __init__(self, run: PaddleRun, *, steps: Sequence[int]) -> None:
         self.run = run
@@ -35,7 +35,7 @@ class StepObserver(ABC):
         self._judged = False
         """Whether the first update of the open step has begun."""
 
-    # --- what an observer does -----------------------------------------------------------------------------------------------------
+    # --- implemented by each observer ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def install(self, patches: Patches) -> None:
@@ -52,13 +52,13 @@ class StepObserver(ABC):
         """Judge what was recorded of the open step, whose gradients have this norm; the weights are still those of the step."""
 
     def end(self) -> None:  # noqa: B027 - most observers have nothing to do here
-        """Stop recording, and forget what was recorded since ``judge``."""
+        """Stop recording, and discard what was recorded since ``judge``."""
 
     def close(self) -> None:
         """Stop observing, wherever the script ended."""
         self.end()
 
-    # --- what the run calls --------------------------------------------------------------------------------------------------------
+    # --- called by the run ---------------------------------------------------------------------------------------------------------
 
     @property
     def open_step(self) -> int:
@@ -110,7 +110,7 @@ class StepObserver(ABC):
             raise StopScript
 
     def decide(self, step: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:  # noqa: B027 - as above
-        """Decide what a step that is over shows."""
+        """Draw conclusions from a step that is over."""
 
     def scaler_met(self, scaler: Any) -> None:  # noqa: B027 - most observers have nothing to do here
         """Record that the script's own GradScaler is about to scale a loss."""
@@ -126,7 +126,7 @@ class StepObserver(ABC):
         """
         raise ScriptError(
             f"the script uses {what}, and mezzo {self.kind} observes the operations of Paddle's dynamic graph only",
-            hint="leave it out; or pass a policy, as --policy fp32, under which code given to to_static runs eagerly",
+            hint="leave it out; or pass a policy, such as --policy fp32, under which code given to to_static runs eagerly",
         )
 
     def too_short(self) -> bool:

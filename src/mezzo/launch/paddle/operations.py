@@ -5,9 +5,9 @@ are replaced. Under an emulated policy, the operands and results of the operatio
 rounded to the format, and so are the gradients of both in the backward pass: those of a result before the operation's
 backward pass, those of an operand after it.
 
-An operation is counted if the backward pass will need it, so evaluations are not; its backward pass costs the same
+An operation is counted if the backward pass will need it, so that evaluations are not counted; its backward pass costs the same
 again for each of its two operands that needs a gradient. Limits: products in traced programs and in
-backward passes written by the script are not counted, nor is attention in one kernel.
+backward passes written by the script are not counted, nor is attention in a single kernel.
 """
 
 from __future__ import annotations
@@ -102,15 +102,15 @@ def operands_that_need_gradients(op: str, args: tuple[Any, ...], kwargs: dict[st
     values = [*args, *kwargs.values()]
     if op == "einsum":
         values = list(values[0])
-    elif op in _PLACES:
-        values = [values[place] for place in _PLACES[op]]
+    elif op in _POSITIONS:
+        values = [values[position] for position in _POSITIONS[op]]
     needing = [[t for t in tensors([value]) if not t.stop_gradient] for value in values[:2]]
-    return [found[0] for found in needing if found]
+    return [of_operand[0] for of_operand in needing if of_operand]
 
 
-def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, *names: str) -> Any:
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, *names: str) -> Any:
     """Return an argument of a call, by its position or by one of its names; None if it was left out."""
-    return args[place] if len(args) > place else next((kwargs[name] for name in names if name in kwargs), None)
+    return args[position] if len(args) > position else next((kwargs[name] for name in names if name in kwargs), None)
 
 
 def _matmul(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -128,7 +128,7 @@ def _with_addend(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _convolution(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    # Every element of the weight is used at every position, once per batch entry; the weight's shape already accounts for groups.
+    # Every weight is used at every position, once per entry of the batch; the weight's shape already accounts for groups.
     weight = argument(args, kwargs, 1, "filter")
     return float(2 * weight.size * result.size / weight.shape[0])
 
@@ -154,7 +154,7 @@ def _recurrent(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fl
     return float(2 * x.size / x.shape[-1] * sum(w.size for w in weights if len(w.shape) == 2))
 
 
-_PLACES = {"addmm": (1, 2), "addmm_": (1, 2), "baddbmm": (1, 2), "rnn": (0, 2)}
+_POSITIONS = {"addmm": (1, 2), "addmm_": (1, 2), "baddbmm": (1, 2), "rnn": (0, 2)}
 """Positions of a product's two operands among the arguments, if not the first two."""
 
 _COUNTS: dict[str, Count] = {

@@ -2,9 +2,9 @@
 
 Under a policy the scaler is off and ``decorate`` returns its arguments, because the policy does their work. An
 ``auto_cast`` is a region of the policy (under ``fp32`` it does nothing); an ``auto_cast(enable=False)`` inside a layer keeps
-its effect. Outside layers it only says that the script has no mixed precision, and the policy overrides it:
+its effect. Outside layers it only means that the script has no mixed precision, and the policy overrides it:
 ``paddle.Model`` puts one around every forward pass. Under ``as-is`` all are only recorded, and so is mixed precision that Paddle
-turns off by itself, as on a CPU.
+itself turns off, as on a CPU.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def _auto_cast(run: PaddleRun, regions: ForwardRegions, original: Callable[..., 
         if run.policy is None:
             if enable:
                 run.note_own_amp("the script's auto_cast")
-            kept: AbstractContextManager[Any] = original(enable, *args, **kwargs)
-            return kept
+            own: AbstractContextManager[Any] = original(enable, *args, **kwargs)
+            return own
         if enable:
             run.begin()
             return regions.region()
@@ -53,7 +53,7 @@ def _auto_cast(run: PaddleRun, regions: ForwardRegions, original: Callable[..., 
 
 
 def _called_by_paddle() -> bool:
-    """Return whether Paddle's own code, as in activation checkpointing, is making the auto_cast."""
+    """Return whether Paddle's own code calls auto_cast, as in activation checkpointing."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals["__name__"] == AUTO_CAST_MODULE.__name__:
         frame = frame.f_back

@@ -1,13 +1,13 @@
-"""Round tensors to a 16-bit format and keep them in FP32, as a cast and a cast back would, including gradients.
+"""Round tensors to a 16-bit format and keep them in FP32, with the result of a cast and a cast back, including gradients.
 
 The gradient of a 16-bit tensor has that format, too, so a rounded tensor's gradient is rounded in the backward pass: a cast
 and a cast back do so automatically. They are used for BF16, but not for FP16 on a CPU: Paddle 3.3.1 casts tiny
 values wrongly there (2.5e-27 becomes 6.0e-08, and -2.1e-24 becomes -3.9e-05), exactly where gradients vanish. So FP16 is
 rounded by arithmetic that any FP32 unit performs exactly:
 
-* adding and subtracting ``1.5 * 2**(e + 13)``, where ``2**e`` is the value's binade and at least FP16's smallest normal
+* adding and subtracting ``1.5 * 2**(e + 13)``, where ``2**e`` is the value's binade, but at least FP16's smallest normal
   one, leaves FP16's 10 mantissa bits, rounded to nearest, ties to even;
-* multiplying by ``2**112`` and back makes 65536 and more infinite and is exact below.
+* multiplying by ``2**112`` and back makes 65536 and more infinite, and is exact below.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _UP, _DOWN = np.float32(2.0 ** (FP32.bias - FP16.bias)), np.float32(2.0 ** (FP16
 _EMPTY_LIKE = paddle._C_ops.empty_like
 """Paddle's unpatched function: an observer must not record this allocation as an operation of the script."""
 _PIECE = 32768
-"""Values rounded at a time: memory that is read and written ten times then stays in the L2 cache."""
+"""Values rounded at a time: the memory, which is read and written ten times, then stays in the L2 cache."""
 
 
 class _Scratch(threading.local):
-    """Each thread's buffer for the added values: fresh memory would cost more than the arithmetic."""
+    """Each thread's buffer for the added values: allocating it each time would cost more than the arithmetic."""
 
     def __init__(self) -> None:
         self.bits = np.empty(_PIECE, np.uint32)
@@ -58,18 +58,18 @@ def round_to_fp16(values: Array, out: Array) -> None:
 
 
 def _round_piece(values: Array, out: Array) -> None:
-    bits, given = _scratch.bits[: values.size], values.view(np.uint32)
+    bits, value_bits = _scratch.bits[: values.size], values.view(np.uint32)
     magic = bits.view(np.float32)
-    np.bitwise_and(given, _EXPONENT, out=bits)
+    np.bitwise_and(value_bits, _EXPONENT, out=bits)
     np.clip(magic, _LOWEST, _HIGHEST, out=magic)  # larger values overflow anyway
     magic *= _MAGIC
     np.add(values, magic, out=out)
     out -= magic
     out *= _UP
     out *= _DOWN
-    np.bitwise_and(given, _SIGN, out=bits)  # values that become zero keep their sign
-    written = out.view(np.uint32)
-    np.bitwise_or(written, bits, out=written)
+    np.bitwise_and(value_bits, _SIGN, out=bits)  # values that become zero keep their sign
+    out_bits = out.view(np.uint32)
+    np.bitwise_or(out_bits, bits, out=out_bits)
 
 
 def rounded(tensor: Any, fmt: Format) -> Any:
@@ -98,9 +98,9 @@ def _on_cpu(tensor: Any) -> Any:
     count = math.prod(tensor.shape)
     if not count:
         return tensor
-    given = tensor if tensor.is_contiguous() else tensor.contiguous()
-    result = _EMPTY_LIKE(given, given.dtype, given.place)
-    round_to_fp16(_values(given, count), _values(result, count))
+    contiguous = tensor if tensor.is_contiguous() else tensor.contiguous()
+    result = _EMPTY_LIKE(contiguous, contiguous.dtype, contiguous.place)
+    round_to_fp16(_values(contiguous, count), _values(result, count))
     return result
 
 

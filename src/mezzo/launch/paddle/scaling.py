@@ -1,8 +1,8 @@
-"""A loss scale on the host: the numbers of ``mezzo.engine.scaling``, without torch.
+"""A loss scale on the host: the same values as in ``mezzo.engine.scaling``, without torch.
 
 Paddle's own GradScaler is not used, on any device: it does not work on a CPU or for BF16, has no ceiling, restarts its count
-of overflows after each backoff, and prints a line at each. The same logic everywhere also makes runs in two
-frameworks comparable. Limit: one flag per step is read from the device, as any scaler that skips steps must do.
+of overflows after each backoff, and prints a line at each. Using the same logic everywhere also makes runs in two
+frameworks comparable. Cost: one flag per step is read from the device, as by any scaler that skips steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shift every seed that a Paddle script sets: ``paddle.seed``, Python's and NumPy's, as ``mezzo.launch.seeds`` does for torch."""
+"""Shift every seed that a Paddle script sets, for ``paddle.seed``, Python and NumPy; the counterpart for torch is ``launch.seeds``."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class ThreadState(threading.local):
 
     depth = 0
     """1 inside a layer, the script's own region or a backward pass, else 0."""
-    kept = 0
+    fp32_depth = 0
     """Number of open layers or regions that stay in FP32."""
     in_backward = False
     own_work = False
@@ -42,7 +42,7 @@ class ThreadState(threading.local):
 
 
 class UpdateSteps(PlainSteps):
-    """Steps timed at their last update: a step closes later, at the next backward pass."""
+    """Steps that are timed at their last update: a step closes only at the next backward pass."""
 
     _updated_at: tuple[float, float] | None = None
 
@@ -51,8 +51,8 @@ class UpdateSteps(PlainSteps):
         self._updated_at = (time.perf_counter(), time.process_time())
 
     def _now(self) -> tuple[float, float]:  # type: ignore[override]
-        at, self._updated_at = self._updated_at, None
-        return at or PlainSteps._now()
+        updated_at, self._updated_at = self._updated_at, None
+        return updated_at or PlainSteps._now()
 
     def last_is_finite(self) -> tuple[bool, bool]:
         """Return whether the last step's loss is finite, and whether its gradients' norm is; waits for the device."""
@@ -75,28 +75,28 @@ class PaddleRun:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
         self.policy = policy
         self.applied = None if policy is None else paddle_ops.for_scripts(policy)
-        """The policy by operations: the script's parameters stay FP32, and are the masters if the policy has any."""
+        """The policy with casts by operation: the script's parameters stay FP32, and are the masters if the policy has any."""
         self.scale = HostScale(policy)
         self.steps = UpdateSteps()
         self.local = ThreadState()
         self.left_alone: dict[str, Reason] = {}
         self.roots: WeakSet[Any] = WeakSet()
         """Layers called from outside any layer."""
-        self.kept: WeakSet[Any] = WeakSet()
+        self.fp32_layers: WeakSet[Any] = WeakSet()
         """Layers that the policy keeps in FP32."""
         self.optimizers: WeakSet[Any] = WeakSet()
         self.device: Device | None = None
         self.emulates = self.casts = False
-        """Whether Mezzo rounds to formats below FP32, or Paddle's kernels compute in them; neither before the first layer."""
+        """Whether Mezzo rounds to formats below FP32, and whether Paddle's kernels compute in them; both False before the first layer."""
         self.watchers: list[Callable[[], Any]] = []
         """Called after every update."""
         self.script_scaler: Any = None
         """The script's own GradScaler, if it is left alone and has scaled a loss since its last update."""
         self.script_scale: float | None = None
         self.in_closure = False
-        """Whether an optimizer evaluates the loss itself: the first evaluation is the step's."""
+        """Whether an optimizer is evaluating the loss itself, of which only the first evaluation is recorded."""
         self._unmatched = set(() if policy is None else policy.fp32_modules)
-        self._stepped = self._found = False
+        self._stepped = self._overflowed = False
         self._made_by: set[int] = set()
         self._owners: dict[int, int] = {}
         self.names: dict[int, str] = {}
@@ -104,11 +104,11 @@ class PaddleRun:
         self._norms: list[Any] = []
         self.round = rounder(FP32 if policy is None else policy.storage)
         self.round_result = self.round
-        """The same for the results of operations, which an observer tells apart from their operands."""
+        """The same for the results of operations, which an observer distinguishes from their operands."""
         self.observer: StepObserver | None = None
-        self.holds_updates = False
+        self.withholds_updates = False
         """Whether optimizers leave the weights as they are."""
-        self.keeps: tuple[str, ...] = () if policy is None else policy.fp32_modules
+        self.fp32_patterns: tuple[str, ...] = () if policy is None else policy.fp32_modules
         """Name patterns of the layers that stay in FP32."""
 
     # --- forward ---------------------------------------------------------------------------------------------------------------
@@ -126,14 +126,14 @@ class PaddleRun:
         self.roots.add(layer)
         self.round_weights(layer.parameters())
         names = {bare_name(name): inner for name, inner in layer.named_sublayers()}
-        for pattern in self.keeps:
-            found = [inner for name, inner in names.items() if fnmatchcase(name, pattern)]
-            if found:
+        for pattern in self.fp32_patterns:
+            matching = [inner for name, inner in names.items() if fnmatchcase(name, pattern)]
+            if matching:
                 self._unmatched.discard(pattern)
-                self.kept.update(found)
+                self.fp32_layers.update(matching)
 
     def begin(self) -> None:
-        """Decide how the policy is computed on the script's device: at the first layer, when the script has chosen one.
+        """Decide how the policy is computed on the script's device, at the first layer: by then the script has chosen the device.
 
         Raises:
             PolicyError: Paddle has no such format.
@@ -158,7 +158,9 @@ class PaddleRun:
             return
         if not self.emulates:
             self.note_left_alone(
-                "weights", "fp32", "the script's parameters stay its own, as masters: paddle.amp.decorate casts them"
+                "weights",
+                "fp32",
+                "the script's parameters stay as they are, as masters: paddle.amp.decorate casts them",
             )
             return
         with paddle.no_grad(), self.own_work():
@@ -168,20 +170,20 @@ class PaddleRun:
 
     def lowered_here(self) -> bool:
         """Return whether the running code is under the policy and not in a layer or region that stays in FP32."""
-        return self.local.depth > 0 and not self.local.kept
+        return self.local.depth > 0 and not self.local.fp32_depth
 
     @contextmanager
     def in_fp32(self) -> Iterator[None]:
         """Run the code inside in FP32."""
-        self.local.kept += 1
+        self.local.fp32_depth += 1
         try:
             yield
         finally:
-            self.local.kept -= 1
+            self.local.fp32_depth -= 1
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Run code of Mezzo's own inside, which observers do not count."""
+        """Mark the code inside as Mezzo's own, so that observers ignore it."""
         before, self.local.own_work = self.local.own_work, True
         try:
             yield
@@ -193,7 +195,7 @@ class PaddleRun:
         self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
 
     def code_outside(self, flops: int, total: int) -> list[Reason]:
-        """Return what to say of the FLOPs of forward code outside every region, out of a step's ``total``; empty if there are none."""
+        """Return the entry for the FLOPs of forward code outside every region, out of a step's ``total``; empty if there are none."""
         if not (self.lowers and flops):
             return []
         why = "forward code outside any layer: only layers and auto_cast regions are switched"
@@ -209,21 +211,21 @@ class PaddleRun:
 
     def parameters(self) -> list[Any]:
         """Return the parameters of all known layers and optimizers, each once."""
-        held = [p for root in list(self.roots) for p in root.parameters()]
-        held += [p for optimizer in list(self.optimizers) for p in parameters_of(optimizer)]
-        return list({id(p): p for p in held}.values())
+        parameters = [p for root in list(self.roots) for p in root.parameters()]
+        parameters += [p for optimizer in list(self.optimizers) for p in parameters_of(optimizer)]
+        return list({id(p): p for p in parameters}.values())
 
     @property
     def num_updates(self) -> int:
         """The number of updates, including the open one."""
         return self.steps.num_closed + self._stepped
 
-    def backward_from(self, losses: Sequence[Any], given: Sequence[Any]) -> None:
+    def backward_from(self, losses: Sequence[Any], starts: Sequence[Any]) -> None:
         """Record a backward pass: it closes the open update, and its losses belong to the next one.
 
         Args:
-            losses: what it starts from.
-            given: the gradient for each, None for one without; a loss of one value counts times its gradient.
+            losses: the tensors from which it starts; those of one value are recorded, times their gradient.
+            starts: the gradient for each; None for one without.
 
         Raises:
             NonFiniteLossError: the very first loss is not finite.
@@ -232,7 +234,7 @@ class PaddleRun:
         self.close_update()
         if self.observer is not None:
             self.observer.backward_begins(losses)
-        for loss, gradient in zip(losses, given, strict=False):  # Paddle itself refuses other lengths
+        for loss, gradient in zip(losses, starts, strict=False):  # Paddle itself refuses different lengths
             if loss.size != 1 or (self.in_closure and self.steps.has_loss()):
                 continue
             value = self._loss_value(loss)
@@ -245,7 +247,7 @@ class PaddleRun:
         """Return a loss without the script's own scale.
 
         Raises:
-            NonFiniteLossError: it is the very first one, and not finite.
+            NonFiniteLossError: it is the very first loss, and not finite.
         """
         with self.own_work():
             value = loss.detach().astype(FP32.dtype_name).reshape([])
@@ -273,14 +275,14 @@ class PaddleRun:
         self._norms.append(norm)
         with self.own_work():
             skip = self.scale.checks and not bool(norm.isfinite())
-        self._found |= skip
+        self._overflowed |= skip
         return skip
 
     def owner(self, optimizer: Any) -> int:
         """Return the number of an optimizer; one recreated for the same parameters keeps the number."""
-        held = list(map(id, parameters_of(optimizer)))
-        number = next((self._owners[p] for p in held if p in self._owners), len(set(self._owners.values())))
-        self._owners |= dict.fromkeys(held, number)
+        ids = list(map(id, parameters_of(optimizer)))
+        number = next((self._owners[p] for p in ids if p in self._owners), len(set(self._owners.values())))
+        self._owners |= dict.fromkeys(ids, number)
         return number
 
     def update_made(self, optimizer: Any) -> None:
@@ -290,7 +292,7 @@ class PaddleRun:
 
     def script_skipped(self) -> None:
         """Record that the script's own GradScaler skipped an optimizer's step."""
-        self._stepped = self._found = True
+        self._stepped = self._overflowed = True
 
     def close_update(self) -> None:
         """Close the open update, if there is one: all optimizer steps between two backward passes are one update.
@@ -300,14 +302,14 @@ class PaddleRun:
         """
         if not self._stepped:
             return
-        skipped, floor = self._found, self._found and self.scale.at_floor()
+        skipped, at_floor = self._overflowed, self._overflowed and self.scale.at_floor()
         scale, has_loss = self.script_scale, self.steps.has_loss()
         if self.scale.checks:
             self.scale.update(overflow=skipped)
             scale = self.scale.value
-        self.steps.close(skipped=skipped, scale=scale, norm=_together(self._norms), made_by=frozenset(self._made_by))
-        has_norm = bool(self._norms)
-        self._stepped, self._found, self._norms = False, False, []
+        norm, has_norm = _joint_norm(self._norms), bool(self._norms)
+        self.steps.close(skipped=skipped, scale=scale, norm=norm, made_by=frozenset(self._made_by))
+        self._stepped, self._overflowed, self._norms = False, False, []
         self._made_by.clear()
         if self.observer is not None:
             loss_finite, norm_finite = self.steps.last_is_finite()
@@ -317,7 +319,7 @@ class PaddleRun:
                 gradients_finite=norm_finite or not has_norm,
                 skipped=skipped,
             )
-        if floor:
+        if at_floor:
             raise ScaleFloorError(
                 f"gradients overflow at the loss scale's floor of {self.scale.value:g}, update {self.steps.num_closed}",
                 hint="try --policy bf16, which has FP32's range, or keep modules in FP32 (fp32_modules=...)",
@@ -356,14 +358,14 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def dense(gradient: Any) -> Any:
-    """Return a gradient; the rows of a sparse one, added up, as a tensor."""
+    """Return a gradient as a dense tensor: rows that a sparse one contains more than once are added up."""
     if not gradient.is_selected_rows():
         return gradient
     return paddle.nn.clip.get_tensor_from_selected_rows(paddle.nn.clip.merge_selected_rows(gradient))
 
 
-def _together(norms: list[Any]) -> Any:
-    """Return the norm of all gradients together from those of the optimizers; NaN without any."""
+def _joint_norm(norms: list[Any]) -> Any:
+    """Return the norm of all gradients together from those of the optimizers; NaN if there are none."""
     if not norms:
         return float("nan")
     return norms[0] if len(norms) == 1 else sum(norm * norm for norm in norms).sqrt()

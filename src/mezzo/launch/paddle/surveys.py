@@ -1,4 +1,4 @@
-"""The values of a Paddle tensor, and what they lose at the ends of a format's range."""
+"""The values of a Paddle tensor, and which of them a format's range loses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mezzo.records import Operand
 
 
 class Survey(NamedTuple):
-    """The largest value of a tensor, and what a format loses of its values."""
+    """The largest value of a tensor, and which values a format's range loses."""
 
     largest: float
     """The largest magnitude; not finite if any value is not."""
@@ -22,23 +22,24 @@ class Survey(NamedTuple):
     vanished: float = 0.0
     """The largest magnitude that becomes zero."""
     share: float = 0.0
-    """The norm of what becomes zero over the norm of all."""
+    """The norm of the values that become zero over the norm of all."""
 
 
 def survey(tensor: Any, fmt: Format) -> Survey:
-    """Return what rounding ``tensor`` to ``fmt`` loses at the ends of its range."""
+    """Return which values of ``tensor`` are lost at the ends of the range of ``fmt`` when they are rounded to it."""
     values = np.abs(array_of(tensor))
     if not values.size:
         return Survey(0.0, overflows=False)
     largest = float(values.max())
     if not math.isfinite(largest):
-        known = values[np.isfinite(values)]
-        return Survey(largest, overflows=bool(known.size) and float(known.max()) >= _TOO_LARGE[fmt.name])
-    overflows, lost = largest >= _TOO_LARGE[fmt.name], values[(values > 0) & (values <= fmt.min_subnormal / 2)]
-    if not lost.size:
+        finite_values = values[np.isfinite(values)]
+        overflows = bool(finite_values.size) and float(finite_values.max()) >= _TOO_LARGE[fmt.name]
+        return Survey(largest, overflows=overflows)
+    overflows, vanished = largest >= _TOO_LARGE[fmt.name], values[(values > 0) & (values <= fmt.min_subnormal / 2)]
+    if not vanished.size:
         return Survey(largest, overflows)
-    share = float(np.linalg.norm(lost.astype(np.float64)) / np.linalg.norm(values.astype(np.float64)))
-    return Survey(largest, overflows, float(lost.max()), share)
+    share = float(np.linalg.norm(vanished.astype(np.float64)) / np.linalg.norm(values.astype(np.float64)))
+    return Survey(largest, overflows, float(vanished.max()), share)
 
 
 _TOO_LARGE = {name: f.max + math.ldexp(1.0, math.frexp(f.max)[1] - f.mantissa_bits - 2) for name, f in FORMATS.items()}
@@ -46,7 +47,7 @@ _TOO_LARGE = {name: f.max + math.ldexp(1.0, math.frexp(f.max)[1] - f.mantissa_bi
 
 
 def array_of(tensor: Any) -> npt.NDArray[Any]:
-    """Return a copy of a tensor's values, 16-bit ones in FP32."""
+    """Return a copy of a tensor's values; those of 16 bits in FP32."""
     narrow = tensor.is_floating_point() and tensor.element_size() < 4
     return np.asarray((tensor.detach().astype(FP32.dtype_name) if narrow else tensor.detach()).numpy())
 
@@ -68,13 +69,13 @@ def format_name(tensor: Any) -> str:
 
 
 def operand(tensor: Any) -> Operand:
-    """Return a tensor as an operand of the record."""
+    """Return the description of a tensor as an operand, for the record."""
     values = np.abs(array_of(tensor).astype(np.float64))
-    known = values[np.isfinite(values)]
+    finite_values = values[np.isfinite(values)]
     return Operand(
         format=format_name(tensor),
         shape=list(tensor.shape),
-        largest=float(known.max()) if known.size else 0.0,
-        smallest=float(known.min()) if known.size else 0.0,
-        num_not_finite=int(values.size - known.size),
+        largest=float(finite_values.max()) if finite_values.size else 0.0,
+        smallest=float(finite_values.min()) if finite_values.size else 0.0,
+        num_not_finite=int(values.size - finite_values.size),
     )

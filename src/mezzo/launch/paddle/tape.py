@@ -1,10 +1,10 @@
 """Record the operations of chosen steps of a Paddle script, in order: name, layer, line, operands and results.
 
-Every function of ``paddle._C_ops``, every arithmetic operator, indexing and ``PyLayer.apply`` is wrapped; where the policy rounds
-operands and results, the recorder sees both sides of each rounding. Evaluations (code without gradients) are not recorded, because
-their tensors would be kept until the update. Cost, in observed steps only: all tensors of a step stay alive until its update.
+Every function of ``paddle._C_ops``, every arithmetic operator, indexing and ``PyLayer.apply`` is wrapped. Where the policy rounds
+operands and results, the tape sees the value before and after each rounding. Evaluations (code without gradients) are not recorded,
+because their tensors would be kept until the update. Cost, in observed steps only: all tensors of a step stay alive until its update.
 
-Limits: operations inside traced programs and inside a ``PyLayer`` that the script writes are not seen: the latter count as one operation.
+Limits: operations inside traced programs and inside a script's own ``PyLayer`` are not seen; a ``PyLayer`` counts as one operation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mezzo.launch.patches import Patches
 
 _MEZZO = str(Path(__file__).parents[2]) + os.sep
 _PADDLE = str(Path(paddle.__file__).parent) + os.sep
-"""With a separator: paddlenlp is no part of Paddle."""
+"""With a separator at the end: paddlenlp is not part of Paddle."""
 _OPERATORS = {
     **paddle_ops.OPERATORS,
     "__rpow__": "elementwise_pow",
@@ -69,13 +69,13 @@ class TapedOperation:
     """The innermost layer that runs it; None outside any layer."""
     line: str
     function: Callable[..., Any]
-    """Paddle's own function, which rounds nothing."""
+    """Paddle's original function, which rounds nothing."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     backward: bool
-    """Whether code that the script wrote for a backward pass runs it."""
+    """Whether it runs in a backward pass that the script itself wrote."""
     random: Any = None
-    """The state of the random number generator before it, if that matters."""
+    """The state of the random number generator before it, if the results depend on that."""
     results: list[Any] = field(default_factory=list)
     result: Any = None
     rounds: bool = False
@@ -100,14 +100,14 @@ class Listener(Protocol):
 
 
 class Tape:
-    """The operations of the observed step so far."""
+    """The operations that the observed step has run."""
 
     def __init__(self, run: PaddleRun, listener: Listener) -> None:
         self._run, self._listener = run, listener
         self.on = False
         """Whether operations are recorded now."""
         self.everything = False
-        """Whether code without gradients is recorded, too."""
+        """Whether code without gradients is recorded as well."""
         self.keeps = True
         """Whether the operations are kept, with their tensors."""
         self.operations: list[TapedOperation] = []
@@ -117,7 +117,7 @@ class Tape:
         self._running: TapedOperation | None = None
         self._thread = threading.get_ident()
         self._count = 0
-        self._plain = run.round
+        self._original_round = run.round
 
     def install(self, patches: Patches) -> None:
         """Wrap Paddle's operations until ``patches`` are undone."""
@@ -133,7 +133,7 @@ class Tape:
         self._run.round_result = functools.partial(self._round, result=True)
 
     def clear(self) -> None:
-        """Forget the operations so far."""
+        """Discard the operations."""
         self.operations = []
 
     @contextmanager
@@ -205,10 +205,10 @@ class Tape:
     def _round(self, value: Any, *, result: bool) -> Any:
         operation = self._running
         if operation is None or operation.name not in _POSSIBLE:
-            return self._plain(value)
+            return self._original_round(value)
         if isinstance(value, (list, tuple)):
             return type(value)(self._round(item, result=result) for item in value)
-        after = self._plain(value)
+        after = self._original_round(value)
         if after is not value:
             operation.rounds = True
             with self.paused():
@@ -224,7 +224,7 @@ class Tape:
             if thread != self._thread:
                 if self._layers or not paddle.is_grad_enabled() or self._run.local.in_backward:
                     return original(layer, *args, **kwargs)
-                self._thread = thread  # this is the one that trains
+                self._thread = thread  # this is the thread that trains
             if not self._layers and not self._run.local.in_backward and not any(layer is root for root in self.roots):
                 self.roots.append(layer)
             self._layers.append(layer)
@@ -243,8 +243,8 @@ class _Apply:
         self._tape = tape
 
     def __get__(self, instance: Any, owner: Any) -> Callable[..., Any]:
-        own = cast(Any, super(PyLayer, owner)).apply
-        return lambda *args, **kwargs: self._tape.applied(owner, own, args, kwargs)
+        original = cast(Any, super(PyLayer, owner)).apply
+        return lambda *args, **kwargs: self._tape.applied(owner, original, args, kwargs)
 
 
 def tensors(values: Any) -> list[Any]:

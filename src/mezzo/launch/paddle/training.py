@@ -65,7 +65,7 @@ def training(
 
 
 def _observer(settings: AnySettings, run: PaddleRun, patches: Patches) -> StepObserver:
-    """Return the observer that ``settings`` ask for, at work until ``patches`` are undone."""
+    """Start the observer for ``settings`` and return it; it observes until ``patches`` are undone."""
     observer = observer_for(settings, run)
     observer.install(patches)
     refuse_static_graphs(observer, patches)
@@ -108,11 +108,11 @@ class PaddleTraining(WithoutPyTorch):
         return self._run.steps.steps(self._run.names)
 
     def memory(self) -> Memory:
-        """Return the bytes of a step."""
+        """Return the bytes that a step uses."""
         return self._counted.memory()
 
     def effective(self) -> Effective:
-        """Return the formats that products really ran in."""
+        """Return the formats in which products actually ran."""
         return self._counted.effective()
 
     def explanation(self) -> list[Reason]:
@@ -126,14 +126,14 @@ class PaddleTraining(WithoutPyTorch):
         """Return the machine and the versions."""
         device = self._run.device or this_device()
         on_gpu = device.kind == "cuda"
-        known = {
+        of_paddle = {
             "device": device.kind,
             "threads": int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1,
             "gpu": device.name if on_gpu else None,
             "driver": nvidia_driver() if on_gpu else None,
             "cuda": paddle.version.cuda() if on_gpu else None,
         }
-        return environment_without_torch().model_copy(update=known)
+        return environment_without_torch().model_copy(update=of_paddle)
 
 
 def _set_tf32(patches: Patches, *, on: bool) -> None:

@@ -1,7 +1,7 @@
-"""Patch a Paddle script's optimizers and schedulers: skip an update that overflowed, hold the schedule.
+"""Patch a Paddle script's optimizers and schedulers: skip an update that overflowed, and the schedule's step after it.
 
 Before an optimizer steps (``step`` and ``minimize``), the norm of its gradients is computed and, if the loss is scaled, one
-flag is read: after an overflow the optimizer is not called at all, so its state and its step count do not change.
+flag is read. After an overflow the optimizer is not called at all, so that neither its state nor its step count changes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from paddle.optimizer import Optimizer
 from paddle.optimizer.lr import LRScheduler
 
 from mezzo.formats import FP32
-from mezzo.launch.model_names import name_at_hand
+from mezzo.launch.model_names import name_in_scope
 from mezzo.launch.paddle.state import PaddleRun, dense, parameters_of
 from mezzo.launch.paddle.surveys import is_half
 from mezzo.launch.patches import Patches
-from mezzo.launch.schedules import ScriptSchedules, classes
+from mezzo.launch.schedules import ScriptSchedules, with_subclasses
 
 
 class Updates:
@@ -29,8 +29,8 @@ class Updates:
     def __init__(self, run: PaddleRun) -> None:
         self._run = run
         self._stepping = False
-        self._made: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-        """Updates made and skipped, by optimizer."""
+        self._counts: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        """The number of updates, including skipped ones, and how many were skipped, by optimizer."""
         self._schedules = ScriptSchedules(self._updates_of)
         self._patches: Patches | None = None
         self._patched: set[type] = set()
@@ -38,8 +38,8 @@ class Updates:
     def install(self, patches: Patches) -> None:
         """Patch Paddle until ``patches`` are undone."""
         self._patches = patches
-        patches.around(Optimizer, "__init__", self._recording)
-        for kind in classes(Optimizer):
+        patches.around(Optimizer, "__init__", self._construct)
+        for kind in with_subclasses(Optimizer):
             self._patch(kind)
         self._schedules.install(patches, LRScheduler)
 
@@ -51,15 +51,15 @@ class Updates:
             if name in vars(kind):
                 self._patches.around(kind, name, self._step)
 
-    def _recording(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        for kind in type(optimizer).__mro__:  # the script's own class did not exist when the others were patched
+    def _construct(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        for kind in type(optimizer).__mro__:  # a class of the script's own did not exist when the others were patched
             if issubclass(kind, Optimizer):
                 self._patch(kind)
         self._run.optimizers.add(optimizer)
         original(optimizer, *args, **kwargs)
-        number, held = self._run.owner(optimizer), set(map(id, parameters_of(optimizer)))
-        if held and number not in self._run.names:
-            self._run.names[number] = name_at_hand(held, Layer, libraries=("paddle", "mezzo")) or ""
+        number, parameters = self._run.owner(optimizer), set(map(id, parameters_of(optimizer)))
+        if parameters and number not in self._run.names:
+            self._run.names[number] = name_in_scope(parameters, Layer, libraries=("paddle", "mezzo")) or ""
 
     def _step(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Decide before an optimizer's step whether to run it."""
@@ -71,11 +71,11 @@ class Updates:
         with self._run.own_work():
             norm = _norm(optimizer)
         skip = self._run.updated(norm)
-        made, skipped = self._made.get(optimizer, (0, 0))
-        self._made[optimizer] = (made + 1, skipped + skip)
+        updates, skipped = self._counts.get(optimizer, (0, 0))
+        self._counts[optimizer] = (updates + 1, skipped + skip)
         self._stepping = True
         try:
-            return ([], []) if skip or self._run.holds_updates else original(optimizer, *args, **kwargs)
+            return ([], []) if skip or self._run.withholds_updates else original(optimizer, *args, **kwargs)
         finally:
             self._stepping = False
             self._after(optimizer, made=not skip)
@@ -85,7 +85,7 @@ class Updates:
         run = self._run
         if run.scale.checks:
             run.note_left_alone(
-                "LBFGS", "not skipped", "it evaluates the loss as often as it likes: an overflow in it is not undone"
+                "LBFGS", "not skipped", "it evaluates the loss as often as it needs: an overflow in it is not undone"
             )
         run.close_update()
         if run.observer is not None:
@@ -111,12 +111,12 @@ class Updates:
             watcher()
 
     def _updates_of(self, scheduler: Any) -> tuple[int, int]:
-        held = [n for o, n in self._made.items() if getattr(o, "_learning_rate", None) is scheduler]
-        return max(held, default=(0, 0))
+        counts = [count for o, count in self._counts.items() if getattr(o, "_learning_rate", None) is scheduler]
+        return max(counts, default=(0, 0))
 
 
 def _norm(optimizer: Any) -> Any | None:
-    """Return the norm of an optimizer's gradients in FP32, None if it has none."""
+    """Return the norm of an optimizer's gradients in FP32; None if there are no gradients."""
     gradients = [dense(p.grad) for p in parameters_of(optimizer) if p.grad is not None]
     wide = [g.astype(FP32.dtype_name) if is_half(g) else g for g in gradients]
     squares = [paddle._C_ops.squared_l2_norm(g) for g in wide]

@@ -1,1 +1,1 @@
-"""Processes of a run: started together, stopped together, forked from a preloaded server."""
+"""The processes of a run: how they are started, forked from a preloaded server, signalled and killed."""

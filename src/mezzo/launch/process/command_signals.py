@@ -1,7 +1,7 @@
-"""Handle the signals that stop a command while it runs scripts: pass them to the run, start no further run, keep the records.
+"""Handle the signals that stop a command while it runs scripts: pass them on to the run, start no further run, keep the records.
 
-After SIGINT the script has as long as it needs, as under Python; a second one asks it to end, a third one kills it. After SIGTERM and
-SIGHUP it has ``GRACE_S``. A signal that this process was started to ignore, as by ``nohup``, stays ignored.
+After SIGINT the script may take as long as it needs, as under Python; a second SIGINT asks it to end, a third kills it. After SIGTERM
+and SIGHUP it has ``GRACE_S``. A signal that was ignored when this process started, as under ``nohup``, stays ignored.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 GRACE_S = 10.0
 """Time for a run to end after SIGTERM or SIGHUP: as long as ``docker stop`` waits."""
 
-_IMPATIENT_S = 3.0
-"""The same after a second Ctrl-C."""
+_SECOND_GRACE_S = 3.0
+"""Time for a run to end after a second Ctrl-C."""
 
-_AGAIN_S = 0.3
-"""Two signals within this time are one: ``timeout`` sends its signal to the command, and then to the command's group."""
+_SAME_SIGNAL_S = 0.3
+"""Two signals within this time count as one: ``timeout`` sends its signal to the command, and then to the command's group."""
 
 _STOP: ContextVar[Stop | None] = ContextVar("stop", default=None)
 
 
 class Stopped(Exception):
-    """The end of a command after a signal, so that no further run begins."""
+    """Ends a command after a signal, so that no further run begins."""
 
     def __init__(self, number: int, record: RunRecord | None = None) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -44,10 +44,10 @@ class Stopped(Exception):
 
 
 class Stop:
-    """The signal that has stopped the command, and the runs that signals are passed to."""
+    """The signal that has stopped the command, and the runs that signals are passed on to."""
 
     def __init__(self) -> None:
-        self._processes: list[Process] = []  # of several threads, where runs are side by side
+        self._processes: list[Process] = []  # started by several threads if runs are side by side
         self._signal: int | None = None
         self._times = 0
         self._last = 0.0
@@ -78,11 +78,11 @@ class Stop:
 
     @contextmanager
     def passing_to(self, process: Process) -> Iterator[None]:
-        """Pass signals on to a run, including one that came just before it began."""
+        """Pass signals on to a run, including one that arrived just before it began."""
         self._processes.append(process)
         try:
             if self._signal is not None:
-                process.pass_on(self._signal, kill_after_s=_patience_s(self._signal))
+                process.pass_on(self._signal, kill_after_s=_grace_s(self._signal))
             yield
         finally:
             self._processes.remove(process)
@@ -95,41 +95,42 @@ class Stop:
                 process.pass_on(number)
             return
         now = time.monotonic()
-        once_more = now - self._last >= _AGAIN_S
+        repeated = now - self._last >= _SAME_SIGNAL_S
         if self._signal is None or number != self._signal:
             self._signal = self._signal or number
             self._times, self._last = 1, now
             for process in processes:
-                process.pass_on(number, kill_after_s=_patience_s(number))
-        elif number == signal.SIGINT and once_more:
+                process.pass_on(number, kill_after_s=_grace_s(number))
+        elif number == signal.SIGINT and repeated:
             self._times, self._last = self._times + 1, now
-            self._insist(processes)
+            self._repeat_interrupt(processes)
 
-    def _insist(self, processes: Sequence[Process]) -> None:
-        if not processes:  # the command itself is working, on a record or a report
+    def _repeat_interrupt(self, processes: Sequence[Process]) -> None:
+        if not processes:  # the command itself is busy with a record or a report
             raise KeyboardInterrupt
         for process in processes:
             if self._times == 2:
-                process.pass_on(signal.SIGTERM, kill_after_s=_IMPATIENT_S)
+                process.pass_on(signal.SIGTERM, kill_after_s=_SECOND_GRACE_S)
             else:
                 process.kill()
 
 
-def _patience_s(number: int) -> float:
+def _grace_s(number: int) -> float:
+    """Return the time for a run to end after a signal; 0 for no limit."""
     return 0.0 if number == signal.SIGINT else GRACE_S
 
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """Handle signals inside; a nested context is the outer one."""
+    """Handle signals inside; a nested context yields the outer one."""
     outer = _STOP.get()
     if outer is not None:
         yield outer
         return
     stop = Stop()
     token = _STOP.set(stop)
-    own = threading.current_thread() is threading.main_thread()  # Python delivers signals only to the main thread
-    handled = [n for n in PASSED_ON if own and signal.getsignal(n) not in (signal.SIG_IGN, None)]
+    in_main = threading.current_thread() is threading.main_thread()  # Python delivers signals only to the main thread
+    handled = [n for n in PASSED_ON if in_main and signal.getsignal(n) not in (signal.SIG_IGN, None)]
     previous = {number: signal.signal(number, stop.handle) for number in handled}
     try:
         yield stop

@@ -1,12 +1,12 @@
 """Fork the runs of one command from one process that has already imported PyTorch, Mezzo and the compiler.
 
-Half the time of a short run passes before its first step, and most of that is imports. So the first run of a command starts a process
+A short run spends half of its time before its first step, and most of that on imports. So the first run of a command starts a process
 that imports once, and each run is a fork of it. A script sees the same as in a process of its own: standard streams, signals, random
-numbers, exit code, its own process number. CUDA does not survive a fork, and neither do threads: if either was in use, or if the
+numbers, exit code, its own process id. CUDA does not survive a fork, and neither do threads: if either was in use, or if the
 script may change what has been imported, the forked child replaces itself with a new process, and the command prints the reason.
 
 Called as ``python -m mezzo.launch.process.fork_server SOCKET``. The command sends a request and the file for the output; the
-server answers ``pid N``, perhaps ``afresh WHY``, and ``code N``. It ends when the other end of the socket closes. Imports no torch
+server answers ``pid N``, perhaps ``restarted WHY``, and ``code N``. It ends when the other end of the socket closes. Imports no torch
 until the first request.
 """
 
@@ -36,16 +36,16 @@ from mezzo.launch.request import Request
 from mezzo.records import Reason
 
 _COMPILER = "torch._dynamo"
-"""The compiler, which torch imports when a script makes its first optimizer."""
+"""The compiler, which torch imports when a script constructs its first optimizer."""
 
 _READ_BY_COMPILER = re.compile(rb"\b(?:TORCH|TRITON|INDUCTOR|AOT)[A-Z]*_[A-Z]\w*")
 """Names of the environment variables that the compiler may read while it is imported."""
 
-_SETS_COMPILER = re.compile(r"TORCH(?:DYNAMO|INDUCTOR|_COMPILE)_(?!CACHE_DIR)\w+")
-"""Those that it never reads again; it reads, and sets, the folder of its cache later."""
+_READ_ONCE = re.compile(r"TORCH(?:DYNAMO|INDUCTOR|_COMPILE)_(?!CACHE_DIR)\w+")
+"""Those of them that it never reads again. The folder of its cache is not one of them: the compiler reads and sets it later."""
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
-_ENDED = "the process that had imported PyTorch for all runs was ended"
+_ENDED = "the process that had imported PyTorch for all runs was killed"
 _LONGEST_BYTES = 1 << 20
 _STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
 
@@ -62,21 +62,21 @@ class Starter:
     """The fork server's client, in the command."""
 
     def __init__(self, variables: Mapping[str, str] | None = None) -> None:
-        """Begin without a server; ``variables`` are environment variables of all its runs, in place of the command's."""
+        """Begin without a server; ``variables`` are environment variables of all its runs, which override the command's."""
         self._variables = dict(variables or {})
-        self.why_afresh: str | None = None
+        self.why_not_forked: str | None = None
         """Why runs are started without the server after all."""
-        self._place = os.getcwd(), dict(os.environ)
+        self._surroundings = os.getcwd(), dict(os.environ)
         self._process: Guarded | None = None
         self._connection: socket.socket | None = None
 
     def start(self, request: Request, *, sink: IO[bytes]) -> Forked | None:
         """Start a run that prints to ``sink``; return None if it has to be started without the server."""
         if self._process is None:
-            self.why_afresh = self.why_afresh or _why_not(request)
-        if self._place != (os.getcwd(), dict(os.environ)):
-            self.why_afresh = "the folder or the environment changed between the runs"
-        if self.why_afresh is not None:
+            self.why_not_forked = self.why_not_forked or _why_not(request)
+        if self._surroundings != (os.getcwd(), dict(os.environ)):
+            self.why_not_forked = "the folder or the environment changed between the runs"
+        if self.why_not_forked is not None:
             return None
         if self._process is None:
             self._begin(Path(request.record_path).parent)
@@ -85,21 +85,21 @@ class Starter:
         try:
             socket.send_fds(self._connection, [request.packed().encode()], [sink.fileno()])
         except (BrokenPipeError, ConnectionResetError):
-            self.why_afresh = _ENDED
+            self.why_not_forked = _ENDED
             return None
         return Forked(self, self._process, self._connection)
 
     def _begin(self, folder: Path) -> None:
-        """Start the process, with a standard output of the same kind as the runs', so that Python buffers it the same way."""
+        """Start the server, whose standard output is a file as in the runs, so that Python buffers it the same way."""
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, tempfile.TemporaryFile(dir=folder) as said:
-            number = theirs.fileno()
-            command = [sys.executable, "-m", "mezzo.launch.process.fork_server", str(number)]
+        with theirs, tempfile.TemporaryFile(dir=folder) as output:
+            descriptor = theirs.fileno()
+            command = [sys.executable, "-m", "mezzo.launch.process.fork_server", str(descriptor)]
             env = {**os.environ, **self._variables} if self._variables else None
-            self._process = Guarded(command, stdout=said, stderr=subprocess.STDOUT, pass_fds=[number], env=env)
+            self._process = Guarded(command, stdout=output, stderr=subprocess.STDOUT, pass_fds=[descriptor], env=env)
 
     def close(self) -> None:
-        """End the process."""
+        """End the server."""
         if self._process is not None and self._connection is not None:
             self._connection.close()
             self._process.wait()
@@ -110,7 +110,7 @@ class Forked:
 
     def __init__(self, starter: Starter, process: Guarded, connection: socket.socket) -> None:
         self._starter, self._process, self._connection = starter, process, connection
-        self._number: int | None = None
+        self._pid: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code, negative for the signal that ended the run.
@@ -129,31 +129,31 @@ class Forked:
                 message = ""
             kind, _, value = message.partition(" ")
             if kind == "pid":
-                self._number = int(value)
-            elif kind == "afresh":
-                self._starter.why_afresh = value
+                self._pid = int(value)
+            elif kind == "restarted":
+                self._starter.why_not_forked = value
             elif kind == "code":
-                self._process.forget()
+                self._process.cancel_kill()
                 return int(value)
             else:
-                return self._orphaned()
+                return self._server_ended()
 
     def pass_on(self, number: int, *, kill_after_s: float = 0.0) -> None:
-        """Send a signal to the run; before the run exists, a stopping signal ends everything."""
-        if self._number is not None:
-            self._process.pass_on(number, kill_after_s=kill_after_s, process=self._number)
+        """Send a signal to the run; before the run exists, a stopping signal ends the server as well."""
+        if self._pid is not None:
+            self._process.pass_on(number, kill_after_s=kill_after_s, pid=self._pid)
         elif number in STOPPING:
             self._process.kill()
 
     def kill(self) -> None:
         """Kill the run with its descendants."""
-        self._process.kill(self._number or 0)
+        self._process.kill(self._pid or 0)
 
-    def _orphaned(self) -> int:
-        """Return how the server ended, which would have reported the run's end; the run ends with it."""
-        if self._number is not None:
+    def _server_ended(self) -> int:
+        """Kill the run, whose exit code the server can no longer report; return how the server ended."""
+        if self._pid is not None:
             self.kill()
-            self._starter.why_afresh = _ENDED
+            self._starter.why_not_forked = _ENDED
         return self._process.wait()
 
 
@@ -161,9 +161,9 @@ def _why_not(request: Request) -> str | None:
     """Return why the imports cannot precede the script, None if they can."""
     for path in _files_to_search(request):
         with contextlib.suppress(OSError):
-            found = _READ_BY_COMPILER.search(path.read_bytes())
-            if found:
-                return f"{path.name} names {found.group().decode()}, which the compiler reads when it is imported"
+            variable = _READ_BY_COMPILER.search(path.read_bytes())
+            if variable:
+                return f"{path.name} names {variable.group().decode()}, which the compiler reads when it is imported"
     return None
 
 
@@ -182,13 +182,14 @@ def _files_to_search(request: Request) -> Iterator[Path]:
 class _Imported(NamedTuple):
     """The effects of the imports."""
 
-    said: bytes
-    """Their output, which each run prints, too."""
-    names: list[str]
-    """The packages imported with the compiler, which the script's own folder could have hidden."""
+    output: bytes
+    """What they printed, which each run prints, too."""
+    packages: list[str]
+    """The packages imported with the compiler; a file of the same name in the script's folder would have been imported instead."""
     generators: list[random.Random]
     """Generators that were seeded by the system."""
-    failed: str | None
+    failure: str | None
+    """Why they failed; None if they did not."""
 
 
 def fork_for_requests(connection: socket.socket) -> Request:
@@ -200,19 +201,19 @@ def fork_for_requests(connection: socket.socket) -> Request:
         if not message:
             os._exit(0)
         request = Request.unpacked(message.decode())
-        unsafe = imported.failed or _several_threads() or _device_opened()
-        # Signals that arrive before the child has handlers are delivered later.
+        unsafe = imported.failure or _several_threads() or _device_opened()
+        # Signals that arrive before the child has its handlers are delivered later.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         parent, child = os.getpid(), os.fork()
         if child == 0:
             die_with_parent()
             if os.getppid() != parent:  # the parent was killed before that took effect
                 os._exit(128 + signal.SIGKILL)
-            why = unsafe or _why_not_here(request, imported.names)
+            why = unsafe or _why_not_here(request, imported.packages)
             if why is not None:
-                connection.send(f"afresh {why}".encode())
+                connection.send(f"restarted {why}".encode())
             connection.close()
-            _take_streams(files[0])
+            _redirect_streams(files[0])
             for number, handler in handlers.items():
                 signal.signal(number, handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -226,7 +227,7 @@ def fork_for_requests(connection: socket.socket) -> Request:
 
 
 def _report_end(child: int, connection: socket.socket) -> None:
-    """Send the command the child's number at once, and its exit code when it has ended."""
+    """Send the command the child's process id now, and its exit code when it has ended."""
     try:
         connection.send(f"pid {child}".encode())
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -236,34 +237,34 @@ def _report_end(child: int, connection: socket.socket) -> None:
 
 
 def _import() -> _Imported:
-    names: list[str] = []
-    failed = None
+    packages: list[str] = []
+    failure = None
     try:
         importlib.import_module("mezzo.launch.child")
         training_in("torch")
-        names = _import_compiler()
+        packages = _import_compiler()
     except Exception as error:  # a run without the server shows it where the script's errors appear
-        failed = f"importing PyTorch and its compiler failed: {type(error).__name__}: {error}"
+        failure = f"importing PyTorch and its compiler failed: {type(error).__name__}: {error}"
     gc.collect()
-    generators = [found for found in gc.get_objects() if type(found) is random.Random]
-    # Linear algebra libraries end their threads before the first fork, and restart them when asked to compute.
+    generators = [thing for thing in gc.get_objects() if type(thing) is random.Random]
+    # Linear algebra libraries end their threads at the first fork, and restart them when they next compute.
     child = os.fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
     size = os.fstat(_STANDARD_OUTPUT).st_size
-    return _Imported(os.pread(_STANDARD_OUTPUT, size, 0), names, generators, failed)
+    return _Imported(os.pread(_STANDARD_OUTPUT, size, 0), packages, generators, failure)
 
 
 def _import_compiler() -> list[str]:
-    """Import the compiler as a fresh script would; return the names of the packages that came with it."""
-    modules, variables = _packages(), set(os.environ)
-    place = sys.path.pop(0)  # no file next to the script may run here
+    """Import the compiler as a script in a new process would; return the names of the packages that it imported."""
+    packages, variables = _packages(), set(os.environ)
+    folder = sys.path.pop(0)  # no file next to the script may run here
     importlib.import_module(_COMPILER)
-    sys.path.insert(0, place)
+    sys.path.insert(0, folder)
     for name in set(os.environ) - variables:
         del os.environ[name]
-    return sorted(_packages() - modules)
+    return sorted(_packages() - packages)
 
 
 def _packages() -> set[str]:
@@ -276,43 +277,43 @@ def _several_threads() -> str | None:
 
 
 def _device_opened() -> str | None:
-    """Return the reason if a GPU driver is in use, whatever opened it: torch only knows of its own calls."""
+    """Return the reason if a GPU driver is in use, whatever opened it: torch knows only of its own calls."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the folder's own descriptor is closed by now
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
             file = os.readlink(f"/proc/self/fd/{name}")
             if file.startswith(_DEVICES):
                 return f"importing PyTorch opened {file}, which does not survive a fork"
     return None
 
 
-def _why_not_here(request: Request, names: list[str]) -> str | None:
+def _why_not_here(request: Request, packages: list[str]) -> str | None:
     """Return why this forked process must not run the script, None if it may."""
     import torch
 
     if torch.cuda._is_in_bad_fork():
         return "importing PyTorch initialised CUDA, which does not survive a fork"
     folder = os.getcwd() if request.kind == "module" else str(Path(request.target).resolve().parent)
-    for name in names:
+    for name in packages:
         spec = PathFinder.find_spec(name, [folder])
         if spec is not None and spec.loader is not None:
             return f"{spec.origin} has the name of a module that the compiler imports"
     return None
 
 
-def _take_streams(file: int) -> None:
-    os.dup2(file, _STANDARD_OUTPUT)
-    os.dup2(file, _STANDARD_ERROR)
-    os.close(file)
+def _redirect_streams(descriptor: int) -> None:
+    os.dup2(descriptor, _STANDARD_OUTPUT)
+    os.dup2(descriptor, _STANDARD_ERROR)
+    os.close(descriptor)
 
 
 def _reset_state(imported: _Imported, request: str) -> None:
-    """Reseed generators seeded by the system, and clear state that a new process would not have."""
+    """Reseed the generators that the system seeds, and clear state that a new process would not have."""
     import multiprocessing
 
     import numpy as np
     import torch
 
-    os.write(_STANDARD_OUTPUT, imported.said)
+    os.write(_STANDARD_OUTPUT, imported.output)
     for generator in imported.generators:
         generator.seed()
     np.random.seed()
@@ -322,20 +323,20 @@ def _reset_state(imported: _Imported, request: str) -> None:
     sys.orig_argv[:] = child_command(request)
 
 
-def _compilers_settings() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if _SETS_COMPILER.fullmatch(name)}
+def _compiler_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if _READ_ONCE.fullmatch(name)}
 
 
-def _set_too_late(before: dict[str, str]) -> list[Reason]:
+def _late_settings(before: dict[str, str]) -> list[Reason]:
     """Return the compiler's variables that were set after its import: by a package, since the script names none."""
     why = "it was set while the script ran, after the compiler had read it: set it in the shell"
-    changed = sorted(before.items() ^ _compilers_settings().items())
-    return [Reason(what=name, value="not heeded", reason=why) for name in dict.fromkeys(name for name, _ in changed)]
+    changed = sorted(before.items() ^ _compiler_variables().items())
+    return [Reason(what=name, value="ignored", reason=why) for name in dict.fromkeys(name for name, _ in changed)]
 
 
 if __name__ == "__main__":
     request_ = fork_for_requests(socket.socket(fileno=int(sys.argv[1])))
     from mezzo.launch.child import main
 
-    at_first = _compilers_settings()
-    sys.exit(main([request_.model_dump_json()], unheeded=lambda: _set_too_late(at_first)))
+    at_start = _compiler_variables()
+    sys.exit(main([request_.model_dump_json()], late_settings=lambda: _late_settings(at_start)))

@@ -1,4 +1,4 @@
-"""Start a run's process under its guard, pass signals on to it, and kill it with its descendants."""
+"""Start a run's process under a guard, pass signals on to it, and kill it with its descendants."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GUARDS = hasattr(os, "fork")
 
 
 class Process(Protocol):
-    """A run's process as the command sees it."""
+    """A run's process, as seen by the command."""
 
     def wait(self, timeout: float | None = None) -> int:
         """Return the exit code, negative for the signal that ended it.
@@ -26,14 +26,14 @@ class Process(Protocol):
         """
 
     def pass_on(self, number: int, *, kill_after_s: float = 0.0) -> None:
-        """Send it a signal, unless a terminal has sent it; kill it with its descendants ``kill_after_s`` seconds later (0: never)."""
+        """Send it a signal, unless a terminal has sent it already; kill it with its descendants ``kill_after_s`` later (0: never)."""
 
     def kill(self) -> None:
         """Kill it with its descendants."""
 
 
 class Guarded:
-    """A process that ends, with its descendants, when this process ends (``guard.py``)."""
+    """A process that a guard kills, with its descendants, when this process ends (``guard.py``)."""
 
     def __init__(
         self,
@@ -65,21 +65,21 @@ class Guarded:
             self._pipe = None
         return returned
 
-    def pass_on(self, number: int, *, kill_after_s: float = 0.0, process: int = 0) -> None:
-        """Send a signal to the command, or to a ``process`` below it, unless a terminal has sent it."""
-        if not self._tell(f"pass {number} {process} {kill_after_s:g}"):
+    def pass_on(self, number: int, *, kill_after_s: float = 0.0, pid: int = 0) -> None:
+        """Send a signal to the process (0), or to its descendant ``pid``, unless a terminal has sent it already."""
+        if not self._send(f"pass {number} {pid} {kill_after_s:g}"):
             self._process.send_signal(number)
 
-    def kill(self, process: int = 0) -> None:
-        """Kill the command, or a ``process`` below it, with its descendants."""
-        if not self._tell(f"kill {process}"):
+    def kill(self, pid: int = 0) -> None:
+        """Kill the process (0), or its descendant ``pid``, with all descendants."""
+        if not self._send(f"kill {pid}"):
             self._process.send_signal(getattr(signal, "SIGKILL", signal.SIGTERM))
 
-    def forget(self) -> None:
+    def cancel_kill(self) -> None:
         """Cancel a pending kill: the process that was signalled has ended."""
-        self._tell("ended")
+        self._send("ended")
 
-    def _tell(self, text: str) -> bool:
+    def _send(self, text: str) -> bool:
         """Write a line to the guard; return whether this system has guards."""
         if self._pipe is not None:
             with contextlib.suppress(BrokenPipeError):  # the guard has ended, and the run with it

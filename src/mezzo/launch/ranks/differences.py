@@ -1,4 +1,4 @@
-"""Where the processes of a run differ, though they should not. Pure functions; imports no torch."""
+"""Where the processes of a run differ, although they should not. Pure functions; imports no torch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator, Sequence
 from mezzo.records import RankRun, Reason
 
 _SLOWER, _LARGER = 1.5, 1.25
-"""Least ratio between the ranks' own times of a step, and between their memory, that is worth a line."""
+"""Least ratio between the ranks' CPU times per step, and between their memory, that is worth a line."""
 _FEW_STEPS = 10
 _SHOWN = 5
 
 
 def differences(ranks: Sequence[RankRun]) -> list[Reason]:
-    """Return where the ranks of a run differ, the gravest first."""
+    """Return where the ranks of a run differ, the most serious difference first."""
     return [*_weights(ranks), *_steps(ranks), *_skips(ranks), *_scales(ranks), *_times(ranks), *_memory(ranks)]
 
 
 def _weights(ranks: Sequence[RankRun]) -> Iterator[Reason]:
     if len({rank.weights for rank in ranks}) > 1 and all(rank.weights for rank in ranks):
-        value = _apart({rank.rank: rank.weights for rank in ranks})
-        why = "nothing kept them the same: wrap the model in DistributedDataParallel or fully_shard, or expect each rank's own model"
+        value = _by_value({rank.rank: rank.weights for rank in ranks})
+        why = "nothing kept them equal: wrap the model in DistributedDataParallel or fully_shard, unless each rank is to have its own model"
         yield Reason(what="weights", value=value, reason=why)
 
 
@@ -45,18 +45,18 @@ def _skips(ranks: Sequence[RankRun]) -> Iterator[Reason]:
 def _scales(ranks: Sequence[RankRun]) -> Iterator[Reason]:
     scales = {rank.rank: f"{rank.final_scale:g}" for rank in ranks if rank.final_scale is not None}
     if len(set(scales.values())) > 1:
-        yield Reason(what="loss scale", value=_apart(scales), reason="each rank saw other overflows")
+        yield Reason(what="loss scale", value=_by_value(scales), reason="the ranks saw different overflows")
 
 
 def _times(ranks: Sequence[RankRun]) -> Iterator[Reason]:
-    """Compare CPU times: wall times are the same in all ranks, which wait for the slowest."""
+    """Compare CPU times: wall times are the same in all ranks, which wait for the slowest one."""
     times = {r.rank: r.cpu_ms for r in ranks if r.cpu_ms and r.device == "cpu" and r.num_steps >= _FEW_STEPS}
     if len(times) < 2:
         return
     slow, fast = max(times, key=lambda r: times[r]), min(times, key=lambda r: times[r])
     if times[slow] > _SLOWER * times[fast]:
         value = f"rank {slow} computes {times[slow] / times[fast]:.1f} times as long as rank {fast}"
-        why = "the others wait for it in every step: give it less data, or a like device"
+        why = "the others wait for it in every step: give it less data, or the same kind of device"
         yield Reason(what="time a step", value=value, reason=why)
 
 
@@ -70,11 +70,11 @@ def _memory(ranks: Sequence[RankRun]) -> Iterator[Reason]:
         yield Reason(what="memory", value=value, reason="the largest rank limits the batch")
 
 
-def _apart(values: dict[int, str]) -> str:
+def _by_value(values: dict[int, str]) -> str:
     """Return which ranks have which value: ``1024 on rank 0; 512 on ranks 1, 2``."""
-    by_value: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
-        by_value.setdefault(value, []).append(rank)
+        ranks_of.setdefault(value, []).append(rank)
     return "; ".join(
-        f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in by_value.items()
+        f"{value} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for value, ranks in ranks_of.items()
     )

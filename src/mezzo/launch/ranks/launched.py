@@ -1,7 +1,7 @@
-"""Which of several processes this one is, as its launcher says in the environment.
+"""Which of several processes this one is, from the environment variables that its launcher sets.
 
-Each launcher has its own variables. ``torchrun`` and what is built on it (``accelerate launch``, ``deepspeed``) set torch's own, which
-count first: one of the other launchers may have started them, once per machine. Imports no torch.
+Each launcher has its own variables. ``torchrun`` and the launchers built on it (``accelerate launch``, ``deepspeed``) set torch's own,
+which take precedence: another launcher may have started torchrun itself, once per machine. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Launched:
     one_machine: bool
     """Whether all processes are known to run on one machine."""
     job: str
-    """A text that the processes of a job share, and that no other job has at the same time."""
+    """A text that is the same in all processes of a job, and that no other job has at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Variables:
-    """The variables of one launcher; of several names for one thing, the first that is set counts."""
+    """The variables of one launcher; of several names for the same number, the first that is set counts."""
 
     launcher: str
     rank: str
@@ -39,7 +39,7 @@ class _Variables:
     machines: tuple[str, ...] = ()
     """Number of machines."""
     job: tuple[str, ...]
-    """The variables that together tell jobs apart."""
+    """The variables that together identify a job."""
 
 
 _TABLE = (
@@ -78,16 +78,16 @@ _TABLE = (
     ),
 )
 
-PADDLES = "PADDLE_TRAINERS_NUM"
-"""The variable in which Paddle's own launcher says how many processes it started."""
+PADDLE_SIZE = "PADDLE_TRAINERS_NUM"
+"""The variable to which Paddle's own launcher sets the number of processes that it started."""
 
 
 def launched(variables: Mapping[str, str], *, command: Sequence[str] = ()) -> Launched | None:
-    """Return which process of several this one is; None for the only one.
+    """Return which process of several this one is; None if it is the only one.
 
     Args:
         variables: the environment.
-        command: Mezzo's command line, the same in all processes.
+        command: Mezzo's command line, which is the same in all processes.
     """
     for names in _TABLE:
         rank, size = _number(variables, (names.rank,)), _number(variables, (names.size,))

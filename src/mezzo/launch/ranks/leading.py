@@ -1,8 +1,8 @@
-"""Rank 0's part of a job: it decides which run comes next, runs its own process of it, and merges the records of all processes into one.
+"""Rank 0's part of a job: decide which run comes next, run its own process of it, and merge the records of all processes into one.
 
-The other ranks do as they are told (``following``), so that a command decides once what to run, and all ranks make the runs of a
-comparison in the same order. Nothing here takes part in the script's own communication. A process that fails, hangs or vanishes ends the
-run for all: the others get time to end by themselves, then they are stopped. Imports no torch.
+The other ranks follow (``following``), so that a command decides only once what to run, and all ranks execute the runs of a
+comparison in the same order. Nothing here takes part in the script's own communication. A process that fails, hangs or vanishes ends
+the run in all processes: the others get time to end by themselves, and are then stopped. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mezzo.launch.process.command_signals import GRACE_S, stoppable
 from mezzo.launch.ranks.blame import ProcessEnd, blamed
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.merged import error_of, merged, run_of
-from mezzo.launch.ranks.places import place_left
 from mezzo.launch.ranks.ports import free_port
+from mezzo.launch.ranks.positions import take_position
 from mezzo.launch.ranks.requests import counts_path, for_rank, record_path
-from mezzo.launch.ranks.told import REASON
+from mezzo.launch.ranks.torchrun_error import REASON
 from mezzo.launch.request import Request
 from mezzo.observe.ranges.counts_file import read_values, values_of_all
 from mezzo.observe.ranges.table import ObservedValues, ranges_record
@@ -35,16 +35,16 @@ from mezzo.records import AnyRecord, RangesRecord, read_record, write_record
 AFTER_FAILURE_S = 10.0
 """Time for the other processes to fail by themselves, so that their own errors are recorded."""
 _STOPPING_S = 20.0
-"""Time for a process to end after it is told to, and again for its record to arrive."""
+"""Time for a process to end after it is stopped, and again for its record to arrive."""
 POLL_S = 0.05
-"""Time between two reads of what other processes have left."""
+"""Time between two reads of the other processes' messages."""
 
 Interrupted = Callable[[], bool]
 """Returns whether to stop the run of this process."""
 
 
 class RunOne(Protocol):
-    """Runs a request's script in this process's child, with its limit left to the caller, and returns its record."""
+    """Runs a request's script in a child of this process, without a time limit, and returns its record."""
 
     def __call__(self, request: Request, *, output: Path | None, interrupted: Interrupted) -> AnyRecord:
         """Run to the end, or until ``interrupted``."""
@@ -54,7 +54,7 @@ _LEADER: ContextVar[Leader | None] = ContextVar("leader", default=None)
 
 
 def leader() -> Leader | None:
-    """Return the leader of the job in this process; None if there is one process only, or another one leads."""
+    """Return the leader of the job in this process; None if there is only one process, or another one leads."""
     return _LEADER.get()
 
 
@@ -74,13 +74,13 @@ def leading(meeting: Meeting) -> Iterator[Leader]:
 
 @dataclass
 class _Run:
-    """A run under way, as rank 0 sees it."""
+    """A run in progress, as seen by rank 0."""
 
     number: int
     limit_s: float | None
     began_s: float
     ended: dict[int, tuple[dict[str, Any], float]]
-    """What each other process said when it ended, and when that was."""
+    """The message that each other process left when it ended, and when it was read."""
     vanished: set[int]
     failed_s: float | None = None
     """When the first process failed."""
@@ -103,13 +103,13 @@ class Leader:
         return self._meeting.launched.size
 
     def run(self, request: Request, *, output: Path | None, limit_s: float | None, run_one: RunOne) -> AnyRecord:
-        """Run a request's script in all processes and return one record of all.
+        """Run a request's script in all processes and return their merged record.
 
         Args:
             request: what to run.
-            output: a file for the script's output; other ranks have one beside it.
+            output: a file for the script's output; those of the other ranks are next to it.
             limit_s: seconds after which the run is stopped in all processes.
-            run_one: runs it in this process.
+            run_one: runs the script in this process.
 
         Raises:
             ScriptError: not all processes have arrived.
@@ -117,42 +117,35 @@ class Leader:
         if self._number == 0:
             self._meeting.wait_for_all()
         self._number += 1
-        request = request.model_copy(update={"variables": {**request.variables, **fresh_rendezvous(os.environ)}})
+        request = request.model_copy(update={"variables": {**request.variables, **new_rendezvous(os.environ)}})
         run = _Run(self._number, limit_s, time.monotonic(), {}, set())
         sent = request.model_copy(update={"record_path": ""}).model_dump_json()
-        place_of_output = None if output is None else str(output.absolute())
-        self._meeting.put(f"run-{run.number}", {"request": sent, "output": place_of_output})
+        output_path = None if output is None else str(output.absolute())
+        self._meeting.put(f"run-{run.number}", {"request": sent, "output": output_path})
         request = for_rank(request, 0, folder=self._folder(0), number=run.number, ranks=self.size)
         own = run_one(request, output=output, interrupted=lambda: self._over(run))
         own_end_s, own_stopped = time.monotonic(), run.stopped
         if error_of(own) is not None and run.failed_s is None:
             run.failed_s = own_end_s
-        self._await_others(run)
-        place = place_left(request)
-        own_end = ProcessEnd(rank=0, error=error_of(own), at_s=own_end_s, stopped=own_stopped, **place._asdict())
-        records = {0: own, **self._records(run)}
-        updates = {rank: len(one.steps) for rank, record in records.items() if (one := run_of(record)) is not None}
-        ends = [own_end, *(self._end_of(rank, run) for rank in self._meeting.others)]
-        ends = [replace(end, updates=updates.get(end.rank)) for end in ends]
-        hosts = {rank: self._meeting.host_of(rank) for rank in self._meeting.others} | {0: socket.gethostname()}
-        limit = f"stopped at its limit of {limit_s:g} s: " if run.over_limit else ""
-        blame = blamed(ends)
-        record = merged(records, ends=ends, blame=blame, hosts=hosts, prefix=limit)
-        if blame is not None:
-            REASON.rank = blame[0]
-        if isinstance(record, RangesRecord) and (counted := self._counts(run)):
-            record = ranges_record(record.run, values_of_all(counted), policy=Policy.parse(record.policy))
+        self._wait_for_others(run)
+        position = take_position(request)
+        own_end = ProcessEnd(rank=0, error=error_of(own), at_s=own_end_s, stopped=own_stopped, **position._asdict())
+        record = self._merged({0: own, **self._records(run)}, own_end, run)
+        if isinstance(record, RangesRecord) and (counts := self._counts(run)):
+            record = ranges_record(record.run, values_of_all(counts), policy=Policy.parse(record.policy))
         write_record(record, Path(request.record_path))
         return record
 
     def dismiss(self) -> None:
-        """Tell the other processes that the command is over, and wait until they have left."""
+        """Notify the other processes that the command is over, and wait until they have left."""
         with suppress(OSError):
             self._meeting.put("over", {"exit_code": self.exit_code, "reason": REASON.text, "rank": REASON.rank})
         end = time.monotonic() + _STOPPING_S
-        left = list(self._meeting.others)  # also one that starts slowly: it must learn the exit code when it joins
-        while left and time.monotonic() < end:
-            left = [r for r in left if self._meeting.get(f"bye-{r}") is None and not self._meeting.gone(r)]
+        waited_for = list(
+            self._meeting.others
+        )  # also one that starts slowly: it must learn the exit code when it joins
+        while waited_for and time.monotonic() < end:
+            waited_for = [r for r in waited_for if self._meeting.get(f"bye-{r}") is None and not self._meeting.gone(r)]
             time.sleep(POLL_S)
 
     # --- while it runs -----------------------------------------------------------------------------------------------------------
@@ -163,10 +156,10 @@ class Leader:
         for rank in self._meeting.others:
             if rank in run.ended or rank in run.vanished:
                 continue
-            found = self._meeting.get(f"ended-{run.number}-{rank}")
-            if found is not None:
-                run.ended[rank] = found, now
-                failed = found["error"] is not None
+            message = self._meeting.get(f"ended-{run.number}-{rank}")
+            if message is not None:
+                run.ended[rank] = message, now
+                failed = message["error"] is not None
             else:
                 failed = self._meeting.gone(rank)
                 if failed:
@@ -184,8 +177,8 @@ class Leader:
             run.stopped = True
             self._meeting.put(f"stop-{run.number}", {})
 
-    def _await_others(self, run: _Run) -> None:
-        """Wait until all processes have ended, or are gone."""
+    def _wait_for_others(self, run: _Run) -> None:
+        """Wait until all other processes have ended, or are gone."""
         end_s: float | None = None
         with stoppable() as stop:
             while len(run.ended) + len(run.vanished) < len(self._meeting.others):
@@ -202,33 +195,45 @@ class Leader:
 
     # --- when it is over ---------------------------------------------------------------------------------------------------------
 
+    def _merged(self, records: Mapping[int, AnyRecord], own_end: ProcessEnd, run: _Run) -> AnyRecord:
+        """Return one record of a run from those of its processes; note which process is to blame for a failure."""
+        updates = {rank: len(part.steps) for rank, record in records.items() if (part := run_of(record)) is not None}
+        ends = [own_end, *(self._end_of(rank, run) for rank in self._meeting.others)]
+        ends = [replace(end, updates=updates.get(end.rank)) for end in ends]
+        hosts = {rank: self._meeting.host_of(rank) for rank in self._meeting.others} | {0: socket.gethostname()}
+        prefix = f"stopped at its limit of {run.limit_s:g} s: " if run.over_limit else ""
+        blame = blamed(ends)
+        if blame is not None:
+            REASON.rank = blame[0]
+        return merged(records, ends=ends, blame=blame, hosts=hosts, prefix=prefix)
+
     def _end_of(self, rank: int, run: _Run) -> ProcessEnd:
         if rank not in run.ended:
             return ProcessEnd(rank=rank, error=None, vanished=True)
-        found, at_s = run.ended[rank]
-        return ProcessEnd(rank=rank, at_s=at_s, **found)
+        message, at_s = run.ended[rank]
+        return ProcessEnd(rank=rank, at_s=at_s, **message)
 
     def _records(self, run: _Run) -> dict[int, AnyRecord]:
-        found = {}
+        records = {}
         for rank in run.ended:
             with suppress(RecordError):
-                found[rank] = read_record(record_path(self._folder(rank), run.number))
-        return found
+                records[rank] = read_record(record_path(self._folder(rank), run.number))
+        return records
 
     def _counts(self, run: _Run) -> list[ObservedValues]:
-        """Return the values that each process counted, for the ranges of all."""
+        """Return the values that each process counted, to be merged into the ranges of all."""
         folders = [self._folder(rank) for rank in range(self.size)]
-        found = [read_values(counts_path(folder, run.number)) for folder in folders]
-        return [values for values in found if values is not None]
+        counts = [read_values(counts_path(folder, run.number)) for folder in folders]
+        return [values for values in counts if values is not None]
 
     def _folder(self, rank: int) -> Path:
         return self._meeting.folder_for(f"rank-{rank}")
 
 
-def fresh_rendezvous(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that let the next run's processes find each other anew: a store of an earlier run would answer for it.
+def new_rendezvous(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that give the next run's processes a store of their own: one left by an earlier run must not answer them.
 
-    The first process of the script then opens the store, on rank 0's machine, whose port this is.
+    The script's first process then opens the store, on rank 0's machine, where this port is free.
     """
     if "MASTER_PORT" not in variables:
         return {}

@@ -1,8 +1,8 @@
-"""The folder through which the processes of a job communicate: small files, each written whole, each by one process only.
+"""The folder through which the processes of a job communicate, in small files: each is written atomically, and by one process only.
 
-Rank 0 opens a new folder for every job. To find it, each other rank asks a question with a random number in it, and rank 0 answers, so a
-file that an earlier job left behind is never taken for an answer. While a process takes part, it counts up a number in a file of its
-own; one whose count stands still is gone, whatever the clocks of the machines say. Imports no torch.
+Rank 0 creates a new folder for every job. To find it, each other rank writes a question with a random number in its name, which rank 0
+answers, so that a file left behind by an earlier job is never mistaken for an answer. While a process takes part, it increments a
+number in a file of its own; a process whose number no longer changes is gone, whatever the machines' clocks say. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mezzo.errors import ScriptError
 from mezzo.launch.ranks.launched import Launched
 
 JOIN_S = 120.0
-"""Time for all processes to arrive: their launcher starts them at once, but a busy file system may be slow."""
+"""Time for all processes to join: their launcher starts them together, but a busy file system may be slow."""
 SILENT_S = 30.0
-"""A process whose count stands still for this long is gone."""
+"""A process whose number has not changed for this long is gone."""
 
 _BEAT_S, _POLL_S = 1.0, 0.02
 _START_ALIKE = (
@@ -36,11 +36,11 @@ _START_ALIKE = (
 
 
 def meeting_place(launched: Launched, *, shared: Path) -> Path:
-    """Return where the processes of a job meet: on one machine in its folder for temporary files.
+    """Return where the processes of a job meet; if they are all on one machine, in its folder for temporary files.
 
     Args:
         launched: any of the processes.
-        shared: a folder that all machines see.
+        shared: a folder that all machines can access.
     """
     if not launched.one_machine:
         return shared.absolute() / f".mezzo-{launched.job}"
@@ -56,37 +56,37 @@ class Meeting:
         self._place, self._join_s, self._silent_s = place, join_s, silent_s
         self._folder = place
         self._seen: dict[int, tuple[int, float]] = {}
-        """The last number that each process counted to, and when it was read."""
+        """The latest number of each process, and when it was first read."""
         self._left = threading.Event()
         self._threads: list[threading.Thread] = []
 
     # --- arriving and leaving --------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Open the folder, as rank 0, and begin to answer the others."""
-        _make_own(self._place)
+        """Create the job's folder, as rank 0, and begin to answer the others."""
+        _create_own(self._place)
         self._folder = self._place / f"job-{secrets.token_hex(8)}"
         self._folder.mkdir(mode=0o700)
         self._start(self._beat, self._answer)
 
     def join(self) -> None:
-        """Find the folder that rank 0 opened.
+        """Find the folder that rank 0 created.
 
         Raises:
             ScriptError: there was no answer.
         """
-        rank, number = self.launched.rank, secrets.token_hex(8)
-        question, answer = self._place / f"hello-{rank}-{number}", self._place / f"welcome-{rank}-{number}"
+        rank, token = self.launched.rank, secrets.token_hex(8)
+        question, answer = self._place / f"hello-{rank}-{token}", self._place / f"welcome-{rank}-{token}"
         end = time.monotonic() + self._join_s
         while time.monotonic() < end:
-            found = read_message(answer)
-            if found is not None:
+            message = read_message(answer)
+            if message is not None:
                 answer.unlink(missing_ok=True)
-                self._folder = self._place / found["folder"]
+                self._folder = self._place / message["folder"]
                 self._start(self._beat)
                 return
             if not question.exists():
-                _make_own(self._place)
+                _create_own(self._place)
                 write_message(question, {})
             time.sleep(_POLL_S)
         question.unlink(missing_ok=True)
@@ -96,7 +96,7 @@ class Meeting:
         )
 
     def wait_for_all(self) -> None:
-        """Wait, as rank 0, until all processes have arrived.
+        """Wait, as rank 0, until all processes have joined.
 
         Raises:
             ScriptError: some did not.
@@ -132,15 +132,15 @@ class Meeting:
         return read_message(self._path(name))
 
     def folder_for(self, name: str) -> Path:
-        """Return a folder inside this one, made if missing, which is deleted when the job ends."""
+        """Return a folder inside the job's, created if missing, which is deleted when the job ends."""
         folder = self._path(name)
         folder.mkdir(exist_ok=True)
         return folder
 
     def gone(self, rank: int) -> bool:
         """Return whether a process has stopped counting."""
-        found, now = read_message(self._path(f"alive-{rank}")), time.monotonic()
-        number = -1 if found is None else int(found["number"])
+        message, now = read_message(self._path(f"alive-{rank}")), time.monotonic()
+        number = -1 if message is None else int(message["number"])
         last, since_s = self._seen.get(rank, (None, now))
         if number != last:
             self._seen[rank] = number, now
@@ -148,9 +148,9 @@ class Meeting:
         return now - since_s > self._silent_s
 
     def host_of(self, rank: int) -> str:
-        """Return the name of the machine of a process; empty if it never joined."""
-        found = read_message(self._path(f"alive-{rank}"))
-        return "" if found is None else str(found["host"])
+        """Return the name of a process's machine; empty if the process never joined."""
+        message = read_message(self._path(f"alive-{rank}"))
+        return "" if message is None else str(message["host"])
 
     # --- threads ---------------------------------------------------------------------------------------------------------------
 
@@ -185,16 +185,16 @@ class Meeting:
         return self._folder / name
 
 
-def _make_own(place: Path) -> None:
-    """Make the folder, for this user alone; refuse one that somebody else made.
+def _create_own(place: Path) -> None:
+    """Create the folder, for this user alone; refuse one that somebody else created.
 
     Raises:
         ScriptError: it belongs to another user.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     place.mkdir(mode=0o700, exist_ok=True)
-    found = place.stat()
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode)):
+    status = place.stat()
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode)):
         raise ScriptError(
             f"{place} belongs to another user, so the processes of this job cannot meet there",
             hint="set TMPDIR to a folder of your own",
@@ -202,7 +202,7 @@ def _make_own(place: Path) -> None:
 
 
 def write_message(path: Path, value: dict[str, Any]) -> None:
-    """Write a message whole or not at all."""
+    """Write a message atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     temporary.write_text(json.dumps(value), encoding="utf-8")
     os.replace(temporary, path)
@@ -211,7 +211,7 @@ def write_message(path: Path, value: dict[str, Any]) -> None:
 def read_message(path: Path) -> dict[str, Any] | None:
     """Return a message; None before it was written."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        message: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found
+    return message

@@ -1,7 +1,7 @@
-"""One record of what all processes of a run recorded. Pure functions of their records; imports no torch.
+"""Merge the records of all processes of a run into one. Pure functions of these records; imports no torch.
 
-The body is rank 0's, with the mean of all ranks' losses: each rank has the loss of its own part of the data. What else the ranks
-measured is in ``ranks``, and what should be the same in all of them, but is not, in ``between_ranks``.
+The merged record is rank 0's, with the mean of all ranks' losses: each rank has the loss of its own part of the data. What else the
+ranks measured is in ``ranks``, and what should be the same in all of them, but is not, in ``between_ranks``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def merged(
     """Return one record of a run.
 
     Args:
-        records: by rank; those of ranks that left none are missing.
+        records: by rank, without the ranks that left none.
         ends: how each process ended, rank 0 first.
         blame: the rank that ended the run, and why; None for a run that ended well.
         hosts: the name of each rank's machine.
-        prefix: begins the run's error, if it has one.
+        prefix: put before the run's error, if it has one.
     """
-    own = records[0]
+    lead = records[0]
     runs = {rank: run for rank, record in records.items() if (run := run_of(record)) is not None}
     ranks = [_rank_run(end, runs.get(end.rank), hosts.get(end.rank, "")) for end in ends]
     first = runs[0]
@@ -51,18 +51,18 @@ def merged(
         blamed = runs.get(rank)
         hint = blamed.hint if blamed is not None and blamed.error == why else ""
         run = run.model_copy(update={"error": f"{prefix}rank {rank}: {why}", "exit_code": code, "hint": hint})
-    if isinstance(own, RunRecord):
+    if isinstance(lead, RunRecord):
         return run
-    if isinstance(own, AuditRecord):
+    if isinstance(lead, AuditRecord):
         audits = {rank: r.findings for rank, r in records.items() if isinstance(r, AuditRecord)}
-        return own.model_copy(update={"run": run, "findings": findings_of_all(audits)})
-    return own.model_copy(update={"run": run})
+        return lead.model_copy(update={"run": run, "findings": findings_of_all(audits)})
+    return lead.model_copy(update={"run": run})
 
 
 def run_of(record: AnyRecord) -> RunRecord | None:
-    """Return the run in a record of one run; None in one of several."""
-    found = getattr(record, "run", record)
-    return found if isinstance(found, RunRecord) else None
+    """Return the run in a record of one run; None for a record of several."""
+    run = getattr(record, "run", record)
+    return run if isinstance(run, RunRecord) else None
 
 
 def error_of(record: AnyRecord) -> str | None:
@@ -73,31 +73,31 @@ def error_of(record: AnyRecord) -> str | None:
 
 def findings_of_all(by_rank: Mapping[int, Sequence[Finding]]) -> list[Finding]:
     """Return every rank's findings, each once; those that rank 0 lacks name the ranks that have them."""
-    found: dict[tuple[str, str, tuple[str, ...]], tuple[Finding, list[int]]] = {}
+    ranks_of: dict[tuple[str, str, tuple[str, ...]], tuple[Finding, list[int]]] = {}
     for rank, findings in sorted(by_rank.items()):
         for finding in findings:
             key = finding.code, PurePath(finding.lines[0]).name if finding.lines else "", tuple(finding.modules)
-            found.setdefault(key, (finding, []))[1].append(rank)
+            ranks_of.setdefault(key, (finding, []))[1].append(rank)
     return [
         finding
         if 0 in ranks
         else finding.model_copy(update={"title": f"{finding.title} (rank {', '.join(map(str, ranks))})"})
-        for finding, ranks in found.values()
+        for finding, ranks in ranks_of.values()
     ]
 
 
-def _mean_losses(own: Steps, of_ranks: Sequence[Steps], size: int) -> Steps:
-    """Return rank 0's steps with the mean of all ranks' losses, where all ranks made the same steps."""
-    if len(of_ranks) != size or any(len(steps.loss) != len(own.loss) for steps in of_ranks):
-        return own
-    names = [[(loss.name, loss.steps) for loss in steps.losses] for steps in of_ranks]
-    same = all(found == names[0] for found in names)
+def _mean_losses(lead: Steps, of_ranks: Sequence[Steps], size: int) -> Steps:
+    """Return rank 0's steps with the mean of all ranks' losses, if all ranks made the same steps."""
+    if len(of_ranks) != size or any(len(steps.loss) != len(lead.loss) for steps in of_ranks):
+        return lead
+    keys = [[(loss.name, loss.steps) for loss in steps.losses] for steps in of_ranks]
+    same = all(key == keys[0] for key in keys)
     losses = [
-        one.model_copy(update={"values": _means([steps.losses[place].values for steps in of_ranks])})
-        for place, one in enumerate(own.losses if same else [])
+        loss.model_copy(update={"values": _means([steps.losses[index].values for steps in of_ranks])})
+        for index, loss in enumerate(lead.losses if same else [])
     ]
-    loss = _means([steps.loss for steps in of_ranks])
-    return own.model_copy(update={"loss": loss, "losses": losses or own.losses})
+    mean_loss = _means([steps.loss for steps in of_ranks])
+    return lead.model_copy(update={"loss": mean_loss, "losses": losses or lead.losses})
 
 
 def _means(of_ranks: Sequence[Sequence[float]]) -> list[float]:
@@ -129,5 +129,5 @@ def _rank_run(end: ProcessEnd, run: RunRecord | None, host: str) -> RankRun:
 
 
 def _median(numbers: Sequence[float]) -> float | None:
-    known = [number for number in numbers if number == number]
+    known = [number for number in numbers if number == number]  # without NaN
     return statistics.median(known) if known else None

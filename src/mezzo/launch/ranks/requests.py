@@ -1,4 +1,4 @@
-"""A run's request for each process of a job: the same script and settings, files of its own. Imports no torch."""
+"""A run's request for each process of a job: the same script and settings, but separate files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mezzo.launch.request import Request
 
 
 def record_path(folder: Path, number: int) -> Path:
-    """Return where a process writes its record of a run, in its folder of the meeting."""
+    """Return where a process writes its record of a run, in the process's folder of the meeting."""
     return folder / f"run-{number}.json"
 
 
@@ -19,7 +19,7 @@ def counts_path(folder: Path, number: int) -> Path:
 
 
 def for_rank(request: Request, rank: int, *, folder: Path, number: int, ranks: int) -> Request:
-    """Return the request of one rank, whose observer writes beside the files of rank 0, or into the rank's folder of the meeting.
+    """Return the request of one rank, whose observer writes next to the files of rank 0, or into the rank's folder of the meeting.
 
     Args:
         request: that of rank 0.
@@ -32,9 +32,9 @@ def for_rank(request: Request, rank: int, *, folder: Path, number: int, ranks: i
     if observe is not None and observe.kind == "ranges":
         observe = observe.model_copy(update={"counts_path": str(counts_path(folder, number))})
     if rank and observe is not None and observe.kind == "diagnose" and observe.evidence_path:
-        observe = observe.model_copy(update={"evidence_path": str(beside(Path(observe.evidence_path), rank))})
+        observe = observe.model_copy(update={"evidence_path": str(file_of_rank(Path(observe.evidence_path), rank))})
     if rank and observe is not None and observe.kind == "fallback":
-        observe = observe.model_copy(update={"folder": str(folder_beside(Path(observe.folder), rank))})
+        observe = observe.model_copy(update={"folder": str(folder_of_rank(Path(observe.folder), rank))})
         Path(observe.folder).mkdir(exist_ok=True)
     snapshots = request.snapshots
     if snapshots is not None:
@@ -45,19 +45,19 @@ def for_rank(request: Request, rank: int, *, folder: Path, number: int, ranks: i
     return request.model_copy(update={"rank": rank, "observe": observe, "snapshots": snapshots, "guard": guard})
 
 
-def beside(path: Path, rank: int) -> Path:
-    """Return a rank's own file beside one of rank 0."""
+def file_of_rank(path: Path, rank: int) -> Path:
+    """Return a rank's own file, next to the file ``path`` of rank 0."""
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
-def folder_beside(folder: Path, rank: int) -> Path:
-    """Return a rank's own folder inside that of rank 0."""
+def folder_of_rank(folder: Path, rank: int) -> Path:
+    """Return a rank's own folder, inside that of rank 0."""
     return folder / f"rank{rank}"
 
 
 def files_of_ranks(path: Path) -> list[Path]:
-    """Return an observer's file of rank 0 and those of other ranks beside it, in order."""
+    """Return an observer's file of rank 0, and those of other ranks next to it, in order."""
     name = re.compile(rf"{re.escape(path.stem)}\.rank(\d+){re.escape(path.suffix)}")
-    places = path.parent.glob(f"*{path.suffix}")
-    others = [(int(found[1]), place) for place in places if (found := name.fullmatch(place.name))]
-    return [path, *(place for _, place in sorted(others))]
+    candidates = path.parent.glob(f"*{path.suffix}")
+    others = [(int(match[1]), other) for other in candidates if (match := name.fullmatch(other.name))]
+    return [path, *(other for _, other in sorted(others))]

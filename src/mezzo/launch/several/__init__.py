@@ -1,1 +1,1 @@
-"""Commands that run a script several times, each time to learn what the runs so far could not show."""
+"""Commands that run a script several times, each time to learn what the earlier runs could not show."""

@@ -15,16 +15,16 @@ _LIBRARIES: tuple[Caller, ...] = ("lightning", "fabric", "accelerate", "transfor
 
 
 def caller_of(target: str, *, kind: Literal["script", "module"]) -> Caller:
-    """Return what trains in a script and the files beside it."""
-    found: set[Caller] = set()
+    """Return what trains in a script and the files next to it."""
+    callers: set[Caller] = set()
     for source in own_sources(target, kind=kind):
         try:
             script = ScriptFacts(Text(source))
             trainer = frameworks.trainer_of(script)
         except (SyntaxError, ValueError, RecursionError, Unclear):  # a library's arguments come from the command line
             continue
-        found |= {one for one in _LIBRARIES if trainer is not None and trainer.kind == one}
-        found |= {"session"} if script.uses("mezzo.Session") else set()
-        found |= {"own_amp"} if own_amp.is_there(script) else set()
+        callers |= {library for library in _LIBRARIES if trainer is not None and trainer.kind == library}
+        callers |= {"session"} if script.uses("mezzo.Session") else set()
+        callers |= {"own_amp"} if own_amp.is_there(script) else set()
     order: tuple[Caller, ...] = (*_LIBRARIES, "session", "own_amp")
-    return next((one for one in order if one in found), "loop")
+    return next((caller for caller in order if caller in callers), "loop")

@@ -1,4 +1,4 @@
-"""One run on a worker of a cluster: its record goes to the folder that the command and all workers share. Imports no torch."""
+"""One run on a worker of a cluster: it writes its record to the folder that the command and all workers share. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mezzo.launch.runner import run_alone
 
 
 def run_here(packed: str, folder: str, output: str, limit_s: float | None) -> str:
-    """Run a request on this machine; return the name of the signal that stopped it, or an empty text.
+    """Run a request on this machine; return the name of the signal that stopped the run, or an empty text.
 
     Args:
         packed: the request as JSON, with a placement.
@@ -25,12 +25,12 @@ def run_here(packed: str, folder: str, output: str, limit_s: float | None) -> st
     request = Request.model_validate_json(packed)
     assert request.placement is not None
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    here = {
+    machine = {
         "host": socket.gethostname(),
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES") or None,
         "threads": int(threads) if threads.isdecimal() else None,
     }
-    request = request.model_copy(update={"placement": request.placement.model_copy(update=here)})
-    with stoppable() as stop, suppress(Stopped):  # it may stop before the run begins
+    request = request.model_copy(update={"placement": request.placement.model_copy(update=machine)})
+    with stoppable() as stop, suppress(Stopped):  # raised by a signal that arrives before the run begins
         run_alone(request, output=Path(output), limit_s=limit_s)
     return stop.name

@@ -10,13 +10,13 @@ from mezzo.records.run import RUN_NAME
 
 _LONGEST = 80
 GRACE_S = 30.0
-"""Time beyond a command's budget before a run is killed: its estimate may have been too low."""
+"""Time that a run may take beyond a command's budget before it is killed: the estimate may have been too low."""
 
 
 def folder_name(policy: str) -> str:
     """Return a policy's text as part of a folder's name, in characters that every file system allows.
 
-    A long one is cut, and ends with a digest of the whole.
+    A long text is cut, and gets a digest of the whole at its end.
     """
     plain = re.sub(r"[^\w.,=+-]", "_", policy)
     if len(plain) <= _LONGEST:
@@ -25,7 +25,7 @@ def folder_name(policy: str) -> str:
 
 
 def run_name(policy: str, seed: int) -> str:
-    """Return the name of a run, which is also that of its folder."""
+    """Return the name of a run, which is also the name of its folder."""
     return f"{folder_name(policy)}-seed{seed}"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mezzo.launch.process.command_signals import Stopped
 from mezzo.launch.ranks.leading import leader
-from mezzo.launch.ranks.requests import folder_beside
+from mezzo.launch.ranks.requests import folder_of_rank
 from mezzo.launch.request import Request
 from mezzo.launch.several.side_by_side import output_of
 from mezzo.launch.several.waves import Waves
@@ -27,7 +27,7 @@ def fallback_of_script(
     *,
     folder: Path,
     waves: Waves,
-    goes_on: bool = False,
+    resume: bool = False,
     tolerance: float | None = None,
     fresh: int = 2,
     note: Callable[[str], None] = lambda _: None,
@@ -35,32 +35,32 @@ def fallback_of_script(
     """Return which modules of a script have to stay in FP32 under the policy of ``request``.
 
     Each run's record and output stay under ``runs`` in ``folder``. The reference's gradients are deleted at the end, unless a signal
-    stopped the search: then they stay, so that it can be resumed.
+    stopped the search: a resumed search needs them.
 
     Args:
         request: the script, its arguments and the policy.
         folder: where the runs' files go.
-        waves: makes the runs.
-        goes_on: whether to use the finished runs that a stopped search left in ``folder``.
+        waves: executes the runs.
+        resume: whether to use the finished runs that a stopped search left in ``folder``.
         tolerance: the largest relative error of a parameter's gradient that passes; None for one that suits the format.
-        fresh: how many more batches the set is checked on.
+        fresh: on how many more batches the set of modules is checked.
         note: called with each message.
     """
     runs = (folder / _RUNS).absolute()
-    if not goes_on:
+    if not resume:
         shutil.rmtree(runs, ignore_errors=True)
     runs.mkdir(parents=True, exist_ok=True)
     measure = _Children(request, runs, waves)
     policy = request.policy
     assert policy is not None
-    can_go_on = False
+    resumable = False
     try:
         return find(measure, policy, folder=str(runs), tolerance=tolerance, fresh=fresh, note=note)
     except Stopped:
-        can_go_on = True
+        resumable = True
         raise
     finally:
-        for gradients in [] if can_go_on else _gradients(runs):
+        for gradients in [] if resumable else _gradients(runs):
             gradients.unlink()
 
 
@@ -71,14 +71,16 @@ class _Children:
         self._request, self._folder, self._waves = request, folder, waves
 
     def __call__(self, policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
-        request = self._asked(policy, settings)
-        run = self._waves.record(request, ahead=lambda: (self._asked(*trial) for trial in ahead()), reuse=_finished)
+        request = self._request_for(policy, settings)
+        run = self._waves.record(
+            request, ahead=lambda: (self._request_for(*trial) for trial in ahead()), reuse=_finished
+        )
         assert isinstance(run, RunRecord)
         where = f"what it printed is in {output_of(request)}"
-        measured = of_all([read_measured(own) for own in _of_ranks(settings)])
+        measured = of_all([read_measured(of_rank) for of_rank in _of_ranks(settings)])
         return checked(measured, run, where=where, role=settings.role), run
 
-    def _asked(self, policy: Policy, settings: FallbackSettings) -> Request:
+    def _request_for(self, policy: Policy, settings: FallbackSettings) -> Request:
         return self._request.model_copy(
             update={
                 "policy": policy,
@@ -90,17 +92,17 @@ class _Children:
 
 
 def _finished(request: Request) -> RunRecord | None:
-    """Return the record of a run that left its measurements, and its gradients if it is the reference; None if it must be made."""
+    """Return the record of a run that left its measurements, and its gradients if it is the reference; None if the run is still to do."""
     settings, path = request.observe, Path(request.record_path)
     assert isinstance(settings, FallbackSettings)
-    found = record_at(path)
-    if not isinstance(found, RunRecord) or found.request_sha256 != request.digest:
+    run = record_at(path)
+    if not isinstance(run, RunRecord) or run.request_sha256 != request.digest:
         return None
-    if found.error is not None and not failed_by_format(found):
+    if run.error is not None and not failed_by_format(run):
         return None
     if settings.role == "reference" and not _gradients(path.parent):
         return None
-    return found if all(measured_path(own).is_file() for own in _of_ranks(settings)) else None
+    return run if all(measured_path(of_rank).is_file() for of_rank in _of_ranks(settings)) else None
 
 
 def _gradients(folder: Path) -> list[Path]:
@@ -111,4 +113,4 @@ def _of_ranks(settings: FallbackSettings) -> list[FallbackSettings]:
     """Return the settings of every process of a run, rank 0's first."""
     lead, folder = leader(), Path(settings.folder)
     others = range(1, 1 if lead is None else lead.size)
-    return [settings, *(settings.model_copy(update={"folder": str(folder_beside(folder, rank))}) for rank in others)]
+    return [settings, *(settings.model_copy(update={"folder": str(folder_of_rank(folder, rank))}) for rank in others)]

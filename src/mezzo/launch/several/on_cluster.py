@@ -1,6 +1,7 @@
-"""Runs of one command on the workers of a cluster, which share the command's folder: each writes one record, whole.
+"""Runs of one command on the workers of a cluster, which share the command's folder: each writes one record, atomically.
 
-A run whose worker is lost is tried once more; then it fails, with its name in the error. A signal cancels running jobs. Imports no torch.
+A run whose worker is lost is tried once more, and then fails, with its name in the error. A signal cancels running jobs. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from mezzo.errors import RecordError
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.progress import followed
 from mezzo.launch.request import Request
-from mezzo.launch.runner import without_record
+from mezzo.launch.runner import substitute_record
 from mezzo.launch.several.side_by_side import Ended, LimitS, output_of, run_label
 from mezzo.records import AnyRecord, Placement, read_record, write_record
 
 _POLL_S = 0.5
 _CANCEL_S = 15.0
-"""Time for cancelled runs to end, so that none writes into the folder later."""
+"""Time to wait for cancelled runs, so that none writes into the folder later."""
 _ATTEMPTS = 2
 
 
@@ -41,7 +42,7 @@ class ClusterJob(Protocol):
 
 
 class Cluster(Protocol):
-    """A scheduler that makes runs on other machines."""
+    """A scheduler that executes runs on other machines."""
 
     @property
     def name(self) -> Literal["slurm", "ray"]:
@@ -49,10 +50,10 @@ class Cluster(Protocol):
 
     @property
     def gives_gpus(self) -> bool | None:
-        """Whether each run has a GPU of its own; None if only the run knows."""
+        """Whether each run has a GPU of its own; None if only the run itself can tell."""
 
     def begin(self, folder: Path) -> None:
-        """Get ready, with the command's folder for its files."""
+        """Prepare to submit runs; the scheduler's own files go into the command's folder."""
 
     def submit(self, request: Request, *, output: Path, limit_s: float | None) -> ClusterJob:
         """Submit a run."""
@@ -76,10 +77,10 @@ class _Running:
 
 
 class OnCluster:
-    """The engine that has each run made by a cluster."""
+    """The engine that submits each run to a cluster."""
 
     def __init__(self, cluster: Cluster, *, jobs: int | None, note: Callable[[str], None]) -> None:
-        """Prepare to make at most ``jobs`` runs at once; None for as many as the cluster allows."""
+        """Prepare to execute at most ``jobs`` runs at once; None for as many as the cluster allows."""
         self._cluster, self.at_once, self._note = cluster, jobs, note
         self._folder: Path | None = None
         """The command's folder, until the first run is submitted."""
@@ -91,7 +92,7 @@ class OnCluster:
 
     @property
     def gives_gpus(self) -> bool | None:
-        """Whether each run has a GPU of its own; None if only the run knows."""
+        """Whether each run has a GPU of its own; None if only the run itself can tell."""
         return self._cluster.gives_gpus
 
     @contextmanager
@@ -105,7 +106,7 @@ class OnCluster:
                 self._cluster.end()
 
     def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
-        """Make the runs, while the engine is open."""
+        """Execute the runs, while the engine is open."""
         if requests and self._folder is not None:
             self._cluster.begin(self._folder)
             self._folder = None
@@ -118,7 +119,7 @@ class OnCluster:
 
 
 class _Runs:
-    """Runs that wait, and those that were submitted."""
+    """The runs that wait, and those that were submitted."""
 
     def __init__(
         self,
@@ -157,14 +158,14 @@ class _Runs:
     def _submit(self, request: Request, attempts: int) -> None:
         placement = self._placement(attempts)
         shown, output = ExitStack(), output_of(request)
-        asked = shown.enter_context(followed(request, passes_output=False))
+        submitted = shown.enter_context(followed(request, passes_output=False))
         path = str(Path(request.record_path).absolute())
-        asked = asked.model_copy(update={"placement": placement, "record_path": path})
+        submitted = submitted.model_copy(update={"placement": placement, "record_path": path})
         job = self._cluster.under_way(request) if attempts == 1 else None
         if job is not None:
-            self._note(f"{run_label(request)} is under way already: it is waited for")
+            self._note(f"{run_label(request)} is already in progress; waiting for it")
         else:
-            job = self._cluster.submit(asked, output=output, limit_s=self._limit_s())
+            job = self._cluster.submit(submitted, output=output, limit_s=self._limit_s())
         self._running.append(_Running(request, job, attempts, shown))
 
     def _placement(self, attempts: int) -> Placement:
@@ -179,10 +180,10 @@ class _Runs:
             except RecordError as error:
                 lost = f"it left no record ({error.message})"
         if run.attempts < _ATTEMPTS:
-            self._note(f"{run_label(run.request)} was lost, and is tried again: {lost}")
+            self._note(f"{run_label(run.request)} was lost and is tried again: {lost}")
             self._waiting.appendleft((run.request, run.attempts + 1))
             return None
-        record = without_record(run.request, 1, f"{run_label(run.request)} was lost {_ATTEMPTS} times; {lost}")
+        record = substitute_record(run.request, 1, f"{run_label(run.request)} was lost {_ATTEMPTS} times; {lost}")
         record = record.model_copy(update={"placement": self._placement(run.attempts)})
         write_record(record, path)
         return record

@@ -1,15 +1,15 @@
-"""Run a script as often as it takes to know where its first value that left its format comes from, and what helps.
+"""Run a script as often as needed to find out where its first value that left its format comes from, and what helps.
 
-1. With two flags per step, and every operation of steps 1, 2, 4, 8 and so on: silent saturation shows nowhere else.
-2. If a faulty step lies between those, once more, inspecting its operations. The same if a single update was skipped though the loss
-   scale fitted: a NaN that no scale helps is skipped like an overflow.
-3. In FP32, or at a loss scale of 1, up to that step: if it fails there as well, the format or the scale is not the cause.
-4. With what may help, until something does.
+1. Read two flags per step, and inspect every operation of steps 1, 2, 4, 8 and so on: silent saturation shows nowhere else.
+2. If a faulty step lies between those, run once more and inspect its operations. Do the same if a single update was skipped although
+   the loss scale fitted: a NaN that no scale can cure is skipped like an overflow.
+3. Run in FP32, or at a loss scale of 1, up to that step: if it fails there as well, the format or the scale is not the cause.
+4. Run with one possible fix after another, until one helps.
 
-Each run leaves evidence; what to run next follows from all of it so far (``next_run``), and so does the verdict
+Each run leaves evidence. What to run next follows from the evidence of all runs (``next_run``), and so does the verdict
 (``mezzo.observe.nonfinite.verdict``).
 
-A script that sets its seeds does the same each time. One that does not may pass the step without a fault the second time:
+A script that sets its seeds does the same each time. One that does not may pass the faulty step without a fault the second time:
 then every later step is inspected. Under a launcher of several processes, all of them run again together, and each leaves evidence.
 Imports no torch.
 """
@@ -38,7 +38,7 @@ from mezzo.records import DiagnoseRecord, RunRecord
 
 _MAX_SUSPECTS = 3
 _RAISED = (1, ScaleFloorError.exit_code, NonFiniteLossError.exit_code)
-"""Exit codes of runs that a value may have ended."""
+"""Exit codes of runs that a non-finite value may have ended."""
 _SETTLING = 16
 """Steps that a dynamic loss scale may need to settle."""
 
@@ -51,12 +51,12 @@ def diagnose_script(
     """Run the script of ``request`` until it is known where its first value that left its format comes from, and what helps.
 
     Args:
-        request: what to run; what to observe is set here.
-        steps: how many training steps to watch at most.
+        request: what to run; its observer's settings are filled in here.
+        steps: the most training steps to watch.
         child: runs a request; returns its record, and leaves its evidence where the request's settings say.
         note: called with the reason when the script runs again.
     """
-    asked: ScriptRun | None = ScriptRun(
+    planned: ScriptRun | None = ScriptRun(
         role="first",
         reason="to find the first step that is not finite",
         policy=request.policy,
@@ -65,14 +65,14 @@ def diagnose_script(
     untried = ""
     runs: list[ScriptRun] = []
     with stoppable() as stop:
-        while asked is not None:
+        while planned is not None:
             if runs and stop.stopped:
                 untried = "the search was interrupted"
                 break
             if runs:
-                note(f"the script runs again, {asked.reason}")
-            runs.append(_ran(asked, request, len(runs) + 1, child, stop))
-            asked = _from_start(next_run(runs), runs[0])
+                note(f"the script runs again, {planned.reason}")
+            runs.append(_run(planned, request, len(runs) + 1, child, stop))
+            planned = _from_start(next_run(runs), runs[0])
     first = runs[0]
     if first.evidence is None:
         assert first.run is not None
@@ -80,15 +80,15 @@ def diagnose_script(
     return _in_terms_of(request, diagnosis(runs, untried=untried))
 
 
-def _in_terms_of(request: Request, found: DiagnoseRecord) -> DiagnoseRecord:
-    """Return a diagnosis with its line in the terms of the script's framework, and where to write it in such a script."""
-    if not found.fix_line:
-        return found
+def _in_terms_of(request: Request, diagnosis: DiagnoseRecord) -> DiagnoseRecord:
+    """Return a diagnosis with its fix as a line for the script's framework, and where to write the line in such a script."""
+    if not diagnosis.fix_line:
+        return diagnosis
     if request.framework == "paddle":
-        found = found.model_copy(update={"fix_line": in_paddle(found.fix_line, before=found.run.policy)})
-    caller = "session" if found.session_policy else caller_of(request.target, kind=request.kind)
-    where = where_to_write(found, caller)
-    return found.model_copy(update={"fix_where": where})
+        fix_line = in_paddle(diagnosis.fix_line, before=diagnosis.run.policy)
+        diagnosis = diagnosis.model_copy(update={"fix_line": fix_line})
+    caller = "session" if diagnosis.session_policy else caller_of(request.target, kind=request.kind)
+    return diagnosis.model_copy(update={"fix_where": where_to_write(diagnosis, caller)})
 
 
 def inspected(last: int) -> tuple[int, ...]:
@@ -96,75 +96,75 @@ def inspected(last: int) -> tuple[int, ...]:
     return tuple(sorted({*(2**k for k in range(last.bit_length())), last}))
 
 
-def _ran(asked: ScriptRun, request: Request, number: int, child: Child, stop: Stop) -> ScriptRun:
-    """Run the script; from the second time on, its output goes to a file beside the record."""
+def _run(planned: ScriptRun, request: Request, number: int, child: Child, stop: Stop) -> ScriptRun:
+    """Run the script as planned and return the run with its record; from the second run on, its output goes to a file."""
     path, output = Path(request.record_path), None
-    typed = request.policy_typed if asked.policy == request.policy else ""
-    update: dict[str, Any] = {"policy": asked.policy, "policy_typed": typed}
+    typed = request.policy_typed if planned.policy == request.policy else ""
+    update: dict[str, Any] = {"policy": planned.policy, "policy_typed": typed}
     if number > 1:
         path, output = path.with_name(f"pass{number}.json"), path.with_name(f"pass{number}.log")
         update |= {"output_to_stderr": False, "record_path": str(path)}
     evidence = path.absolute().with_suffix(".evidence.json")  # the script may change the folder
-    for place in files_of_ranks(evidence):
-        place.unlink(missing_ok=True)
-    update["observe"] = asked.settings.model_copy(update={"evidence_path": str(evidence)})
+    for of_earlier in files_of_ranks(evidence):
+        of_earlier.unlink(missing_ok=True)
+    update["observe"] = planned.settings.model_copy(update={"evidence_path": str(evidence)})
     try:
         run = child(request.model_copy(update=update), output=output)
     except Stopped:
         if number == 1:
             raise
-        return replace(asked, stopped_by=stop.name)
+        return replace(planned, stopped_by=stop.name)
     if number > 1 and stop.stopped:
-        return replace(asked, stopped_by=stop.name)
-    return replace(asked, run=run, evidence=_evidence_at(evidence))
+        return replace(planned, stopped_by=stop.name)
+    return replace(planned, run=run, evidence=_evidence_at(evidence))
 
 
 def _evidence_at(path: Path) -> Evidence | None:
-    """Return the evidence of all processes of a run, without a script's own process if that only starts those that train."""
-    found = [read_evidence(place) for place in files_of_ranks(path)]
-    if len(found) > 1 and found[0] is not None and not (found[0].watched or found[0].bad_steps):
-        del found[0]
-    return of_all(found)
+    """Return the evidence of all processes of a run; without the script's own process if that only starts those that train."""
+    of_ranks = [read_evidence(file) for file in files_of_ranks(path)]
+    if len(of_ranks) > 1 and of_ranks[0] is not None and not (of_ranks[0].watched or of_ranks[0].bad_steps):
+        del of_ranks[0]
+    return of_all(of_ranks)
 
 
 # --- what to run next ----------------------------------------------------------------------------------------------------------------
 
 
 def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
-    """Return the run that the evidence so far asks for; None where it is enough."""
+    """Return the run that the evidence of the earlier runs calls for; None if that is enough."""
     if runs[0].evidence is None:
         return None
-    found, roles = known(runs), [ran.role for ran in runs]
-    if len(runs) == 1 and (asked := _inspecting_suspects(runs[0])) is not None:
-        return asked
-    if len(runs) == 1 and found.verdict == "healthy" and (asked := _inspecting_skips(runs[0])) is not None:
-        return asked
-    if "scale of 1" not in roles and found.located and found.verdict == "scale_overflow":
-        return _at_scale_of_1(found, runs[0])
-    if "fp32" not in roles and _may_pass_in_fp32(found) and str(runs[0].policy) != "fp32":
-        return _in_fp32(found)
-    return _with_fix(found, runs)
+    diagnosis, roles = known(runs), [ran.role for ran in runs]
+    if len(runs) == 1 and (suspects := _inspecting_suspects(runs[0])) is not None:
+        return suspects
+    if len(runs) == 1 and diagnosis.verdict == "healthy" and (skips := _inspecting_skips(runs[0])) is not None:
+        return skips
+    if "scale of 1" not in roles and diagnosis.located and diagnosis.verdict == "scale_overflow":
+        return _at_scale_of_1(diagnosis, runs[0])
+    if "fp32" not in roles and _may_pass_in_fp32(diagnosis) and str(runs[0].policy) != "fp32":
+        return _in_fp32(diagnosis)
+    return _with_fix(diagnosis, runs)
 
 
-def _from_start(asked: ScriptRun | None, first: ScriptRun) -> ScriptRun | None:
-    """Return a run that inspects step 1 as one from the first line on, where the script calls no module in that step."""
-    if asked is None or first.evidence is None or not first.evidence.missed_start or asked.settings.steps[0] != 1:
-        return asked
-    return replace(asked, settings=asked.settings.model_copy(update={"from_start": True}))
+def _from_start(planned: ScriptRun | None, first: ScriptRun) -> ScriptRun | None:
+    """Return the planned run; if it inspects step 1, in which the script calls no module, one that inspects from the first line on."""
+    if planned is None or first.evidence is None or not first.evidence.missed_start or planned.settings.steps[0] != 1:
+        return planned
+    return replace(planned, settings=planned.settings.model_copy(update={"from_start": True}))
 
 
 def _inspecting_suspects(first: ScriptRun) -> ScriptRun | None:
-    """Inspect the faulty steps that the first run did not; of overflows, the first step, if that run located a later one."""
-    found, run = judged(first), first.run
+    """Inspect the faulty steps that the first run did not; of overflows only the first, if it is before the one that run located."""
+    diagnosis, run = judged(first), first.run
     assert run is not None
     assert first.evidence is not None
     failed = run.error is not None and run.exit_code in _RAISED
-    raised = [len(run.steps) + 1] if failed and not found.faulty_steps else []
+    raised = [len(run.steps) + 1] if failed and not diagnosis.faulty_steps else []
     only = [1] if first.evidence.missed_start and not first.evidence.watched and len(run.steps) else []
-    unseen = [step for step in found.faulty_steps or raised or only if step not in first.evidence.watched]
-    if found.located:
-        of_skip = found.verdict in ("scale_overflow", "range_overflow")
-        unseen = [step for step in unseen if of_skip and step < found.step][:1]
+    unseen = [step for step in diagnosis.faulty_steps or raised or only if step not in first.evidence.watched]
+    if diagnosis.located:
+        overflows = diagnosis.verdict in ("scale_overflow", "range_overflow")
+        unseen = [step for step in unseen if overflows and step < diagnosis.step][:1]
     if not unseen:
         return None
     suspects = tuple(unseen[:_MAX_SUSPECTS])
@@ -191,46 +191,45 @@ def _inspecting_skips(first: ScriptRun) -> ScriptRun | None:
     )
 
 
-def _at_scale_of_1(found: DiagnoseRecord, first: ScriptRun) -> ScriptRun:
-    settings = DiagnoseSettings(steps=(found.step,), loss_scale=1.0)
-    reason = f"with a loss scale of 1 in step {found.step}"
+def _at_scale_of_1(diagnosis: DiagnoseRecord, first: ScriptRun) -> ScriptRun:
+    settings = DiagnoseSettings(steps=(diagnosis.step,), loss_scale=1.0)
+    reason = f"with a loss scale of 1 in step {diagnosis.step}"
     return ScriptRun(role="scale of 1", reason=reason, policy=first.policy, settings=settings)
 
 
-def _may_pass_in_fp32(found: DiagnoseRecord) -> bool:
-    doubtful = found.verdict in ("range_overflow", "invalid_operation")
-    return found.located and doubtful and found.origin != "refused"
+def _may_pass_in_fp32(diagnosis: DiagnoseRecord) -> bool:
+    doubtful = diagnosis.verdict in ("range_overflow", "invalid_operation")
+    return diagnosis.located and doubtful and diagnosis.origin != "refused"
 
 
-def _in_fp32_later(found: DiagnoseRecord, runs: Sequence[ScriptRun], *, last: int) -> ScriptRun | None:
-    """Ask whether FP32 gets beyond the step at which the best fix fails, if no fix is enough."""
-    step = fixes.farthest_step(found, tried(runs))
+def _in_fp32_later(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun], *, last: int) -> ScriptRun | None:
+    """Find out whether FP32 gets beyond the step at which the best fix fails, if no fix is enough."""
+    step = fixes.farthest_step(diagnosis, tried(runs))
     roles = [ran.role for ran in runs]
-    any_helped = any(fixes.helped(one.again, last) for one in tried(runs))
+    any_helped = any(fixes.helped(fix.again, last) for fix in tried(runs))
     if "fp32 later" in roles or not step or any_helped or str(runs[0].policy) == "fp32":
         return None
-    return replace(_in_fp32(found.model_copy(update={"step": step})), role="fp32 later")
+    return replace(_in_fp32(diagnosis.model_copy(update={"step": step})), role="fp32 later")
 
 
-def _in_fp32(found: DiagnoseRecord) -> ScriptRun:
-    settings = DiagnoseSettings(steps=(found.step,))
-    return ScriptRun(
-        role="fp32", reason=f"in FP32, to step {found.step}", policy=Policy.parse("fp32"), settings=settings
-    )
+def _in_fp32(diagnosis: DiagnoseRecord) -> ScriptRun:
+    settings = DiagnoseSettings(steps=(diagnosis.step,))
+    reason = f"in FP32, to step {diagnosis.step}"
+    return ScriptRun(role="fp32", reason=reason, policy=Policy.parse("fp32"), settings=settings)
 
 
-def _with_fix(found: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun | None:
+def _with_fix(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun | None:
     """Try the next fix, for as many steps after the fault as a loss scale may need to settle."""
     first = runs[0].run
     assert first is not None
-    if not found.located or not repeats(runs):
+    if not diagnosis.located or not repeats(runs):
         return None
-    found = found.model_copy(update={"run": first})
-    last = last_step(found, first)
-    offer = fixes.next_offer(found, tried(runs), last=last)
+    diagnosis = diagnosis.model_copy(update={"run": first})
+    last = last_step(diagnosis, first)
+    offer = fixes.next_offer(diagnosis, tried(runs), last=last)
     if offer is None:
-        return _in_fp32_later(found, runs, last=last)
-    steps = inspected(max(last, found.step + _SETTLING))
+        return _in_fp32_later(diagnosis, runs, last=last)
+    steps = inspected(max(last, diagnosis.step + _SETTLING))
     settings = DiagnoseSettings(steps=steps, loss_scale=offer.loss_scale, fp32_modules=offer.fp32_modules)
     policy = offer.policy or runs[0].policy
     return ScriptRun(role="fix", reason=f"to try: {offer.advice}", policy=policy, settings=settings, offer=offer)

@@ -1,12 +1,12 @@
-"""Try a patch before it is offered: run the patched script as it is and the unpatched one under the policy, and compare the two.
+"""Try a patch before it is offered: run the patched script as it is, run the unpatched one under the policy, and compare the two.
 
-The two runs have the same seed. What makes them comparable is torch's own lists of operations on this device: ``torch.autocast``
-keeps other operations in 16 bits on a CPU than on a GPU, so the unpatched script runs with the policy's ``op_lists=device``. On a GPU
-the two lists are the same. A patch for ``mezzo.Session`` or Keras is compared with the policy itself.
+Both runs have the same seed. To make them comparable, the unpatched script runs with the policy's ``op_lists=device``:
+``torch.autocast`` runs other operations in 16 bits on a CPU than on a GPU, where torch's lists and the policy's are the same. A patch
+for ``mezzo.Session`` or Keras is compared with the policy itself.
 
-Rule: the same number of steps, the same skipped updates, no fewer FLOPs below 32 bits, and the same losses. Losses that are not the same
-to the last bit pass if none of the first ``COMPARED_STEPS`` differs by more than one rounding of the format, as sums in another order
-do; later steps amplify such differences. Imports no torch.
+Rule: the same number of steps, the same number of skipped updates, no fewer FLOPs below 32 bits, and the same losses. Losses that are
+not the same to the last bit pass if none of the first ``COMPARED_STEPS`` differs by more than one rounding of the format, which sums in
+another order may cause; later steps amplify such differences. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ COMPARED_STEPS = 20
 _GPU_ONLY = ("lightning", "fabric", "accelerate")
 """Libraries that compute FP16 on GPUs only: on a CPU they refuse it or use BF16 instead."""
 _NO_KERNEL = ("RuntimeError", "NotImplementedError")
-"""How torch says that a device has no kernel for a format."""
+"""The errors that torch raises if a device has no kernel for a format."""
 _BF16 = Policy.parse("bf16")
 _SMALL_SCALE = 1024.0
-"""A loss scale at which a loss in FP16 has room."""
+"""A loss scale at which a scaled loss fits FP16's range."""
 
 Child = Callable[..., RunRecord]
 
@@ -52,7 +52,7 @@ class PatchOutcome:
     reasons: list[Reason] = field(default_factory=list)
     """What was compared, by which rule, and the result."""
     tried_as: str = ""
-    """The policy of the patched script in the trial: not the one asked for where the library computes FP16 on GPUs only."""
+    """The policy of the trial; not the requested one if the library computes FP16 on GPUs only."""
     same_losses: bool = False
     """Whether all losses are the same to the last bit."""
     reference: RunRecord | None = None
@@ -73,38 +73,38 @@ def try_patch(
 
     Args:
         request: the unpatched script, its arguments and the policy.
-        patch: the change to it, or to a file beside it.
+        patch: the change to it, or to a file next to it.
         folder: where the patched script, both records and both outputs go.
         limit_s: seconds after which a run is stopped, and the patch not offered; None for no limit.
         child: runs a request in a child process.
     """
     assert request.policy is not None
     if request.kind == "module":
-        why = "a module of a package cannot be run from another folder; apply the diff and run it by hand"
+        why = "a module of a package cannot be run from another folder; apply the diff and run it yourself"
         return PatchOutcome(may_be_offered=False, reasons=[Reason(what="trial", value="not run", reason=why)])
     trial = _Trial(request, folder.absolute(), limit_s, child)
     first = trial.compare(patch, request.policy)
     if first.may_be_offered or first.on_gpu:
         return first
-    instead = _instead(request.policy, patch, first)
+    substitute = _substitute(request.policy, patch, first)
     style = "auto" if patch.style == "framework" else patch.style
-    other = None if instead is None else make_patch(patch.path, policy=instead[0], style=style)
-    if instead is None or not isinstance(other, Patch):
+    other = None if substitute is None else make_patch(patch.path, policy=substitute[0], style=style)
+    if substitute is None or not isinstance(other, Patch):
         return first
-    policy, why = instead
+    policy, why = substitute
     notes = [Reason(what="tried as", value=str(policy), reason=why)]
-    ran = first.patched if _is_bf16(first) else None
-    return trial.compare(_for_cpu(other), policy, notes=notes, patched=ran)
+    run = first.patched if _is_bf16(first) else None
+    return trial.compare(_for_cpu(other), policy, notes=notes, patched=run)
 
 
-def _instead(policy: Policy, patch: Patch, first: PatchOutcome) -> tuple[Policy, str] | None:
-    """Return what to try instead, and why, where a machine without a GPU cannot compute the policy as one with a GPU; else None."""
+def _substitute(policy: Policy, patch: Patch, first: PatchOutcome) -> tuple[Policy, str] | None:
+    """Return a policy to try instead, and why, if a machine without a GPU cannot compute the requested one like a GPU; else None."""
     untried = "this machine has no GPU; FP16 itself has not been compared"
     reference, patched = first.reference, first.patched
     if patch.kind == "transformers" and policy.compute in ("fp16", "bf16"):
-        said = f"; {untried}" if policy.compute == "fp16" else ""
+        note = f"; {untried}" if policy.compute == "fp16" else ""
         why = "on a CPU, Hugging Face's Trainer computes BF16 only, and with use_cpu=True, which the trial set"
-        return _BF16, why + said
+        return _BF16, why + note
     if policy.compute != "fp16" or reference is None or patched is None:
         return None
     if patch.kind in _GPU_ONLY:
@@ -114,16 +114,16 @@ def _instead(policy: Policy, patch: Patch, first: PatchOutcome) -> tuple[Policy,
     if patch.style == "torch.amp" and (reference.error or "").startswith(_NO_KERNEL):
         why = str(reference.error).split(". ")[0]
         return _BF16, f"this CPU cannot compute the script in FP16 ({why}), and {untried}"
-    # At a scale that begins high, a smaller one is worth a trial.
-    has_room = policy.loss_scale == "dynamic" and policy.init_scale > _SMALL_SCALE
-    if patch.style == "torch.amp" and has_room and patched.error is None:
-        why = "autocast on a CPU may leave the loss in FP16, where a GPU's makes it FP32: at a large loss scale it overflows"
+    # If the scale begins high, a smaller one is worth a trial.
+    can_be_smaller = policy.loss_scale == "dynamic" and policy.init_scale > _SMALL_SCALE
+    if patch.style == "torch.amp" and can_be_smaller and patched.error is None:
+        why = "autocast on a CPU may leave the loss in FP16, where on a GPU it is FP32: at a large loss scale it overflows"
         return policy.replace(init_scale=_SMALL_SCALE), f"{why}; both runs begin at {_SMALL_SCALE:g}"
     return None
 
 
 def _for_cpu(patch: Patch) -> Patch:
-    """Return a patch with what its library needs to train in BF16 on a CPU."""
+    """Return a patch with the argument that its library needs to train in BF16 on a CPU."""
     if patch.kind != "transformers" or "use_cpu" in patch.source:
         return patch
     return replace(patch, patched=patch.patched.replace("bf16=True", "bf16=True, use_cpu=True"))
@@ -136,7 +136,7 @@ def _is_bf16(first: PatchOutcome) -> bool:
 
 
 def _comparable(policy: Policy, patch: Patch) -> Policy:
-    """Return the policy under which the unpatched script does what the patched one does by itself."""
+    """Return the policy under which the unpatched script computes what the patched one computes by itself."""
     if not policy.lowers or patch.style == "mezzo" or patch.kind == "keras":
         return policy
     return policy.replace(op_lists="device", arithmetic="auto")
@@ -152,22 +152,22 @@ class _Trial:
     def compare(
         self, patch: Patch, policy: Policy, *, notes: Sequence[Reason] = (), patched: RunRecord | None = None
     ) -> PatchOutcome:
-        """Run the patched script, unless that was done, and the unpatched one under ``policy``; return what they say."""
-        ours = self._patched(patch) if patched is None else patched
-        return judged(self._run("unpatched", policy=_comparable(policy, patch)), ours, policy, notes)
+        """Run the patched script, unless its record is given, and the unpatched one under ``policy``; return the comparison."""
+        patched = self._run_patched(patch) if patched is None else patched
+        return judged(self._run("unpatched", policy=_comparable(policy, patch)), patched, policy, notes)
 
-    def _patched(self, patch: Patch) -> RunRecord:
+    def _run_patched(self, patch: Patch) -> RunRecord:
         """Run the script with the patched file in place of the original, under its own precision."""
         script = Path(self._request.target).absolute()
-        place = self._folder / "script"
-        shutil.rmtree(place, ignore_errors=True)
-        mirror(script.parent, place, without=patch.path.absolute())
-        written = place / patch.path.absolute().relative_to(script.parent)
+        copy = self._folder / "script"
+        shutil.rmtree(copy, ignore_errors=True)
+        mirror(script.parent, copy, without=patch.path.absolute())
+        written = copy / patch.path.absolute().relative_to(script.parent)
         patch.write(written)
-        if written != place / script.name:
-            (place / script.name).unlink()
-            shutil.copy2(script, place / script.name)  # Python imports from the folder that a link points to
-        run = self._run("patched", policy=None, target=str(place / script.name))
+        if written != copy / script.name:
+            (copy / script.name).unlink()
+            shutil.copy2(script, copy / script.name)  # Python imports from the folder that a link points to
+        run = self._run("patched", policy=None, target=str(copy / script.name))
         return run.model_copy(update={"files_read": [f for f in run.files_read if f.path != str(written)]})
 
     def _run(self, name: str, **update: Any) -> RunRecord:
@@ -188,7 +188,7 @@ class _Trial:
 
 
 def mirror(folder: Path, copy: Path, *, without: Path) -> None:
-    """Fill ``copy`` with links to everything in ``folder`` but one file, so that imports and data beside a script are found.
+    """Fill ``copy`` with links to everything in ``folder`` but one file, so that imports and data next to a script are found.
 
     The folders above that file are real folders in the copy, not links.
     """
@@ -206,7 +206,7 @@ def mirror(folder: Path, copy: Path, *, without: Path) -> None:
 
 
 def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequence[Reason] = ()) -> PatchOutcome:
-    """Return what two runs say about a patch: the unpatched script under the policy, and the patched one as it is."""
+    """Return the outcome of a trial: compare the unpatched script under the policy with the patched one as it is."""
     largest = largest_difference(reference.steps.loss, patched.steps.loss)
     losses = reference.steps.loss, patched.steps.loss
     same = len(losses[0]) == len(losses[1]) and all(map(same_number, *losses))  # NaN is equal to NaN
@@ -216,12 +216,12 @@ def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequ
         why = f"a loss of the first {COMPARED_STEPS} steps differs by {largest:.2g} of its value, more than one rounding: {limit:.2g}"
         faults = [Reason(what="losses", value="different", reason=why)]
     compared = f"the patched script as it is, with the unpatched one under {reference.policy}, seed {reference.seed}"
-    said = [Reason(what="compared", value=f"{len(patched.steps)} steps", reason=compared), *notes]
+    reasons = [Reason(what="compared", value=f"{len(patched.steps)} steps", reason=compared), *notes]
     if not faults:
-        said.append(_agreement(reference, patched, same, largest, limit))
+        reasons.append(_agreement(reference, patched, same, largest, limit))
     return PatchOutcome(
         may_be_offered=not faults,
-        reasons=[*said, *faults],
+        reasons=[*reasons, *faults],
         tried_as=str(policy),
         same_losses=same and bool(reference.steps.loss),
         reference=reference,
@@ -271,19 +271,19 @@ def _differences(reference: RunRecord, patched: RunRecord) -> list[Reason]:
         ("steps", len(reference.steps), len(patched.steps)),
         ("skipped updates", reference.steps.num_skipped, patched.steps.num_skipped),
     )
-    for what, unpatched, ours in pairs:
-        if unpatched != ours:
-            why = f"{unpatched} under the policy, {ours} with the patch"
+    for what, expected, found in pairs:
+        if expected != found:
+            why = f"{expected} under the policy, {found} with the patch"
             faults.append(Reason(what=what, value="different", reason=why))
-    reached, wanted = patched.effective.flops_by_format, reference.effective.flops_by_format
-    if any(reached.get(name, 0) < flops for name, flops in wanted.items() if name not in WIDE):
+    flops_found, flops_expected = patched.effective.flops_by_format, reference.effective.flops_by_format
+    if any(flops_found.get(name, 0) < flops for name, flops in flops_expected.items() if name not in WIDE):
         why = f"{_flops(reference)} under the policy; {_flops(patched)} with the patch"
         faults.append(Reason(what="FLOPs by format", value="different", reason=why))
     return faults
 
 
 def largest_difference(first: list[float], second: list[float]) -> float:
-    """Return the largest relative difference in the first ``COMPARED_STEPS`` values; infinity where only one is finite."""
+    """Return the largest relative difference in the first ``COMPARED_STEPS`` values; infinity if only one of a pair is finite."""
     largest = 0.0
     for a, b in zip(first[:COMPARED_STEPS], second[:COMPARED_STEPS], strict=False):
         if math.isfinite(a) and math.isfinite(b):

@@ -1,4 +1,4 @@
-"""Runs as tasks of Ray, on its cluster or on this machine. Ray ends them with the command. Imports no torch."""
+"""Runs as tasks of Ray, on a Ray cluster or on this machine. Ray ends them when the command ends. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ray:
             options: ``address`` of the cluster, and ``num_cpus`` and ``num_gpus`` of a run.
 
         Raises:
-            UsageError: an option is none of these.
+            UsageError: there is no such option, or a number is not one.
         """
         unknown = [name for name in options if name not in OPTIONS]
         if unknown:
@@ -56,9 +56,9 @@ class Ray:
         """Connect to the cluster, or start one here."""
         path = os.environ.get("PYTHONPATH", "")
         environment = {"env_vars": {"PYTHONPATH": path}} if path else None
-        here = {} if self._address or "RAY_ADDRESS" in os.environ else {"include_dashboard": False}
+        local = {} if self._address or "RAY_ADDRESS" in os.environ else {"include_dashboard": False}
         self._ray.init(
-            address=self._address, runtime_env=environment, log_to_driver=False, logging_level="error", **here
+            address=self._address, runtime_env=environment, log_to_driver=False, logging_level="error", **local
         )
         self._task = self._ray.remote(max_retries=0, num_cpus=self._cpus, num_gpus=self._num_gpus())(run_here)
 
@@ -90,12 +90,12 @@ class RayTask:
         """Return why a task that is over did not finish its run; empty if it did."""
         try:
             stopped_by = self._ray.get(self._reference)
-        except Exception as error:  # of Ray, or what the task raised
+        except Exception as error:  # raised by Ray or by the task
             first = next(iter(str(error).splitlines()), "")
             return f"{type(error).__name__}: {first}".rstrip(": ")
         return f"its worker was stopped by {stopped_by}" if stopped_by else ""
 
     def cancel(self) -> None:
         """End it with its worker."""
-        with suppress(Exception):  # it has just ended
+        with suppress(Exception):  # it may just have ended
             self._ray.cancel(self._reference, force=True)

@@ -1,6 +1,6 @@
 """Run a script to its end, run it again and stop it, start it once more, and compare. Imports no torch.
 
-Each of the two trainings has its own files: a copy of the folder, or the places that ``{run}`` in the arguments leads to.
+Each of the two trainings has its own files: in a copy of the folder, or where ``{run}`` in the arguments puts them.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _LEAST_STEPS = 4
 _TIMES_LONGER, _LEAST_LIMIT_S = 5.0, 120.0
 """A later run may take this many times as long as the first one."""
 _OTHER_SEED = 1
-"""Seed of the global generators when a run is started again: a script that sets none gets another one, as under python."""
+"""Seed of the global generators when a run is started again: a script that sets none gets another seed, as under python."""
 _MAGIC = (b"PK\x03\x04", b"\x80", b"\x93NUMPY", b"\x89HDF", b"SQLite format 3")
-"""How files begin that hold arrays or objects: zip (torch, NumPy), pickle, NumPy, HDF5, SQLite."""
+"""First bytes of files that contain arrays or objects: zip (torch, NumPy), pickle, NumPy, HDF5, SQLite."""
 
 
 @dataclass(kw_only=True)
 class ResumeCheck:
-    """A check under way."""
+    """A check in progress."""
 
     folder: Path
     target: str
     arguments: Sequence[str]
-    """The script's own."""
+    """The script's arguments."""
     resume_with: Sequence[str]
-    """Further arguments when it is started again."""
+    """Further arguments when the script is started again."""
     make_request: Callable[..., Request]
     say: Callable[[str], None]
     stop_after: int | None = None
-    """None: in the middle of the run, between two checkpoints if it writes any."""
+    """The step after which to stop; None for the middle of the run, between two checkpoints if it writes any."""
     notice_s: float = 10.0
     records: dict[str, RunRecord] = field(default_factory=dict)
     traces: dict[str, RunTrace] = field(default_factory=dict)
@@ -63,24 +63,24 @@ class ResumeCheck:
         """Make the three runs and return the verdict; None if the script fails undisturbed.
 
         Raises:
-            ScriptError: it makes too few steps, or its steps cannot be traced.
+            ScriptError: the script makes too few steps, or its steps cannot be traced.
             Stopped: a signal has stopped the command.
         """
-        for name in (WHOLE, STOPPED, RESUMED):  # what an earlier check left there would be resumed
+        for name in (WHOLE, STOPPED, RESUMED):  # the script would resume from an earlier check's files
             shutil.rmtree(self.folder / name, ignore_errors=True)
-        whole = self._ran(WHOLE)
+        whole = self._run(WHOLE)
         if whole.exit_code:
             return None
         trace = self.traces[WHOLE]
         self._check(trace, whole)
         self.stopped_after = self.stop_after or stop_of(trace)
-        stopped = self._ran(STOPPED, stop_after=self.stopped_after)
+        stopped = self._run(STOPPED, stop_after=self.stopped_after)
         self.stopped_by = "SIGKILL" if stopped.exit_code == 128 + 9 else "SIGTERM, which it handles"
-        self.checkpoints = _left_by(self.traces[STOPPED].written)
-        shared = self._shared(stopped)
-        if shared is not None:
-            return shared
-        resumed = self._ran(RESUMED)
+        self.checkpoints = _state_files(self.traces[STOPPED].written)
+        not_independent = self._if_shared(stopped)
+        if not_independent is not None:
+            return not_independent
+        resumed = self._run(RESUMED)
         return judged(
             Runs(
                 whole=trace,
@@ -94,23 +94,23 @@ class ResumeCheck:
             )
         )
 
-    def _ran(self, name: str, *, stop_after: int | None = None) -> RunRecord:
+    def _run(self, name: str, *, stop_after: int | None = None) -> RunRecord:
         training = WHOLE if name == WHOLE else STOPPED
-        place = self.folder / name
-        place.mkdir(parents=True, exist_ok=True)
-        more = self.resume_with if name == RESUMED else ()
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        further = self.resume_with if name == RESUMED else ()
         limit_s = None
         if name != WHOLE:
             limit_s = max(_TIMES_LONGER * self.records[WHOLE].duration_s, _LEAST_LIMIT_S) + self.notice_s
         request = self.make_request(
             None,
-            folder=place.absolute(),
-            arguments=named_arguments([*self.arguments, *more], training),
+            folder=folder.absolute(),
+            arguments=named_arguments([*self.arguments, *further], training),
             seed=0,
             compared_since_s=self._since_s,
             work_folder=self._work_folder(training),
             trace=TraceRequest(
-                path=str((place / "trace.jsonl").absolute()),
+                path=str((folder / "trace.jsonl").absolute()),
                 stop_after=stop_after,
                 notice_s=self.notice_s,
                 first_seed=_OTHER_SEED if name == RESUMED else None,
@@ -118,25 +118,25 @@ class ResumeCheck:
         )
         self.say(_ANNOUNCED[name].format(step=stop_after))
         with stoppable() as stop:
-            found = run_child(request, output=place / "output.log", limit_s=limit_s)
+            run = run_child(request, output=folder / "output.log", limit_s=limit_s)
             stop.check()
-        self.records[name] = found
-        self.traces[name] = read_trace(place / "trace.jsonl")
-        return found
+        self.records[name] = run
+        self.traces[name] = read_trace(folder / "trace.jsonl")
+        return run
 
     def _work_folder(self, training: str) -> str | None:
         if not self._copies:
             return None
-        place = (self.folder / training / "work").absolute()
-        if not place.exists():
-            copy_folder(self._here, place, without=self.folder)
-        return str(place)
+        copy = (self.folder / training / "work").absolute()
+        if not copy.exists():
+            copy_folder(self._here, copy, without=self.folder)
+        return str(copy)
 
     def _check(self, trace: RunTrace, whole: RunRecord) -> None:
         steps = trace.num_updates
         if whole.replays:
             raise ScriptError(
-                f"{self.target} trains by {whole.replays} of a CUDA graph, and the state in these cannot be traced",
+                f"{self.target} trains by {whole.replays} of a CUDA graph, whose state cannot be traced",
                 hint="check the script without its graph: what it saves and restores is the same",
             )
         if not trace.points:
@@ -155,10 +155,10 @@ class ResumeCheck:
                 hint=f"pass a number from 1 to {steps - 1}",
             )
 
-    def _shared(self, stopped: RunRecord) -> Judgement | None:
-        """Return the verdict if the second run read what the first one wrote."""
-        own = {one.path for one in self.traces[WHOLE].written}
-        read: FileRead | None = next((one for one in stopped.files_read if one.path in own), None)
+    def _if_shared(self, stopped: RunRecord) -> Judgement | None:
+        """Return the verdict if the second run read a file that the first one wrote; None if not."""
+        written = {file.path for file in self.traces[WHOLE].written}
+        read: FileRead | None = next((file for file in stopped.files_read if file.path in written), None)
         if read is None:
             return None
         why = f"the run to be stopped read {read.path}, which the undisturbed run wrote: write {RUN_NAME} into the arguments"
@@ -173,9 +173,9 @@ _ANNOUNCED = {
 
 
 def stop_of(trace: RunTrace) -> int:
-    """Return where to stop a run: half-way from the checkpoint nearest to its middle to the next one."""
+    """Return where to stop a run: halfway between the checkpoint nearest to its middle and the next one."""
     steps = trace.num_updates
-    saves = sorted({one.updates for one in trace.written if one.is_checkpoint and 0 < one.updates < steps})
+    saves = sorted({file.updates for file in trace.written if file.is_checkpoint and 0 < file.updates < steps})
     if not saves:
         return steps // 2
     last = min(saves, key=lambda save: abs(save - steps // 2))
@@ -183,18 +183,18 @@ def stop_of(trace: RunTrace) -> int:
     return min(last + max((following - last) // 2, 1), steps - 1)
 
 
-def _left_by(written: Sequence[Written]) -> list[str]:
-    """Return the files with state that a run has left, recognised by what wrote them or how they begin."""
+def _state_files(written: Sequence[Written]) -> list[str]:
+    """Return the files with state that a run has left, recognised by what wrote them or by their first bytes."""
     paths: dict[str, bool] = {}
-    for one in written:
-        paths[one.path] = one.is_checkpoint or paths.get(one.path, False)
-    return [path for path, saved in paths.items() if os.path.isfile(path) and (saved or _holds_state(path))]
+    for file in written:
+        paths[file.path] = file.is_checkpoint or paths.get(file.path, False)
+    return [path for path, saved in paths.items() if os.path.isfile(path) and (saved or _contains_state(path))]
 
 
-def _holds_state(path: str) -> bool:
+def _contains_state(path: str) -> bool:
     try:
         with open(path, "rb") as file:
-            begins = file.read(64)
+            head = file.read(64)
     except OSError:
         return False
-    return begins.startswith(_MAGIC) or begins[8:9] == b"{"  # the second as safetensors
+    return head.startswith(_MAGIC) or head[8:9] == b"{"  # safetensors: JSON after eight bytes for its length

@@ -1,6 +1,6 @@
-"""Runs of one command, one after another or side by side: each of these has its own GPU, or its share of the CPU's threads.
+"""Runs of one command, one after another or side by side. Side by side, each has its own GPU, or its share of the CPU's threads.
 
-A run's place is fixed by environment variables that are set when its process starts, before the script's first line. A run that fails
+Environment variables that are set when a run's process starts, before the script's first line, bind it to its slot. A run that fails
 leaves the others running; a signal stops all. Imports no torch.
 """
 
@@ -29,17 +29,17 @@ from mezzo.records import AnyRecord, Placement
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
-"""What PyTorch, Paddle, NumPy and TensorFlow read their number of threads from."""
+"""The variables from which PyTorch, Paddle, NumPy and TensorFlow read their number of threads."""
 _LIST_GPUS_TIMEOUT_S = 10.0
 _GPU = re.compile(r"^(\s*)\S.*\(UUID: ((?:GPU|MIG)-[^)]+)\)", re.MULTILINE)
 
 Ended = tuple[Request, AnyRecord]
 LimitS = Callable[[], float | None]
-"""Returns the time limit of a run that begins, in seconds."""
+"""Returns the time limit, in seconds, of a run that begins now."""
 
 
 class Engine(Protocol):
-    """A way to make the runs of a command."""
+    """A way to execute the runs of a command."""
 
     @property
     def at_once(self) -> int | None:
@@ -47,17 +47,17 @@ class Engine(Protocol):
 
     @property
     def cluster(self) -> str:
-        """The cluster that makes the runs; empty for this machine."""
+        """The cluster that executes the runs; empty for this machine."""
 
     @property
     def gives_gpus(self) -> bool | None:
-        """Whether each run has a GPU of its own; None if only the run knows, or no run is beside it."""
+        """Whether each run has a GPU of its own; None if only the run itself can tell, or runs are executed one at a time."""
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
-        """Share between the runs inside what they have in common, such as imported libraries; ``folder`` is the command's."""
+        """Let the runs inside share what they have in common, such as imported libraries; ``folder`` is the command's."""
 
     def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
-        """Make runs, and yield each request with its record when its run has ended."""
+        """Execute runs; yield each request with its record when its run has ended."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class Slot:
 
 
 def output_of(request: Request) -> Path:
-    """Return the file for what a run prints, beside its record; make its folder."""
+    """Return the file for a run's output, next to its record; create its folder."""
     path = Path(request.record_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.with_name(f"{_part(path) or 'output'}.log")
 
 
 def run_label(request: Request) -> str:
-    """Return what a run is called: its folder's name, and that of its record where the folder has several."""
+    """Return a run's name in messages: that of its folder, and that of its record if the folder has several."""
     path = Path(request.record_path)
     return f"{path.parent.name}/{_part(path)}" if _part(path) else path.parent.name
 
@@ -87,7 +87,7 @@ def _part(record: Path) -> str:
 
 
 class OneAfterAnother:
-    """The engine that makes one run at a time, with everything the command may use."""
+    """The engine that executes one run at a time, with everything the command may use."""
 
     at_once: int | None = 1
     cluster = ""
@@ -95,10 +95,10 @@ class OneAfterAnother:
 
     def opened(self, folder: Path) -> AbstractContextManager[None]:
         """Let the runs inside share their imports."""
-        return runner.several_runs()
+        return runner.shared_imports()
 
     def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
-        """Make the runs."""
+        """Execute the runs."""
         with stoppable() as stop:
             for request in requests:
                 record = runner.observe_child(request, output=output_of(request), limit_s=limit_s())
@@ -110,14 +110,14 @@ class OneAfterAnother:
 one_after_another = OneAfterAnother()
 
 
-# --- places ----------------------------------------------------------------------------------------------------------------------
+# --- slots -----------------------------------------------------------------------------------------------------------------------
 
 
 def visible_gpus() -> list[str]:
-    """Return the NVIDIA GPUs that this command may use, as ``CUDA_VISIBLE_DEVICES`` names them; a GPU that MIG divides by its parts."""
-    asked = os.environ.get(_VISIBLE)
-    if asked is not None:
-        return [name.strip() for name in asked.split(",") if name.strip()]
+    """Return the NVIDIA GPUs that this command may use, named as in ``CUDA_VISIBLE_DEVICES``; for a GPU divided by MIG, its parts."""
+    variable = os.environ.get(_VISIBLE)
+    if variable is not None:
+        return [name.strip() for name in variable.split(",") if name.strip()]
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -129,18 +129,18 @@ def visible_gpus() -> list[str]:
 
 
 def listed_gpus(text: str) -> list[str]:
-    """Return the UUIDs in the output of ``nvidia-smi -L``; of a GPU that MIG divides, those of its parts."""
-    found: list[list[str]] = []
+    """Return the UUIDs in the output of ``nvidia-smi -L``; for a GPU divided by MIG, those of its parts."""
+    gpus: list[list[str]] = []
     for indent, uuid in _GPU.findall(text):
-        if indent and found:
-            found[-1].append(uuid)
+        if indent and gpus:
+            gpus[-1].append(uuid)
         else:
-            found.append([uuid])
-    return [uuid for own in found for uuid in (own[1:] or own)]
+            gpus.append([uuid])
+    return [uuid for gpu, *parts in gpus for uuid in (parts or [gpu])]
 
 
-def places(jobs: int) -> list[Slot]:
-    """Return a place for each of ``jobs`` runs at once.
+def slots(jobs: int) -> list[Slot]:
+    """Return a slot for each of ``jobs`` runs at once.
 
     Raises:
         UsageError: there are GPUs, but fewer.
@@ -162,114 +162,114 @@ def places(jobs: int) -> list[Slot]:
 
 
 def _cores() -> int:
-    """Return how many threads the runs may have together: the cores of this process, or fewer if the shell says so."""
+    """Return how many threads the runs may have together: one per core of this process, or fewer if OMP_NUM_THREADS limits them."""
     cores = usable_cores()
-    asked = os.environ.get(_THREADS[0], "")
-    return min(cores, int(asked)) if asked.isdecimal() and int(asked) else cores
+    limit = os.environ.get(_THREADS[0], "")
+    return min(cores, int(limit)) if limit.isdecimal() and int(limit) else cores
 
 
 # --- runs at once ----------------------------------------------------------------------------------------------------------------
 
-_Told = SimpleQueue[Ended | BaseException | None]
+_Results = SimpleQueue[Ended | BaseException | None]
 """Runs that have ended; an error of Mezzo's own; None for a run that a signal stopped."""
 
 
 class SideBySide:
-    """The engine that makes a run in each place at once."""
+    """The engine that executes one run in each slot at the same time."""
 
     cluster = ""
 
-    def __init__(self, jobs: Sequence[Slot]) -> None:
-        self._jobs = [*jobs]
-        self._asked: SimpleQueue[tuple[Request, LimitS, _Told] | None] = SimpleQueue()
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = [*slots]
+        self._requests: SimpleQueue[tuple[Request, LimitS, _Results] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        """One for each place that has had a run: the processes that a thread starts end with it."""
+        """One for each slot that has had a run: the processes that a thread starts end with it."""
 
     @property
     def at_once(self) -> int | None:
-        """The number of places."""
-        return len(self._jobs)
+        """The number of slots."""
+        return len(self._slots)
 
     @property
     def gives_gpus(self) -> bool | None:
         """Whether each run has a GPU of its own."""
-        return all(place.placement.gpus is not None for place in self._jobs)
+        return all(slot.placement.gpus is not None for slot in self._slots)
 
     @contextmanager
     def opened(self, folder: Path) -> Iterator[None]:
-        """Let the runs in each place share their imports inside."""
-        with stoppable():  # of this thread, which receives the signals, so that all others know
+        """Let the runs in each slot share their imports inside."""
+        with stoppable():  # begun in this thread, which receives the signals, and shared with the other threads
             try:
                 yield
             finally:
                 self._withdraw()
                 for _ in self._threads:
-                    self._asked.put(None)
+                    self._requests.put(None)
                 for thread in self._threads:
                     thread.join()
                 self._threads.clear()
 
     def __call__(self, requests: Sequence[Request], limit_s: LimitS) -> Iterator[Ended]:
-        """Make the runs, while the engine is open.
+        """Execute the runs, while the engine is open.
 
         Raises:
-            MezzoError: what was raised beside a run; what runs goes on to its end first.
+            MezzoError: raised by Mezzo outside a run; the other runs in progress are finished first.
         """
-        told: _Told = SimpleQueue()
+        results: _Results = SimpleQueue()
         for request in requests:
-            self._asked.put((request, limit_s, told))
-        self._begin(min(len(requests), len(self._jobs)))
+            self._requests.put((request, limit_s, results))
+        self._start_threads(min(len(requests), len(self._slots)))
         left, error = len(requests), None
         try:
             while left:
-                found = told.get()
+                result = results.get()
                 left -= 1
-                if isinstance(found, BaseException):
-                    error = error or found
+                if isinstance(result, BaseException):
+                    error = error or result
                     left -= self._withdraw()
-                elif found is not None:
-                    yield found
+                elif result is not None:
+                    yield result
         finally:
             self._withdraw()
         if error is not None:
             raise error
 
-    def _begin(self, num: int) -> None:
+    def _start_threads(self, num: int) -> None:
         for number in range(len(self._threads), num):
-            work = copy_context().run  # the signal and the display of the command
-            thread = threading.Thread(target=work, args=(self._work, number), name=f"mezzo-job-{number}")
+            run_in_context = copy_context().run  # the command's signal handling and display
+            thread = threading.Thread(target=run_in_context, args=(self._work, number), name=f"mezzo-job-{number}")
             self._threads.append(thread)
             thread.start()
 
     def _withdraw(self) -> int:
-        """Start nothing more; return how many requests were waiting."""
+        """Empty the queue, so that no further run starts; return how many requests were waiting."""
         num = 0
         while True:
             try:
-                self._asked.get_nowait()
+                self._requests.get_nowait()
             except Empty:
                 return num
             num += 1
 
     def _work(self, number: int) -> None:
-        place, over = self._jobs[number], False
+        slot, over = self._slots[number], False
         try:
-            with stoppable() as stop, runner.several_runs(says_why=number == 0, variables=place.variables):
-                while (asked := self._asked.get()) is not None:
-                    request, limit_s, told = asked
-                    told.put(None if stop.stopped else _made(request, place, limit_s, stop))
+            with stoppable() as stop, runner.shared_imports(prints_why_not=number == 0, variables=slot.variables):
+                while (item := self._requests.get()) is not None:
+                    request, limit_s, results = item
+                    results.put(None if stop.stopped else _run_in(slot, request, limit_s, stop))
                 over = True
-        except BaseException as error:  # beside the runs: whoever waits for one is told
-            while not over and (asked := self._asked.get()) is not None:
-                asked[2].put(error)
+        except BaseException as error:  # outside the runs: pass it to everyone who waits for one
+            while not over and (item := self._requests.get()) is not None:
+                item[2].put(error)
 
 
-def _made(request: Request, place: Slot, limit_s: LimitS, stop: Stop) -> Ended | BaseException | None:
-    """Run a request in its place; return the message for the one who waits for it."""
-    variables = {**request.variables, **place.variables}
-    asked = request.model_copy(update={"variables": variables, "placement": place.placement})
+def _run_in(slot: Slot, request: Request, limit_s: LimitS, stop: Stop) -> Ended | BaseException | None:
+    """Run a request in a slot; return the result for the queue."""
+    variables = {**request.variables, **slot.variables}
+    placed = request.model_copy(update={"variables": variables, "placement": slot.placement})
     try:
-        record = runner.observe_child(asked, output=output_of(asked), limit_s=limit_s())
+        record = runner.observe_child(placed, output=output_of(placed), limit_s=limit_s())
     except Stopped:
         return None
     except BaseException as error:

@@ -1,7 +1,7 @@
-"""Runs as jobs of Slurm, through submitit: each is a job of its own, which outlives the command. Imports no torch.
+"""Runs as jobs of Slurm, through submitit: each is a job of its own, which may outlive the command. Imports no torch.
 
-submitit's files are in the folder ``slurm`` of the command's folder, beside ``jobs.json``, which lists the jobs by the digest of what they
-run: a resumed command waits for a job that an earlier one submitted, instead of running it a second time.
+submitit's files are in the subfolder ``slurm`` of the command's folder, next to ``jobs.json``, which lists the jobs by the digest of
+their request: a resumed command waits for a job that an earlier one submitted, instead of running it a second time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Slurm:
         """Find submitit and Slurm.
 
         Args:
-            options: sbatch's long options; ``cluster=local`` runs the jobs as processes of this machine, to try it.
+            options: sbatch's long options; ``cluster=local`` runs the jobs as processes on this machine, as a trial.
 
         Raises:
             UsageError: either is missing.
@@ -47,26 +47,26 @@ class Slurm:
         if not self._local and shutil.which("sbatch") is None:
             raise UsageError(
                 "--on slurm: sbatch was not found, so this machine submits no jobs to Slurm",
-                hint="type it on a login node; or try it with processes of this machine: --on slurm:cluster=local",
+                hint="type it on a login node; or try it with processes on this machine: --on slurm:cluster=local",
             )
 
     @property
     def gives_gpus(self) -> bool | None:
-        """Whether the options ask for a GPU; a partition may give one unasked."""
-        asked = any("gpu" in f"{name}={value}" for name, value in self._options.items() if name != "partition")
-        return False if self._local else asked or None
+        """Whether the options request a GPU; None if not, because a partition may provide one by default."""
+        requested = any("gpu" in f"{name}={value}" for name, value in self._options.items() if name != "partition")
+        return False if self._local else requested or None
 
     def begin(self, folder: Path) -> None:
-        """Make the executor; its files go below ``folder``."""
-        place = (folder / self.name).absolute()
-        place.mkdir(parents=True, exist_ok=True)
-        self._ledger = place / "jobs.json"
+        """Create the executor; its files go below ``folder``."""
+        files = (folder / self.name).absolute()
+        files.mkdir(parents=True, exist_ok=True)
+        self._ledger = files / "jobs.json"
         self._jobs = read_object(self._ledger)
         if self._local:
-            self._executor = self._submitit.LocalExecutor(place, max_num_timeout=0)
+            self._executor = self._submitit.LocalExecutor(files, max_num_timeout=0)
             self._executor.update_parameters(timeout_min=_MINUTES)
             return
-        self._executor = self._submitit.SlurmExecutor(place, max_num_timeout=0)
+        self._executor = self._submitit.SlurmExecutor(files, max_num_timeout=0)
         self._executor.update_parameters(
             job_name="mezzo", time=_MINUTES, stderr_to_stdout=True, additional_parameters=self._options
         )
@@ -80,10 +80,10 @@ class Slurm:
 
     def under_way(self, request: Request) -> SlurmJob | None:
         """Return an earlier command's job for the same run; None if there is none, or it is over."""
-        number = self._jobs.get(_key(request))
-        if number is None:
+        job_id = self._jobs.get(_key(request))
+        if job_id is None:
             return None
-        job = SlurmJob(self._executor.job_class(self._executor.folder, number, [0]), local=self._local)
+        job = SlurmJob(self._executor.job_class(self._executor.folder, job_id, [0]), local=self._local)
         return None if job.done() else job
 
     def end(self) -> None:
@@ -98,22 +98,22 @@ class SlurmJob:
 
     def done(self) -> bool:
         """Return whether it is over."""
-        if self._local and self._job._process is None:  # of an earlier command
-            return self._job.paths.result_pickle.exists() or not _runs(int(self._job.job_id))
+        if self._local and self._job._process is None:  # started by an earlier command
+            return self._job.paths.result_pickle.exists() or not _is_running(int(self._job.job_id))
         return bool(self._job.done())
 
     def lost(self) -> str:
         """Return why a job that is over did not finish its run; empty if it did."""
         try:
             stopped_by = self._job.result()
-        except Exception as error:  # of submitit, or what the job raised
+        except Exception as error:  # raised by submitit or by the job
             first = next(iter(str(error).splitlines()), "")
             return f"job {self._job.job_id}: {first or type(error).__name__}"
         return f"job {self._job.job_id} was stopped by {stopped_by}" if stopped_by else ""
 
     def cancel(self) -> None:
         """Cancel it."""
-        with suppress(Exception):  # it has just ended
+        with suppress(Exception):  # it may just have ended
             self._job.cancel(check=False)
 
 
@@ -121,9 +121,9 @@ def _key(request: Request) -> str:
     return f"{run_label(request)} {request.digest}"
 
 
-def _runs(process: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
-        os.kill(process, 0)
-    except (ProcessLookupError, PermissionError):  # it has ended; its number may be another user's process by now
+        os.kill(pid, 0)
+    except (ProcessLookupError, PermissionError):  # it has ended, and another user's process may have its id by now
         return False
     return True

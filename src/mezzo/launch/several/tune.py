@@ -1,6 +1,6 @@
-"""Run a script in many configurations, few steps first, to find the fastest one on this machine. Imports no torch.
+"""Run a script in many configurations, first for a few steps, to find the fastest one on this machine. Imports no torch.
 
-What to run next follows from what is known (``mezzo.measure.tune.plan``); each finished run is listed on disk (``resuming``), so that
+What to run next follows from what is known (``mezzo.measure.tune.plan``). Each finished run is listed on disk (``resuming``), so that
 an interrupted search continues where it stopped.
 """
 
@@ -23,23 +23,23 @@ from mezzo.policy import Policy
 from mezzo.records import AS_IS, RunRecord, TuneTrial
 
 _TIMES_LONGER, _LEAST_LIMIT_S = 20.0, 120.0
-"""A run may take this many times as long as the first one: compilation takes minutes."""
+"""A run may take this many times as long as the first one, because compilation takes minutes; and at least this long."""
 
 
 @dataclass
 class Tune:
-    """A search in progress: what is known, and what was run."""
+    """A search in progress: what it knows, and what it has run."""
 
     known: TuneState
     budget_s: float
     folder: Path
     finished: Finished
     waves: Waves
-    """Makes the runs."""
+    """Executes the runs."""
     make_request: Callable[..., Request]
     """Returns a request for a policy (None: the script's own precision), given ``folder`` and more fields of the request."""
     arguments: Sequence[str]
-    """The script's own."""
+    """The script's arguments."""
     say: Callable[[str], None]
     trials: list[TuneTrial] = field(default_factory=list)
 
@@ -48,7 +48,7 @@ class Tune:
         self._first_s = 0.0
 
     def run(self) -> TuneState:
-        """Run what the plan asks for until nothing is left to run or the time is over.
+        """Run trial after trial of the plan until nothing is left to run or the time is over.
 
         Raises:
             Stopped: a signal has stopped the command.
@@ -62,19 +62,19 @@ class Tune:
 
     def _do(self, trial: Trial, stop: Stop) -> None:
         name, began = _folder(trial), time.monotonic()
-        place, title = self.folder / name, _title(trial)
-        found = self.finished.record(name)
-        resumed = isinstance(found, RunRecord)
-        if not isinstance(found, RunRecord):
+        folder, title = self.folder / name, _title(trial)
+        run = self.finished.record(name)
+        resumed = isinstance(run, RunRecord)
+        if not isinstance(run, RunRecord):
             stop.check()
             self.say(f"{title}: {steps_of(self.known, trial.round)} steps")
-            found = self._ran(trial)
+            run = self._run(trial)
             stop.check()
-            self.finished.add(name, place / "record.json")
+            self.finished.add(name, folder / "record.json")
         resumed = resumed or name in self.waves.reused
-        took = time.monotonic() - began if self.waves.at_once == 1 else found.duration_s
-        self._first_s = self._first_s or max(took, found.duration_s)  # an earlier command's run took no time now
-        self.known = replace(self.known, runs={**self.known.runs, trial: found})
+        took = time.monotonic() - began if self.waves.at_once == 1 else run.duration_s
+        self._first_s = self._first_s or max(took, run.duration_s)  # an earlier command's run took no time now
+        self.known = replace(self.known, runs={**self.known.runs, trial: run})
         outcome = fault(self.known, trial) or self._outcome(trial)
         self.say(f"{title}: {outcome}" + (" (from the interrupted search)" if resumed else ""))
         self.trials.append(
@@ -83,14 +83,14 @@ class Tune:
                 round="final" if trial.round == FINAL else str(trial.round + 1),
                 seed=trial.repeat,
                 outcome=outcome,
-                folder=str(place),
+                folder=str(folder),
                 duration_s=took,
-                placement=found.placement,
+                placement=run.placement,
                 resumed=resumed,
             )
         )
 
-    def _ran(self, trial: Trial) -> RunRecord:
+    def _run(self, trial: Trial) -> RunRecord:
         limit_s = max(self._end_s - time.monotonic(), 0.0) + GRACE_S
         if self._first_s:
             limit_s = min(limit_s, max(_TIMES_LONGER * self._first_s, _LEAST_LIMIT_S))
@@ -104,11 +104,11 @@ class Tune:
         return run
 
     def _request(self, trial: Trial) -> Request:
-        configuration, place = trial.configuration, self.folder / _folder(trial)
+        configuration, folder = trial.configuration, self.folder / _folder(trial)
         return self.make_request(
             None if configuration.policy == AS_IS else Policy.parse(configuration.policy),
-            folder=place,
-            arguments=named_arguments(configuration.arguments(self.arguments), place.name),
+            folder=folder,
+            arguments=named_arguments(configuration.arguments(self.arguments), folder.name),
             seed=trial.repeat,
             stop_after_steps=steps_of(self.known, trial.round),
             compared_since_s=self.finished.since_s,

@@ -1,8 +1,8 @@
-"""Runs that a plan asks for one by one, made in waves: the next run together with those that will probably be asked for after it.
+"""Runs that a plan requests one by one, executed in waves: the next run together with those that will probably be requested after it.
 
-A check and a search decide what to run from what they know. With room for several runs, their next requests are guessed, and made in
-advance. A run that is asked for later is ready by then; one that is never asked for does not count. So the course and the answer are
-the same as with one run at a time. Imports no torch.
+A check and a search decide what to run next from what they know. If several runs are possible at once, their next requests are guessed
+and run in advance. A guessed run that is requested later is ready by then; one that is never requested does not count. So the course
+and the answer are the same as with one run at a time. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from mezzo.launch.several.side_by_side import Engine
 from mezzo.records import AnyRecord, RunRecord, record_at
 
 _WIDEST = 32
-"""Runs of a wave where a cluster sets no limit."""
+"""Most runs of a wave if the cluster sets no limit."""
 
 Ahead = Callable[[], Iterable[Request]]
-"""Yields requests that will probably be made next, the likeliest first."""
+"""Yields the requests that will probably follow, the likeliest first."""
 Reuse = Callable[[Request], AnyRecord | None]
 """Returns the record of a run that an earlier command finished; None if there is none."""
 
@@ -33,14 +33,14 @@ class Waves:
         """Prepare to run.
 
         Args:
-            engine: makes the runs; it is open.
+            engine: executes the runs; it is open.
             identity: what must be the same for an earlier command's run to be used: script text, versions.
         """
         self._engine, self._identity = engine, identity
-        self._made: dict[str, AnyRecord] = {}
-        """Records that nobody has asked for yet, by their path."""
+        self._ready: dict[str, AnyRecord] = {}
+        """Records of runs that have not been requested yet, by their path."""
         self.reused: set[str] = set()
-        """Names of the folders of runs that were asked for and that an interrupted command had made."""
+        """Names of the folders of requested runs that an interrupted command had finished."""
 
     @property
     def at_once(self) -> int:
@@ -55,12 +55,12 @@ class Waves:
         ahead: Ahead = tuple,
         reuse: Reuse = lambda _: None,
     ) -> AnyRecord:
-        """Return the record of a run, made now or before.
+        """Return the record of a run, which is executed now unless its record is ready.
 
         Args:
             request: what to run.
             limit_s: seconds after which each run of the wave is stopped; None for no limit.
-            ahead: what will probably be run next.
+            ahead: yields what will probably be run next.
             reuse: finds a run of an earlier command.
 
         Raises:
@@ -69,21 +69,21 @@ class Waves:
         with stoppable() as stop:
             stop.check()
             request = with_digest(request, self._identity)
-            if request.record_path not in self._made:
-                found = reuse(request)
-                if found is not None:
+            if request.record_path not in self._ready:
+                earlier = reuse(request)
+                if earlier is not None:
                     self.reused.add(Path(request.record_path).parent.name)
-                    return found
-                wave = [request, *self._missing(ahead, reuse)]
-                for asked, record in self._engine(wave, lambda: limit_s):
-                    self._made[asked.record_path] = record
+                    return earlier
+                wave = [request, *self._in_advance(ahead, reuse)]
+                for ended, record in self._engine(wave, lambda: limit_s):
+                    self._ready[ended.record_path] = record
             left = record_at(request.record_path) if stop.stopped else None
             stop.check(left if isinstance(left, RunRecord) else None)
-        return self._made.pop(request.record_path)
+        return self._ready.pop(request.record_path)
 
-    def _missing(self, ahead: Ahead, reuse: Reuse) -> Iterable[Request]:
-        """Return what to run beside the next run."""
+    def _in_advance(self, ahead: Ahead, reuse: Reuse) -> Iterable[Request]:
+        """Return what to run together with the requested run."""
         if self.at_once == 1:
             return []
-        asked = (with_digest(request, self._identity) for request in islice(ahead(), self.at_once - 1))
-        return [one for one in asked if one.record_path not in self._made and reuse(one) is None]
+        likely = (with_digest(request, self._identity) for request in islice(ahead(), self.at_once - 1))
+        return [request for request in likely if request.record_path not in self._ready and reuse(request) is None]

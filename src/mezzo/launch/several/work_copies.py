@@ -14,7 +14,7 @@ _LEFT_OUT = ("runs", "wandb", "mlruns", "__pycache__", "node_modules", "site-pac
 
 
 def copy_folder(source: Path, place: Path, *, without: Path) -> Path:
-    """Copy a folder to ``place`` and return it; hidden folders, environments, results of runs and ``without`` are left out.
+    """Copy a folder to ``place`` and return ``place``; hidden folders, environments, results of runs and ``without`` are left out.
 
     Links to folders stay links: their targets are not copied.
 
@@ -27,8 +27,8 @@ def copy_folder(source: Path, place: Path, *, without: Path) -> Path:
         files.append(file)
         if total > MOST_BYTES:
             raise ScriptError(
-                f"{source} has more than {MOST_BYTES / 1e9:g} GB, and the script is to run in copies of it",
-                hint="write {run} into the script's arguments, where they say where its checkpoints go, "
+                f"{source} has more than {MOST_BYTES / 1e9:g} GB, and the script would run in copies of it",
+                hint="write {run} into the script's arguments where they name the folder of its checkpoints, "
                 "as in --output {run}: then nothing is copied",
             )
     for file in files:
@@ -43,7 +43,7 @@ def copy_folder(source: Path, place: Path, *, without: Path) -> Path:
 
 
 def _files(source: Path, without: Path) -> Iterator[Path]:
-    """Yield files, and links to folders."""
+    """Yield the files in a folder, and the links to folders."""
     for folder, inner, names in os.walk(source):
         here = Path(folder)
         links = [name for name in inner if (here / name).is_symlink()]

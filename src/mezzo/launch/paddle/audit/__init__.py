@@ -1,1 +1,1 @@
-"""``mezzo audit`` of a Paddle script."""
+"""``mezzo audit`` for a Paddle script."""

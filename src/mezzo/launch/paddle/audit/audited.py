@@ -1,6 +1,6 @@
 """An audited operation of a Paddle step, and the products that ran in FP32.
 
-The format of an operation is the one that it computes in: where the policy rounds operands and results on a CPU, the values are kept in
+The format of an operation is the one in which it computes: where the policy rounds operands and results on a CPU, the values are kept in
 FP32 tensors, but formats, casts and bytes are those of the policy.
 """
 
@@ -31,7 +31,7 @@ class Audited(AuditRow):
 def wide_products(rows: Iterable[Audited]) -> list[WideProduct]:
     """Return the products that ran in FP32 or wider, by cause, the largest first; forward and backward together."""
     groups = grouped(rows, lambda r: (r.op.removesuffix(OF_GRADIENT), r.module, r.format, r.cause, r.line))
-    found = [
+    products = [
         WideProduct(
             op=first.op,
             module=first.module,
@@ -44,7 +44,7 @@ def wide_products(rows: Iterable[Audited]) -> list[WideProduct]:
         for group in groups
         if (first := group[0]).cause is not None
     ]
-    return largest(found, lambda product: product.flops)
+    return largest(products, lambda product: product.flops)
 
 
 def of_gradient(row: Audited, *, weight: bool) -> Audited:

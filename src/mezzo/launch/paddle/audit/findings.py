@@ -10,7 +10,7 @@ from mezzo.observe.limits import MOST_LISTED, WIDE
 from mezzo.records import Cause, Finding
 
 _SMALL = 0.01
-"""Share of the step's FLOPs or bytes below which nothing is found, apart from FP64 and range-sensitive operations."""
+"""Share of the step's FLOPs or bytes below which there is no finding, except for FP64 and range-sensitive operations."""
 
 TITLES = {
     "A101": "no mixed precision",
@@ -52,7 +52,7 @@ def findings(rows: Sequence[Audited]) -> list[Finding]:
         _of(rows, "A203", lambda r: _has(r, "layout")),
         _of(rows, "A402", lambda r: r.sensitive and r.format in ("", *FORMATS), always=True),
     ]
-    return sorted((one for one in found if one is not None), key=lambda one: -one.share)
+    return sorted((finding for finding in found if finding is not None), key=lambda finding: -finding.share)
 
 
 def _wide_by(row: Audited, cause: Cause) -> bool:
@@ -68,37 +68,37 @@ def _has(row: Audited, *kinds: str) -> bool:
 def _of(
     rows: Sequence[Audited], code: str, concerns: Callable[[Audited], bool], *, always: bool = False
 ) -> Finding | None:
-    """Return the finding on the rows that it concerns; None without any or, unless ``always``, with a small share of the step."""
-    own = [row for row in rows if concerns(row)]
-    flops, size = sum(row.flops for row in own), sum(row.bytes for row in own)
+    """Return the finding on the rows that it concerns; None if there are none or, unless ``always``, if their share is small."""
+    concerned = [row for row in rows if concerns(row)]
+    flops, size = sum(row.flops for row in concerned), sum(row.bytes for row in concerned)
     whole, part = (sum(r.flops for r in rows), flops) if flops else (sum(r.bytes for r in rows), size)
     share = part / whole if whole else 0.0
-    if not own or (share < _SMALL and not always):
+    if not concerned or (share < _SMALL and not always):
         return None
     return Finding(
         code=code,
         title=TITLES[code],
-        modules=list(dict.fromkeys(row.module for row in own))[:MOST_LISTED],
-        detail=_detail(own, code),
+        modules=list(dict.fromkeys(row.module for row in concerned))[:MOST_LISTED],
+        detail=_detail(concerned, code),
         gain=_gain(code, share),
         fix=_FIXES[code],
         share=share,
         flops=flops,
         bytes=0 if flops else size,
-        lines=[line for line in dict.fromkeys(row.line for row in own) if line][:MOST_LISTED],
+        lines=[line for line in dict.fromkeys(row.line for row in concerned) if line][:MOST_LISTED],
     )
 
 
-def _detail(own: Sequence[Audited], code: str) -> str:
-    most = max(own, key=lambda row: row.flops)
+def _detail(rows: Sequence[Audited], code: str) -> str:
+    most = max(rows, key=lambda row: row.flops)
     if most.cause is not None:
         return f"{most.cause[1]}; most of it: {most.op} in {most.module}, {most.format}"
     if code == "A402":
-        ops = ", ".join(dict.fromkeys(row.op for row in own))
-        return f"{ops} ran on {own[0].inputs[0]} operands; the portable op lists keep them in FP32"
+        ops = ", ".join(dict.fromkeys(row.op for row in rows))
+        return f"{ops} ran on {rows[0].inputs[0]} operands; the portable op lists keep them in FP32"
     kinds = ("layout",) if code == "A203" else ("dimension", "groups")
     problems = [] if most.shape is None else most.shape.listed()
-    problem = next(one for one in problems if one.split(":")[0] in kinds)
+    problem = next(problem for problem in problems if problem.split(":")[0] in kinds)
     return f"most of it: {most.op} in {most.module} ({most.phase}), {problem}"
 
 

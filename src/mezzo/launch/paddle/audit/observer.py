@@ -1,10 +1,10 @@
 """Audit chosen steps of a Paddle script: every operation with its format, layer, phase, FLOPs and bytes.
 
 Forward passes and updates are recorded operation by operation. Of backward passes, only the products are recorded: one for each operand
-whose gradient the step computes, as costly as the forward product. Casts are those of the policy: of an operand to 16 bits, and of a 16-bit
-value that an operation in the FP32 list reads.
+whose gradient the step computes, with the FLOPs of the forward product. Casts are those of the policy: of an operand to 16 bits, and of a
+16-bit value that an operation in the FP32 list reads.
 
-Limits: the other operations of backward passes are not recorded, and on a GPU neither are casts, which Paddle makes inside its operations.
+Limits: the other operations of backward passes are not recorded; nor are casts on a GPU, where Paddle casts inside its operations.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Audit(StepObserver):
         self._tape = Tape(run, self)
         self._tape.keeps = False
         self._rows: list[tuple[Any, Audited]] = []
-        """The operations of finished steps, each with its layer, whose name is known at the end."""
+        """The operations of judged steps, each with its layer, whose name is known only at the end."""
         self._casts: list[tuple[Any, CastTotal]] = []
-        self._fresh_rows: list[tuple[Any, Audited]] = []
-        self._fresh_casts: list[tuple[Any, CastTotal]] = []
+        self._open_rows: list[tuple[Any, Audited]] = []
+        self._open_casts: list[tuple[Any, CastTotal]] = []
         self._narrow: dict[int, Any] = {}
         """Tensors of the step whose values have the policy's 16-bit format, by id."""
         self._updating = False
@@ -69,9 +69,9 @@ class Audit(StepObserver):
         self._tape.on = True
 
     def end(self) -> None:
-        """Stop, and forget what was not kept."""
+        """Stop recording, and discard what was not kept."""
         self._tape.on = self._tape.everything = self._updating = False
-        self._fresh_rows, self._fresh_casts, self._narrow = [], [], {}
+        self._open_rows, self._open_casts, self._narrow = [], [], {}
 
     def judge(self, norm: Any | None) -> None:
         """Keep the forward and backward passes of the step."""
@@ -90,19 +90,18 @@ class Audit(StepObserver):
         super().update_ended(optimizer)
 
     def _keep(self) -> None:
-        self._rows += self._fresh_rows
-        self._casts += self._fresh_casts
-        self._fresh_rows, self._fresh_casts = [], []
+        self._rows += self._open_rows
+        self._casts += self._open_casts
+        self._open_rows, self._open_casts = [], []
 
     # --- operations ----------------------------------------------------------------------------------------------------------------------
 
     def rounded(self, operation: TapedOperation, before: Any, after: Any, *, result: bool) -> None:
-        """Record the cast of an operand; a result is computed in the format."""
-        fmt = self._storage
+        """Record the cast of an operand; a result needs none, because it is computed in the format."""
         if result:
             self._narrow[id(after)] = after
         elif id(before) not in self._narrow:
-            self._cast(operation, before, FP32.name, fmt)
+            self._cast(operation, before, FP32.name, self._storage)
 
     def finished(self, operation: TapedOperation) -> None:
         """Record an operation that has run."""
@@ -118,7 +117,7 @@ class Audit(StepObserver):
             module="",
             phase=self._phase(operation),
             inputs=tuple(dict.fromkeys(self._format(operation, t) for t in operation.operands)),
-            outputs=tuple(dict.fromkeys(self._format(operation, t, made=True) for t in operation.results)),
+            outputs=tuple(dict.fromkeys(self._format(operation, t, is_result=True) for t in operation.results)),
             bytes=sum(self._bytes(operation, t) for t in (*operation.operands, *operation.results)),
             line=operation.line,
             sensitive=sensitive,
@@ -126,7 +125,7 @@ class Audit(StepObserver):
         if is_product(name) and any(t.is_floating_point() for t in operation.results):
             self._product(operation, row)
         else:
-            self._fresh_rows.append((operation.layer, row))
+            self._open_rows.append((operation.layer, row))
 
     def _product(self, operation: TapedOperation, row: Audited) -> None:
         name, args, kwargs, result = operation.name, operation.args, operation.kwargs, operation.result
@@ -134,17 +133,17 @@ class Audit(StepObserver):
         shape = shape_of(name, operation.results[0], args, kwargs)
         flops = flops_of(name, result, args, kwargs)
         row = replace(row, format=fmt, flops=flops, shape=shape, cause=self._cause(operation, fmt))
-        self._fresh_rows.append((operation.layer, row))
-        needing = [self._is_weight(t) for t in operands_that_need_gradients(name, args, kwargs)]
-        if needing and not operation.results[0].stop_gradient:
-            operation.results[0].register_hook(functools.partial(self._flowed, operation.layer, row, needing))
+        self._open_rows.append((operation.layer, row))
+        are_weights = [self._is_weight(t) for t in operands_that_need_gradients(name, args, kwargs)]
+        if are_weights and not operation.results[0].stop_gradient:
+            operation.results[0].register_hook(functools.partial(self._gradient, operation.layer, row, are_weights))
         if not self.run.local.depth and row.phase == "forward":
-            self._outside += flops * (1 + len(needing))
+            self._outside += flops * (1 + len(are_weights))
 
-    def _flowed(self, layer: Any, row: Audited, needing: list[bool], gradient: Any) -> None:
-        """Record the backward pass's products for a forward product that it has reached."""
+    def _gradient(self, layer: Any, row: Audited, are_weights: list[bool], gradient: Any) -> None:
+        """Record the products in the backward pass of a forward product, when the backward pass has reached its result."""
         if gradient is not None and self._tape.on:
-            self._fresh_rows += [(layer, of_gradient(row, weight=weight)) for weight in needing]
+            self._open_rows += [(layer, of_gradient(row, weight=weight)) for weight in are_weights]
 
     def _cause(self, operation: TapedOperation, fmt: str) -> tuple[Cause, str] | None:
         if fmt not in WIDE:
@@ -156,7 +155,7 @@ class Audit(StepObserver):
             return "off", "nothing in the step lowers precision"
         if not self.run.emulates and not self.run.casts:
             return "off", "Paddle's mixed precision has no effect on this device"
-        if self.run.local.kept:
+        if self.run.local.fp32_depth:
             return "excluded", "the policy keeps the layer in FP32, or the script turns auto_cast off there"
         if not self.run.local.depth and not self.run.local.in_backward:
             return "off", "it runs outside any layer and auto_cast region"
@@ -175,14 +174,14 @@ class Audit(StepObserver):
     def _storage(self) -> str:
         return FP32.name if self.run.policy is None else self.run.policy.storage.name
 
-    def _format(self, operation: TapedOperation, tensor: Any, *, made: bool = False) -> str:
-        own = format_name(tensor)
-        if own == FP32.name and (operation.rounds or (not made and id(tensor) in self._narrow)):
+    def _format(self, operation: TapedOperation, tensor: Any, *, is_result: bool = False) -> str:
+        stored = format_name(tensor)
+        if stored == FP32.name and (operation.rounds or (not is_result and id(tensor) in self._narrow)):
             return self._storage
-        if own == FP32.name and self.run.policy is not None and self.run.policy.compute == "tf32":
+        if stored == FP32.name and self.run.policy is not None and self.run.policy.compute == "tf32":
             on_gpu = self.run.device is not None and self.run.device.kind == "cuda"
-            return "tf32" if on_gpu and is_product(operation.name) else own
-        return own
+            return "tf32" if on_gpu and is_product(operation.name) else stored
+        return stored
 
     def _bytes(self, operation: TapedOperation, tensor: Any) -> int:
         narrow = operation.rounds and format_name(tensor) == FP32.name
@@ -199,11 +198,11 @@ class Audit(StepObserver):
             bytes=int(tensor.size) * (4 + 2),
             line=operation.line,
         )
-        self._fresh_casts.append((operation.layer, cast))
+        self._open_casts.append((operation.layer, cast))
         if not tensor.stop_gradient and paddle.is_grad_enabled():
             phase: Phase = "wgrad" if weight else "dgrad"
             back = cast.model_copy(update={"of": "gradient", "source": target, "target": source, "phase": phase})
-            self._fresh_casts.append((operation.layer, back))
+            self._open_casts.append((operation.layer, back))
 
     @staticmethod
     def _is_weight(tensor: Any) -> bool:
@@ -244,7 +243,7 @@ class Audit(StepObserver):
 
     def _notes(self) -> list[Reason]:
         why = "Paddle runs them below Python: only products are counted there, from their forward pass and the gradients that flow"
-        notes = [Reason(what="backward passes", value="products alone", reason=why)]
+        notes = [Reason(what="backward passes", value="products only", reason=why)]
         if self.run.emulates:
             why = "on a CPU only the listed operations are rounded; on a GPU the others follow their operands, which saves casts"
             notes.append(Reason(what="operations in no list", value="in fp32", reason=why))

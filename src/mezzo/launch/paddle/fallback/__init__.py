@@ -1,1 +1,1 @@
-"""``mezzo fallback`` of a Paddle script: what one run measures."""
+"""``mezzo fallback`` for a Paddle script: what one run measures."""

@@ -1,9 +1,9 @@
 """Measure the error that every layer of a Paddle model makes on its own in a lower precision, from one step computed in FP32.
 
-The operations of a layer's first call run once more on their FP32 operands: as they were, and with the layer's own ones rounded where
+The operations of a layer's first call run once more on their FP32 operands: unchanged, and with the layer's own operations rounded if
 the policy lists them. Those of its sublayers stay in FP32, so that a container's error comes only from what it computes itself.
 
-Limits: the first call of a layer stands for all its calls. Cost: a copy of the step's tensors, and two passes per level of the layer tree.
+Limit: the first call of a layer represents all its calls. Cost: a copy of the step's tensors, and two passes per level of the layer tree.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class FirstCall:
     last: int = 0
     outputs: list[Any] = field(default_factory=list)
     gradients: list[Any] = field(default_factory=list)
-    """One per output, None where none has arrived."""
+    """One per output; None if none has arrived."""
 
     def returned(self, output: Any, last: int) -> None:
         """Keep the outputs, and hook them to keep their gradients."""
         self.last = last
         self.outputs = [t for t in tensors([output]) if not t.stop_gradient and t.is_floating_point()]
         self.gradients = [None] * len(self.outputs)
-        for place, tensor in enumerate(self.outputs):
-            tensor.register_hook(functools.partial(self._arrived, place))
+        for index, tensor in enumerate(self.outputs):
+            tensor.register_hook(functools.partial(self._gradient_arrived, index))
 
-    def _arrived(self, place: int, gradient: Any) -> None:
-        if self.gradients[place] is None and gradient is not None:
-            self.gradients[place] = gradient.detach().clone()
+    def _gradient_arrived(self, index: int, gradient: Any) -> None:
+        if self.gradients[index] is None and gradient is not None:
+            self.gradients[index] = gradient.detach().clone()
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def measured(
     Args:
         calls: each with its outputs and gradients.
         operations: those of the whole step.
-        names: the layers' names; a whole model has none that a pattern could match.
+        names: the layers' names; a whole model has no name that a pattern could match.
         policy: the policy to judge.
     """
     bench = _Bench(operations, policy)
@@ -79,7 +79,7 @@ def measured(
 
 
 class _Bench:
-    """A bench on which layers run on their own."""
+    """Runs layers on their own."""
 
     def __init__(self, operations: Sequence[TapedOperation], policy: Policy) -> None:
         self._operations, self._policy, self._scale = operations, policy, 1.0
@@ -91,8 +91,8 @@ class _Bench:
         if self._policy.loss_scale == "none":
             return
         self._scale = self._policy.init_scale
-        tops = [_largest(g for g in call.gradients if g is not None) for call in calls]
-        finite = sorted(top for top in tops if 0 < top < math.inf)
+        maxima = [_largest(g for g in call.gradients if g is not None) for call in calls]
+        finite = sorted(maximum for maximum in maxima if 0 < maximum < math.inf)
         if self._policy.loss_scale == "dynamic" and finite:
             self._scale = fitting_scale(finite[int(FITTING * (len(finite) - 1))], self._scale)
 
@@ -102,34 +102,34 @@ class _Bench:
         name: dict[str, Any] = {"module": pattern or kind, "type": kind, "unnamed": not pattern}
         try:
             exact, low = self._run(call, low=False), self._run(call, low=True)
-        except Exception as error:  # the script's layer: it may fail on its own for any reason
+        except Exception as error:  # a layer of the script may fail on its own for any reason
             return LocalError(**name, reason=f"{type(error).__name__}: {error}".splitlines()[0])
         pairs = [(exact.output, low.output), (exact.dgrad, low.dgrad), (exact.wgrad, low.wgrad)]
         output, dgrad, wgrad = (relative_error(a, b) if a else None for a, b in pairs)
         arrived = [array_of(g) for g in call.gradients if g is not None]
-        tops = [float(np.abs(a).max()) for a in (*arrived, *exact.dgrad, *exact.wgrad) if a.size]
+        maxima = [float(np.abs(a).max()) for a in (*arrived, *exact.dgrad, *exact.wgrad) if a.size]
         return LocalError(
             **name,
             output=output,
             dgrad=dgrad,
             wgrad=wgrad,
             flops=sum(map(_flops, self._operations[call.first : call.last])),
-            largest=max(tops, default=0.0),
+            largest=max(maxima, default=0.0),
         )
 
     def _run(self, call: FirstCall, *, low: bool) -> Grads:
-        own = self._operations[call.first : call.last]
-        made = {id(t) for operation in own for t in operation.results}
+        operations = self._operations[call.first : call.last]
+        computed = {id(t) for operation in operations for t in operation.results}
         weights = [p for p in call.layer.parameters() if not p.stop_gradient]
-        known = {id(p) for p in weights} | made
-        outside = {id(t): t for operation in own for t in operation.operands if id(t) not in known}
+        inside = {id(p) for p in weights} | computed
+        outside = {id(t): t for operation in operations for t in operation.operands if id(t) not in inside}
         inputs = [t for t in outside.values() if not t.stop_gradient and t.is_floating_point()]
         twins = Twins(
             [*weights, *inputs], self._policy.storage, KEPT if low else NONE, rounds=self._rounds(call.layer, low=low)
         )
         before = paddle.get_rng_state()
         try:
-            for operation in own:
+            for operation in operations:
                 twins.run(operation)
             return self._grads(call, twins, weights, inputs, scale=self._scale if low else 1.0)
         finally:
@@ -139,8 +139,8 @@ class _Bench:
         outputs = [twins.of(t) for t in call.outputs]
         pairs = [(o, g * scale) for o, g in zip(outputs, call.gradients, strict=True) if g is not None]
         leaves = [twins.of(t) for t in (*inputs, *weights)]
-        starts, gradients = [o for o, _ in pairs], [g for _, g in pairs]
-        found = paddle.grad(starts, leaves, gradients, allow_unused=True) if leaves else []
+        roots, starts = [o for o, _ in pairs], [g for _, g in pairs]
+        found = paddle.grad(roots, leaves, starts, allow_unused=True) if leaves else []
         arrays = [None if g is None else array_of(g) / scale for g in found]
         dgrad = [a for a in arrays[: len(inputs)] if a is not None]
         return Grads([array_of(o) for o in outputs], dgrad, [a for a in arrays[len(inputs) :] if a is not None])
@@ -150,12 +150,12 @@ class _Bench:
 
 
 def relative_error(exact: Sequence[Any], other: Sequence[Any]) -> float:
-    """Return the norm of the difference over that of ``exact``, all arrays taken together; infinite where it is not finite."""
-    apart = math.hypot(*(float(np.linalg.norm((a - b).ravel())) for a, b in zip(exact, other, strict=True)))
-    whole = math.hypot(*(float(np.linalg.norm(a.ravel())) for a in exact))
-    if not math.isfinite(apart):
+    """Return the norm of the difference over that of ``exact``, of all arrays together; infinite if it is not finite."""
+    difference = math.hypot(*(float(np.linalg.norm((a - b).ravel())) for a, b in zip(exact, other, strict=True)))
+    norm = math.hypot(*(float(np.linalg.norm(a.ravel())) for a in exact))
+    if not math.isfinite(difference):
         return math.inf
-    return apart / whole if whole else 0.0
+    return difference / norm if norm else 0.0
 
 
 def _flops(operation: TapedOperation) -> int:

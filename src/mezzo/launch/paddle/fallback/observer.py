@@ -1,7 +1,8 @@
 """Compare the gradients of a Paddle script's first steps between precisions: one run of a fallback search.
 
-Optimizers leave the weights as they are, so that all steps use the script's initial ones: step k is then the same computation in every
-run, on batch k. The gradients compared are those in the parameters before a step's first update: unscaled, before any clipping.
+Optimizers leave the weights as they are, so that all steps use the script's initial weights: step k is then the same computation in
+every run, on batch k. The gradients that are compared are those of the parameters before a step's first update: unscaled, and before
+any clipping.
 
 The three kinds of runs are those of PyTorch's search (``mezzo.observe.fallback.observer``): the ``reference`` in FP32, which also measures
 every layer on its own; ``noise``, in FP32 with every layer's output moved by one unit in the last place; and ``check``, in lower precision.
@@ -34,26 +35,29 @@ REFERENCE_GRADIENTS = "reference.npz"
 
 
 class Fallback(StepObserver, Listener):
-    """An observer of the first steps' gradients, under which weights stay as they are; the tape keeps the operations."""
+    """An observer of the first steps' gradients; while it observes, weights stay as they are."""
 
     kind = "fallback"
 
     def __init__(self, settings: FallbackSettings, run: PaddleRun) -> None:
         super().__init__(run, steps=settings.steps)
         self._settings = settings
-        run.holds_updates = True
+        run.withholds_updates = True
         self._tape = Tape(run, self)
         self._calls: dict[int, FirstCall] = {}
         self._gradients: dict[str, Any] = {}
         self._reference: dict[str, Any] = {}
         self._compared: list[StepErrors] = []
         self._local: list[LocalError] = []
-        self._fresh: dict[str, Any] = {}
+        self._of_step: dict[str, Any] = {}
+        """The gradients of the open step, by parameter."""
         self._problem = ""
-        self._signs = np.random.Generator(np.random.PCG64(0))  # its own, so the script's random numbers stay the same
+        self._generator = np.random.Generator(
+            np.random.PCG64(0)
+        )  # its own, so the script's random numbers stay the same
         if settings.role != "reference":
-            with np.load(Path(settings.folder) / REFERENCE_GRADIENTS) as kept:
-                self._reference = dict(kept)
+            with np.load(Path(settings.folder) / REFERENCE_GRADIENTS) as saved:
+                self._reference = dict(saved)
 
     def install(self, patches: Patches) -> None:
         """Wrap layers, and record operations, until ``patches`` are undone."""
@@ -73,39 +77,39 @@ class Fallback(StepObserver, Listener):
     def judge(self, norm: Any | None) -> None:
         """Keep the gradients of all parameters, and measure every layer of the first step on its own."""
         names = LayerNames(self._tape.roots)
-        held = [p for root in names.tops for p in root.parameters() if p.grad is not None and not p.stop_gradient]
+        parameters = [p for root in names.outermost for p in root.parameters() if not p.stop_gradient]
         with self.run.own_work(), self._tape.paused():
-            self._fresh = {names.parameter(p): array_of(dense(p.grad)) for p in held}
+            self._of_step = {names.parameter(p): array_of(dense(p.grad)) for p in parameters if p.grad is not None}
             if self._settings.role == "reference" and not self._compared:
                 calls = [call for call in self._calls.values() if any(g is not None for g in call.gradients)]
                 self._local = measured(calls, self._tape.operations, names, self._settings.policy)
 
     def decide(self, step: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:
-        """Compare the step's gradients with the reference's; end the script if no more are needed."""
-        fresh, self._fresh = self._fresh, {}
+        """Compare the step's gradients with the reference's; end the script if no more steps are needed."""
+        gradients, self._of_step = self._of_step, {}
         if self._settings.role == "reference":
-            self._gradients |= {f"{step} {name}": gradient for name, gradient in fresh.items()}
-            errors = {name: 0.0 if np.isfinite(g).all() else math.inf for name, g in fresh.items()}
+            self._gradients |= {f"{step} {name}": gradient for name, gradient in gradients.items()}
+            errors = {name: 0.0 if np.isfinite(g).all() else math.inf for name, g in gradients.items()}
         else:
-            errors = self._errors(step, fresh)
+            errors = self._errors(step, gradients)
         self._compared.append(StepErrors(step=step, errors=errors))
         one_is_enough = self._settings.role == "check" and not self._settings.all_steps
         if one_is_enough and math.isfinite(self._compared[-1].worst[0]):
             self._waiting = []
 
-    def _errors(self, step: int, fresh: dict[str, Any]) -> dict[str, float]:
+    def _errors(self, step: int, gradients: dict[str, Any]) -> dict[str, float]:
         """Return the relative error of every gradient that is in the reference and not zero there."""
         errors = {}
         for key, exact in self._reference.items():
             number, _, name = key.partition(" ")
             if int(number) != step or name in self._settings.ignored:
                 continue
-            whole = float(np.linalg.norm(exact.astype(np.float64)))
-            if name not in fresh or fresh[name].shape != exact.shape:
+            norm = float(np.linalg.norm(exact.astype(np.float64)))
+            if name not in gradients or gradients[name].shape != exact.shape:
                 errors[name] = math.inf
-            elif whole > 0:
-                apart = float(np.linalg.norm(fresh[name].astype(np.float64) - exact))
-                errors[name] = apart / whole if math.isfinite(apart) else math.inf
+            elif norm > 0:
+                difference = float(np.linalg.norm(gradients[name].astype(np.float64) - exact))
+                errors[name] = difference / norm if math.isfinite(difference) else math.inf
         return errors
 
     def closure_met(self, optimizer: str) -> None:
@@ -119,16 +123,16 @@ class Fallback(StepObserver, Listener):
             return mapped(original(layer, *args, **kwargs), self._moved)
         if not self._tape.on or id(layer) in self._calls or not paddle.is_grad_enabled():
             return original(layer, *args, **kwargs)
-        known = self._calls[id(layer)] = FirstCall(layer, len(self._tape.operations))
+        call = self._calls[id(layer)] = FirstCall(layer, len(self._tape.operations))
         output = original(layer, *args, **kwargs)
-        known.returned(output, len(self._tape.operations))
+        call.returned(output, len(self._tape.operations))
         return output
 
     def _moved(self, tensor: Any) -> Any:
-        """Return an FP32 tensor with every element moved by about one unit in its last place, 1 and -1 towards 0; others as they are."""
+        """Return an FP32 tensor with every element moved by about one unit in its last place, 1 and -1 towards 0; others unchanged."""
         if tensor.dtype != paddle.float32:
             return tensor
-        signs = self._signs.integers(0, 2, tensor.shape) * 2.0 - 1.0
+        signs = self._generator.integers(0, 2, tensor.shape) * 2.0 - 1.0
         with self.run.own_work():
             # Probabilities and cosines stay in their range.
             signs = np.where(np.abs(tensor.numpy()) == 1.0, -1.0, signs)
@@ -144,6 +148,6 @@ class Fallback(StepObserver, Listener):
         """Write the measurements to the folder; return the run's own record."""
         if self._settings.role == "reference":
             np.savez(Path(self._settings.folder) / REFERENCE_GRADIENTS, **self._gradients)
-        found = Measured(local=self._local, steps=self._compared, problem=self._problem)
-        measured_path(self._settings).write_text(found.model_dump_json(), encoding="utf-8")
+        measurements = Measured(local=self._local, steps=self._compared, problem=self._problem)
+        measured_path(self._settings).write_text(measurements.model_dump_json(), encoding="utf-8")
         return run

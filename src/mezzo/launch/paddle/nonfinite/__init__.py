@@ -1,1 +1,1 @@
-"""``mezzo diagnose`` of a Paddle script: what one run records."""
+"""``mezzo diagnose`` for a Paddle script: what one run records."""

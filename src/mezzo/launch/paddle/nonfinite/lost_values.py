@@ -1,8 +1,9 @@
-"""Follow the values of an observed Paddle step that are not finite, or that a format's range loses.
+"""Follow the values of an observed Paddle step that are not finite, or that are lost at an end of a format's range.
 
-Where the policy rounds an operand or a result, the value before rounding is that of FP32: what is finite before and infinite after left the
-format's range there, and what is zero after vanished there. The backward pass is followed by hooks on tensors: a gradient that is not
-finite although those of all results that its tensor went into are finite was made by the operation that reads the tensor.
+Where the policy rounds an operand or a result, the value before rounding is the FP32 value: one that is finite before and infinite after
+left the format's range there, and one that is zero only after vanished there. The backward pass is followed by hooks on tensors: if a
+tensor's gradient is not finite, but the gradients of all results computed from the tensor are, the operation that reads the tensor
+produced it.
 """
 
 from __future__ import annotations
@@ -42,35 +43,40 @@ _PUBLIC_NAMES = {
 
 
 class ValueFollower:
-    """The places of one step where values were lost (``launch.paddle.tape.Listener``)."""
+    """Finds where values of one step were lost (``launch.paddle.tape.Listener``)."""
 
     def __init__(self, run: PaddleRun, scale: Callable[[], float]) -> None:
         self._run, self._scale = run, scale
         self.tape = Tape(run, self)
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.sources: list[Source] = []
         self.causes: dict[int, tuple[Source, ...]] = {}
         """Why a tensor is not finite, by its id; the tape keeps all tensors alive."""
-        self._made: set[int] = set()
+        self._computed: set[int] = set()
+        """Ids of the tensors that the step has computed."""
         self._checked: dict[int, Any] = {}
-        self._rounded: list[tuple[Any, Any, Survey, bool]] = []
+        """Other tensors that were checked, by id."""
+        self._roundings: list[tuple[Any, Any, Survey, bool]] = []
+        """The roundings of the running operation: the value before and after, what was lost, and whether it is a result."""
         self._readers: dict[int, list[TapedOperation]] = {}
-        self._narrow: dict[int, list[Any]] = {}
-        """The rounded operands that were made of a tensor."""
+        """The operations that read a tensor, by its id."""
+        self._rounded_operands: dict[int, list[Any]] = {}
+        """The operands that were obtained by rounding a tensor, by its id."""
         self._bad: dict[int, bool] = {}
         """Whether a tensor's gradient is not finite after rounding, by the tensor's id."""
         self._gradients: dict[int, Any] = {}
+        """Gradients of results and weights, by the id of their tensor."""
         self._hooks: list[Any] = []
         self._hooked: set[int] = set()
 
     def clear(self) -> None:
-        """Forget the step."""
+        """Discard what is known of the step."""
         for hook in self._hooks:
             hook.remove()
         self.tape.clear()
-        self._forget()
+        self._reset()
 
     @property
     def format(self) -> Format:
@@ -90,34 +96,34 @@ class ValueFollower:
 
     def rounded(self, operation: TapedOperation, before: Any, after: Any, *, result: bool) -> None:
         """Record what a rounding lost."""
-        found = survey(before, self.format)
-        self._rounded.append((before, after, found, result))
+        lost = survey(before, self.format)
+        self._roundings.append((before, after, lost, result))
         if not result and not after.stop_gradient:
-            self._narrow.setdefault(id(before), []).append(after)
-            after.register_hook(functools.partial(self._of_operand, operation, after))
+            self._rounded_operands.setdefault(id(before), []).append(after)
+            after.register_hook(functools.partial(self._operand_gradient, operation, after))
 
     def finished(self, operation: TapedOperation) -> None:
-        """Record what an operation made of what it read."""
-        rounded, self._rounded = self._rounded, []
-        known = [source for t in operation.operands for source in self._of_operand_value(operation, t)]
-        for before, _, found, result in rounded:
-            if not result and found.overflows and id(before) not in self.causes:
-                known.append(self._lost(operation, found, name=_CAST, read=[before]))
-            if found.share and math.isfinite(found.largest):
-                self._vanished(operation, found, name=public_name(operation.name) if result else _CAST)
+        """Record what an operation computed from its operands."""
+        roundings, self._roundings = self._roundings, []
+        known = [source for t in operation.operands for source in self._causes_of(operation, t)]
+        for before, _, lost, is_result in roundings:
+            if not is_result and lost.overflows and id(before) not in self.causes:
+                known.append(self._overflow(operation, lost, name=_CAST, read=[before]))
+            if lost.share and math.isfinite(lost.largest):
+                self._vanished(operation, lost, name=public_name(operation.name) if is_result else _CAST)
         for result in operation.results:
-            self._made.add(id(result))
-            raw = next((found for _, after, found, is_result in rounded if is_result and after is result), None)
+            self._computed.add(id(result))
+            raw = next((lost for _, after, lost, is_result in roundings if is_result and after is result), None)
             self._judge(operation, result, raw, known)
             if not result.stop_gradient and result.is_floating_point():
-                result.register_hook(functools.partial(self._of_result, operation, result))
-        for one in operation.operands:
-            self._readers.setdefault(id(one), []).append(operation)
-            self._hook_leaf(one)
+                result.register_hook(functools.partial(self._result_gradient, operation, result))
+        for tensor in operation.operands:
+            self._readers.setdefault(id(tensor), []).append(operation)
+            self._hook_leaf(tensor)
 
-    def _of_operand_value(self, operation: TapedOperation, tensor: Any) -> tuple[Source, ...]:
+    def _causes_of(self, operation: TapedOperation, tensor: Any) -> tuple[Source, ...]:
         """Return why an operand is not finite; one that the step did not compute came from outside."""
-        if id(tensor) in self.causes or id(tensor) in self._made or id(tensor) in self._checked:
+        if id(tensor) in self.causes or id(tensor) in self._computed or id(tensor) in self._checked:
             return self.causes.get(id(tensor), ())
         self._checked[id(tensor)] = tensor
         if finite(tensor):
@@ -131,7 +137,7 @@ class ValueFollower:
         if not result.is_floating_point() or operation.name.startswith("empty"):  # uninitialised memory
             return
         if raw is not None and raw.overflows and not known:
-            self.causes[id(result)] = (self._lost(operation, raw, read=operation.operands),)
+            self.causes[id(result)] = (self._overflow(operation, raw, read=operation.operands),)
             return
         if finite(result) if raw is None else math.isfinite(raw.largest):
             self.causes.pop(id(result), None)
@@ -165,47 +171,47 @@ class ValueFollower:
     # --- the backward pass -----------------------------------------------------------------------------------------------------------
 
     def _hook_leaf(self, tensor: Any) -> None:
-        known = id(tensor) in self._made or id(tensor) in self._hooked
-        if known or tensor.stop_gradient or not tensor.is_floating_point():
+        hooked = id(tensor) in self._computed or id(tensor) in self._hooked
+        if hooked or tensor.stop_gradient or not tensor.is_floating_point():
             return
         self._hooked.add(id(tensor))
-        self._hooks.append(tensor.register_hook(functools.partial(self._of_result, None, tensor)))
+        self._hooks.append(tensor.register_hook(functools.partial(self._result_gradient, None, tensor)))
 
-    def _of_operand(self, operation: TapedOperation, narrow: Any, gradient: Any) -> None:
+    def _operand_gradient(self, operation: TapedOperation, rounded: Any, gradient: Any) -> None:
         """Record the gradient of a rounded operand, which is rounded next."""
         if gradient is None:  # nothing flows back here
             return
-        with self._observed(gradient) as found:
-            made = self._finite_after(operation)
-            self._bad[id(narrow)] = not math.isfinite(found.largest) or found.overflows
-            if not math.isfinite(found.largest) and made:
-                self._backward(operation, None, gradient)
-            elif math.isfinite(found.largest) and found.overflows:
-                self._backward(operation, found, gradient)
-            elif found.share:
-                self._vanished(operation, found, backward=True)
+        with self._surveyed(gradient) as lost:
+            arose_here = self._finite_after(operation)
+            self._bad[id(rounded)] = not math.isfinite(lost.largest) or lost.overflows
+            if not math.isfinite(lost.largest) and arose_here:
+                self._backward(operation, None)
+            elif math.isfinite(lost.largest) and lost.overflows:
+                self._backward(operation, lost)
+            elif lost.share:
+                self._vanished(operation, lost, backward=True)
 
-    def _of_result(self, operation: TapedOperation | None, result: Any, gradient: Any) -> None:
+    def _result_gradient(self, operation: TapedOperation | None, result: Any, gradient: Any) -> None:
         """Record the gradient of a result or of a weight; that of a rounded result is rounded next."""
         if gradient is None:
             return
-        with self._observed(gradient) as found:
+        with self._surveyed(gradient) as lost:
             rounds = operation is not None and operation.rounds
-            bad = not math.isfinite(found.largest)
-            self._bad[id(result)] = bad or (rounds and found.overflows)
+            bad = not math.isfinite(lost.largest)
+            self._bad[id(result)] = bad or (rounds and lost.overflows)
             self._gradients[id(result)] = gradient
-            reader = self._maker_of(result) if bad or (rounds and (found.overflows or found.share)) else None
-            if reader is None:
+            producer = self._producer_of(result) if bad or (rounds and (lost.overflows or lost.share)) else None
+            if producer is None:
                 return
             if bad:
-                self._backward(reader, None, gradient)
-            elif found.overflows:
-                self._backward(reader, found, gradient)
+                self._backward(producer, None)
+            elif lost.overflows:
+                self._backward(producer, lost)
             else:
-                self._vanished(reader, found, backward=True)
+                self._vanished(producer, lost, backward=True)
 
     @contextmanager
-    def _observed(self, gradient: Any) -> Iterator[Survey]:
+    def _surveyed(self, gradient: Any) -> Iterator[Survey]:
         """Yield the survey of a gradient, and record no operation inside."""
         with self.tape.paused():
             if gradient.is_selected_rows():
@@ -215,51 +221,52 @@ class ValueFollower:
     def _finite_after(self, operation: TapedOperation) -> bool:
         return not any(self._bad.get(id(result)) for result in operation.results)
 
-    def _maker_of(self, tensor: Any) -> TapedOperation | None:
-        """Return the operation whose backward pass made a tensor's gradient; None if what it received was not finite."""
+    def _producer_of(self, tensor: Any) -> TapedOperation | None:
+        """Return the operation whose backward pass produced a tensor's gradient; None if the gradients it received were not finite."""
         readers = self._readers.get(id(tensor), [])
-        narrow = self._narrow.get(id(tensor), [])
-        if any(self._bad.get(id(one)) for one in narrow) or not all(map(self._finite_after, readers)):
+        rounded = self._rounded_operands.get(id(tensor), [])
+        if any(self._bad.get(id(operand)) for operand in rounded) or not all(map(self._finite_after, readers)):
             return None
         reached = [r for r in readers if any(id(result) in self._gradients for result in r.results)]
         failing = [r for r in reached if self._fails(r, tensor)] if len(reached) > 1 else []
         return next(iter(failing or reached), None)
 
     def _fails(self, operation: TapedOperation, tensor: Any) -> bool:
-        """Return whether the operation's backward pass, computed again, has no finite gradient for ``tensor``."""
+        """Return whether the operation's backward pass, computed again, gives ``tensor`` a gradient that is not finite."""
         if operation.name.endswith("_"):
             return False
-        again = tensor.detach()
-        again.stop_gradient = False
+        leaf = tensor.detach()
+        leaf.stop_gradient = False
         try:
             with paddle.enable_grad():
-                args = [again if a is tensor else a for a in operation.args]
-                result = tensors([operation.function(*args, **operation.kwargs)])
-                pairs = [(r, self._gradients.get(id(o))) for r, o in zip(result, operation.results, strict=True)]
+                args = [leaf if a is tensor else a for a in operation.args]
+                results = tensors([operation.function(*args, **operation.kwargs)])
+                pairs = [(r, self._gradients.get(id(o))) for r, o in zip(results, operation.results, strict=True)]
                 known = [(r, g) for r, g in pairs if g is not None]
-                found = paddle.grad([r for r, _ in known], [again], [g for _, g in known], allow_unused=True)
-        except Exception:  # an operation that cannot run by itself is not excluded by that
+                (gradient,) = paddle.grad([r for r, _ in known], [leaf], [g for _, g in known], allow_unused=True)
+        except Exception:  # the operation cannot run by itself, which says nothing about its gradient
             return False
-        return found[0] is not None and not finite(found[0])
+        return gradient is not None and not finite(gradient)
 
     # --- sources ---------------------------------------------------------------------------------------------------------------------
 
-    def _lost(self, operation: TapedOperation, found: Survey, *, name: str = "", read: list[Any]) -> Source:
-        return self._add(operation, "made", found.largest, name=name, read=read, fmt=self.format.name)
+    def _overflow(self, operation: TapedOperation, lost: Survey, *, name: str = "", read: list[Any]) -> Source:
+        return self._add(operation, "made", lost.largest, name=name, read=read, fmt=self.format.name)
 
-    def _backward(self, operation: TapedOperation, found: Survey | None, gradient: Any) -> None:
+    def _backward(self, operation: TapedOperation, lost: Survey | None) -> None:
+        """Add the backward pass of an operation as a source: of an overflow in rounding, or (None) of a value that is not finite."""
         received = [self._gradients[id(r)] for r in operation.results if id(r) in self._gradients]
-        read = [*received, *(t for t in operation.operands if t.is_floating_point())] if found is None else received
-        wide = None if found is None else found.largest
-        fmt = self.format.name if found is not None or operation.rounds else FP32.name
+        read = [*received, *(t for t in operation.operands if t.is_floating_point())] if lost is None else received
+        wide = None if lost is None else lost.largest
+        fmt = self.format.name if lost is not None or operation.rounds else FP32.name
         source = self._add(operation, "made", wide, read=read, backward=True, fmt=fmt)
-        if found is None:
-            of_results = [self.causes.get(id(t), ()) for t in (*operation.operands, *operation.results)]
-            source.because = tuple(dict.fromkeys(s for causes in of_results for s in causes if s.kind == "made"))
+        if lost is None:
+            in_forward = [self.causes.get(id(t), ()) for t in (*operation.operands, *operation.results)]
+            source.because = tuple(dict.fromkeys(s for causes in in_forward for s in causes if s.kind == "made"))
 
-    def _vanished(self, operation: TapedOperation, found: Survey, *, name: str = "", backward: bool = False) -> None:
-        source = self._add(operation, "vanished", found.vanished, name=name, backward=backward, fmt=self.format.name)
-        source.share = found.share
+    def _vanished(self, operation: TapedOperation, lost: Survey, *, name: str = "", backward: bool = False) -> None:
+        source = self._add(operation, "vanished", lost.vanished, name=name, backward=backward, fmt=self.format.name)
+        source.share = lost.share
 
     def _add(
         self,

@@ -1,7 +1,7 @@
 """Find the first value of a Paddle script that left its format's range: what ``mezzo diagnose`` records in one run.
 
 After every step two numbers are read: the loss and the norm of the gradients. Operations are recorded in chosen steps only
-(``lost_values``). The facts are those of PyTorch's diagnosis (``mezzo.observe.nonfinite.evidence``), and so is the verdict.
+(``lost_values``). The evidence (``mezzo.observe.nonfinite.evidence``) has the same form as for PyTorch, and so has the verdict.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mezzo.launch.paddle.layer_names import LayerNames
+from mezzo.launch.paddle.nonfinite.gradient_errors import GradientErrors, gradient_errors
 from mezzo.launch.paddle.nonfinite.lost_values import ValueFollower
 from mezzo.launch.paddle.nonfinite.replay import NotRepeated, ReplayedPass
-from mezzo.launch.paddle.nonfinite.weighing import GradientErrors, weigh
 from mezzo.launch.paddle.observing import StepObserver
 from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.paddle.surveys import finite
@@ -29,17 +29,17 @@ from mezzo.records import RunRecord
 
 @dataclass
 class _Inspected:
-    """The records of one step."""
+    """What was found in one step."""
 
     sources: list[Source] = field(default_factory=list)
-    lost: list[Source] = field(default_factory=list)
-    """The origins of losses that are not finite."""
+    of_losses: list[Source] = field(default_factory=list)
+    """The sources of losses that are not finite."""
     in_backward: list[Source] = field(default_factory=list)
-    weighed: GradientErrors | None = None
+    errors: GradientErrors | None = None
 
 
 class NonFinite(StepObserver):
-    """An observer of non-finite values, and of those that have turned finite again."""
+    """An observer of non-finite values, and of those that became finite again."""
 
     kind = "diagnose"
 
@@ -51,20 +51,20 @@ class NonFinite(StepObserver):
         self._losses: list[Any] = []
         self._inspected: _Inspected | None = None
         self._unfinished: _Inspected | None = None
-        """The records of a step that never ended."""
+        """What was found in a step that never ended."""
         self._suspects = list(settings.suspects)
-        self._met = False
-        """Whether every suspect was met again."""
+        self._suspects_confirmed = False
+        """Whether the last suspect step was faulty again."""
         self._skips = Skips()
         self._bad_steps: list[int] = []
         self._faults: list[Located] = []
         self._open: list[Located] = []
-        """Where gradients overflowed in updates that the loss scale skipped: a fault only if the scale never recovers."""
+        """Where gradients overflowed in updates that the loss scale skipped: faults only if the scale never recovers."""
         self._harmless: dict[str, Harmless] = {}
         self._problems: dict[str, str] = {}
-        self._gave_up = self._scale_is_set = False
+        self._cannot_recover = self._scale_is_set = False
         self._lost_step: int | None = None
-        run.keeps = (*run.keeps, *settings.fp32_modules)
+        run.fp32_patterns = (*run.fp32_patterns, *settings.fp32_modules)
 
     # --- recording ---------------------------------------------------------------------------------------------------------------------
 
@@ -77,13 +77,13 @@ class NonFinite(StepObserver):
         self._followed.tape.on = True
 
     def end(self) -> None:
-        """Stop, and forget the operations."""
+        """Stop recording, and discard the operations."""
         self._followed.tape.on = False
         self._followed.clear()
         self._passes, self._losses = [], []
 
     def close(self) -> None:
-        """Stop, wherever the script ended; keep what was recorded of a step that never ended."""
+        """Stop, wherever the script ended; keep what was found in a step that never ended."""
         if self.observing and self._followed.tape.on:
             self._unfinished = self._inspect(bad=True)
         self.end()
@@ -113,21 +113,21 @@ class NonFinite(StepObserver):
         self._inspected = self._inspect(bad=bad)
 
     def _inspect(self, *, bad: bool) -> _Inspected:
-        seen, weighed = self._followed, None
-        with seen.tape.paused():
-            if not bad and any(source.kind in ("made", "vanished") for source in seen.sources):
-                weighed = self._weighed()
-        return _Inspected(list(seen.sources), seen.of_losses(self._losses), seen.in_backward, weighed)
+        followed, errors = self._followed, None
+        with followed.tape.paused():
+            if not bad and any(source.kind in ("made", "vanished") for source in followed.sources):
+                errors = self._gradient_errors()
+        return _Inspected(list(followed.sources), followed.of_losses(self._losses), followed.in_backward, errors)
 
-    def _weighed(self) -> GradientErrors | None:
+    def _gradient_errors(self) -> GradientErrors | None:
         if self.run.casts:
             self._problems["backward"] = (
-                "values in the GPU's own 16-bit formats are not computed again: silent saturation is not judged"
+                "values in the GPU's own 16-bit formats are not recomputed: silent saturation is not judged"
             )
             return None
         weights = [p for p in self.run.parameters() if not p.stop_gradient]
         try:
-            return weigh(self._followed.tape.operations, self._passes, weights, self._followed.format)
+            return gradient_errors(self._followed.tape.operations, self._passes, weights, self._followed.format)
         except NotRepeated as why:
             self._problems["step"] = f"silent saturation was not judged, because {why}"
             return None
@@ -143,28 +143,30 @@ class NonFinite(StepObserver):
             curable = skipped and loss_finite and fault.gradients is None and fault.fits_fp32
             (self._open if curable else self._faults).append(fault)
         elif inspected is not None and not bad:
-            self._harmless |= {one.line: one for one in _harmless(inspected)}
+            self._harmless |= {harmless.line: harmless for harmless in _harmless(inspected)}
         if loss_finite:
             self._skips.closed(step, [], skipped=skipped, rule=self._rule())
         if bad:
             self._bad_steps.append(step)
             self._lost_step = step if not loss_finite else self._lost_step
-            self._gave_up |= not loss_finite or not skipped or self._endless() or not self._rule().dynamic
-        self._meet(step, bad=bad or fault is not None)
-        if self._gave_up or self._met or self._faults:
+            self._cannot_recover |= (
+                not loss_finite or not skipped or self._skips_without_end() or not self._rule().dynamic
+            )
+        self._suspect_is_over(step, bad=bad or fault is not None)
+        if self._cannot_recover or self._suspects_confirmed or self._faults:
             self._waiting = []
 
-    def _meet(self, step: int, *, bad: bool) -> None:
-        """Record that a suspect step is over; inspect all later steps if it was finite this time."""
+    def _suspect_is_over(self, step: int, *, bad: bool) -> None:
+        """Record whether a step that is over was a suspect; if it was not faulty this time, inspect all later steps."""
         if self._suspects[:1] != [step]:
             return
         self._suspects.pop(0)
-        self._met = not self._suspects and bad
+        self._suspects_confirmed = not self._suspects and bad
         if not bad:
             self._suspects = []
             self._waiting = list(range(step + 1, self._until + 1))
 
-    def _endless(self) -> bool:
+    def _skips_without_end(self) -> bool:
         return not self._skips.settled() and self._loss_scale() < 1
 
     def _rule(self) -> SkipRule:
@@ -182,38 +184,38 @@ class NonFinite(StepObserver):
 
     # --- blame -------------------------------------------------------------------------------------------------------------------------
 
-    def _blamed(self, seen: _Inspected, step: int, *, loss_bad: bool, bad: bool) -> Located | None:
+    def _blamed(self, inspected: _Inspected, step: int, *, loss_bad: bool, bad: bool) -> Located | None:
         names = LayerNames(self._followed.tape.roots)
         if not bad:
-            return self._quiet(seen, step, names)
-        suspects = seen.lost if loss_bad and seen.lost else seen.in_backward
-        chosen = [source for source in suspects if source.kind != "constant"] or suspects
+            return self._silent_fault(inspected, step, names)
+        candidates = inspected.of_losses if loss_bad and inspected.of_losses else inspected.in_backward
+        chosen = [source for source in candidates if source.kind != "constant"] or candidates
         source = min(chosen, key=lambda s: s.index, default=None)
         if source is None:
             return None
-        earlier = next(iter(source.because), None)
-        symptom = None if earlier is None else source.as_record(names)
-        return Located(step=step, source=(earlier or source).as_record(names), symptom=symptom)
+        cause = next(iter(source.because), None)
+        symptom = None if cause is None else source.as_record(names)
+        return Located(step=step, source=(cause or source).as_record(names), symptom=symptom)
 
-    def _quiet(self, seen: _Inspected, step: int, names: LayerNames) -> Located | None:
+    def _silent_fault(self, inspected: _Inspected, step: int, names: LayerNames) -> Located | None:
         """Return where values left the format and made gradients wrong, although these are finite."""
-        weighed = seen.weighed
-        if weighed is None:
+        errors = inspected.errors
+        if errors is None:
             return None
-        above = [s for s in seen.sources if s.kind == "made" and s.wide is not None]
-        if weighed.above and above:
-            wrong = weighed.wrong(weighed.above, names)
+        above = [s for s in inspected.sources if s.kind == "made" and s.wide is not None]
+        if errors.above and above:
+            wrong = errors.wrong(errors.above, names)
             return Located(step=step, source=min(above, key=lambda s: s.index).as_record(names), gradients=wrong)
-        below = sorted((s for s in seen.sources if s.kind == "vanished"), key=lambda s: s.index)
-        if not (weighed.below and below) or weighed.faded(self._largest_norm()):
+        below = sorted((s for s in inspected.sources if s.kind == "vanished"), key=lambda s: s.index)
+        if not (errors.below and below) or errors.faded(self._largest_norm()):
             return None
         heaviest = max(below, key=lambda s: s.share)
         source = next((s for s in below if s.share >= WEIGHTY), heaviest)
-        wrong = weighed.wrong(weighed.below, names, weighed.zeros)
+        wrong = errors.wrong(errors.below, names, errors.zeros)
         return Located(step=step, source=source.as_record(names), gradients=wrong)
 
     def _largest_norm(self) -> float:
-        """Return the largest norm of gradients before this step, the loss scale included."""
+        """Return the largest norm of the gradients of earlier steps, including the loss scale."""
         norms = self.run.steps.norms()[:-1]
         return max((norm * self.run.scale.value for norm in norms if 0 < norm < math.inf), default=0.0)
 
@@ -229,12 +231,12 @@ class NonFinite(StepObserver):
 
     def evidence(self, run: RunRecord) -> Evidence:
         """Return the evidence of the run."""
-        faulty, watched, last = self._faulty_steps(run), list(self.watched), len(run.steps) + 1
-        wanted = {*self._skips.steps(), *self._settings.suspects}
-        fault = next(iter(self._faults), None) or next((f for f in self._open if f.step in wanted), None)
+        faulty, watched, unfinished = self._faulty_steps(run), list(self.watched), len(run.steps) + 1
+        relevant = {*self._skips.steps(), *self._settings.suspects}
+        fault = next(iter(self._faults), None) or next((f for f in self._open if f.step in relevant), None)
         if fault is None and run.error is not None and self._unfinished is not None and not faulty:
-            fault = self._blamed(self._unfinished, last, loss_bad=True, bad=True)
-            watched.append(last)
+            fault = self._blamed(self._unfinished, unfinished, loss_bad=True, bad=True)
+            watched.append(unfinished)
         return Evidence(
             located=fault,
             watched=watched,
@@ -254,9 +256,9 @@ class NonFinite(StepObserver):
         return run
 
 
-def _harmless(seen: _Inspected) -> list[Harmless]:
+def _harmless(inspected: _Inspected) -> list[Harmless]:
     return [
         Harmless(op=s.op, line=s.line, format=s.format, largest=s.wide, absorbed_by=list(s.swallowed))
-        for s in seen.sources
+        for s in inspected.sources
         if s.kind == "made" and s.wide and s.swallowed
     ]

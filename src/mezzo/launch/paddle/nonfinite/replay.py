@@ -1,12 +1,12 @@
 """Compute the gradients of a recorded Paddle step again, with a format that has no largest or no smallest number.
 
-A value that leaves a format's range becomes infinite or zero, and whether that matters shows in the gradients alone: softmax makes
-the same of -inf and of -1e9. So the recorded operations run once more, on the same operands and random numbers, and every rounding
-keeps the format's digits but not its limits. Gradients that differ from those of a replay with the limits were made wrong by the range,
-because nothing else differs. A replay is discarded if its loss is not the step's.
+A value that leaves a format's range becomes infinite or zero, and whether that matters shows only in the gradients: the softmax of
+-inf is that of -1e9. So the recorded operations run once more, on the same operands and random numbers, and every rounding
+keeps the format's digits but not its limits. If gradients differ from those of a replay with the limits, the range made them wrong,
+because nothing else differs. A replay is discarded if its loss is not that of the step.
 
-Limits: a ``PyLayer`` that the script writes, and activation checkpointing, count as constants in both replays, so what lies before
-them is not weighed. Cost: two or three more forward and backward passes, in observed steps in which a value left the format.
+Limits: a script's own ``PyLayer``, and activation checkpointing, are constants in both replays, so errors that arise before
+them are not found. Cost: two or three more forward and backward passes, in observed steps in which a value left the format.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mezzo.launch.paddle.surveys import array_of
 from mezzo.launch.paddle.tape import TapedOperation, tensors
 
 _SAME = 1e-4
-"""Relative difference up to which a replayed loss is that of the step: sums may be made in another order."""
+"""Relative difference up to which a replayed loss counts as that of the step: sums may be computed in another order."""
 
 
 class Limits(NamedTuple):
@@ -41,7 +41,7 @@ KEPT, NO_UPPER, NONE = Limits(True, True), Limits(False, True), Limits(False, Fa
 
 
 class NotRepeated(Exception):
-    """A step that cannot be computed again."""
+    """The step cannot be computed again."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def gradients(
     try:
         for operation in _needed(operations, passes):
             twins.run(operation)
-        return _together([_of_pass(one, twins, weights, check=limits == KEPT) for one in passes])
+        return _summed([_gradients_of_pass(of_pass, twins, weights, check=limits == KEPT) for of_pass in passes])
     except NotRepeated:
         raise
     except Exception as error:  # any operation of the script may fail when it runs again
@@ -94,28 +94,28 @@ def gradients(
 
 
 def _needed(operations: Sequence[TapedOperation], passes: Sequence[ReplayedPass]) -> list[TapedOperation]:
-    """Return the operations that the losses come from, in order."""
-    wanted = {id(loss) for one in passes for loss in one.losses}
+    """Return the operations on which the losses depend, in order."""
+    needed = {id(loss) for of_pass in passes for loss in of_pass.losses}
     found = []
     for operation in reversed(operations):
-        if not operation.backward and any(id(result) in wanted for result in operation.results):
+        if not operation.backward and any(id(result) in needed for result in operation.results):
             found.append(operation)
-            wanted.update(id(t) for t in operation.operands)
+            needed.update(id(t) for t in operation.operands)
     return found[::-1]
 
 
-def _of_pass(one: ReplayedPass, twins: Twins, weights: Sequence[Any], *, check: bool) -> dict[int, Any]:
-    losses = [twins.of(loss) for loss in one.losses]
-    for loss, again in zip(one.losses, losses, strict=True):
-        if check and not np.allclose(array_of(loss), array_of(again), rtol=_SAME, atol=0.0, equal_nan=True):
+def _gradients_of_pass(of_pass: ReplayedPass, twins: Twins, weights: Sequence[Any], *, check: bool) -> dict[int, Any]:
+    losses = [twins.of(loss) for loss in of_pass.losses]
+    for original, replayed in zip(of_pass.losses, losses, strict=True):
+        if check and not np.allclose(array_of(original), array_of(replayed), rtol=_SAME, atol=0.0, equal_nan=True):
             raise NotRepeated("the step computed again has another loss")
-    starts = [paddle.ones_like(loss) if g is None else g for loss, g in zip(losses, one.gradients, strict=True)]
+    starts = [paddle.ones_like(loss) if g is None else g for loss, g in zip(losses, of_pass.gradients, strict=True)]
     leaves = [twins.of(weight) for weight in weights]
     found = paddle.grad(losses, leaves, starts, retain_graph=True, allow_unused=True)
     return {id(w): array_of(g) for w, g in zip(weights, found, strict=True) if g is not None}
 
 
-def _together(parts: Sequence[dict[int, Any]]) -> dict[int, Any]:
+def _summed(parts: Sequence[dict[int, Any]]) -> dict[int, Any]:
     total: dict[int, Any] = {}
     for part in parts:
         for key, gradient in part.items():
@@ -124,7 +124,7 @@ def _together(parts: Sequence[dict[int, Any]]) -> dict[int, Any]:
 
 
 class Twins:
-    """The tensors of a replay, by those of the step."""
+    """The tensors of a replay, each the twin of a tensor of the step."""
 
     def __init__(
         self,
@@ -137,24 +137,25 @@ class Twins:
         """Begin a replay.
 
         Args:
-            weights: tensors whose gradients will be wanted.
+            weights: tensors whose gradients will be computed.
             fmt: the format to round to.
             limits: which ends of its range are kept.
-            rounds: tells which operations are rounded; None for those that the policy of the run rounds.
+            rounds: returns whether an operation is rounded; None for the operations that the run's policy rounds.
         """
         self._round = _rounding(fmt, limits)
         self._rounds = rounds or (lambda operation: operation.rounds)
-        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._pairs: dict[int, tuple[Any, Any]] = {}
+        """Each tensor of the step with its twin, by the tensor's id, which is unique while the tensor is alive."""
         for weight in weights:
             leaf = weight.detach()
             leaf.stop_gradient = False
-            self._kept[id(weight)] = weight, leaf
+            self._pairs[id(weight)] = weight, leaf
 
     def of(self, tensor: Any) -> Any:
-        """Return the twin of a tensor; one that the step did not make is a constant."""
-        if id(tensor) not in self._kept:
-            self._kept[id(tensor)] = tensor, tensor.detach()
-        return self._kept[id(tensor)][1]
+        """Return the twin of a tensor; a tensor that the step did not compute is a constant."""
+        if id(tensor) not in self._pairs:
+            self._pairs[id(tensor)] = tensor, tensor.detach()
+        return self._pairs[id(tensor)][1]
 
     def run(self, operation: TapedOperation) -> None:
         """Run an operation again."""
@@ -170,8 +171,8 @@ class Twins:
         found = tensors([args[0] if operation.name == "setitem_" else result])
         if rounds:
             found = [self._rounded(t) for t in found]
-        for actual, twin in zip(operation.results, found, strict=True):
-            self._kept[id(actual)] = actual, twin
+        for original, twin in zip(operation.results, found, strict=True):
+            self._pairs[id(original)] = original, twin
 
     def _rounded(self, tensor: Any) -> Any:
         return self._round.apply(tensor) if tensor.dtype == paddle.float32 else tensor

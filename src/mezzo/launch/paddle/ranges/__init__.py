@@ -1,1 +1,1 @@
-"""``mezzo ranges`` of a Paddle script."""
+"""``mezzo ranges`` for a Paddle script."""

@@ -1,8 +1,8 @@
 """Which values of an FP32 step of a Paddle script would have 16 bits under a policy's op lists.
 
-The result of an operation in the lower-precision list has 16 bits, that of one in the FP32 list has 32, and that of any other the widest
-format of its operands; code outside layers is FP32. A weight's gradient has 16 bits if an operation in the lower list reads the weight. The
-result of batch normalisation has the format of its first operand, whatever that of its weights.
+The result of an operation in the lower-precision list has 16 bits, that of one in the FP32 list has 32, and that of any other has the
+widest format of its operands; code outside layers is FP32. A weight's gradient has 16 bits if an operation in the lower list reads the
+weight. The result of batch normalisation has the format of its first operand, whatever the format of its weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.paddle.tape import Listener, TapedOperation
 from mezzo.policy import Policy
 
-_OF_FIRST = ("batch_norm", "instance_norm", "prelu")
+_FOLLOW_FIRST = ("batch_norm", "instance_norm", "prelu")
+"""Operations whose result has the format of their first operand."""
 
 
 class ListedFormats(Listener):
@@ -34,11 +35,11 @@ class ListedFormats(Listener):
         self._wide.clear()
 
     def is_wide(self, tensor: Any) -> bool:
-        """Return whether ``tensor`` stays in FP32 under the policy; one that no operation returned does."""
+        """Return whether ``tensor`` stays in FP32 under the policy; a tensor that no operation returned does."""
         return self._wide.get(id(tensor), (tensor, True))[1] and self._lowers
 
     def gradient_is_wide(self, parameter: Any) -> bool:
-        """Return whether a parameter's gradient is FP32: no operation in the lower list reads the parameter."""
+        """Return whether a parameter's gradient is FP32, because no operation in the lower list reads the parameter."""
         return id(parameter) not in self._lowered and self._lowers
 
     def finished(self, operation: TapedOperation) -> None:
@@ -56,5 +57,5 @@ class ListedFormats(Listener):
         if precision == "lower":
             return False
         read = [t for t in operation.operands if t.is_floating_point()]
-        judged = read[:1] if operation.name in _OF_FIRST else read
-        return not judged or any(self._wide.get(id(t), (t, True))[1] for t in judged)
+        decisive = read[:1] if operation.name in _FOLLOW_FIRST else read
+        return not decisive or any(self._wide.get(id(t), (t, True))[1] for t in decisive)

@@ -1,7 +1,7 @@
-"""Count where the values of a Paddle script's steps lie: activations, their gradients, weights, weight gradients and updates.
+"""Count the values of a Paddle script's steps by exponent: activations, their gradients, weights, weight gradients and updates.
 
-The script runs in FP32. Layers' outputs are counted as they return, gradients in hooks on these outputs and on parameters, before
-accumulation and clipping; weights, before an optimizer's step. A container that returns a layer's output does not count it again.
+The script runs in FP32. A layer's outputs are counted when it returns; gradients in hooks on these outputs and on parameters, before
+accumulation and clipping; weights before an optimizer's step. An output that a container returns unchanged is not counted again.
 
 Limits: operations outside layers and between a layer's parts are not counted. Cost, in observed steps only: a copy of each counted tensor.
 """
@@ -75,7 +75,7 @@ class Ranges(StepObserver):
         self._before = {key: array_of(p) for key, (p, _) in self._parameters.items() if p.is_floating_point()}
 
     def end(self) -> None:
-        """Stop, and discard what was not kept."""
+        """Stop counting, and discard what was not kept."""
         self._on = self._tape.on = False
         self._values.forget()
         self._formats.forget()
@@ -92,7 +92,7 @@ class Ranges(StepObserver):
         super().update_ended(optimizer)
 
     def backward_begins(self, losses: Any) -> None:
-        """Hook every parameter known by now."""
+        """Hook every parameter that is known by now."""
         super().backward_begins(losses)
         if not self._on:
             return
@@ -133,15 +133,15 @@ class Ranges(StepObserver):
 
     def _count(self, kind: RangeKind, name: str, values: Any) -> list[Any]:
         """Count the tensors in ``values`` that no inner layer has counted; return them."""
-        own = []
+        new = []
         for tensor in tensors(values):
             version = int(tensor.inplace_version)
             if not tensor.is_floating_point() or self._counted.get(id(tensor), (None, -1))[1] == version:
                 continue
             self._counted[id(tensor)] = tensor, version
             self._values.add((kind, name), counted(array_of(tensor)))
-            own.append(tensor)
-        return own
+            new.append(tensor)
+        return new
 
     def _gradient(self, key: Key, gradient: Any) -> None:
         if not self._on or gradient is None:
@@ -154,11 +154,11 @@ class Ranges(StepObserver):
         update = new - old
         self._values.add(("weights", name), counted(old))
         self._values.add(("updates", name), counted(update))
-        moves, numbers = update != 0, []
+        nonzero, num_swallowed = update != 0, []
         for fmt in (FP16, BF16):
-            kept = rounded_within(old, fmt, KEPT)
-            numbers.append(int((moves & (rounded_within(kept + update, fmt, KEPT) == kept)).sum()))
-        self._swallowed.add(name, np.array([int(moves.sum()), *numbers]))
+            weight = rounded_within(old, fmt, KEPT)
+            num_swallowed.append(int((nonzero & (rounded_within(weight + update, fmt, KEPT) == weight)).sum()))
+        self._swallowed.add(name, np.array([int(nonzero.sum()), *num_swallowed]))
         self._values.keep()
         self._swallowed.keep()
 
@@ -179,19 +179,19 @@ class Ranges(StepObserver):
             for name, parameter in layer.named_parameters(include_sublayers=False):
                 self._parameters.setdefault(id(parameter), (parameter, f"{label}.{name}"))
         for number, optimizer in enumerate(list(self.run.optimizers)):
-            for place, parameter in enumerate(parameters_of(optimizer)):
-                name = f"{type(optimizer).__name__}#{number + 1}.params[{place}]"
+            for index, parameter in enumerate(parameters_of(optimizer)):
+                name = f"{type(optimizer).__name__}#{number + 1}.params[{index}]"
                 self._parameters.setdefault(id(parameter), (parameter, name))
 
     def record(self, run: RunRecord) -> RangesRecord:
         """Return the record of the counts."""
-        seen = ObservedValues(
+        values = ObservedValues(
             counts={key: Counts(table.tolist()) for key, table in self._values.kept.items()},
             lowered=self._lowered,
             swallowed={name: row.tolist() for name, row in self._swallowed.kept.items()},
             steps=self.watched,
             forced_eager=False,
             updates_seen=self._updates,
-            models=[label for label, inside in self._labels.items() if inside],
+            models=[label for label, has_layers in self._labels.items() if has_layers],
         )
-        return ranges_record(run, seen, policy=self._policy)
+        return ranges_record(run, values, policy=self._policy)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.gradients import trained_leaves
-from mezzo.launch.model_names import name_at_hand
+from mezzo.launch.model_names import name_in_scope
 from mezzo.measure.separate_losses import Owners
 
 _WALKED_UPDATES = 3
@@ -47,7 +47,7 @@ class OptimizerOwners:
         number = self.number(optimizer)
         if number is not None and number not in self.names:
             trained = set(map(id, trained_leaves(optimizer)))
-            name = name_at_hand(trained, nn.Module, libraries=("torch", "mezzo"))
+            name = name_in_scope(trained, nn.Module, libraries=("torch", "mezzo"))
             if name is not None:
                 self.names[number] = name
 

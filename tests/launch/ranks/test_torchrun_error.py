@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mezzo import cli
-from mezzo.launch.ranks.told import REASON, tell
+from mezzo.launch.ranks.torchrun_error import REASON, report_failure
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def failure(folder: Path, rank: int) -> ProcessFailure:
 def test_torchrun_names_the_process_to_blame_and_its_reason(tmp_path: Path) -> None:
     REASON.text, REASON.rank = "rank 1: ValueError: bad label", 1
     for rank in (0, 1):
-        tell(1, "run", own_rank=rank, variables=variables(tmp_path, rank))
+        report_failure(1, "run", own_rank=rank, variables=variables(tmp_path, rank))
     error = ChildFailedError("mezzo", {rank: failure(tmp_path, rank) for rank in (0, 1)})
     rank, first = error.get_first_failure()
     assert rank == 1
@@ -37,7 +37,7 @@ def test_torchrun_names_the_process_to_blame_and_its_reason(tmp_path: Path) -> N
 
 
 def test_a_verdict_is_no_crash(tmp_path: Path) -> None:
-    tell(4, "compare", own_rank=0, variables=variables(tmp_path))
+    report_failure(4, "compare", own_rank=0, variables=variables(tmp_path))
     expected = "mezzo compare: exit code 4, which is an answer, not a crash: see the report above"
     assert failure(tmp_path, 0).message["message"] == expected  # type: ignore[index]
 
@@ -46,10 +46,10 @@ def test_a_verdict_is_no_crash(tmp_path: Path) -> None:
 def test_nothing_is_left_after_success_or_over_the_scripts_own_reason(exit_code: int, tmp_path: Path) -> None:
     if exit_code:
         (tmp_path / "0.json").write_text("the script's", encoding="utf-8")
-    tell(exit_code, "run", variables=variables(tmp_path))
+    report_failure(exit_code, "run", variables=variables(tmp_path))
     left = [path.read_text(encoding="utf-8") for path in tmp_path.iterdir()]
     assert left == (["the script's"] if exit_code else [])
-    tell(1, "run", variables={})
+    report_failure(1, "run", variables={})
 
 
 def test_a_command_that_is_refused_says_why(

@@ -10,8 +10,8 @@ from typing import TextIO
 
 import pytest
 
-from mezzo.launch.ranks import places
-from mezzo.launch.ranks.places import ASKS, ScriptPosition, place_in
+from mezzo.launch.ranks import positions
+from mezzo.launch.ranks.positions import POSITION_SIGNAL, ScriptPosition, position_in
 
 HEAD = 'Thread 0x00007f (most recent call first):\n  File "/usr/lib/python3.11/threading.py", line 5 in wait\n\n'
 TORCH = "/venv/lib/python3.11/site-packages/torch"
@@ -40,20 +40,20 @@ TEXTS = [
 
 @pytest.mark.parametrize(("frames", "found"), TEXTS)
 def test_the_innermost_line_of_the_script(frames: str, found: tuple[str, bool], tmp_path: Path) -> None:
-    path = tmp_path / "run.place"
+    path = tmp_path / "run.position"
     path.write_text(f"{HEAD}Current thread 0x00007f (most recent call first):\n{frames}")
-    assert place_in(path) == ScriptPosition(*found)
+    assert position_in(path) == ScriptPosition(*found)
 
 
-def test_no_file_is_no_place(tmp_path: Path) -> None:
-    assert place_in(tmp_path / "none") == ScriptPosition("", False)
+def test_no_file_is_no_position(tmp_path: Path) -> None:
+    assert position_in(tmp_path / "none") == ScriptPosition("", False)
 
 
 SLEEPS = """
 import sys, threading, time
 from pathlib import Path
-from mezzo.launch.ranks.places import answer_with_place
-answer_with_place(Path(sys.argv[1]))
+from mezzo.launch.ranks.positions import write_position_on_signal
+write_position_on_signal(Path(sys.argv[1]))
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 def load():
     time.sleep(60)
@@ -61,32 +61,32 @@ load()
 """
 
 
-@pytest.mark.skipif(ASKS is None, reason="no real-time signals")
+@pytest.mark.skipif(POSITION_SIGNAL is None, reason="no real-time signals")
 def test_the_file_is_there_only_once_the_process_can_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal ends a process that has no handler for it yet."""
-    path, there = tmp_path / "run.place", list[bool]()
+    path, there = tmp_path / "run.position", list[bool]()
 
     def register(number: int, *, file: TextIO, all_threads: bool) -> None:
         there.append(path.exists())
         file.close()
 
-    monkeypatch.setattr(places.faulthandler, "register", register)
-    places.answer_with_place(path)
+    monkeypatch.setattr(positions.faulthandler, "register", register)
+    positions.write_position_on_signal(path)
     assert (there, list(tmp_path.iterdir())) == ([False], [path])
 
 
-@pytest.mark.skipif(ASKS is None, reason="no real-time signals")
+@pytest.mark.skipif(POSITION_SIGNAL is None, reason="no real-time signals")
 def test_a_process_that_sleeps_answers(tmp_path: Path) -> None:
-    script, path = tmp_path / "train.py", tmp_path / "run.place"
+    script, path = tmp_path / "train.py", tmp_path / "run.position"
     script.write_text(SLEEPS)
     process = subprocess.Popen([sys.executable, str(script), str(path)])
     try:
         end = time.monotonic() + 120
-        while time.monotonic() < end and not place_in(path).where.endswith("in load"):
+        while time.monotonic() < end and not position_in(path).where.endswith("in load"):
             if path.exists():
-                process.send_signal(ASKS or 0)
+                process.send_signal(POSITION_SIGNAL or 0)
             time.sleep(0.05)
-        assert place_in(path) == ScriptPosition("train.py:8 in load", False)
+        assert position_in(path) == ScriptPosition("train.py:8 in load", False)
     finally:
         process.kill()
         process.wait()
