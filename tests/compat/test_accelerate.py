@@ -313,7 +313,7 @@ def test_a_model_that_was_trained_goes_on_under_another_accelerator(policy: str)
         exact = Named()
         exact.load_state_dict(again.state_dict())
         assert torch.equal(again(x), exact(x))  # the first accelerator's region is gone
-    with pytest.raises(SessionError, match="a session whose model was given to another session since"):
+    with pytest.raises(SessionError, match="a session whose model was passed to another session since"):
         first.backward(F.mse_loss(model(x), y))
 
 

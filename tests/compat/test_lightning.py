@@ -417,7 +417,7 @@ class LineSearch(Linear):
 
 
 def test_what_cannot_work_is_refused_with_its_reason() -> None:
-    with pytest.raises(SessionError, match="LBFGS evaluates the loss several times an update"):
+    with pytest.raises(SessionError, match="LBFGS evaluates the loss several times per update"):
         fit(LineSearch(), "fp16", constants(1))
     with pytest.raises(SessionError, match=r"OwnBackward has a backward\(\) of its own"):
         fit(OwnBackward(), "fp16", constants(1))

@@ -199,12 +199,12 @@ def test_copies_and_pickles_are_checkpointed_on_their_own(policy: str) -> None:
     checkpointing.apply(model, PLANS["full"])
     Session(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)  # may wrap them again
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        how = checkpointing._how(other.blocks[0])
+        how = checkpointing._checkpointed(other.blocks[0])
         assert how is not None
         assert (how.module, how.keeps) == (other.blocks[0], "inputs")
         checkpointing.remove(other)
         assert how.keeps is None
-    kept = checkpointing._how(model.blocks[0])  # type: ignore[arg-type]
+    kept = checkpointing._checkpointed(model.blocks[0])  # type: ignore[arg-type]
     assert kept is not None
     assert kept.keeps == "inputs"
     assert list(model.state_dict()) == list(Model().state_dict())
@@ -215,7 +215,9 @@ def test_a_new_plan_replaces_the_old_one() -> None:
     checkpointing.apply(model, PLANS["full"])
     checkpointing.apply(model, {"blocks.0": "products"})
     found = {
-        name: how.keeps for name, module in model.named_modules() if (how := checkpointing._how(module)) is not None
+        name: how.keeps
+        for name, module in model.named_modules()
+        if (how := checkpointing._checkpointed(module)) is not None
     }
     assert found == {"blocks.0": "products"}
     checkpointing.remove(model)

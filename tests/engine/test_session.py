@@ -876,7 +876,7 @@ def test_a_state_with_another_shape_is_refused() -> None:
     with pytest.raises(SessionError) as caught:
         other.load_state_dict(state)
     assert caught.value.message == "the state has 1 scales, this session 2"
-    assert caught.value.hint == "build the session as the one that saved the state was built"
+    assert caught.value.hint == "build the session like the one that saved the state"
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------------------
@@ -1178,7 +1178,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[MezzoError], str, str]] = {
     "LBFGS": (
         with_optimizer(lambda m: torch.optim.LBFGS(m.parameters())),
         SessionError,
-        "LBFGS evaluates the loss several times an update through a closure; a session has one backward pass",
+        "LBFGS evaluates the loss several times per update through a closure; a session has one backward pass",
         "train with LBFGS in FP32, or run the script under mezzo run, which handles closures",
     ),
     "ReduceLROnPlateau": (
@@ -1203,7 +1203,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[MezzoError], str, str]] = {
         after_backward(twice),
         SessionError,
         "unscale() was already called since the last update",
-        "call it once a window; unscaling twice would divide the gradients twice",
+        "call it once per window; unscaling twice would divide the gradients twice",
     ),
     "unscale of 16-bit gradients": (
         unscale_half,
@@ -1232,8 +1232,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[MezzoError], str, str]] = {
     "update of a foreign optimizer": (
         after_backward(foreign),
         SessionError,
-        "update() got AdamW, which is none of this session's 1 optimizers",
-        "name optimizers that the session was built with, or none to update all",
+        "update() got AdamW, which is not one of this session's 1 optimizers",
+        "pass optimizers that the session was built with, or none to update all",
     ),
     "state of an open window": (
         after_backward(lambda s, loss: s.state_dict(), accumulate=4),

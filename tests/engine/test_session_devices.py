@@ -136,5 +136,5 @@ def test_parameters_that_are_kept_elsewhere_than_they_compute_are_refused() -> N
     offloaded: Any = SimpleNamespace(
         device=torch.device("cpu"), device_mesh=SimpleNamespace(device_type="cuda"), shape=(2, 3)
     )
-    with pytest.raises(SessionError, match="kept on cpu and computed with on cuda"):
+    with pytest.raises(SessionError, match="stored on cpu but computed with on cuda"):
         device_of([offloaded])

@@ -233,7 +233,7 @@ def _refuse_own_backward(model: nn.Module) -> None:
 def _refuse_lbfgs(optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise SessionError(
-            "LBFGS evaluates the loss several times an update; a session has one backward pass",
+            "LBFGS evaluates the loss several times per update; a session has one backward pass",
             hint="train with another optimizer, or in precision 32-true without this plugin",
         )
 

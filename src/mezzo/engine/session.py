@@ -260,7 +260,7 @@ class Session(Resumable):
         self._watch = self._watch.before_update()
         if self.schedulers:
             self._schedules.settle()
-        chosen = checks.known(optimizers, self.optimizers) if optimizers else self.optimizers
+        chosen = checks.check_chosen(optimizers, self.optimizers) if optimizers else self.optimizers
         before = checks.snapshot(self.models) if self._watch_rounding else None
         skipped = self._update_on_device(chosen)
         self._close(chosen, skipped)

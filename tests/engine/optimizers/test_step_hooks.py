@@ -205,7 +205,7 @@ def test_hooks_registered_after_the_session_are_refused_over_16_bit_gradients() 
     with pytest.raises(SessionError) as caught:
         session.step(loss)
     assert str(caught.value) == (
-        "a step hook was registered after the session was built, whose optimizers read 16-bit gradients as they are; "
+        "a step hook was registered after the session was built, and its optimizers read 16-bit gradients as they are; "
         "allowed: before\n  hint: register hooks before Session(...): the update then shows them true gradients in FP32"
     )
 

@@ -221,7 +221,7 @@ REFUSED = {
     ),
     "optimizer before fully_shard": (
         "SGD has 4 parameters, none of which is the model's\n"
-        "  hint: build the optimizer from the parameters of the model that the session gets, after the model was copied or sharded; "
+        "  hint: build the optimizer from the parameters of the model that you pass to the session, after the model was copied or sharded; "
         "pass several models as a list"
     ),
     "a model left out": (

@@ -15,7 +15,7 @@ from mezzo.engine.snapshots.background import Copies
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.sharded import Shard, placed, placed_model, placed_optimizer
 from mezzo.engine.snapshots.structure import put_together, take_apart
-from mezzo.engine.state import state_of, take_up
+from mezzo.engine.state import load_state, state_of
 from mezzo.errors import MezzoError, SnapshotError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _set(session: Session, contents: Mapping[str, Any]) -> None:
         "optimizers": [placed_optimizer(s, o) for s, o in zip(state["optimizers"], session.optimizers, strict=True)],
     }
     session._open_window()
-    take_up(session, state, window_calls=0)
+    load_state(session, state, window_calls=0)
     if state["policy"] == str(session.policy):
         for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
             keep_formats(optimizer, saved)

@@ -18,7 +18,7 @@ from mezzo.engine.snapshots.folder import Folder
 from mezzo.engine.snapshots.of_ranks import OfAll, folder_of, last_number, part_of, read_together, whole_ones
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.snapshots.structure import take_apart
-from mezzo.engine.state import state_of, take_up
+from mezzo.engine.state import load_state, state_of
 from mezzo.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Resumable:
         Raises:
             SessionError: the state has other numbers of models, optimizers, schedulers or losses.
         """
-        take_up(self, state, window_calls=self._window.calls)
+        load_state(self, state, window_calls=self._window.calls)
         self._progress.windows = state["updates"] + state["skipped"]
         self._progress.skips.fill_(state["skipped"])
 
