@@ -264,7 +264,7 @@ class Driven:
             self._left = []
         if self.short != 1.0:
             held = [p.grad for p in self._asked.param_groups[0]["params"] if p.grad is not None]
-            if held:  # torch takes no empty list
+            if held:  # torch rejects an empty list
                 torch._foreach_mul_(held, self.short)
 
     @property

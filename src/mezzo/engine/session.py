@@ -122,7 +122,7 @@ class Session(Resumable):
         trained = all_parameters(self.models, self.optimizers)
         self.processes = processes_for(self.models, trained, self.policy, accumulate=accumulate, num_losses=num_losses)
         self.casting = Casting.of(self.policy, self.device.type)
-        self._one_pass, self._way_of_updating = choose_update(self.optimizers, self.device, clip_value, self.policy)
+        self._one_pass, self._update_choice = choose_update(self.optimizers, self.device, clip_value, self.policy)
         self.scales = [scale_for(self.policy, self.device, known=not self._one_pass) for _ in range(num_losses)]
         self._watch: NoWatch = FirstWindows(self) if self.is_whole_loop else NoWatch()
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
@@ -145,7 +145,7 @@ class Session(Resumable):
 
     def explain(self) -> Choices:
         """Return what the policy does here, each choice with its reason; the result prints as a table."""
-        choices = [*self.policy.explain(self.device.type), *explained(self.models, self.casting), self._way_of_updating]
+        choices = [*self.policy.explain(self.device.type), *explained(self.models, self.casting), self._update_choice]
         return Choices([*choices, *self.processes.explain(), *self.train_batch.explain()])
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -222,7 +222,7 @@ class Session(Resumable):
             window=self._window,
             progress=self._progress,
             schedules=self._schedules,
-            way_of_updating=self._way_of_updating,
+            update_choice=self._update_choice,
             open_window=self._open_window,
             differentiate=self._differentiate,
             update=self._update_on_device,

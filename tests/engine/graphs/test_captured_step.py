@@ -213,7 +213,7 @@ def test_a_loss_that_comes_back_is_a_copy_and_more_outputs_come_along(
     assert torch.equal(loss, kept[0])
     assert torch.equal(extra["hits"], kept[1])
     assert extra["of"] == 5
-    with pytest.raises(mezzo.SessionError, match="an input that is no tensor is 'valid'; captured: 'train'"):
+    with pytest.raises(mezzo.SessionError, match="an input that is not a tensor is 'valid'; captured: 'train'"):
         step(first, "valid")
     with pytest.raises(mezzo.SessionError, match="an input is of type int; captured: Tensor"):
         step({**first, "y": 1}, "train")
@@ -281,7 +281,7 @@ def test_state_that_was_loaded_needs_a_new_capture(tape: None, monkeypatch: pyte
     saved = one.state_dict()
     other.load_state_dict(saved)
     one.load_state_dict(saved)
-    with pytest.raises(mezzo.SessionError, match="state that the captured step knows was replaced"):
+    with pytest.raises(mezzo.SessionError, match="state that the captured step refers to was replaced"):
         step(*data[3])
     step = captured(one, monkeypatch)
     for number, (x, y) in enumerate(data[3:]):

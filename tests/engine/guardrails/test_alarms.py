@@ -248,6 +248,6 @@ def test_the_short_way_of_calm_updates_remembers_the_same(rows: list[list[tuple[
     every = [Seen(step, *row) for step, row in enumerate(updates, start=1)]
     for first in range(0, len(every), at_once):
         some = every[first : first + at_once]
-        expected = [a.model_dump() for seen in some for a in long._see_closely(seen)]
+        expected = [a.model_dump() for seen in some for a in long._check_signs(seen)]
         assert [a.model_dump() for a in short.see(some)] == expected
         assert repr(vars(short)) == repr(vars(long))  # by text: NaN is not equal to itself

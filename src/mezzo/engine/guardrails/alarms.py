@@ -1,4 +1,4 @@
-"""Alarms: six signs of a training that goes wrong, read from the loss, gradient norm, skip and loss scale of each update.
+"""Alarms: six signs that a training run is going wrong, read from the loss, gradient norm, skip and loss scale of each update.
 
 Each sign needs more evidence than chance, noise or a policy's usual warm-up produce; the limits are the constants below. Every
 kind is raised once, until ``forget``. No sign reads a device: values unknown to the host are None.
@@ -16,14 +16,14 @@ from mezzo.records import Alarm, AlarmKind
 
 SKIPS_IN_A_ROW = 30
 """After that many skips a scale of 2**16 is below 2**-13: FP16 gradients that still overflow are above 10**8."""
-_STORM, _OF = 10, 40
+_STORM_SKIPS, _STORM_WINDOW = 10, 40
 """Skipped updates among the last 40. A healthy dynamic scale skips one per growth interval, 2,000 updates by default."""
 _CALM_IN_A_ROW, _CALM_AT = 20, 100
 """The warm-up of a dynamic scale is over after 20 successful updates in a row, or at update 100."""
 FLOOR_WITHOUT_ONE = 2.0**-14
 """The assumed floor of a scaler without one: FP16 gradients that overflow at it are above 10**9."""
 _WINDOW, _FEWEST = 64, 30
-"""Losses with which a spike is compared: at most the last 64 before it, at least 30."""
+"""Losses that a spike is compared with: at most the last 64 before it, at least 30."""
 _SPIKE = 5
 """Losses in a row that must be above the limit: a single hard batch is no spike."""
 _MADS = 10.0
@@ -37,7 +37,7 @@ _ZEROS = 10
 _SAME, _LIVELY = 50, 0.01
 """Losses in a row that are equal to the bit, while the gradients' norm is at least this share of the first ones: a converged training
 has small gradients."""
-_ROUGHLY = 8
+_MEDIAN_EVERY = 8
 """Updates between two medians that decide whether a loss needs a closer check: a median of 64 takes about 5 us."""
 _LOSSES_SKIPPED = 5
 """Losses in a row that are not finite although their updates were skipped."""
@@ -71,61 +71,61 @@ class Alarms:
     def forget(self) -> None:
         """Forget all updates, for example after a return to a snapshot."""
         self._raised: set[AlarmKind] = set()
-        self._flags: deque[bool] = deque(maxlen=_OF)
-        self._skips = self._made = self._seen = 0
-        self._first_skip = self._bad = self._zeros = self._same = self._first_zero = 0
+        self._flags: deque[bool] = deque(maxlen=_STORM_WINDOW)
+        self._skips = self._successes = self._seen = 0
+        self._first_skip = self._bad_losses = self._zeros = self._same = self._first_zero = 0
         self._last_loss: float | None = None
         self._calm = False
         self._scale_before: float | None = None
         self._scale_at_skip: float | None = None
-        self._first: list[float] = []
+        self._first_losses: list[float] = []
         self._first_norms: list[float] = []
         self._norm = math.nan
-        self._rough = math.inf
+        self._threshold = math.inf
         self._losses: deque[tuple[int, float]] = deque(maxlen=_WINDOW + _SPIKE)
 
     def see(self, updates: Sequence[Seen]) -> Iterator[Alarm]:
         """Inspect updates in their order; yield new alarms."""
         place = 0
-        while (place := self._pass_over(updates, place)) < len(updates):
-            yield from self._see_closely(updates[place])
+        while (place := self._record_usual(updates, place)) < len(updates):
+            yield from self._check_signs(updates[place])
             place += 1
 
-    def _pass_over(self, updates: Sequence[Seen], first: int) -> int:
+    def _record_usual(self, updates: Sequence[Seen], first: int) -> int:
         """Record the usual updates from index ``first`` on; return the index of the first that needs a closer check.
 
-        It has the effect of the six signs, without their calls, which take 4 us per step.
+        The effect is that of the six signs, without their calls, which take 4 us per step.
         """
-        if self._bad or len(self._first) < _SPIKE:
+        if self._bad_losses or len(self._first_losses) < _SPIKE:
             return first
-        losses, last, rough, place = self._losses, self._last_loss, self._rough, first
+        losses, last, threshold, place = self._losses, self._last_loss, self._threshold, first
         scale = self._scale_before
         for step, loss, norm, skipped, next_scale in updates[first:] if first else updates:
             if norm is not None or skipped or not loss or loss == last or not -math.inf < loss < math.inf:
                 break
-            if not step % _ROUGHLY:
-                rough = _limit([*losses, (step, loss)][-_WINDOW - _SPIKE :])
-            if loss > rough:
+            if not step % _MEDIAN_EVERY:
+                threshold = _limit([*losses, (step, loss)][-_WINDOW - _SPIKE :])
+            if loss > threshold:
                 break
             losses.append((step, loss))
             last, scale, place = loss, next_scale, place + 1
         num = place - first
         if num:
-            self._seen, self._made = self._seen + num, self._made + num
+            self._seen, self._successes = self._seen + num, self._successes + num
             self._skips, self._same = 0, 1
-            self._last_loss, self._scale_before, self._rough = last, scale, rough
-            calm = num if self._calm else max(self._made - _CALM_IN_A_ROW + 1, self._seen - _CALM_AT + 1)
+            self._last_loss, self._scale_before, self._threshold = last, scale, threshold
+            calm = num if self._calm else max(self._successes - _CALM_IN_A_ROW + 1, self._seen - _CALM_AT + 1)
             if calm > 0:
                 self._calm = True
                 self._flags.extend([False] * min(calm, num))
         return place
 
-    def _see_closely(self, seen: Seen) -> list[Alarm]:
+    def _check_signs(self, seen: Seen) -> list[Alarm]:
         self._seen += 1
         loss, norm, isfinite = seen.loss, seen.norm, math.isfinite
         finite = (loss is None or isfinite(loss)) and (norm is None or isfinite(norm))
-        found = [
-            None if finite and not self._bad else self._not_finite(seen),
+        alarms = [
+            None if finite and not self._bad_losses else self._not_finite(seen),
             self._skipping(seen),
             self._at_floor(seen) if seen.skipped else None,
             self._spike(seen),
@@ -133,22 +133,22 @@ class Alarms:
             self._stuck(seen),
         ]
         self._scale_before = seen.scale
-        new = [alarm for alarm in found if alarm is not None and alarm.kind not in self._raised]
+        new = [alarm for alarm in alarms if alarm is not None and alarm.kind not in self._raised]
         self._raised.update([alarm.kind for alarm in new])
         return new
 
     def _not_finite(self, seen: Seen) -> Alarm | None:
         bad_loss = seen.loss is not None and not math.isfinite(seen.loss)
         bad_norm = seen.norm is not None and not math.isfinite(seen.norm)
-        self._bad = self._bad + 1 if bad_loss else 0
+        self._bad_losses = self._bad_losses + 1 if bad_loss else 0
         if bad_loss and not seen.skipped:
             evidence = f"the loss of update {seen.step} is {seen.loss:g}, and the update was made"
             return Alarm(kind="loss not finite", step=seen.step, since=seen.step, evidence=evidence)
-        if bad_loss and self._bad >= _LOSSES_SKIPPED:
-            evidence = (
-                f"the losses of the last {self._bad} updates are not finite; skipping updates does not mend a loss"
+        if bad_loss and self._bad_losses >= _LOSSES_SKIPPED:
+            evidence = f"the losses of the last {self._bad_losses} updates are not finite; skipping updates does not repair a loss"
+            return Alarm(
+                kind="loss not finite", step=seen.step, since=seen.step - self._bad_losses + 1, evidence=evidence
             )
-            return Alarm(kind="loss not finite", step=seen.step, since=seen.step - self._bad + 1, evidence=evidence)
         if bad_norm and not seen.skipped:
             evidence = f"the gradients of update {seen.step} have the norm {seen.norm:g}, and the update was made"
             return Alarm(kind="loss not finite", step=seen.step, since=seen.step, evidence=evidence)
@@ -156,21 +156,21 @@ class Alarms:
 
     def _skipping(self, seen: Seen) -> Alarm | None:
         if not seen.skipped:
-            self._skips, self._made = 0, self._made + 1
-            self._calm |= self._made >= _CALM_IN_A_ROW or self._seen >= _CALM_AT
+            self._skips, self._successes = 0, self._successes + 1
+            self._calm |= self._successes >= _CALM_IN_A_ROW or self._seen >= _CALM_AT
             if self._calm:
                 self._flags.append(False)
             return None
         if not self._skips:
             self._first_skip, self._scale_at_skip = seen.step, self._scale_before
-        self._skips, self._made = self._skips + 1, 0
+        self._skips, self._successes = self._skips + 1, 0
         self._calm |= self._seen >= _CALM_AT
         if self._calm:
             self._flags.append(True)
         if self._skips >= SKIPS_IN_A_ROW:
             evidence = f"{self._skips} updates in a row were skipped{self._fall(seen)}"
             return Alarm(kind="skip storm", step=seen.step, since=self._first_skip, evidence=evidence)
-        if sum(self._flags) >= _STORM:
+        if sum(self._flags) >= _STORM_SKIPS:
             since = seen.step - len(self._flags) + 1
             evidence = f"{sum(self._flags)} of the last {len(self._flags)} updates were skipped{self._fall(seen)}"
             return Alarm(kind="skip storm", step=seen.step, since=since, evidence=evidence)
@@ -193,12 +193,12 @@ class Alarms:
     def _spike(self, seen: Seen) -> Alarm | None:
         if seen.loss is None or seen.skipped or not math.isfinite(seen.loss):
             return None
-        if len(self._first) < _SPIKE:
-            self._first.append(seen.loss)
+        if len(self._first_losses) < _SPIKE:
+            self._first_losses.append(seen.loss)
         self._losses.append((seen.step, seen.loss))
-        if seen.step % _ROUGHLY == 0:
-            self._rough = _limit(self._losses)
-        if seen.loss <= self._rough:
+        if seen.step % _MEDIAN_EVERY == 0:
+            self._threshold = _limit(self._losses)
+        if seen.loss <= self._threshold:
             return None
         before = [loss for _, loss in self._losses][:-_SPIKE]
         if len(before) < _FEWEST:
@@ -207,7 +207,7 @@ class Alarms:
         lowest = min([loss for _, loss in last])
         middle = median(before)
         deviation = _TO_DEVIATION * median([abs(loss - middle) for loss in before])
-        gained = median(self._first) - middle
+        gained = median(self._first_losses) - middle
         if lowest <= middle + max(_MADS * deviation, _REGAINED * gained, _RISE * abs(middle)):
             return None
         evidence = (

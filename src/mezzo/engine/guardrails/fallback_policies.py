@@ -41,7 +41,7 @@ def safer_policy(policy: Policy, kind: AlarmKind, device_type: str) -> tuple[Pol
     wider = _wider(policy, device_type) if kind in OF_RANGE else None
     if wider is not None:
         return wider, f"{kind}: values left the range of FP16; BF16 has the range of FP32"
-    why = f"{kind}: with {policy.compute.upper()} ruled out, the same again has another cause"
+    why = f"{kind}: with {policy.compute.upper()} ruled out, the same alarm again has another cause"
     return Policy.parse("fp32").replace(**{name: getattr(policy, name) for name in _KEPT_IN_FP32}), why
 
 
