@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mezzo.engine.guardrails.alarms import Alarms, Seen
@@ -241,6 +241,7 @@ ROWS = st.tuples(
 )
 
 
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.lists(ROWS, min_size=1, max_size=4), min_size=1, max_size=30), st.integers(1, 40))
 def test_the_short_way_of_calm_updates_remembers_the_same(rows: list[list[tuple[Any, ...]]], at_once: int) -> None:
     short, long = Alarms(), Alarms()
