@@ -544,7 +544,7 @@ def frozen() -> None:
 
 BLOCK = (
     "backward() while autocast is on for cpu; allowed: after the `with session.autocast():` block",
-    "end the block before session.step(loss): weights that were cast in it stay as they were until it ends",
+    "end the block before session.step(loss): casts of weights are reused until it ends, also after an update",
 )
 SCALED = (
     "the loss was multiplied by the 1024 of a GradScaler; allowed: the loss itself",

@@ -104,7 +104,7 @@ def by_hand(policy: str, sizes: Sequence[int], *, accumulate: int = 1, clip: flo
     model, optimizer = build(**how)
     session = Session(model, optimizer, policy=policy, accumulate=accumulate, clip_norm=clip)
     for number, ((x, y), size) in enumerate(zip(batches(), sizes, strict=True), start=1):
-        session._window.count_in(float(BATCH))
+        session._window.set_unit(float(BATCH))
         for begin in range(0, BATCH, size):
             with session.autocast():
                 loss = F.cross_entropy(model(x[begin : begin + size]), y[begin : begin + size])
@@ -332,7 +332,7 @@ def test_it_says_what_it_does() -> None:
     [choice] = [c for c in session.explain() if c.what == "micro-batches"]
     assert choice.value == "whole batches"
     assert choice.reason == (
-        "halved when memory runs out; 1 batch normalisation normalises over a part, and updates running statistics once a part"
+        "halved when memory runs out; 1 batch normalisation normalises over a part, and updates running statistics once per part"
     )
     memory = Memory(1)
     session.train_batch(lambda x, y: memory.compute(model, x, y), *next(batches()))

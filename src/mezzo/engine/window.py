@@ -71,8 +71,8 @@ class Window:
         self._shares[loss_id] += share
         return share
 
-    def count_in(self, unit: float) -> None:
-        """Count weights in ``unit``, unless the window has had one."""
+    def set_unit(self, unit: float) -> None:
+        """Set the unit of weights, unless the window already has one."""
         self._first_weight = self._first_weight or unit
 
     def state(self) -> dict[str, Any]:

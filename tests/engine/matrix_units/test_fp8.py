@@ -555,7 +555,7 @@ SMALL = "too small to gain: no more than 1024 outputs and 4096 inputs (torchao's
 OWN = "it has code of its own, which a layer in FP8 would not run"
 LEFT = [
     ("2 x blocks.*.up (16 to 64), 2 x blocks.*.down (64 to 16)", SMALL),
-    ("odd (17 to 1040)", "a size is no multiple of 16, which FP8 matrix units ask for"),
+    ("odd (17 to 1040)", "a size is not a multiple of 16, which FP8 matrix units require"),
     ("attention.out_proj (16 to 16), scaled (16 to 1040), own (16 to 1040)", OWN),
     ("kept.0 (16 to 1040)", "the policy keeps it in FP32"),
     ("wide (16 to 1040)", "its weight is in a format that is never cast"),

@@ -18,7 +18,7 @@ from mezzo.engine.gradients import by_device
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.kernels.layout import gradient_as, laid_out_as, refuse_gaps
-from mezzo.engine.kernels.moments import KINDS, SIGNED, as_fp32, begun, kept_as
+from mezzo.engine.kernels.moments import KINDS, SIGNED, as_fp32, stored_as, zero_moment
 from mezzo.engine.kernels.split import join, split
 from mezzo.engine.optimizers.step_hooks import hooks_after
 from mezzo.engine.processes.shards import local, shared_as
@@ -184,7 +184,7 @@ class OnePass(torch.optim.Optimizer):
         if "step" not in state or "momentum_buffer" in missing:  # SGD recognises a first buffer by its step
             state["step"] = torch.zeros((), device=parameter.device)
         for name in missing:
-            state[name] = begun(kind, weight)
+            state[name] = zero_moment(kind, weight)
         kept_in = self._master_format(parameter, group)
         if "master" in state and state["master"].dtype is not kept_in:  # of a format that the weight had before
             del state["master"]
@@ -203,7 +203,7 @@ class OnePass(torch.optim.Optimizer):
         if kept.dtype is KINDS[kind] and (not packed or strides == weight.stride()):
             return kept if packed else laid_out_as(weight, kept)
         values = as_fp32(kept, weight.shape, strides if packed else kept.stride(), signed=signed)
-        return kept_as(kind, laid_out_as(weight, values), signed=signed)
+        return stored_as(kind, laid_out_as(weight, values), signed=signed)
 
     def _master_format(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.dtype | None:
         """Return the format of a parameter's master; None if it has none."""
@@ -340,4 +340,4 @@ def _taken_up(value: Any, weight: Tensor, kind: str, *, signed: bool) -> Any:
     if kind == "fp32":
         return local(value).to(weight.device, FP32.dtype, copy=True)
     arranged = torch.empty_strided(weight.shape, weight.stride(), dtype=FP32.dtype).copy_(local(value))
-    return kept_as(kind, arranged, signed=signed).to(weight.device)
+    return stored_as(kind, arranged, signed=signed).to(weight.device)
