@@ -385,7 +385,7 @@ WARNED: dict[str, tuple[Callable[[], Any], str]] = {
     "a scheduler stepped on skips": (
         stepped_by_hand_on_skips,
         "the learning rate changed from one skipped update to the next: a scheduler is stepped where nothing was updated; pass it as "
-        "Session(..., scheduler=scheduler), which holds it then, and remove scheduler.step()",
+        "Session(..., scheduler=scheduler), which then makes it wait, and remove scheduler.step()",
     ),
 }
 

@@ -185,7 +185,7 @@ class Driven:
         new = [p for p in trained_by([optimizer]) if p not in known]
         session.masters.begin([optimizer])
         self._parameters += new
-        self._held = {**self._held, **{p: session.masters.held(p) for p in new}}
+        self._held = {**self._held, **{p: session.masters.master_or_self(p) for p in new}}
         group["params"] = [*group["params"], *(self._held[p] for p in new)]
         self._taken[optimizer] = len(optimizer.param_groups)
 

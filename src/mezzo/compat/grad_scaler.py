@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mezzo.engine.gradients import gradients_of, trained_by
-from mezzo.engine.scaling import bear
+from mezzo.engine.scaling import apply_hysteresis
 from mezzo.errors import PolicyError, SessionError
 from mezzo.formats import FP16, FP32
 
@@ -192,7 +192,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         any_inf = torch.stack([one.to(self._scale.device, non_blocking=True) for one in found]).max()
         self._skips = self._skips + any_inf
         if self._hysteresis > 1:
-            kept = bear(any_inf, self._left, self._growth_tracker, self._hysteresis)
+            kept = apply_hysteresis(any_inf, self._left, self._growth_tracker, self._hysteresis)
             for one in found:
                 one.mul_(kept.to(one.device))
 

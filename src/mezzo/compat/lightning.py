@@ -144,7 +144,7 @@ class MezzoPrecision(_Plugin, TrainerPrecision):
             _ = driven.session
             _cast_parts(module, driven.policy)
         else:  # a callback may have put an average into the model at the end of the last fit
-            driven.session.masters.take_up(module.parameters())
+            driven.session.masters.restart(module.parameters())
         self._idle = {
             n for n in _HOOKS if n not in vars(module) and getattr(type(module), n, None) is getattr(_Module, n)
         }

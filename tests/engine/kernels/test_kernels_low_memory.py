@@ -428,7 +428,9 @@ def test_unknown_choices_are_refused(cls: type, arguments: dict[str, str], messa
 def test_stochastic_rounding_with_masters_is_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = mezzo.AdamW(model.parameters(), rounding="stochastic")
-    with pytest.raises(mezzo.SessionError, match="policy with master weights; allowed: policies without, as bf16-pure"):
+    with pytest.raises(
+        mezzo.SessionError, match="policy with master weights; allowed: policies without, such as bf16-pure"
+    ):
         mezzo.Session(model, optimizer, policy="bf16-master:arithmetic=emulated")
 
 

@@ -219,7 +219,7 @@ def test_explain_says_why_gradients_are_shown() -> None:
             (c.value, c.reason) for c in Session(model, optimizer, policy=policy).explain() if c.what == "update"
         )
 
-    reason = "an optimizer has step hooks, which are shown true gradients, in FP32"
+    reason = "an optimizer has step hooks, which see true gradients, in FP32"
     assert way("bf16-master") == ("optimizers' own step", reason)
     assert way("bf16")[0] == "one pass"
 

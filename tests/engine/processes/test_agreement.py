@@ -31,7 +31,7 @@ def test_exchanges_are_a_time_apart_and_no_more_than_twice_as_many_updates_as_th
     for update in range(1, 330):
         now_s += 1 / 64 if update <= 255 else 0.5  # it becomes slow
         if update >= together.next:
-            assert together.reached(update, [0, 3]) == [0, 3]
+            assert together.exchange(update, [0, 3]) == [0, 3]
             asked_at.append(update)
     assert asked_at == [1, 3, 7, 15, 31, 63, 127, 191, 255, 319, 321, 323, 325, 327, 329]
 

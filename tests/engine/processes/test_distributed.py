@@ -225,8 +225,8 @@ REFUSED = {
         "pass several models as a list"
     ),
     "a model left out": (
-        "a parameter of shape (1, 3) belongs to this process alone, beside others that several share: the processes would "
-        "train it apart\n"
+        "a parameter of shape (1, 3) belongs to this process alone, while several share others: each process would "
+        "train its own copy\n"
         "  hint: wrap the whole model, call fully_shard on the outermost module too, and build optimizers after that"
     ),
     "hook before the session": (
@@ -334,7 +334,7 @@ def test_a_window_counts_in_a_given_unit() -> None:
 
 def test_processes_see_the_floor_at_updates_that_do_not_depend_on_the_device() -> None:
     stuck = DynamicScale(1.0, min_scale=1.0), torch.ones(())
-    watch = FloorWatch(torch.device("cpu"), together=True)
+    watch = FloorWatch(torch.device("cpu"), several=True)
     watch.note([stuck])
     assert watch.reached()  # a CPU does not lag behind
     watch = FloorWatch(torch.device("cpu"))

@@ -136,9 +136,9 @@ REFUSED = {
     "  hint: leave world out: real processes reduce in the format themselves",
     "a hook of its own": "policy fp32:reduce=bf16 reduces in bf16, and DistributedDataParallel has a communication hook of its own, "
     "which decides the format\n  hint: leave reduce out of the policy, or the hook out of the script",
-    "other shards": "policy bf16:reduce=bf16 says reduce=bf16, and fully_shard was told reduce_dtype=torch.float32\n"
+    "other shards": "policy bf16:reduce=bf16 says reduce=bf16, and fully_shard was called with reduce_dtype=torch.float32\n"
     "  hint: pass mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) to fully_shard, or leave reduce out",
-    "other gathering": "policy bf16:gather=bf16 says gather=bf16, and fully_shard was told param_dtype=torch.float32\n"
+    "other gathering": "policy bf16:gather=bf16 says gather=bf16, and fully_shard was called with param_dtype=torch.float32\n"
     "  hint: pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) to fully_shard, or leave gather out",
     "shards in FP16": "policy fp16:reduce=fp16 reduces in fp16, and fully_shard reduces gradients whose loss scale was taken out: "
     "small ones would be lost; allowed with fully_shard: fp32, bf16\n"

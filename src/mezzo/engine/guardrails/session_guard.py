@@ -153,7 +153,7 @@ class SessionGuard:
         self._alarms.forget()
         self._arrivals.forget()
         if agreement is not None:
-            agreement.again()
+            agreement.restart()
 
     def _newest_good(self, alarm: Alarm) -> tuple[SavedSnapshot, Any] | None:
         folder, agreement = self._session._snapshots.folder, self._agreement

@@ -33,11 +33,11 @@ def step_is_own(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @contextmanager
-def hooks_after(hooks: MutableMapping[int, Callable[..., Any]]) -> Iterator[list[Callable[..., Any]]]:
+def hooks_deferred(hooks: MutableMapping[int, Callable[..., Any]]) -> Iterator[list[Callable[..., Any]]]:
     """Keep torch from running ``hooks`` inside the block; yield them for the caller to run when their argument is complete."""
-    held = dict(hooks)
+    deferred = dict(hooks)
     hooks.clear()
     try:
-        yield list(held.values())
+        yield list(deferred.values())
     finally:
-        hooks.update(held)
+        hooks.update(deferred)

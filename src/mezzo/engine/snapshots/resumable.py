@@ -66,7 +66,7 @@ class Snapshots:
             return due
         if self._calls < together.next:
             return False
-        due, self.notice.given = map(bool, together.reached(self._calls, [due, self.notice.given]))
+        due, self.notice.given = map(bool, together.exchange(self._calls, [due, self.notice.given]))
         return due
 
     def begin(self, path: Path) -> Folder:

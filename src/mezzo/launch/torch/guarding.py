@@ -88,7 +88,7 @@ class ScriptGuard:
         self._wish = None
         self._alarms.forget()
         if self._together is not None:
-            self._together.again()
+            self._together.restart()
 
     def end(self, why: str) -> None:
         """Stop the script after the next step, for the reason ``why``."""

@@ -219,7 +219,9 @@ def test_a_session_refuses_shards_that_are_gathered_in_another_format() -> None:
     """Beside an emulated reduction as beside a real one: a session cannot change what fully_shard was told."""
     model = torch.distributed.fsdp.fully_shard(Scales())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(SessionError, match=r"says gather=bf16, and fully_shard was told param_dtype=torch\.float32"):
+    with pytest.raises(
+        SessionError, match=r"says gather=bf16, and fully_shard was called with param_dtype=torch\.float32"
+    ):
         Session(model, optimizer, policy="bf16:gather=bf16:reduce=bf16:world=8")
     Session(model, optimizer, policy="bf16:gather=fp32:reduce=bf16:world=8")  # the reduction is the emulation's
 

@@ -136,7 +136,7 @@ class ScriptSnapshots:
         if not are_several():
             self._problem("save", "no snapshot: the script's processes form no group, so they cannot save together")
             return False
-        due, self._notice = map(bool, self._together.reached(updates, [due, self._notice]))
+        due, self._notice = map(bool, self._together.exchange(updates, [due, self._notice]))
         return due
 
     def _return(self, guard: ScriptGuard) -> None:

@@ -274,7 +274,7 @@ class ScriptRecorder:
             own = {id(p) for model in self._models for p in model.parameters()}
             for masters in self._masters:
                 masters.begin([optimizer])
-                held = (masters.held(p) for model in self._models for p in model.parameters())
+                held = (masters.master_or_self(p) for model in self._models for p in model.parameters())
                 self.recorder.own((p for p in held if id(p) not in own), "optimizer")
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
