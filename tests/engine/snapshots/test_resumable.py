@@ -120,7 +120,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str]] = [
     (
         {"optimizer": OPTIMIZERS["mezzo.SGD"]},
         6,
-        "it holds the state of AdamW, MultiStepLR; this session has SGD, MultiStepLR",
+        "it contains the state of AdamW, MultiStepLR; this session has SGD, MultiStepLR",
     ),
 ]
 
@@ -200,7 +200,7 @@ def test_the_newest_whole_one_is_loaded_and_the_others_are_named(tmp_path: Path)
     middle.write_bytes(pickle.dumps(Path))
     again, _ = built()
 
-    with pytest.warns(UserWarning, match=r"loaded 000004.*not loaded, though newer: 000006.*cut off.*000005.*a pickle"):
+    with pytest.warns(UserWarning, match=r"loaded 000004.*not loaded, though newer: 000006.*truncated.*000005.*a pickle"):
         found = again.load(tmp_path)
 
     assert found is not None
@@ -214,7 +214,7 @@ def test_the_newest_whole_one_is_loaded_and_the_others_are_named(tmp_path: Path)
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     session, _ = built()
 
-    with pytest.raises(SnapshotError, match=r"the state holds a Session at extra\.inner\.0"):
+    with pytest.raises(SnapshotError, match=r"the state contains a Session at extra\.inner\.0"):
         session.save(tmp_path, extra={"inner": [session]})
     for keep in (0, True):
         with pytest.raises(SnapshotError, match=f"keep={keep}; allowed: a whole number of 1 or more"):

@@ -60,5 +60,5 @@ def test_a_shared_tensor_is_saved_as_a_shard_and_taken_up_as_one(shared: Any) ->
 def test_a_shard_of_another_division_is_refused(shared: Any) -> None:
     assert shard_of(shared).at == (0, 0)
     for saved, like in ((Shard(WHOLE[:2], (5, 3), (0, 0)), shared), (Shard(WHOLE, (5, 3), (0, 0)), WHOLE)):
-        with pytest.raises(SnapshotError, match="of another division among processes"):
+        with pytest.raises(SnapshotError, match="divided among processes in another way"):
             placed(saved, like)

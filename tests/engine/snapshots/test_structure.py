@@ -117,10 +117,13 @@ class Thing:
 
 
 REFUSED = [
-    ({"model": {"deep": [1, Thing()]}}, r"the state holds a Thing at model\.deep\.1; allowed: numbers, texts, bytes"),
-    (lambda: 1, r"the state holds a function at its top"),
+    (
+        {"model": {"deep": [1, Thing()]}},
+        r"the state contains a Thing at model\.deep\.1; allowed: numbers, texts, bytes",
+    ),
+    (lambda: 1, r"the state contains a function at its top"),
     ({"s": torch.eye(2).to_sparse()}, r"a tensor of layout torch\.sparse_coo at s; allowed: dense tensors"),
-    ({"o": np.array([Thing()])}, "the state holds a ndarray at o"),
+    ({"o": np.array([Thing()])}, "the state contains a ndarray at o"),
 ]
 
 

@@ -19,7 +19,7 @@ from mezzo.engine.guardrails.remedies import POLICY, UNCHANGED, apply_remedy
 from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.snapshots.contents import set_contents
 from mezzo.engine.snapshots.folder import SavedSnapshot
-from mezzo.engine.snapshots.of_ranks import OfAll, folder_of, read_together
+from mezzo.engine.snapshots.of_ranks import CompleteSnapshot, contents_for_rank, folder_of
 from mezzo.engine.snapshots.randomness import random_states
 from mezzo.errors import GuardError, SessionError
 from mezzo.records import Alarm, GuardAction, Guardrails, Reason, Rewind
@@ -165,7 +165,9 @@ class SessionGuard:
         )
 
         def read(saved: SavedSnapshot) -> Any:
-            return read_together(OfAll(saved.number, [place / saved.path.name for place in folders]), rank, size)
+            return contents_for_rank(
+                CompleteSnapshot(saved.number, [place / saved.path.name for place in folders]), rank, size
+            )
 
         return newest_good(folder.path, before=alarm.since, weights=lambda c: c["session"]["models"], read=read)
 

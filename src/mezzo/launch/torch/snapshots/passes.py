@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from mezzo.engine.snapshots.position import generators_of, leave_out
+from mezzo.engine.snapshots.position import generators_of, skip_batches
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
@@ -116,7 +116,7 @@ class Passes:
         if not self.is_target(this):
             this.over = this.delivered > 0
             return
-        this.delivered = leave_out(iterator, resume["delivered"], following=original)
+        this.delivered = skip_batches(iterator, resume["delivered"], following=original)
         if this.delivered < resume["delivered"]:
             raise _other_loader(f"it ended after {this.delivered} batches of {resume['delivered']}")
 
