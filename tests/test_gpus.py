@@ -38,7 +38,7 @@ def test_no_name_stands_for_two_gpus() -> None:
 def test_an_unknown_gpu_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(UsageError) as caught:
         gpu_named("rtx-4080")
-    assert str(caught.value).startswith("--gpu 'rtx-4080' is not a GPU that Mezzo has the facts of; did you mean rtx-")
+    assert str(caught.value).startswith("--gpu 'rtx-4080' is not a GPU that Mezzo knows; did you mean rtx-")
     assert find_gpu("rtx-4080") is None
 
 

@@ -200,5 +200,5 @@ def test_an_operation_in_two_lists_is_refused(
 ) -> None:
     with pytest.raises(PolicyError) as caught:
         assign(lower, fp32, widest)
-    assert caught.value.message == f"operation {op} stands in the lists {first!r} and {second!r}"
+    assert caught.value.message == f"operation {op} is in the lists {first!r} and {second!r}"
     assert caught.value.hint == f"leave {name!r} in one of the lists lower, fp32, widest"

@@ -123,8 +123,8 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
         )
     why = "every step's operations"
     only = ScriptRun(role="first", reason=why, policy=chosen, settings=settings, run=run, evidence=evidence)
-    found = diagnosis([only], untried="a function cannot be run again from its first state")
-    return found.model_copy(update={"fix_where": where_to_write(found, "function")})
+    record = diagnosis([only], untried="a function cannot be run again from its initial state")
+    return record.model_copy(update={"fix_where": where_to_write(record, "function")})
 
 
 def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: int = 20) -> RangesRecord:
@@ -167,8 +167,8 @@ def fallback(
     """Return which modules have to stay in FP32 for the training steps that ``train()`` makes, verified.
 
     ``train`` is called some ten times, from the same state each time. Its updates are held back, and a SystemExit ends it after
-    ``1 + fresh`` steps. Afterwards modules, optimizers, schedules and random numbers are as before. What else it changes, such
-    as an iterator that it reads from, stays changed: the search then reports that no two runs see the same data.
+    ``1 + fresh`` steps. Afterwards modules, optimizers, schedules and random numbers are as before. Anything else that it
+    changes, such as an iterator that it reads from, stays changed: the search then reports that no two runs see the same data.
 
     Args:
         train: makes training steps, called without arguments; the same ones at every call.
@@ -210,7 +210,7 @@ def _trained(
 ) -> tuple[TorchTraining, RunRecord, Exception | None]:
     """Call ``train`` under a policy and an observer; return the training, its record and the error of a kind in ``catches``.
 
-    ``optimizers`` were made before the launcher could see it: without any, each backward pass would count as an update by hand.
+    ``optimizers`` were created before the launcher could see them: without any, each backward pass would count as a manual update.
     """
     started = time.perf_counter()
     error: Exception | None = None
@@ -251,16 +251,16 @@ def _run_record(
 
 
 def _warmed_up(step: Callable[[], Any], times: int) -> str:
-    """Call ``step``; return the type of the device of the modules that it calls: of several, an accelerator's."""
-    found: dict[str, None] = {}
+    """Call ``step``; return the device type of the modules that it calls: of several, an accelerator's."""
+    device_types: dict[str, None] = {}
 
     def note(module: nn.Module, args: Any) -> None:
-        found.update(dict.fromkeys(p.device.type for p in module.parameters(recurse=False)))
+        device_types.update(dict.fromkeys(p.device.type for p in module.parameters(recurse=False)))
 
     with register_module_forward_pre_hook(note):
         for _ in range(times):
             step()
-    return next((device_type for device_type in found if device_type != "cpu"), "cpu")
+    return next((device_type for device_type in device_types if device_type != "cpu"), "cpu")
 
 
 @contextmanager

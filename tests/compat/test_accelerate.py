@@ -203,7 +203,7 @@ def test_a_record_is_kept_and_read(tmp_path: Path) -> None:
 
 
 def test_what_cannot_work_is_refused_with_its_reason() -> None:
-    with pytest.raises(SessionError, match="mixed_precision='bf16' beside policy=fp16; allowed: one of the two"):
+    with pytest.raises(SessionError, match="mixed_precision='bf16' together with policy=fp16; allowed: one of the two"):
         MezzoAccelerator(cpu=True, mixed_precision="bf16")
     training = Training("fp16")
     training.train(batches(1))

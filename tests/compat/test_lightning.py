@@ -424,7 +424,9 @@ def test_what_cannot_work_is_refused_with_its_reason() -> None:
     room, _ = fabric("fp16")
     model, optimizer = room.setup(layer := linear(), torch.optim.SGD(layer.parameters(), lr=1.0))
     loss = model(torch.ones(2, 4)).mean()
-    with pytest.raises(SessionError, match=r"backward\(\) got create_graph; allowed beside the loss: retain_graph"):
+    with pytest.raises(
+        SessionError, match=r"backward\(\) got create_graph; allowed in addition to the loss: retain_graph"
+    ):
         room.backward(loss, create_graph=True)
     room.backward(loss)
     with pytest.raises(SessionError, match=r"optimizer.step\(\) got a closure; allowed: none"):

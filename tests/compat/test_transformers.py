@@ -262,7 +262,7 @@ def test_a_record_is_kept_and_read(tmp_path: Path) -> None:
 
 def test_mixed_precision_of_the_trainers_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        SessionError, match=r"TrainingArguments\(bf16=True\) beside policy='fp16'; allowed: one of the two"
+        SessionError, match=r"TrainingArguments\(bf16=True\) together with policy='fp16'; allowed: one of the two"
     ):
         trainer(tmp_path, "fp16", Linear(), [], bf16=True)
 

@@ -48,14 +48,14 @@ class MezzoAccelerator(accelerate.Accelerator):
     def __init__(self, *, policy: Policy | str = "fp16", **settings: Any) -> None:
         if settings.get("mixed_precision") not in (None, "no"):
             raise SessionError(
-                f"mixed_precision={settings['mixed_precision']!r} beside policy={policy!s}; allowed: one of the two",
+                f"mixed_precision={settings['mixed_precision']!r} together with policy={policy!s}; allowed: one of the two",
                 hint=f"leave mixed_precision out and pass policy={settings['mixed_precision']!r} for the same precision",
             )
         super().__init__(**{**settings, "mixed_precision": "no"})
-        self.take_policy(policy)
+        self.use_policy(policy)
 
-    def take_policy(self, policy: Policy | str) -> None:
-        """Start under a policy; for an accelerator that another library created."""
+    def use_policy(self, policy: Policy | str) -> None:
+        """Train under a policy from now on; for an accelerator that another library created."""
         if self.distributed_type not in _REPLICATED:
             allowed = ", ".join(str(kind).rpartition(".")[2] for kind in _REPLICATED)
             raise SessionError(
@@ -135,13 +135,15 @@ class MezzoAccelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip unscaled gradients, those of master weights where there are any; return their norm."""
         self.unscale_gradients()
-        norm: Tensor = torch.nn.utils.clip_grad_norm_(self.driven.held(parameters), max_norm, norm_type=norm_type)
+        norm: Tensor = torch.nn.utils.clip_grad_norm_(
+            self.driven.updated_tensors(parameters), max_norm, norm_type=norm_type
+        )
         return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip unscaled gradients, those of master weights where there are any."""
         self.unscale_gradients()
-        torch.nn.utils.clip_grad_value_(self.driven.held(parameters), clip_value)
+        torch.nn.utils.clip_grad_value_(self.driven.updated_tensors(parameters), clip_value)
 
     def record(self) -> RunRecord:
         """Return the record of the training so far: ``mezzo.records.write_record`` keeps it, ``mezzo report`` shows it."""

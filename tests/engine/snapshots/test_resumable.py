@@ -200,7 +200,9 @@ def test_the_newest_whole_one_is_loaded_and_the_others_are_named(tmp_path: Path)
     middle.write_bytes(pickle.dumps(Path))
     again, _ = built()
 
-    with pytest.warns(UserWarning, match=r"loaded 000004.*not loaded, though newer: 000006.*truncated.*000005.*a pickle"):
+    with pytest.warns(
+        UserWarning, match=r"loaded 000004.*not loaded, though newer: 000006.*truncated.*000005.*a pickle"
+    ):
         found = again.load(tmp_path)
 
     assert found is not None

@@ -1,4 +1,4 @@
-"""``apex.normalization``: the fused layers, by torch's, whose own kernels are fused by now.
+"""``apex.normalization``: the fused layers, implemented by torch's, whose kernels are fused, too.
 
 The mixed ones return the format of their weights for any input; the others need input and weights in one format.
 """
