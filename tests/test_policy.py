@@ -862,7 +862,7 @@ EXPLAINED = [
             (
                 "fp8 recipe",
                 "tensorwise: operands e4m3, gradients e5m2",
-                "one scale a tensor, from its largest magnitude at each use",
+                "one scale per tensor, from its largest magnitude at each use",
             ),
             (
                 "speed",
@@ -882,7 +882,7 @@ EXPLAINED = [
             (
                 "fp8 recipe",
                 "rowwise: operands e4m3, gradients e4m3",
-                "one scale a row, so that E4M3's range is enough for gradients and a large value costs its own row only",
+                "one scale per row, so that E4M3's range is enough for gradients and a large value costs its own row only",
             ),
             (
                 "speed",

@@ -109,8 +109,8 @@ def _recipe(policy: Policy) -> Choice:
     e4m3, e5m2 = (fmt.name for fmt in policy.required_formats)
     value = f"{policy.fp8_recipe}: operands {e4m3}, gradients {e5m2 if policy.fp8_recipe == 'tensorwise' else e4m3}"
     if policy.fp8_recipe == "tensorwise":
-        return _choice("fp8 recipe", value, "one scale a tensor, from its largest magnitude at each use")
-    reason = "one scale a row, so that E4M3's range is enough for gradients and a large value costs its own row only"
+        return _choice("fp8 recipe", value, "one scale per tensor, from its largest magnitude at each use")
+    reason = "one scale per row, so that E4M3's range is enough for gradients and a large value costs its own row only"
     return _choice("fp8 recipe", value, reason)
 
 

@@ -372,9 +372,7 @@ class Driven:
             environment=environment(session.device.type),
             steps=self.recorder.steps(),
             memory=Memory(
-                parameters_bytes=memory.total_bytes(
-                    [*kept, *(p for o in optimizers for g in o.param_groups for p in g["params"])]
-                ),
+                parameters_bytes=memory.total_bytes([*kept, *trained_by(optimizers)]),
                 optimizer_bytes=sum(memory.optimizer_bytes(o) for o in optimizers),
             ),
             effective=Effective(emulated=session.casting.emulates),

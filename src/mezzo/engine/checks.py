@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine.gradients import parameters_of, worst
+from mezzo.engine.gradients import parameters_of, worst_gradients
 from mezzo.engine.optimizers.master_weights import NoMasters
 from mezzo.engine.optimizers.step_hooks import have_hooks
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, SessionError
@@ -104,13 +104,13 @@ def may_lose_updates(policy: Policy, optimizers: Sequence[torch.optim.Optimizer]
     return policy.casting == "model" and not policy.master_weights and not stochastic
 
 
-def snapshot(models: Iterable[nn.Module]) -> list[Tensor]:
+def weight_copies(models: Iterable[nn.Module]) -> list[Tensor]:
     """Return copies of the trained weights."""
     return [p.detach().clone() for p in parameters_of(models) if p.requires_grad]
 
 
 def warn_of_lost_updates(before: list[Tensor], models: Iterable[nn.Module], policy: Policy) -> None:
-    """Warn when most weights did not change in an update since the ``snapshot`` before it."""
+    """Warn when most weights did not change in an update since the ``weight_copies`` before it."""
     after = [p.detach() for p in parameters_of(models) if p.requires_grad]
     total = sum(t.numel() for t in before)
     same = sum(int((a == b).sum()) for a, b in zip(before, after, strict=True))
@@ -183,7 +183,7 @@ def floor_error(policy: Policy, models: Iterable[nn.Module], masters: NoMasters)
     """Return the error for gradients that overflow at the loss scale's floor; names the worst."""
     named = [(name, masters.gradient(p)) for model in models for name, p in model.named_parameters()]
     return ScaleFloorError(
-        f"gradients overflow at the loss scale's floor of {policy.min_scale:g}; not finite: {worst(named)}",
+        f"gradients overflow at the loss scale's floor of {policy.min_scale:g}; not finite: {worst_gradients(named)}",
         hint="keep the modules of these tensors in FP32 (fp32_modules=...), or use policy bf16, which has FP32's range",
     )
 

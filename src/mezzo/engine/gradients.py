@@ -154,7 +154,7 @@ def put_back(aside: list[tuple[nn.Parameter, Tensor]]) -> None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def worst(named: Iterable[tuple[str, Tensor | None]]) -> str:
+def worst_gradients(named: Iterable[tuple[str, Tensor | None]]) -> str:
     """Name up to five gradients with the largest share of elements that are not finite; waits for the device."""
     gradients = [(name, g.coalesce()._values() if g.is_sparse else g) for name, g in named if g is not None]
     shares = [(float((~g.isfinite()).float().mean()), name) for name, g in gradients]

@@ -261,7 +261,7 @@ class Session(Resumable):
         if self.schedulers:
             self._schedules.settle()
         chosen = checks.check_chosen(optimizers, self.optimizers) if optimizers else self.optimizers
-        before = checks.snapshot(self.models) if self._watch_rounding else None
+        before = checks.weight_copies(self.models) if self._watch_rounding else None
         skipped = self._update_on_device(chosen)
         self._close(chosen, skipped)
         if before is not None and not bool(skipped):
@@ -337,7 +337,7 @@ class Session(Resumable):
 
     @property
     def updates(self) -> int:
-        """The number of updates made, skipped ones not counted; waits for the device."""
+        """The number of updates applied, not counting skipped ones; waits for the device."""
         return self._progress.windows - self.skipped
 
     @property

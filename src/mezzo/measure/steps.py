@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.engine.guardrails.alarms import Seen
+from mezzo.engine.guardrails.alarms import UpdateNumbers
 from mezzo.measure.apart import LossesApart, Owners
 from mezzo.measure.live import Reports
 from mezzo.measure.numbers import CHUNK, Kept, Numbers
@@ -245,11 +245,11 @@ class StepRecorder:
         for numbers in self._numbers.values():
             numbers.send()
 
-    def seen_from(self, first: int) -> list[Seen]:
+    def seen_from(self, first: int) -> list[UpdateNumbers]:
         """Return the closed steps from number ``first`` (from 0) up to the first whose numbers have not reached the host yet."""
         self.settle()
-        seen: list[Seen] = []
-        new = tuple.__new__  # not Seen(...), a call of Python
+        seen: list[UpdateNumbers] = []
+        new = tuple.__new__  # not UpdateNumbers(...), a call of Python
         columns = (self._loss, self._norm, self._skipped, self._scale, self._weight)
         for step, row in enumerate(zip(*[column[first:] for column in columns], strict=True), start=first + 1):
             losses, norms, skipped, scale, weight = row
@@ -258,7 +258,7 @@ class StepRecorder:
                 loss = where.on_host(number)
                 if loss is None:
                     return seen
-                seen.append(new(Seen, (step, weight * loss, None, False, scale)))
+                seen.append(new(UpdateNumbers, (step, weight * loss, None, False, scale)))
                 continue  # most steps: what the rest would return
             kept = losses + norms
             if isinstance(skipped, Kept):
@@ -277,7 +277,7 @@ class StepRecorder:
                 skipped = values.pop() > 0
             loss = weight * sum(values[: len(losses)]) if losses else None
             norm = _together(values[len(losses) :]) if norms else None
-            seen.append(new(Seen, (step, loss, norm, skipped, scale)))
+            seen.append(new(UpdateNumbers, (step, loss, norm, skipped, scale)))
         return seen
 
     def steps(self, names: Mapping[int, str] | None = None) -> Steps:

@@ -43,7 +43,7 @@ _LOSSES_SKIPPED = 5
 """Losses in a row that are not finite although their updates were skipped."""
 
 
-class Seen(NamedTuple):
+class UpdateNumbers(NamedTuple):
     """The numbers of one update."""
 
     step: int
@@ -84,14 +84,14 @@ class Alarms:
         self._threshold = math.inf
         self._losses: deque[tuple[int, float]] = deque(maxlen=_WINDOW + _SPIKE)
 
-    def see(self, updates: Sequence[Seen]) -> Iterator[Alarm]:
+    def inspect(self, updates: Sequence[UpdateNumbers]) -> Iterator[Alarm]:
         """Inspect updates in their order; yield new alarms."""
         place = 0
         while (place := self._record_usual(updates, place)) < len(updates):
             yield from self._check_signs(updates[place])
             place += 1
 
-    def _record_usual(self, updates: Sequence[Seen], first: int) -> int:
+    def _record_usual(self, updates: Sequence[UpdateNumbers], first: int) -> int:
         """Record the usual updates from index ``first`` on; return the index of the first that needs a closer check.
 
         The effect is that of the six signs, without their calls, which take 4 us per step.
@@ -120,85 +120,89 @@ class Alarms:
                 self._flags.extend([False] * min(calm, num))
         return place
 
-    def _check_signs(self, seen: Seen) -> list[Alarm]:
+    def _check_signs(self, update: UpdateNumbers) -> list[Alarm]:
         self._seen += 1
-        loss, norm, isfinite = seen.loss, seen.norm, math.isfinite
+        loss, norm, isfinite = update.loss, update.norm, math.isfinite
         finite = (loss is None or isfinite(loss)) and (norm is None or isfinite(norm))
         alarms = [
-            None if finite and not self._bad_losses else self._not_finite(seen),
-            self._skipping(seen),
-            self._at_floor(seen) if seen.skipped else None,
-            self._spike(seen),
-            None if norm is None else self._zero(seen),
-            self._stuck(seen),
+            None if finite and not self._bad_losses else self._not_finite(update),
+            self._skipping(update),
+            self._at_floor(update) if update.skipped else None,
+            self._spike(update),
+            None if norm is None else self._zero(update),
+            self._stuck(update),
         ]
-        self._scale_before = seen.scale
+        self._scale_before = update.scale
         new = [alarm for alarm in alarms if alarm is not None and alarm.kind not in self._raised]
         self._raised.update([alarm.kind for alarm in new])
         return new
 
-    def _not_finite(self, seen: Seen) -> Alarm | None:
-        bad_loss = seen.loss is not None and not math.isfinite(seen.loss)
-        bad_norm = seen.norm is not None and not math.isfinite(seen.norm)
+    def _not_finite(self, update: UpdateNumbers) -> Alarm | None:
+        bad_loss = update.loss is not None and not math.isfinite(update.loss)
+        bad_norm = update.norm is not None and not math.isfinite(update.norm)
         self._bad_losses = self._bad_losses + 1 if bad_loss else 0
-        if bad_loss and not seen.skipped:
-            evidence = f"the loss of update {seen.step} is {seen.loss:g}, and the update was made"
-            return Alarm(kind="loss not finite", step=seen.step, since=seen.step, evidence=evidence)
+        if bad_loss and not update.skipped:
+            evidence = f"the loss of update {update.step} is {update.loss:g}, and the update was applied"
+            return Alarm(kind="loss not finite", step=update.step, since=update.step, evidence=evidence)
         if bad_loss and self._bad_losses >= _LOSSES_SKIPPED:
             evidence = f"the losses of the last {self._bad_losses} updates are not finite; skipping updates does not repair a loss"
             return Alarm(
-                kind="loss not finite", step=seen.step, since=seen.step - self._bad_losses + 1, evidence=evidence
+                kind="loss not finite", step=update.step, since=update.step - self._bad_losses + 1, evidence=evidence
             )
-        if bad_norm and not seen.skipped:
-            evidence = f"the gradients of update {seen.step} have the norm {seen.norm:g}, and the update was made"
-            return Alarm(kind="loss not finite", step=seen.step, since=seen.step, evidence=evidence)
+        if bad_norm and not update.skipped:
+            evidence = (
+                f"the gradients of update {update.step} have the norm {update.norm:g}, and the update was applied"
+            )
+            return Alarm(kind="loss not finite", step=update.step, since=update.step, evidence=evidence)
         return None
 
-    def _skipping(self, seen: Seen) -> Alarm | None:
-        if not seen.skipped:
+    def _skipping(self, update: UpdateNumbers) -> Alarm | None:
+        if not update.skipped:
             self._skips, self._successes = 0, self._successes + 1
             self._calm |= self._successes >= _CALM_IN_A_ROW or self._seen >= _CALM_AT
             if self._calm:
                 self._flags.append(False)
             return None
         if not self._skips:
-            self._first_skip, self._scale_at_skip = seen.step, self._scale_before
+            self._first_skip, self._scale_at_skip = update.step, self._scale_before
         self._skips, self._successes = self._skips + 1, 0
         self._calm |= self._seen >= _CALM_AT
         if self._calm:
             self._flags.append(True)
         if self._skips >= SKIPS_IN_A_ROW:
-            evidence = f"{self._skips} updates in a row were skipped{self._fall(seen)}"
-            return Alarm(kind="skip storm", step=seen.step, since=self._first_skip, evidence=evidence)
+            evidence = f"{self._skips} updates in a row were skipped{self._fall(update)}"
+            return Alarm(kind="skip storm", step=update.step, since=self._first_skip, evidence=evidence)
         if sum(self._flags) >= _STORM_SKIPS:
-            since = seen.step - len(self._flags) + 1
-            evidence = f"{sum(self._flags)} of the last {len(self._flags)} updates were skipped{self._fall(seen)}"
-            return Alarm(kind="skip storm", step=seen.step, since=since, evidence=evidence)
+            since = update.step - len(self._flags) + 1
+            evidence = f"{sum(self._flags)} of the last {len(self._flags)} updates were skipped{self._fall(update)}"
+            return Alarm(kind="skip storm", step=update.step, since=since, evidence=evidence)
         return None
 
-    def _fall(self, seen: Seen) -> str:
-        if seen.scale is None:
+    def _fall(self, update: UpdateNumbers) -> str:
+        if update.scale is None:
             return ""
         before = self._scale_at_skip
-        from_before = f", from {before:g}" if before not in (None, seen.scale) else ""
-        return f"; the loss scale is {seen.scale:g}{from_before}"
+        from_before = f", from {before:g}" if before not in (None, update.scale) else ""
+        return f"; the loss scale is {update.scale:g}{from_before}"
 
-    def _at_floor(self, seen: Seen) -> Alarm | None:
+    def _at_floor(self, update: UpdateNumbers) -> Alarm | None:
         before = self._scale_before
-        if not seen.skipped or before is None or before > self._floor:
+        if not update.skipped or before is None or before > self._floor:
             return None
-        evidence = f"update {seen.step} was skipped with the loss scale at {before:g}; its floor is {self._floor:g}"
-        return Alarm(kind="scale at its floor", step=seen.step, since=self._first_skip or seen.step, evidence=evidence)
+        evidence = f"update {update.step} was skipped with the loss scale at {before:g}; its floor is {self._floor:g}"
+        return Alarm(
+            kind="scale at its floor", step=update.step, since=self._first_skip or update.step, evidence=evidence
+        )
 
-    def _spike(self, seen: Seen) -> Alarm | None:
-        if seen.loss is None or seen.skipped or not math.isfinite(seen.loss):
+    def _spike(self, update: UpdateNumbers) -> Alarm | None:
+        if update.loss is None or update.skipped or not math.isfinite(update.loss):
             return None
         if len(self._first_losses) < _SPIKE:
-            self._first_losses.append(seen.loss)
-        self._losses.append((seen.step, seen.loss))
-        if seen.step % _MEDIAN_EVERY == 0:
+            self._first_losses.append(update.loss)
+        self._losses.append((update.step, update.loss))
+        if update.step % _MEDIAN_EVERY == 0:
             self._threshold = _limit(self._losses)
-        if seen.loss <= self._threshold:
+        if update.loss <= self._threshold:
             return None
         before = [loss for _, loss in self._losses][:-_SPIKE]
         if len(before) < _FEWEST:
@@ -214,38 +218,38 @@ class Alarms:
             f"the last {_SPIKE} losses are {lowest:.4g} or more; the median of the {len(before)} before is {middle:.4g}, "
             f"and 1.4826 MAD {deviation:.3g}"
         )
-        return Alarm(kind="loss spike", step=seen.step, since=last[0][0], evidence=evidence)
+        return Alarm(kind="loss spike", step=update.step, since=last[0][0], evidence=evidence)
 
-    def _zero(self, seen: Seen) -> Alarm | None:
-        if seen.norm is None or seen.skipped or not math.isfinite(seen.norm):
+    def _zero(self, update: UpdateNumbers) -> Alarm | None:
+        if update.norm is None or update.skipped or not math.isfinite(update.norm):
             return None
-        self._norm = seen.norm
+        self._norm = update.norm
         if len(self._first_norms) < _SPIKE:
-            self._first_norms.append(seen.norm)
-        if seen.norm or seen.loss is None or not seen.loss:  # a loss of exactly 0 has nothing to learn from
+            self._first_norms.append(update.norm)
+        if update.norm or update.loss is None or not update.loss:  # a loss of exactly 0 has nothing to learn from
             self._zeros = 0
             return None
-        self._first_zero = self._first_zero if self._zeros else seen.step
+        self._first_zero = self._first_zero if self._zeros else update.step
         self._zeros += 1
         if self._zeros < _ZEROS:
             return None
         evidence = (
-            f"all gradients are exactly 0 in {self._zeros} measured updates in a row, and the loss is {seen.loss:.4g}"
+            f"all gradients are exactly 0 in {self._zeros} measured updates in a row, and the loss is {update.loss:.4g}"
         )
-        return Alarm(kind="gradients zero", step=seen.step, since=self._first_zero, evidence=evidence)
+        return Alarm(kind="gradients zero", step=update.step, since=self._first_zero, evidence=evidence)
 
-    def _stuck(self, seen: Seen) -> Alarm | None:
-        if seen.loss is None or seen.skipped or not seen.loss or not math.isfinite(seen.loss):
+    def _stuck(self, update: UpdateNumbers) -> Alarm | None:
+        if update.loss is None or update.skipped or not update.loss or not math.isfinite(update.loss):
             return None
-        self._same = self._same + 1 if seen.loss == self._last_loss else 1
-        self._last_loss = seen.loss
+        self._same = self._same + 1 if update.loss == self._last_loss else 1
+        self._last_loss = update.loss
         if self._same < _SAME or self._zeros or not self._norm >= _LIVELY * max(self._first_norms):
             return None
         evidence = (
-            f"{self._same} updates in a row were made, the gradients have the norm {self._norm:.3g}, and the loss is "
-            f"{seen.loss:.6g} to the bit after each"
+            f"{self._same} updates in a row were applied, the gradients have the norm {self._norm:.3g}, and the loss is "
+            f"{update.loss:.6g} to the bit after each"
         )
-        return Alarm(kind="stuck updates", step=seen.step, since=seen.step - self._same + 1, evidence=evidence)
+        return Alarm(kind="stuck updates", step=update.step, since=update.step - self._same + 1, evidence=evidence)
 
 
 def _limit(losses: Iterable[tuple[int, float]]) -> float:

@@ -1,4 +1,4 @@
-"""Find the newest snapshot from before a training went wrong: saved before the evidence began, and with finite weights."""
+"""Find the newest snapshot from before a training run went wrong: saved before the evidence began, and with finite weights."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mezzo.engine.checks import PrecisionWarning
-from mezzo.engine.guardrails.alarms import Alarms, Seen
+from mezzo.engine.guardrails.alarms import Alarms, UpdateNumbers
 from mezzo.engine.guardrails.arrivals import Arrivals
 from mezzo.engine.guardrails.good_snapshots import newest_good
 from mezzo.engine.guardrails.remedies import POLICY, UNCHANGED, apply_remedy
@@ -72,10 +72,10 @@ class SessionGuard:
         loss, self._loss = self._loss, None
         self._arrivals.add(session._progress.windows, [loss, session._progress.norm, skipped, scale])
         arrived = [
-            Seen(number, seen_loss, norm, bool(flag), seen_scale)
+            UpdateNumbers(number, seen_loss, norm, bool(flag), seen_scale)
             for number, (seen_loss, norm, flag, seen_scale) in self._arrivals.arrived()
         ]
-        for alarm in self._alarms.see(arrived):
+        for alarm in self._alarms.inspect(arrived):
             self._note(alarm)
             if self._agreement is not None:
                 self._unshared = self._unshared or alarm

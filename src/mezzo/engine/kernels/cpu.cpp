@@ -150,8 +150,8 @@ struct AdamW {
   int32_t maximize, amsgrad;
 };
 
-// torch.optim.AdamW's update (Loshchilov & Hutter, arXiv:1711.05101), in FP32; the weight is rounded once an update, in torch twice. `steps` counts every
-// tensor's own updates: bias corrections are right for parameters that join later or miss a gradient.
+// torch.optim.AdamW's update (Loshchilov & Hutter, arXiv:1711.05101), in FP32; the weight is rounded once per update, in torch twice.
+// `steps` counts every tensor's own updates: bias corrections are right for parameters that join later or miss a gradient.
 void mezzo_adamw(int64_t count, void* const* weights, const void* const* gradients, void* const* masters, void* const* means,
                  void* const* squares, void* const* largest, float* const* steps, const int64_t* sizes,
                  const int64_t* weight_dtypes, const int64_t* gradient_dtypes, const int64_t* moment_dtypes, const int64_t* numbers,

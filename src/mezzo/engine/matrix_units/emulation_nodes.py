@@ -179,7 +179,7 @@ class Recomputed(torch.autograd.Function):
     def forward(
         ctx: Any, call: Callable[..., Any], draws: bool, keeps: bool, low: torch.dtype, *tensors: Tensor
     ) -> Any:
-        kept = [_kept_by_device(call, tensors, low)] if keeps and inside.counted else []
+        kept = [_kept_by_device(call, tensors, low)] if keeps and inner_memory.counted else []
         ctx.save_for_backward(*tensors, *kept)
         ctx.call, ctx.num_tensors, ctx.stands_for = call, len(tensors), _NAMES[low]
         ctx.random_state = _random_state(tensors[0].device) if draws else None
@@ -210,13 +210,13 @@ class Recomputed(torch.autograd.Function):
         return None, None, None, None, *(by_input.get(i) for i in range(len(saved)))
 
 
-class Inside:
+class InnerMemory:
     """Whether to count memory that a device keeps inside operations whose emulation keeps only the operands."""
 
     counted = False
 
 
-inside = Inside()
+inner_memory = InnerMemory()
 
 
 def _kept_by_device(call: Op, tensors: Sequence[Tensor], low: torch.dtype) -> Tensor:

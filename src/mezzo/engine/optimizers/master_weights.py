@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine.descriptions import tensors_text
+from mezzo.engine.gradients import trained_by
 from mezzo.engine.optimizers.one_pass import OnePass
 from mezzo.formats import FP32
 
@@ -133,10 +134,8 @@ class MasterWeights(_Followed):
         return list(self._master_of)
 
     def _place(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        added = [
-            p for p in parameters if p.element_size() == 2 and p not in self._master_of
-        ]  # since the model was cast
+        # Parameters that were added since the model was cast.
+        added = [p for p in trained_by([optimizer]) if p.element_size() == 2 and p not in self._master_of]
         self._master_of.update({p: nn.Parameter(p.detach().float(), requires_grad=p.requires_grad) for p in added})
         for group in optimizer.param_groups:
             group["params"] = [self._master_of.get(p, p) for p in group["params"]]

@@ -1,6 +1,6 @@
 """Several processes that train one model: the values on which they must agree, and when they communicate.
 
-Every process must find the same loss scale, the same norm and the same answer to "skip this update?", or their weights drift
+Every process must compute the same loss scale, the same norm and the same answer to "skip this update?", or their weights drift
 apart. Two ways to distribute training are supported:
 
 ``DistributedDataParallel``  every process has the whole model. The last backward pass of an accumulation window averages the
@@ -168,7 +168,7 @@ class Processes(OneProcess):
     def explain(self) -> list[Choice]:
         """Return how many processes there are, and when they exchange gradients."""
         if self.sharded:
-            reason = "every backward pass averages the shards' gradients; one all-reduce an update for the norm"
+            reason = "every backward pass averages the shards' gradients; one all-reduce per update for the norm"
         elif self._several_scales:
             reason = "gradients are averaged at the update: losses have scales of their own"
         else:

@@ -1,4 +1,4 @@
-"""The position of a training in its data: the pass over a loader, its delivered batches, and its shuffling.
+"""The position of a training run in its data: the pass over a loader, its delivered batches, and its shuffling.
 
 The order of a pass follows from the random generators at its beginning. So these are kept: a resumed pass begins with them, skips the
 batches that were delivered, and continues with the generators of the save.

@@ -1,4 +1,4 @@
-"""The states of the random number generators that a training usually uses: Python's, NumPy's, torch's on every device."""
+"""The states of the random number generators that a training script usually uses: Python's, NumPy's, torch's on every device."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from mezzo.compat.apex.amp.handle import clear_cache, disable_casts
 from mezzo.compat.apex.amp.scaler import LossScaler
 from mezzo.compat.apex.amp.state import maybe_print
 from mezzo.engine.casts.half import HALF
-from mezzo.engine.gradients import put_back, set_aside
+from mezzo.engine.gradients import put_back, set_aside, trained_by
 from mezzo.engine.optimizers.master_weights import MasterWeights
 from mezzo.formats import FP32
 
@@ -61,7 +61,7 @@ class AmpOptimizer:
         """The parameters in 16 bits: those of the model that have masters, or else the optimizer's own."""
         if self.keeps_masters:
             return [half for half, _ in self._masters.pairs()]
-        return [p for p in self._parameters() if p.dtype in HALF]
+        return [p for p in trained_by([self.optimizer]) if p.dtype in HALF]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
@@ -73,13 +73,10 @@ class AmpOptimizer:
         """The FP32 parameters that are their own masters."""
         return [p for p in self._without_masters() if p.dtype is FP32.dtype]
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
     def _without_masters(self) -> list[nn.Parameter]:
         """Return the parameters that are updated themselves, without a master."""
         masters = {id(master) for _, master in self._masters.pairs()}
-        return [p for p in self._parameters() if id(p) not in masters]
+        return [p for p in trained_by([self.optimizer]) if id(p) not in masters]
 
     def begin(self) -> None:
         """Check the parameters and create the masters, once.
@@ -90,9 +87,9 @@ class AmpOptimizer:
         if self.lazy_init_called:
             return
         self.lazy_init_called = True
-        _check_formats(self._parameters())
+        _check_formats(trained_by([self.optimizer]))
         if self.keeps_masters:
-            self._masters = HalfMasters(self._parameters())
+            self._masters = HalfMasters(trained_by([self.optimizer]))
             self._masters.begin([self.optimizer])
             self.optimizer.load_state_dict(self.optimizer.state_dict())  # casts state to the format of the masters
 
