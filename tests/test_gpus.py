@@ -30,7 +30,7 @@ def test_a_gpu_is_found_as_people_and_torch_name_it(typed: str, name: str) -> No
     assert gpu_named(typed).name == name
 
 
-def test_no_name_stands_for_two_gpus() -> None:
+def test_no_name_means_two_gpus() -> None:
     for gpu in GPUS.values():
         assert [find_gpu(text) for text in (gpu.name, gpu.label, *gpu.aliases)] == [gpu] * (2 + len(gpu.aliases))
 

@@ -548,7 +548,7 @@ def test_unknown_field_in_replace() -> None:
     check_error(caught, message, FIELD_HINT)
 
 
-def test_a_policy_made_by_hand_needs_a_preset_name() -> None:
+def test_a_policy_built_directly_needs_a_preset_name() -> None:
     with pytest.raises(PolicyError) as caught:
         Policy(name="O1", compute="fp16", casting="ops")
     check_error(

@@ -33,7 +33,7 @@ PLANS: dict[str, dict[str, Keeps]] = {
 
 
 class Block(nn.Module):
-    """Attention by hand, with dropout and a keyword argument."""
+    """Hand-written attention, with dropout and a keyword argument."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_a_second_backward_pass_through_the_graph() -> None:
         assert same(list(first), list(second))
 
 
-def test_nothing_is_kept_for_a_backward_pass_that_never_comes() -> None:
+def test_nothing_is_kept_for_a_backward_pass_that_never_runs() -> None:
     model = Model()
     checkpointing.apply(model, PLANS["full"])
     with torch.no_grad():
@@ -249,7 +249,7 @@ def test_a_kept_product_that_is_changed_in_place_is_an_error() -> None:
 
 
 def test_products_are_what_flops_are_counted_of() -> None:
-    """Apart from backward passes, recurrent layers and the sparse products, whose results are not tensors that can be given back."""
+    """Apart from backward passes, recurrent layers and the sparse products, whose results are not tensors that can be returned again."""
     packets = {op.overloadpacket for op in checkpointing.PRODUCTS}
     left = {packet.__name__ for packet in set(COUNTS) - packets}
     assert packets <= set(COUNTS)

@@ -833,7 +833,7 @@ def test_right_loops_hear_nothing(run: Callable[[], None]) -> None:
     assert [str(one.message) for one in heard] == []
 
 
-def test_after_the_first_windows_nothing_is_looked_at() -> None:
+def test_nothing_is_checked_after_the_first_windows() -> None:
     session, model = built()
     seen = []
     for _ in range(5):
@@ -842,7 +842,7 @@ def test_after_the_first_windows_nothing_is_looked_at() -> None:
     assert seen == ["FirstWindows"] * 3 + ["NoWatch"] * 2
 
 
-def test_a_session_that_nobody_holds_owns_nothing() -> None:
+def test_an_unreferenced_session_owns_nothing() -> None:
     model = mlp(6, 8, 3)
     train(Session(model, sgd(model), policy="fp16"), model, 1)
     gc.collect()

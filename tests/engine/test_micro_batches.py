@@ -148,7 +148,7 @@ def test_memory_that_runs_out_in_any_update_changes_no_bit(policy: str, where: s
         assert memory.sizes == [BATCH] * (update + 1) + [BATCH // 2] * 2 * (UPDATES - update)
         undisturbed[update] = undisturbed_run(policy, tuple(sizes))
         assert same(got, undisturbed[update]), f"update {update}"
-    assert not same(undisturbed[0], undisturbed[5])  # batch normalisation tells the splits apart
+    assert not same(undisturbed[0], undisturbed[5])  # batch normalisation distinguishes the splits
 
 
 @pytest.mark.parametrize("call", range(2, 2 + 2 * UPDATES))

@@ -77,7 +77,7 @@ def test_deepspeeds_traces(settings: dict[str, Any], gradients: list[float], sca
 def test_deepspeeds_traces_through_a_session(
     settings: dict[str, Any], gradients: list[float], scales: list[float], master: bool
 ) -> None:
-    """Gradients come from a backward pass whose incoming gradient is the wanted one; at its floor a session raises."""
+    """Gradients come from a backward pass that starts from the wanted gradient; at its floor a session raises."""
     policy = mezzo.Policy.parse("fp16-master" if master else "fp16").replace(**settings)
     model = nn.Linear(1, 1)
     optimizer = mezzo.AdamW(model.parameters(), lr=0.00015)

@@ -103,7 +103,7 @@ def test_one_launch_squares_the_gradients_of_one_device_and_format(monkeypatch: 
 
 
 @pytest.mark.usefixtures("_fake")
-def test_each_devices_own_kernels_take_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_devices_own_kernels_compute_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def choose(device_type: str) -> tuple[Any, str]:

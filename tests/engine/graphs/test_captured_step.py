@@ -255,7 +255,9 @@ def test_a_step_without_a_graph_returns_what_one_with_a_graph_does(tape: None, m
         assert (extra["logits"].shape, extra["of"]) == ((size, 3), size)
 
 
-def test_a_step_that_reads_is_refused_and_training_goes_on_without(tape: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_reads_is_refused_and_training_continues_without(
+    tape: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = (built("fp16-master:arithmetic=emulated", "AdamW") for _ in range(2))
     monkeypatch.setattr(captured_step, "graphs_for", lambda device: TapeGraphs(lambda: everything(one)))
     x, y = batches(1)[0]

@@ -1,4 +1,4 @@
-"""Ten planted faults, each named with its step, and ten healthy trainings without a word: synthetic, with fixed seeds."""
+"""Ten planted faults, each named with its step, and ten healthy runs without an alarm: synthetic, with fixed seeds."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def test_stochastic_rounding_keeps_small_updates_that_nearest_loses() -> None:
 @both
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
 @pytest.mark.parametrize("strided", [False, True], ids=["rows", "channels_last"])
-def test_a_resumed_run_goes_on_bit_for_bit(cls: type, kind: str, strided: bool) -> None:
+def test_a_resumed_run_continues_bit_for_bit(cls: type, kind: str, strided: bool) -> None:
     def begin() -> tuple[nn.Parameter, torch.optim.Optimizer]:
         value = normal(2 * 6 * 5 * 5, 1).view(2, 6, 5, 5)
         weight = nn.Parameter(value.to(memory_format=torch.channels_last) if strided else value)

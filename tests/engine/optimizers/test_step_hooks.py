@@ -91,7 +91,7 @@ def by_session(name: str, data: list[Batch], policy: str, clip_norm: float | Non
 
 @pytest.mark.parametrize("clip_norm", [None, 0.3])
 @pytest.mark.parametrize("name", BUILDS)
-def test_hooks_run_and_see_what_they_do_under_a_loop_by_hand(name: str, clip_norm: float | None) -> None:
+def test_hooks_run_and_see_the_same_as_in_a_hand_written_loop(name: str, clip_norm: float | None) -> None:
     data = batches(6)
     policy = "fp16:fp32=linear:init_scale=64:growth_interval=1000000"  # products in FP32, and a loss scale
     theirs, wanted = by_hand(name, data, 64.0, clip_norm)

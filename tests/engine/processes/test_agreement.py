@@ -21,7 +21,7 @@ def group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_exchanges_are_a_time_apart_and_no_more_than_twice_as_many_updates_as_the_last_ones(
+def test_the_interval_between_exchanges_follows_the_clock_and_at_most_doubles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 0.0
@@ -47,5 +47,5 @@ def test_what_one_process_learns_of_itself() -> None:
     assert (together.rank, together.size, are_several()) == (0, 1, False)
 
 
-def test_a_process_that_hangs_is_given_up_after_the_scripts_own_time() -> None:
+def test_a_process_that_hangs_times_out_by_the_scripts_own_limit() -> None:
     assert agreement._timeout() == timedelta(seconds=7)

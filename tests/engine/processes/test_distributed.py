@@ -123,7 +123,7 @@ def test_no_all_reduce_before_the_last_backward_pass_of_a_window(name: str, resu
 @pytest.mark.parametrize("name", [name for name, run in RUNS.items() if "mezzo" in run.optimizer])
 def test_an_update_in_one_pass_reads_nothing_back(name: str, results: Results) -> None:
     reads = [found[name].host_reads for found in results]
-    scheduled = int(RUNS[name].scheduled)  # on a CPU a scheduler asks at once whether it is held
+    scheduled = int(RUNS[name].scheduled)  # on a CPU a scheduler checks immediately whether it waits
     assert [each[1:] for each in reads] == [[scheduled] * (RUNS[name].updates - 1)] * WORLD
 
 
@@ -153,7 +153,7 @@ def test_several_backward_passes_and_models(name: str, kind: str, results: Resul
 
 
 @pytest.mark.slow
-def test_what_is_replicated_counts_once_beside_what_is_sharded(results: Results) -> None:
+def test_replicated_gradients_count_once_next_to_sharded_ones(results: Results) -> None:
     first, second = (found["both kinds"] for found in results)
     assert same(first, second), first
     assert close(first, both_kinds(("one", "one"), slice(None)))
@@ -172,7 +172,7 @@ def test_a_loss_that_overflows_in_one_process_lowers_its_own_scale_only(results:
     assert (scales, skipped) == ([2048.0, 512.0], 1)  # four updates, growth after three
 
 
-# --- what all have to be told -----------------------------------------------------------------------------------------
+# --- what all must be told --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -277,7 +277,7 @@ def test_a_group_of_processes_changes_nothing_for_a_model_that_is_not_shared(res
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["AdamW", "mezzo.AdamW", "mezzo.AdamW 8bit"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_saved_state_goes_on_as_if_nothing_had_been(kind: str, optimizer: str, results: Results) -> None:
+def test_a_saved_state_resumes_as_if_nothing_had_happened(kind: str, optimizer: str, results: Results) -> None:
     for found in results:
         (kept, restored), (counts, restored_counts), names = found[f"state {kind} {optimizer}"]
         assert same(kept, restored)

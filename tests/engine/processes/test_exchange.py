@@ -1,4 +1,4 @@
-"""Three real processes against the same sums made by hand: formats, divisors, scales, and what is refused."""
+"""Three real processes against the same sums computed directly: formats, divisors, scales, and what is refused."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_gradients_are_rounded_and_summed_in_the_format(name: str, results: list
     assert all(torch.equal(one, found[0]) for one in found)
     reduce, size, scale = AVERAGED[name]
     orders = sums(reduce, size, scale)
-    # A division by 3 is not the product with a third: apart by a unit of the format in a few elements of a hundred.
+    # A division by 3 is not the product with a third: a few elements in a hundred differ by a unit of the format.
     near = torch.stack([((found[0] - order).abs() <= 1e-6 * order.abs()) for order in orders]).any(dim=0)
     assert near.double().mean() > 0.97
     exact = sum(gradient(rank, size).double() for rank in range(WORLD)) / WORLD

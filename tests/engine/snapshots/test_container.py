@@ -277,7 +277,7 @@ def test_a_failed_write_leaves_nothing_and_harms_nothing(
 
 
 @pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580, 0x4B50])
-def test_a_header_whose_length_begins_as_a_pickle_does_is_read(length: int, tmp_path: Path) -> None:
+def test_a_header_whose_length_begins_like_a_pickle_is_read(length: int, tmp_path: Path) -> None:
     path, extra = tmp_path / "one.safetensors", 0
     for _ in range(3):  # the padding that brings the header to this length
         container.write(path, {"text": "x" * extra}, {"w": torch.ones(2)})

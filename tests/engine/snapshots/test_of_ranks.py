@@ -1,4 +1,4 @@
-"""Snapshots of a session in several processes: which are whole, and that as many processes, or another number, go on from them."""
+"""Snapshots of a session in several processes: which are complete, and that the same or another number of processes resumes from them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def weights(found: list[tuple[str, ...]]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "others"), [("ddp", [(1, "one")]), ("fsdp", [(1, "fsdp"), (4, "fsdp")])])
-def test_any_number_of_processes_goes_on_from_a_snapshot_of_two(
+def test_any_number_of_processes_resumes_from_a_snapshot_of_two(
     kind: str, others: list[tuple[int, str]], tmp_path: Path
 ) -> None:
     undisturbed = ends(tmp_path, 2, kind, "save")

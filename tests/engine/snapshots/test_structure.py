@@ -76,7 +76,7 @@ def test_dicts_keep_their_kinds() -> None:
     assert typed(through_json(state)) == typed(state)
 
 
-def test_numpy_comes_back() -> None:
+def test_numpy_values_are_restored() -> None:
     state = {
         "array": np.array([[1, 2], [3, 4]], dtype=np.uint32),
         "single": np.float32(0.1),
