@@ -918,7 +918,7 @@ EXPLAINED = [
             ("loss scale", "none", "gradients in fp32 have FP32's range"),
             (
                 "reduction",
-                "bf16, as by 384 processes in a tree, emulated",
+                "bf16, emulated for 384 processes in a tree",
                 "each process' share and every partial sum are rounded; shares are drawn at random around the gradient",
             ),
         ],

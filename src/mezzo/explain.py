@@ -158,7 +158,7 @@ def _communication(policy: Policy) -> list[Choice]:
     if policy.reduce != "auto":
         value, reason = str(policy.reduce), "gradients are rounded to it and summed over the processes in it"
         if policy.world > 1:
-            value = f"{value}, as by {policy.world} processes in a {policy.reduce_order}, emulated"
+            value = f"{value}, emulated for {policy.world} processes in a {policy.reduce_order}"
             reason = (
                 "each process' share and every partial sum are rounded; shares are drawn at random around the gradient"
             )

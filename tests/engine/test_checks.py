@@ -148,7 +148,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "clip_norm text": (
         with_model(sgd, clip_norm="1.0"),
         "clip_norm='1.0'; allowed: a number above 0, or None",
-        "leave clip_norm out not to clip",
+        "leave clip_norm out to train without clipping",
     ),
     "half under fp16": (
         of(lambda m: m.half(), "fp16"),

@@ -24,7 +24,7 @@ def check_counts(**counts: Any) -> None:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise SessionError(
                 f"{name}={count!r}; allowed: a whole number of 1 or more",
-                hint=f"leave {name} out for 1",
+                hint=f"leave {name} out for the default, 1",
             )
 
 
@@ -34,7 +34,7 @@ def check_limits(**limits: Any) -> None:
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0):
             raise SessionError(
                 f"{name}={limit!r}; allowed: a number above 0, or None",
-                hint=f"leave {name} out not to clip",
+                hint=f"leave {name} out to train without clipping",
             )
 
 

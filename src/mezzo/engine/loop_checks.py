@@ -4,7 +4,7 @@ A wrong loop is wrong from its first step, so only three windows are checked in 
 tensors, and once the last operations of the loss. Nothing is read from the device, with one exception: if the very last
 operation multiplies or divides the loss by one number, that number.
 
-To the end, a session notices that another session has taken its model, or that the model was cast or moved.
+In every window, a session notices when another session has taken over its model, or when the model was cast or moved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prepare models and optimizers for a policy, in the only right order: masters are copied before weights are cast."""
+"""Prepare models and optimizers for a policy, in the only correct order: masters are copied before weights are cast."""
 
 from __future__ import annotations
 

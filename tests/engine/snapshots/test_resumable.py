@@ -149,7 +149,8 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     before = net.weight.clone()
 
     with pytest.raises(
-        SnapshotError, match=r"'weight' is not in the snapshot, and has shape \(16, 6\) in the model: it is of another"
+        SnapshotError,
+        match=r"'weight' is not in the snapshot, and has shape \(16, 6\) in the model: it belongs to another",
     ):
         other.load(tmp_path)
 

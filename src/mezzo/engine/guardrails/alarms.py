@@ -35,7 +35,7 @@ loss by less."""
 _ZEROS = 10
 """Measured gradient norms in a row that are exactly 0 while the loss is not."""
 _SAME, _LIVELY = 50, 0.01
-"""Losses in a row that are equal to the bit, while the gradients' norm is at least this share of the first ones: a converged training
+"""Losses in a row that are equal to the bit, while the gradients' norm is at least this share of the first ones: a converged model
 has small gradients."""
 _MEDIAN_EVERY = 8
 """Updates between two medians that decide whether a loss needs a closer check: a median of 64 takes about 5 us."""

@@ -6,7 +6,7 @@
     scale at its floor                            the fallback policy, as the scale was smaller before; without one, as for a skip storm
 
 The second return to the same snapshot keeps that change, and the run falls back to a safer policy (``fallback_policies``). Each later
-return, or each one if no policy is safer, makes the change once more. The data does not go back: other batches follow.
+return, or each one if no policy is safer, makes the change once more. The data is not rewound: other batches follow.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ class SessionGuard:
         in_all = (lambda here: here) if agreement is None else agreement.in_all
         set_contents(session, {**contents, "random": random}, in_all=in_all)
         snapshots.last_s = time.monotonic()  # a snapshot saved now would copy that one, and would count as progress
-        vars(session._position).update(position)  # the data does not go back: other batches follow
+        vars(session._position).update(position)  # the data is not rewound: other batches follow
         changes = apply_remedy(
             alarm.kind,
             [one for one in self.noticed.rewinds if one.snapshot >= saved.path.name],

@@ -38,7 +38,7 @@ class NoMasters:
         """Move updated values to where the model reads them."""
 
     def follow(self) -> None:
-        """Update the masters of weights that were changed since the last ``push``, as by ``model.load_state_dict``."""
+        """Update the masters of weights that were changed since the last ``push``, for example by ``model.load_state_dict``."""
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's gradient, its own or its master's."""
@@ -95,7 +95,7 @@ class _Followed(NoMasters):
             self._version = self._weight._version
 
     def follow(self) -> None:
-        """Update the masters of weights that were changed since the last ``push``, as by ``model.load_state_dict``."""
+        """Update the masters of weights that were changed since the last ``push``, for example by ``model.load_state_dict``."""
         if self._weight is not None and self._weight._version != self._version:
             self.restart(self._low())
             self._record_version()

@@ -142,7 +142,7 @@ def _read(file: BufferedReader, path: Path) -> Contents:
     whole = len(start) == 8 and 2 <= length <= min(size - 8, MAX_HEADER_BYTES)
     # About one in 1,600 header lengths begins with the same bytes, but is followed by the header's brace.
     if start[:2] in _OF_PICKLES and not (whole and file.peek(1)[:1] == b"{"):
-        raise _refusal(path, "a pickle, as torch.save writes; unpickling can run any code, so it was not read")
+        raise _refusal(path, "a pickle, as torch.save writes them; unpickling can run any code, so it was not read")
     if not whole:
         raise _refusal(path, f"its header would have {length} bytes, and the file has {size}")
     text = file.read(length)
@@ -172,7 +172,7 @@ def _header(path: Path, text: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     header = _json(path, text)
     metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or metadata.get("kind") != KIND:
-        raise _refusal(path, "it does not say that it is one")
+        raise _refusal(path, "its header does not name it as one")
     return header, metadata
 
 

@@ -155,7 +155,7 @@ def _refuse_other_model(model: nn.Module, saved: Mapping[str, Any], what: str) -
     for name in [*own, *theirs]:
         if own.get(name) != theirs.get(name):
             raise SnapshotError(
-                f"{name!r} {_shape(theirs.get(name))} in the snapshot, and {_shape(own.get(name))} in {what}: it is of another model",
+                f"{name!r} {_shape(theirs.get(name))} in the snapshot, and {_shape(own.get(name))} in {what}: it belongs to another model",
                 hint="build the model as in the run that was stopped",
             )
 

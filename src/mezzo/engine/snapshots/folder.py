@@ -160,7 +160,7 @@ def _owner(text: bytes) -> str:
 
 def _taken(path: Path, owner: str) -> SnapshotError:
     return SnapshotError(
-        f"{owner} is writing snapshots to {str(path)!r}; allowed: one run to a folder",
+        f"{owner} is writing snapshots to {str(path)!r}; allowed: one run per folder",
         hint="stop that run, or save to another folder",
     )
 

@@ -177,7 +177,9 @@ class Resumable:
         if not snapshots.due(every_s, agreement):
             return None
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-            raise SnapshotError(f"keep={keep!r}; allowed: a whole number of 1 or more", hint="leave keep out for 3")
+            raise SnapshotError(
+                f"keep={keep!r}; allowed: a whole number of 1 or more", hint="leave keep out for the default, 3"
+            )
         rank, size = (0, 1) if agreement is None else (agreement.rank, agreement.size)
         self._schedules.settle()
         number, error = 0, None

@@ -149,7 +149,7 @@ def test_the_record_says_what_was_emulated_and_what_it_did() -> None:
         training = TorchTraining(run, counted)
         said = {reason.what: reason for reason in training.explanation()}
         effective = training.effective()
-    assert said["reduction"].value == "bf16, as by 64 processes in a ring, emulated"
+    assert said["reduction"].value == "bf16, emulated for 64 processes in a ring"
     assert 0.002 < float(said["rounding of the reduction"].value) < 0.02
     assert effective.emulated  # so that no speed is claimed
     assert effective.num_lowered == 0  # the script itself ran in FP32
