@@ -40,7 +40,7 @@ class MezzoAccelerator(accelerate.Accelerator):
         **settings: arguments of ``Accelerator``, without ``mixed_precision``.
 
     Raises:
-        SessionError: ``mixed_precision`` was given, or processes have parts of the model.
+        SessionError: ``mixed_precision`` was passed, or processes have parts of the model.
     """
 
     driven: Driven
@@ -75,9 +75,9 @@ class MezzoAccelerator(accelerate.Accelerator):
             self.driven.add(model)
             unwrap(model, _under_policy)  # an earlier accelerator's
             _wrap(model, self.driven)
-        elif any(model is one for one in self._unwrapped):
+        elif any(model is unwrapped for unwrapped in self._unwrapped):
             _wrap(model, self.driven)
-        self._unwrapped = [one for one in self._unwrapped if one is not model]
+        self._unwrapped = [unwrapped for unwrapped in self._unwrapped if unwrapped is not model]
         return model
 
     def unwrap_model(
@@ -163,7 +163,7 @@ class MezzoOptimizer(AcceleratedOptimizer):
         """Update, if gradients are to be synchronized.
 
         Raises:
-            SessionError: a closure was given, or this is a copy.
+            SessionError: a closure was passed, or this is a copy.
         """
         if self.accelerator is None:
             raise SessionError(
@@ -196,11 +196,11 @@ def _wrap(model: nn.Module, driven: Driven) -> None:
 def _under_policy(call: Callable[..., Any], region: ModelRegion, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     driven = region.owner
     if isinstance(driven, Driven) and not driven.began:
-        for one in driven.models:
-            unwrap(one, _under_policy)
+        for other in driven.models:
+            unwrap(other, _under_policy)
         _ = driven.session  # casts the models, if the policy does: its wrappers have to be inside ours
-        for one in driven.models:
-            _wrap(one, driven)
+        for other in driven.models:
+            _wrap(other, driven)
         return model(*args, **kwargs)
     with region(model):
         output = call(*args, **kwargs)

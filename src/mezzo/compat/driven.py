@@ -84,14 +84,14 @@ class Observed(Session):
         checks.check_unscale(calls=self._window.calls, unscaled=self._window.unscaled is not None)
         gradients, inverse = self._gradients(self.optimizers), self.scales[0].inverse()
         checks.refuse_half_gradients(gradients)
-        found = None
+        found_inf = None
         if inverse is not None:
-            found = torch.zeros((), device=self.device)
+            found_inf = torch.zeros((), device=self.device)
             for kind in {g.dtype for g in gradients}:  # torch's kernel takes one format at a time
                 alike = [g for g in gradients if g.dtype is kind]
-                torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
-        overflowed = found is not None and bool(found)  # the one host read of an update
-        self._window.unscaled = Reduction(self._progress.norm, None, found, overflowed)  # the update takes the norm
+                torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse)
+        overflowed = found_inf is not None and bool(found_inf)  # the one host read of an update
+        self._window.unscaled = Reduction(self._progress.norm, None, found_inf, overflowed)  # the update takes the norm
 
     @property
     def overflowed(self) -> bool:

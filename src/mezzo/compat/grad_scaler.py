@@ -180,8 +180,10 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
 
     def _learn(self) -> None:
         """Count this iteration's overflow, and hide those that the hysteresis tolerates from torch's update."""
-        found = [one for state in self._per_optimizer_states.values() for one in state["found_inf_per_device"].values()]
-        if not found:
+        flags = [
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
+        ]
+        if not flags:
             raise SessionError(
                 "update() without a check of gradients; allowed: after step() or unscale_() of an optimizer",
                 hint="call step(optimizer) before update()",
@@ -189,16 +191,16 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         assert self._scale is not None
         assert self._growth_tracker is not None
         assert isinstance(self._left, Tensor)
-        any_inf = torch.stack([one.to(self._scale.device, non_blocking=True) for one in found]).max()
+        any_inf = torch.stack([flag.to(self._scale.device, non_blocking=True) for flag in flags]).max()
         self._skips = self._skips + any_inf
         if self._hysteresis > 1:
             counts = apply_hysteresis(any_inf, self._left, self._growth_tracker, self._hysteresis)
-            for one in found:
-                one.mul_(counts.to(one.device))
+            for flag in flags:
+                flag.mul_(counts.to(flag.device))
 
     def _check_new(self, new_scale: Any) -> None:
-        one = isinstance(new_scale, Tensor) and new_scale.numel() == 1 and not new_scale.requires_grad
-        if not (isinstance(new_scale, float) or (one and new_scale.device.type == self._device)):
+        is_number = isinstance(new_scale, Tensor) and new_scale.numel() == 1 and not new_scale.requires_grad
+        if not (isinstance(new_scale, float) or (is_number and new_scale.device.type == self._device)):
             raise SessionError(
                 f"update({new_scale!r}); allowed: a float, or a tensor of one element on {self._device} without a gradient",
                 hint="leave it out to let the scale learn, or pass a float",
@@ -213,8 +215,8 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         """Return a state that ``torch.amp.GradScaler`` loads too, empty if the scaler is disabled; waits for the device."""
         if not self._enabled:
             return {}
-        own = {"min_scale": self._min_scale, "max_scale": self._max_scale}
-        return {**super().state_dict(), "hysteresis": self._hysteresis, "hysteresis_left": int(self._left), **own}
+        bounds = {"min_scale": self._min_scale, "max_scale": self._max_scale}
+        return {**super().state_dict(), "hysteresis": self._hysteresis, "hysteresis_left": int(self._left), **bounds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of ``torch.amp.GradScaler``.

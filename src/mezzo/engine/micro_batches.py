@@ -205,7 +205,7 @@ def _bounds(rows: int, size: int | None) -> Iterator[tuple[int, int]]:
 
 def _sliced(batch: tuple[Any, ...]) -> tuple[int, Callable[[int, int], Any]]:
     """Return the number of samples, and a function from bounds to a part of the batch."""
-    leaves, spec = tree_flatten(tuple(dict(one) if isinstance(one, Mapping) else one for one in batch))
+    leaves, spec = tree_flatten(tuple(dict(item) if isinstance(item, Mapping) else item for item in batch))
     counts = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     if len(counts) != 1 or 0 in counts:
         raise SessionError(

@@ -322,9 +322,9 @@ def apply_hysteresis(found_inf: Tensor, left: Tensor, growth_tracker: Tensor, hy
         growth_tracker: the scale's; set to -1, since torch's update counts a tolerated overflow as a good update and adds 1.
         hysteresis: consecutive overflows that make the scale back off.
     """
-    found = found_inf > 0
-    left.copy_(torch.where(found, left - 1, hysteresis))
-    tolerated = found & (left > 0)
+    overflowed = found_inf > 0
+    left.copy_(torch.where(overflowed, left - 1, hysteresis))
+    tolerated = overflowed & (left > 0)
     growth_tracker.masked_fill_(tolerated, -1)
     return (~tolerated).to(found_inf.dtype)
 

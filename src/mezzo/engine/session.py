@@ -380,19 +380,19 @@ class Session(Resumable):
         """Read all gradients once."""
         norm = self.processes.norm(gradients, self._norm_here, self._window)
         on_device = self._one_pass and not checks.shown_to_hooks(self.optimizers, gradients)
-        found, overflowed = None, None if on_device else False
+        found_inf, overflowed = None, None if on_device else False
         if self.scales[0].checks and (on_device or self._window.found_inf):
-            found = self._window.overflowed(norm)
+            found_inf = self._window.overflowed(norm)
         if self.scales[0].checks and not on_device:
             # The only host read of an update, at the point where GradScaler also waits.
-            overflowed = not math.isfinite(norm.item()) if found is None else bool(found)
+            overflowed = not math.isfinite(norm.item()) if found_inf is None else bool(found_inf)
             if overflowed and self.processes.all_finite(gradients):
                 overflowed = False  # only the sum of squares left FP32's range
                 norm = self.processes.norm([wide(g) for g in gradients], total_norm)
-            found = self._one if overflowed else self._zero
+            found_inf = self._one if overflowed else self._zero
         share, inverse = self._window.total(), self.scales[0].inverse()
         factor = inverse if share is None else (self._one if inverse is None else inverse).to(norm.dtype) / share
-        return Reduction(norm, factor, found, overflowed)
+        return Reduction(norm, factor, found_inf, overflowed)
 
     def _norm_here(self, gradients: list[Tensor]) -> Tensor:
         if not gradients:

@@ -64,10 +64,10 @@ class Window:
         """
         if weight is None and self.accumulate == 1:
             return 1.0
-        given = 1.0 if weight is None else float(weight)
+        own_weight = 1.0 if weight is None else float(weight)
         self.weighted |= weight is not None
-        self._first_weight = self._first_weight or unit or given
-        share = given / (self._first_weight * self.accumulate)
+        self._first_weight = self._first_weight or unit or own_weight
+        share = own_weight / (self._first_weight * self.accumulate)
         self._shares[loss_id] += share
         return share
 
@@ -124,8 +124,8 @@ class Window:
 
     def overflowed(self, norm: Tensor) -> Tensor:
         """Return 1 if ``norm``, of all gradients, is not finite or a loss's gradients overflowed, else 0."""
-        found = not_finite(norm)
-        return torch.maximum(found, self.any_found_inf()) if self.found_inf else found
+        found_inf = not_finite(norm)
+        return torch.maximum(found_inf, self.any_found_inf()) if self.found_inf else found_inf
 
     def scale_flags(self, scales: Sequence[Scale], found: Tensor | None) -> ScaleFlags:
         """Return the flag for each scale of this window's losses; all are set if only the sum of the losses overflows."""
@@ -134,7 +134,7 @@ class Window:
         if not self.found_inf:
             return [(scales[0], found)]
         only_sum = found * (self.any_found_inf() == 0)
-        return [(scales[loss_id], torch.maximum(one, only_sum)) for loss_id, one in self.found_inf.items()]
+        return [(scales[loss_id], torch.maximum(flag, only_sum)) for loss_id, flag in self.found_inf.items()]
 
     def update_scales(self, flags: ScaleFlags, skipped: Tensor | bool) -> None:
         """Update the scales of this window's losses; without a flag if the host knows the only one."""

@@ -50,7 +50,7 @@ def apply_remedy(
     fell_back = policy is not None and policy.value != UNCHANGED
     if policy is not None and fell_back and kind in _OF_SCALE:
         return [policy]
-    earlier = sum(one.what == POLICY and one.value != UNCHANGED for rewind in before for one in rewind.changes)
+    earlier = sum(change.what == POLICY and change.value != UNCHANGED for rewind in before for change in rewind.changes)
     changed = _numbers(kind, 1 + len(before) - earlier - fell_back, optimizers, schedulers, scales)
     if not changed and policy is None:  # gradients that are zero without a scale that could be larger
         policy = fall_back()

@@ -138,7 +138,7 @@ class SessionGuard:
         vars(session._position).update(position)  # the data is not rewound: other batches follow
         changes = apply_remedy(
             alarm.kind,
-            [one for one in self.noticed.rewinds if one.snapshot >= saved.path.name],
+            [earlier for earlier in self.noticed.rewinds if earlier.snapshot >= saved.path.name],
             optimizers=session.optimizers,
             schedulers=session.schedulers,
             scales=session.scales,

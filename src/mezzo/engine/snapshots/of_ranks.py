@@ -41,12 +41,12 @@ def complete_snapshots(folder: Path) -> list[CompleteSnapshot]:
     """Return the snapshots in ``folder`` that every process of their run has, the newest first."""
     if folder.is_file():
         return [CompleteSnapshot(0, [folder])]
-    found = []
+    snapshots = []
     for size in sorted({1, *_sizes(folder)}):
         names = [{saved.path.name: saved for saved in saved_in(folder_of(folder, rank, size))} for rank in range(size)]
         for name in set.intersection(*map(set, names)):
-            found.append(CompleteSnapshot(names[0][name].number, [by_name[name].path for by_name in names]))
-    return sorted(found, reverse=True)
+            snapshots.append(CompleteSnapshot(names[0][name].number, [by_name[name].path for by_name in names]))
+    return sorted(snapshots, reverse=True)
 
 
 def last_number(folder: Path) -> int:
@@ -69,7 +69,7 @@ def part_of(session: Session, contents: dict[str, Any], rank: int) -> dict[str, 
 
 
 def contents_for_rank(snapshot: CompleteSnapshot, rank: int, size: int) -> Any:
-    """Return the contents for one of ``size`` processes; as many processes, or another number, saved the snapshot.
+    """Return the contents for one of ``size`` processes; the same or another number of processes saved the snapshot.
 
     Raises:
         SnapshotError: a file is not whole, or it was saved inside a window by another number of processes.

@@ -219,14 +219,14 @@ class Resumable:
         """
         path = Path(path)
         agreement = self._snapshots.agreement(self)
-        found = complete_snapshots(path) if agreement is None or agreement.rank == 0 else None
+        snapshots = complete_snapshots(path) if agreement is None or agreement.rank == 0 else None
         if agreement is not None:
-            _, found = agreement.first_of(found) or (0, [])
+            _, snapshots = agreement.first_of(snapshots) or (0, [])
         in_all = (lambda here: here) if agreement is None else agreement.in_all
         rank, size = (0, 1) if agreement is None else (agreement.rank, agreement.size)
         candidates = [
             (snapshot.paths[min(rank, len(snapshot.paths) - 1)], functools.partial(_read, snapshot, rank, size, in_all))
-            for snapshot in found or []
+            for snapshot in snapshots or []
         ]
         chosen = load_first(candidates, lambda contents: set_contents(self, contents, in_all=in_all), folder=path)
         if chosen is not None:
