@@ -135,9 +135,8 @@ class MezzoAccelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip unscaled gradients, those of master weights where there are any; return their norm."""
         self.unscale_gradients()
-        norm: Tensor = torch.nn.utils.clip_grad_norm_(
-            self.driven.updated_tensors(parameters), max_norm, norm_type=norm_type
-        )
+        tensors = self.driven.updated_tensors(parameters)
+        norm: Tensor = torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type=norm_type)
         return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

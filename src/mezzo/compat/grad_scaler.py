@@ -180,9 +180,8 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
 
     def _learn(self) -> None:
         """Count this iteration's overflow, and hide those that the hysteresis tolerates from torch's update."""
-        flags = [
-            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
-        ]
+        states = self._per_optimizer_states.values()
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
         if not flags:
             raise SessionError(
                 "update() without a check of gradients; allowed: after step() or unscale_() of an optimizer",

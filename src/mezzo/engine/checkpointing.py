@@ -91,10 +91,8 @@ def apply(model: nn.Module, regions: Mapping[str, Keeps], *, changed: Collection
             wrap(module, _forward, checkpointed)
         prefix = f"{name}." if name else ""
         inside = (buffer.removeprefix(prefix).rpartition(".") for buffer in changed if buffer.startswith(prefix))
-        checkpointed.keeps, checkpointed.changed = (
-            keeps,
-            [(module.get_submodule(path), leaf) for path, _, leaf in inside],
-        )
+        checkpointed.keeps = keeps
+        checkpointed.changed = [(module.get_submodule(path), leaf) for path, _, leaf in inside]
 
 
 def remove(model: nn.Module) -> None:

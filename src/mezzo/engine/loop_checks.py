@@ -64,7 +64,7 @@ class FirstWindows(NoWatch):
         self._parameters = parameters_of(session.models)
         self._trained = trained_by(session.optimizers)  # before masters take their places
         self._backwards = self._closed = 0
-        self._entered = self._warned_of_change = False
+        self._entered = self._warned = False
         self._other_dtype: torch.dtype | None = None
         """The format of a ``torch.autocast`` of the script's around or inside the session's region, if it differs from the policy's."""
         self._last_gradient: tuple[nn.Parameter, Tensor, int, int] | None = None
@@ -203,17 +203,12 @@ class FirstWindows(NoWatch):
 
     def _warn_of_changed_gradients(self, *, in_window: bool = False) -> None:
         scaled = self._session.scales[0].checks
-        if (
-            self._last_gradient is None
-            or self._warned_of_change
-            or self._session._window.unscaled
-            or not (scaled or in_window)
-        ):
+        if self._last_gradient is None or self._warned or self._session._window.unscaled or not (scaled or in_window):
             return
         parameter, gradient, version, _ = self._last_gradient
         if parameter.grad is not gradient or gradient._version == version:
             return
-        self._warned_of_change = True
+        self._warned = True
         if in_window:
             warn(
                 "gradients were changed between two backward passes of a window, which adds them up; remove "
@@ -292,10 +287,8 @@ class Ownership:
             if not self._parameters.isdisjoint(other._parameters):
                 other.lost = True
         _LIVE.add(self)
-        floating = ([p for p in model.parameters() if p.is_floating_point()] for model in models)
-        self._first = [
-            (parameters[0], parameters[0].dtype, parameters[0].device) for parameters in floating if parameters
-        ]
+        first = (next((p for p in model.parameters() if p.is_floating_point()), None) for model in models)
+        self._first = [(p, p.dtype, p.device) for p in first if p is not None]
         """One parameter of each model: casting or moving a model affects all of them."""
 
     def check_formats(self) -> None:

@@ -230,8 +230,8 @@ REFUSED = {
         "  hint: wrap the whole model, call fully_shard on the outermost module too, and build optimizers after that"
     ),
     "hook before the session": (
-        "the policy casts weights, and DistributedDataParallel with a process_group or a communication hook cannot take "
-        "them up\n"
+        "the policy casts weights, and DistributedDataParallel with a process_group or a communication hook cannot be "
+        "rebuilt for the cast weights\n"
         "  hint: register the hook after the session is built, leave process_group out, or use policy fp16 or bf16"
     ),
 }

@@ -303,9 +303,7 @@ def _number_of(table: CastTable) -> int:
         for number, other in enumerate(_TABLES):
             if content == (other.rules, other.device_type, other.low, other.casts_operands, other.keeps_kernels):
                 return number
-        if len(_TABLES) == len(_DTYPES) ** len(
-            _DIGITS
-        ):  # over 2,000 policies: drop compiled code and restart the numbering
+        if len(_TABLES) == len(_DTYPES) ** len(_DIGITS):  # over 2,000 policies: drop compiled code, number from 0 again
             _TABLES.clear()
             torch.compiler.reset()
         _TABLES.append(table)

@@ -283,31 +283,28 @@ def _kernels_of(session: Session, parts: Parts) -> ModuleType:
         SessionError: this session's steps cannot be captured.
     """
     kernels, reason = choose(session.device.type)
-    obstacle = None
+    cause = None
     if parts.window.calls:
-        obstacle = f"{parts.window.calls} backward passes of an open window", "call update() first"
+        cause = f"{parts.window.calls} backward passes of an open window", "call update() first"
     elif session.processes.several:
-        obstacle = "several processes", "train with step(loss)"
+        cause = "several processes", "train with step(loss)"
     elif session.policy.world > 1:
-        obstacle = f"an emulated reduction over {session.policy.world} processes", "train with step(loss)"
+        cause = f"an emulated reduction over {session.policy.world} processes", "train with step(loss)"
     elif len({p.device for p in _trained(session)}) > 1:
-        obstacle = "parameters on several devices", "train with step(loss): a graph is captured on one device"
+        cause = "parameters on several devices", "train with step(loss): a graph is captured on one device"
     elif len(session.scales) > 1:
-        obstacle = f"num_losses={len(session.scales)}", "add the losses up, or train with backward and update"
+        cause = f"num_losses={len(session.scales)}", "add the losses up, or train with backward and update"
     elif parts.update_choice.value != ONE_PASS:
-        obstacle = (
+        cause = (
             parts.update_choice.reason,
             "use mezzo.AdamW or mezzo.SGD and clip_norm: their updates need no host",
         )
     elif have_hooks(session.optimizers):
-        obstacle = (
-            "step hooks of an optimizer",
-            "remove them, or train with step(loss): a replay calls nothing in Python",
-        )
+        cause = "step hooks of an optimizer", "remove them, or train with step(loss): a replay calls nothing in Python"
     elif not hasattr(kernels, "recording"):
-        obstacle = reason, "install a Triton that works here: its kernels take settings from the device"
-    if obstacle is not None:
-        what, hint = obstacle
+        cause = reason, "install a Triton that works here: its kernels take settings from the device"
+    if cause is not None:
+        what, hint = cause
         raise SessionError(
             f"capture() with {what}; allowed: one process, one loss scale, one-pass updates by Triton kernels, a closed window",
             hint=hint,

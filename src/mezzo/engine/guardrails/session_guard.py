@@ -160,14 +160,11 @@ class SessionGuard:
         if folder is None:
             return None
         rank, size = (0, 1) if agreement is None else (agreement.rank, agreement.size)
-        folders = (
-            [folder.path] if size == 1 else [folder_of(folder.path.parent, number, size) for number in range(size)]
-        )
+        folders = [folder.path] if size == 1 else [folder_of(folder.path.parent, n, size) for n in range(size)]
 
         def read(saved: SavedSnapshot) -> Any:
-            return contents_for_rank(
-                CompleteSnapshot(saved.number, [place / saved.path.name for place in folders]), rank, size
-            )
+            paths = [place / saved.path.name for place in folders]
+            return contents_for_rank(CompleteSnapshot(saved.number, paths), rank, size)
 
         return newest_good(folder.path, before=alarm.since, weights=lambda c: c["session"]["models"], read=read)
 

@@ -269,12 +269,10 @@ def _launch(
         kept = batch.remembered.setdefault(tuple(kind.values()), LaunchTables(_KEPT))
         chosen = [[tensors[i] for i in indices] for tensors in lists]
         table = table_of(chosen, kept=kept, numbers=numbers, settings=settings)
-        begin_constants = {"ADAMW": kernel is adamw_kernel, **_BEGINNING}
+        constants = {"ADAMW": kernel is adamw_kernel, **_BEGINNING}
         arguments = (table.memory, table.chunks, factor, found_inf, table.count)
         with on(table.memory.device):
-            begin_kernel[(-(-table.count // begin_constants["TILE"]),)](
-                table.memory, found_inf, table.count, **begin_constants
-            )
+            begin_kernel[(-(-table.count // constants["TILE"]),)](table.memory, found_inf, table.count, **constants)
             kernel[(table.programs,)](*arguments, **kind, **compiled_in, BLOCK=CHUNK, **_updating(kind))
 
 

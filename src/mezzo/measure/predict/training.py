@@ -159,9 +159,8 @@ def _masters(
         return NoMasters()
     masters = MasterWeights(())
     masters.begin([optimizer])
-    recorder.own(
-        (masters.master_or_self(p) for p in model.parameters() if masters.master_or_self(p) is not p), "optimizer"
-    )
+    updated = ((p, masters.master_or_self(p)) for p in model.parameters())
+    recorder.own((master for p, master in updated if master is not p), "optimizer")
     return masters
 
 
