@@ -1,4 +1,4 @@
-"""Commands on a function, called where earlier trainings left their models and optimizers on the heap, as in a notebook."""
+"""Commands on a function, called where earlier runs left their models and optimizers on the heap, as in a notebook."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import mezzo
 
 @pytest.fixture(autouse=True)
 def _earlier() -> Iterator[torch.optim.Optimizer]:
-    """An optimizer with state and huge gradients, whose training is over."""
+    """An optimizer with state and huge gradients, from a run that is over."""
     weight = nn.Parameter(torch.ones(1000))
     optimizer = torch.optim.AdamW([weight])
     weight.grad = torch.full((1000,), 1e30)

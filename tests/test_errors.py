@@ -85,7 +85,7 @@ def test_every_subclass_has_a_row_of_built_in_kinds() -> None:
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_text_holds_message_and_hint(cls: type[MezzoError]) -> None:
+def test_text_contains_message_and_hint(cls: type[MezzoError]) -> None:
     error = cls("loss scale is 0", hint="use 1")
 
     assert (error.message, error.hint) == ("loss scale is 0", "use 1")

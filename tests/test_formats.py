@@ -1,4 +1,4 @@
-"""Number formats against torch's own tables and values worked out by hand."""
+"""Number formats against torch's own tables and values computed by hand."""
 
 import math
 

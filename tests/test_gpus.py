@@ -30,7 +30,7 @@ def test_a_gpu_is_found_as_people_and_torch_name_it(typed: str, name: str) -> No
     assert gpu_named(typed).name == name
 
 
-def test_no_name_stands_for_two_gpus() -> None:
+def test_no_name_means_two_gpus() -> None:
     for gpu in GPUS.values():
         assert [find_gpu(text) for text in (gpu.name, gpu.label, *gpu.aliases)] == [gpu] * (2 + len(gpu.aliases))
 
@@ -38,7 +38,7 @@ def test_no_name_stands_for_two_gpus() -> None:
 def test_an_unknown_gpu_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(UsageError) as caught:
         gpu_named("rtx-4080")
-    assert str(caught.value).startswith("--gpu 'rtx-4080' is not a GPU that Mezzo has the facts of; did you mean rtx-")
+    assert str(caught.value).startswith("--gpu 'rtx-4080' is not a GPU that Mezzo knows; did you mean rtx-")
     assert find_gpu("rtx-4080") is None
 
 

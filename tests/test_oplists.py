@@ -24,7 +24,7 @@ REGISTERED = "import torch; print(*torch._C._dispatch_get_registrations_for_disp
 
 @functools.cache
 def registered() -> set[str]:
-    """Return what torch itself registers: asked in a fresh process, where no cast table has registered kernels of ours."""
+    """Return what torch itself registers, read in a fresh process, where no cast table has registered kernels of ours."""
     done = subprocess.run([sys.executable, "-c", REGISTERED], capture_output=True, text=True, check=True)
     names = done.stdout.split()
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")} - {CUDNN}
@@ -51,20 +51,20 @@ def test_every_operation_exists_in_torch(family: oplists.Family) -> None:
         assert find_op(op) is not None, op
 
 
-def test_every_operation_stands_once_and_has_a_reason() -> None:
+def test_every_operation_is_listed_once_and_has_a_reason() -> None:
     counts = Counter(op for family in FAMILIES for op in family.ops)
     assert [op for op, count in counts.items() if count > 1] == []
     assert len({family.name for family in FAMILIES}) == len(FAMILIES)
     assert all(family.reason for family in FAMILIES)
 
 
-def test_one_operation_name_never_stands_in_two_families() -> None:
+def test_one_operation_name_is_never_in_two_families() -> None:
     homes: dict[str, set[str]] = {}
     for family in FAMILIES:
         for op in family.ops:
             homes.setdefault(python_name(op), set()).add(family.name)
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
-    # a family named like an operation holds that operation
+    # a family named like an operation contains that operation
     assert {f.name for f in FAMILIES if homes.get(f.name, {f.name}) != {f.name}} == set()
 
 
@@ -200,5 +200,5 @@ def test_an_operation_in_two_lists_is_refused(
 ) -> None:
     with pytest.raises(PolicyError) as caught:
         assign(lower, fp32, widest)
-    assert caught.value.message == f"operation {op} stands in the lists {first!r} and {second!r}"
+    assert caught.value.message == f"operation {op} is in the lists {first!r} and {second!r}"
     assert caught.value.hint == f"leave {name!r} in one of the lists lower, fp32, widest"

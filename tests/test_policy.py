@@ -316,7 +316,7 @@ WRONG_TEXTS = [
     (
         "fp16:hysteresis=1:hysteresis=2",
         "policy 'fp16:hysteresis=1:hysteresis=2' sets hysteresis twice; allowed: once",
-        "leave one of the two",
+        "keep one of the two",
     ),
     (
         "fp16:compute=fp64",
@@ -425,7 +425,7 @@ WRONG_TEXTS = [
     ),
     (
         "fp16:fp32=softmax:lower=log_softmax",
-        "operation log_softmax stands in the lists 'lower' and 'fp32'",
+        "operation log_softmax is in the lists 'lower' and 'fp32'",
         "leave 'softmax' in one of the lists lower, fp32, widest",
     ),
     (
@@ -548,7 +548,7 @@ def test_unknown_field_in_replace() -> None:
     check_error(caught, message, FIELD_HINT)
 
 
-def test_a_policy_made_by_hand_needs_a_preset_name() -> None:
+def test_a_policy_built_directly_needs_a_preset_name() -> None:
     with pytest.raises(PolicyError) as caught:
         Policy(name="O1", compute="fp16", casting="ops")
     check_error(
@@ -635,7 +635,7 @@ LACKS_FP16 = "this CPU lacks avx512_fp16 or amx_fp16; native kernels would be ma
 LACKS_BF16 = "this CPU lacks avx512_bf16 or amx_bf16; native kernels would be many times slower than FP32"
 LACKS_FP8 = "this CPU lacks units for 8-bit floating point; native kernels would be many times slower than FP32"
 NO_ROWS = "compute capability {}, and row-wise FP8 is known to run from 9.0 to below 12.0; fp8_recipe=tensorwise is native here"
-NO_TF32 = "TF32 is a mode of NVIDIA's matrix units; FP32 is computed instead"
+NO_TF32 = "TF32 is a mode of NVIDIA's matrix units; FP32 is used instead"
 ASKED = "the policy asks for emulated arithmetic"
 
 ARITHMETIC = [
@@ -862,12 +862,12 @@ EXPLAINED = [
             (
                 "fp8 recipe",
                 "tensorwise: operands e4m3, gradients e5m2",
-                "one scale a tensor, from its largest magnitude at each use",
+                "one scale per tensor, from its largest magnitude at each use",
             ),
             (
                 "speed",
                 "compile the model: torch.compile(model)",
-                "until torch.compile fuses them, scaling and casts are passes of their own over every operand",
+                "until torch.compile fuses them, scaling and casts are separate passes over every operand",
             ),
             LISTS,
         ],
@@ -882,7 +882,7 @@ EXPLAINED = [
             (
                 "fp8 recipe",
                 "rowwise: operands e4m3, gradients e4m3",
-                "one scale a row, so that E4M3's range is enough for gradients and a large value costs its own row only",
+                "one scale per row, so that E4M3's range is enough for gradients and a large value costs its own row only",
             ),
             (
                 "speed",
@@ -918,7 +918,7 @@ EXPLAINED = [
             ("loss scale", "none", "gradients in fp32 have FP32's range"),
             (
                 "reduction",
-                "bf16, as by 384 processes in a tree, emulated",
+                "bf16, emulated for 384 processes in a tree",
                 "each process' share and every partial sum are rounded; shares are drawn at random around the gradient",
             ),
         ],

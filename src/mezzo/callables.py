@@ -46,7 +46,7 @@ def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
     """Return which operation of a training step runs in which format, and what to change.
 
     Args:
-        step: makes one training step: forward, backward, update.
+        step: runs one training step: forward, backward, update.
         warmup: how often to call it before the recorded call, so that optimizers have their state and the device is known.
 
     Raises:
@@ -55,7 +55,7 @@ def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
     if not callable(step) or warmup < 0:
         raise SessionError(
             f"audit(step={step!r}, warmup={warmup}): step is a function without arguments, warmup 0 or more",
-            hint="pass a function that makes one training step: mezzo.audit(lambda: train(batch))",
+            hint="pass a function that runs one training step: mezzo.audit(lambda: train(batch))",
         )
     started = time.perf_counter()
     optimizers: dict[torch.optim.Optimizer, None] = {}
@@ -86,20 +86,20 @@ def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
 
 
 def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: int = 20) -> DiagnoseRecord:
-    """Return where the first value that is not finite comes from in the training steps that ``train()`` makes.
+    """Return where the first value that is not finite comes from in the training steps that ``train()`` runs.
 
     The operations of every step are inspected, and the cause is inferred from the operation alone. A SystemExit, caught
     here, ends ``train`` at the first fault or after ``steps`` updates. An error of ``train`` in a step that is not
     finite ends it too, and is in the record.
 
     Args:
-        train: makes training steps, called without arguments.
+        train: runs training steps, called without arguments.
         policy: the policy to run them under; ``as-is`` for their own precision.
         steps: how many steps to inspect at most.
 
     Raises:
         SessionError: ``train`` cannot be called, or ``steps`` is below 1.
-        ScriptError: ``train`` made no training step.
+        ScriptError: ``train`` ran no training step.
     """
     if not callable(train) or steps < 1:
         raise SessionError(
@@ -123,8 +123,8 @@ def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: i
         )
     why = "every step's operations"
     only = ScriptRun(role="first", reason=why, policy=chosen, settings=settings, run=run, evidence=evidence)
-    found = diagnosis([only], untried="a function cannot be run again from its first state")
-    return found.model_copy(update={"fix_where": where_to_write(found, "function")})
+    record = diagnosis([only], untried="a function cannot be run again from its initial state")
+    return record.model_copy(update={"fix_where": where_to_write(record, "function")})
 
 
 def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: int = 20) -> RangesRecord:
@@ -134,13 +134,13 @@ def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: in
     here, ends ``train`` after ``steps`` updates. Whatever it trained stays trained.
 
     Args:
-        train: makes training steps, called without arguments.
+        train: runs training steps, called without arguments.
         policy: whose formats, initial loss scale and FP32 modules are judged.
         steps: how many steps to record.
 
     Raises:
         SessionError: ``train`` cannot be called, or ``steps`` is below 1.
-        ScriptError: ``train`` made no training step.
+        ScriptError: ``train`` ran no training step.
     """
     if not callable(train) or steps < 1:
         raise SessionError(
@@ -164,14 +164,14 @@ def ranges(train: Callable[[], Any], *, policy: Policy | str = "fp16", steps: in
 def fallback(
     train: Callable[[], Any], *, policy: Policy | str = "fp16", tolerance: float | None = None, fresh: int = 2
 ) -> FallbackRecord:
-    """Return which modules have to stay in FP32 for the training steps that ``train()`` makes, verified.
+    """Return which modules have to stay in FP32 for the training steps that ``train()`` runs, verified.
 
     ``train`` is called some ten times, from the same state each time. Its updates are held back, and a SystemExit ends it after
-    ``1 + fresh`` steps. Afterwards modules, optimizers, schedules and random numbers are as before. What else it changes, such
-    as an iterator that it reads from, stays changed: the search then reports that no two runs see the same data.
+    ``1 + fresh`` steps. Afterwards modules, optimizers, schedules and random numbers are as before. Anything else that it
+    changes, such as an iterator that it reads from, stays changed: the search then reports that no two runs see the same data.
 
     Args:
-        train: makes training steps, called without arguments; the same ones at every call.
+        train: runs training steps, called without arguments; the same ones at every call.
         policy: the policy to judge; modules that it keeps in FP32 stay in FP32.
         tolerance: the largest relative error of a parameter's gradient that passes; None for the format's default.
         fresh: how many more batches the set is checked on.
@@ -179,12 +179,12 @@ def fallback(
     Raises:
         PolicyError: the policy computes nothing below FP32.
         SessionError: ``train`` cannot be called, or a number is out of range.
-        ScriptError: ``train`` made no training step that can be compared.
+        ScriptError: ``train`` ran no training step that can be compared.
     """
     if not callable(train):
         raise SessionError(
             f"train={train!r}; allowed: a function without arguments",
-            hint="pass a function that makes training steps, as mezzo.fallback(train)",
+            hint="pass a function that runs training steps: mezzo.fallback(train)",
         )
 
     def measure(policy: Policy, settings: FallbackSettings, ahead: Ahead) -> tuple[Measured, RunRecord]:
@@ -210,7 +210,7 @@ def _trained(
 ) -> tuple[TorchTraining, RunRecord, Exception | None]:
     """Call ``train`` under a policy and an observer; return the training, its record and the error of a kind in ``catches``.
 
-    ``optimizers`` were made before the launcher could see it: without any, each backward pass would count as an update by hand.
+    ``optimizers`` were created before the launcher could see them: without any, each backward pass would count as a manual update.
     """
     started = time.perf_counter()
     error: Exception | None = None
@@ -251,16 +251,16 @@ def _run_record(
 
 
 def _warmed_up(step: Callable[[], Any], times: int) -> str:
-    """Call ``step``; return the type of the device of the modules that it calls: of several, an accelerator's."""
-    found: dict[str, None] = {}
+    """Call ``step``; return the device type of the modules that it calls: of several, an accelerator's."""
+    device_types: dict[str, None] = {}
 
     def note(module: nn.Module, args: Any) -> None:
-        found.update(dict.fromkeys(p.device.type for p in module.parameters(recurse=False)))
+        device_types.update(dict.fromkeys(p.device.type for p in module.parameters(recurse=False)))
 
     with register_module_forward_pre_hook(note):
         for _ in range(times):
             step()
-    return next((device_type for device_type in found if device_type != "cpu"), "cpu")
+    return next((device_type for device_type in device_types if device_type != "cpu"), "cpu")
 
 
 @contextmanager

@@ -84,13 +84,13 @@ class Device:
     """torch's device type: ``cpu``, ``cuda``, ``mps``, ``xpu``."""
     name: str
     capability: tuple[int, int] | None = None
-    """CUDA compute capability; None of other makers' GPUs."""
+    """CUDA compute capability; None for other makers' GPUs."""
     architecture: str | None = None
-    """Of AMD's GPUs: ``gfx942``."""
+    """Of AMD GPUs: ``gfx942``."""
     has_fp64: bool = True
     """Whether tensors may be FP64: Apple's GPUs and Intel's Arc A-series have none."""
     has_bf16: bool = True
-    """Whether torch's autocast takes BF16 here: on Apple's GPUs from macOS 14."""
+    """Whether torch's autocast accepts BF16 here: on Apple's GPUs from macOS 14."""
     flags: frozenset[str] = frozenset()
     """Instruction set extensions of a CPU, as /proc/cpuinfo names them."""
 
@@ -106,8 +106,7 @@ class Device:
             return "Mezzo's tests run on x86 CPUs"
         if self.has_run:
             return "Mezzo's GPU tests, kernels and commands ran on one H100, with torch 2.11 (docs/h100.md)"
-        never = "has ever run on such a device: what is said of it follows from documents and from torch's source"
-        return f"nothing of Mezzo {never}"
+        return "Mezzo has never run on such a device: statements about it follow from documents and from torch's source"
 
     @property
     def has_run(self) -> bool:
@@ -116,14 +115,14 @@ class Device:
 
     def support_for_row_scales(self, fmt: Format) -> Support:
         """Return how this device multiplies matrices in ``fmt``, an 8-bit format, that have one scale per row."""
-        found = self.support(fmt)
+        support = self.support(fmt)
         first, beyond = _ROW_SCALES
-        if found.level != "native":
-            return found
+        if support.level != "native":
+            return support
         if self.architecture is not None:
             why = f"row-wise FP8 is not known to run on {self.architecture}"
         elif self.capability is None or first <= self.capability < beyond:
-            return found
+            return support
         else:
             known = f"from {first[0]}.{first[1]} to below {beyond[0]}.{beyond[1]}"
             why = f"{_capability(self.capability)}, and row-wise FP8 is known to run {known}"
@@ -142,7 +141,7 @@ class Device:
 
     def _cuda_level(self, fmt: Format, capability: tuple[int, int]) -> tuple[Level, str]:
         if fmt.fnuz:
-            return "emulated", f"NVIDIA's matrix units take no {fmt.name}; fp8_formats=ocp is what they may have"
+            return "emulated", f"NVIDIA's matrix units take no {fmt.name}; use fp8_formats=ocp"
         needed, has = _MIN_CAPABILITY[fmt.name], _capability(capability)
         needs = f"{needed[0]}.{needed[1]}"
         if fmt is FP16 and capability == (7, 5) and _WITHOUT_TENSOR_CORES.search(self.name):
@@ -164,19 +163,19 @@ class Device:
 
     def _cpu_level(self, fmt: Format) -> tuple[Level, str]:
         if fmt is TF32:
-            return "impossible", "TF32 is a mode of NVIDIA's matrix units; FP32 is computed instead"
-        wanted = _CPU_FLAGS.get(fmt.name, ())
-        found = [flag for flag in wanted if flag in self.flags]
+            return "impossible", "TF32 is a mode of NVIDIA's matrix units; FP32 is used instead"
+        needed = _CPU_FLAGS.get(fmt.name, ())
+        found = [flag for flag in needed if flag in self.flags]
         if found:
             return "native", f"this CPU has {' and '.join(found)}"
-        lacks = " or ".join(wanted) if wanted else "units for 8-bit floating point"
+        lacks = " or ".join(needed) if needed else "units for 8-bit floating point"
         return "emulated", f"this CPU lacks {lacks}; native kernels would be many times slower than FP32"
 
     def _other_level(self, fmt: Format) -> tuple[Level, str]:
         if self.kind == "cuda":
             return "impossible", "torch finds no CUDA device on this machine"
         if fmt is BF16 and not self.has_bf16:
-            return "emulated", "torch's autocast takes it on Apple's GPUs from macOS 14"
+            return "emulated", "torch's autocast accepts it on Apple's GPUs from macOS 14"
         if fmt in (FP16, BF16) and self.kind in ("mps", "xpu"):
             return "native", f"torch runs it on {self.kind}"
         if fmt is TF32:

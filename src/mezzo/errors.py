@@ -1,10 +1,10 @@
 """The errors that Mezzo raises.
 
     MezzoError                      exit 1
-      UsageError                    exit 2   a word of the command line cannot be used
+      UsageError                    exit 2   an argument of the command line cannot be used
         PolicyError                 exit 2   a policy text, file or field is wrong
       UnsupportedFormatError        exit 3   this device can neither compute in the format nor emulate it
-      SessionError                  exit 4   the calls of a step came in the wrong order
+      SessionError                  exit 4   the calls of a step were made in the wrong order
       ScaleFloorError               exit 5   the loss scale reached its floor and still overflows
       NonFiniteLossError            exit 6   the loss was not finite before the first update
       ScriptError                   exit 7   the script never trained, or cannot be observed

@@ -70,7 +70,7 @@ def explain(policy: Policy, device: Device | str) -> Choices:
     """Return what ``policy`` does on ``device``, one choice per line.
 
     Raises:
-        UnsupportedFormatError: the device can do neither what the policy asks nor emulate it.
+        UnsupportedFormatError: the device can neither do what the policy asks nor emulate it.
     """
     where = this_device(device) if isinstance(device, str) else device
     arithmetic, why = policy.arithmetic_on(where)
@@ -109,14 +109,14 @@ def _recipe(policy: Policy) -> Choice:
     e4m3, e5m2 = (fmt.name for fmt in policy.required_formats)
     value = f"{policy.fp8_recipe}: operands {e4m3}, gradients {e5m2 if policy.fp8_recipe == 'tensorwise' else e4m3}"
     if policy.fp8_recipe == "tensorwise":
-        return _choice("fp8 recipe", value, "one scale a tensor, from its largest magnitude at each use")
-    reason = "one scale a row, so that E4M3's range is enough for gradients and a large value costs its own row only"
+        return _choice("fp8 recipe", value, "one scale per tensor, from its largest magnitude at each use")
+    reason = "one scale per row, so that E4M3's range is enough for gradients and a large value costs its own row only"
     return _choice("fp8 recipe", value, reason)
 
 
 def _fp8_speed(arithmetic: str) -> Choice:
     if arithmetic == "native":
-        reason = "until torch.compile fuses them, scaling and casts are passes of their own over every operand"
+        reason = "until torch.compile fuses them, scaling and casts are separate passes over every operand"
         return _choice("speed", "compile the model: torch.compile(model)", reason)
     reason = "every operation is emulated, also those in BF16: this shows what FP8 does to training, not how fast it is"
     return _choice("speed", "slower than bf16", reason)
@@ -158,7 +158,7 @@ def _communication(policy: Policy) -> list[Choice]:
     if policy.reduce != "auto":
         value, reason = str(policy.reduce), "gradients are rounded to it and summed over the processes in it"
         if policy.world > 1:
-            value = f"{value}, as by {policy.world} processes in a {policy.reduce_order}, emulated"
+            value = f"{value}, emulated for {policy.world} processes in a {policy.reduce_order}"
             reason = (
                 "each process' share and every partial sum are rounded; shares are drawn at random around the gradient"
             )
@@ -174,8 +174,8 @@ def _communication(policy: Policy) -> list[Choice]:
 def communication_left_out(policy: Policy) -> list[Choice]:
     """Return the formats of communication that ``policy`` names, as choices that a framework other than PyTorch does not honour."""
     reason = "formats of communication are set, and emulated, for PyTorch only"
-    asked = [(field, getattr(policy, field)) for field in ("reduce", "gather") if getattr(policy, field) != "auto"]
-    return [_choice(field, f"{NOT_HONOURED}: {value}", reason) for field, value in asked]
+    requested = [(field, getattr(policy, field)) for field in ("reduce", "gather") if getattr(policy, field) != "auto"]
+    return [_choice(field, f"{NOT_HONOURED}: {value}", reason) for field, value in requested]
 
 
 def _user_lists(policy: Policy) -> list[Choice]:

@@ -87,7 +87,7 @@ STORED_BYTES = {
 }
 
 ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
-"""torch's second names of dtypes."""
+"""torch's other names of dtypes."""
 
 FP64 = Format(name="fp64", exponent_bits=11, mantissa_bits=52, dtype_name="float64")
 FP32 = Format(name="fp32", exponent_bits=8, mantissa_bits=23, dtype_name="float32")

@@ -71,7 +71,7 @@ def gpu_named(text: str, *, option: str = "--gpu") -> Gpu:
     found = find_gpu(text)
     if found is None:
         raise UsageError(
-            f"{option} {text!r} is not a GPU that Mezzo has the facts of; {nearest(text.lower(), GPUS)}",
+            f"{option} {text!r} is not a GPU that Mezzo knows; {nearest(text.lower(), GPUS)}",
             hint=f"type one of these names, as in {option} a100-80gb",
         )
     return found

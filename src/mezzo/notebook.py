@@ -33,8 +33,8 @@ _FRAME = "width:100%; height:640px; border:1px solid #8884; border-radius:6px; r
 _SANDBOX = "allow-scripts allow-popups"
 """Rights of a page inside a notebook: it draws and opens links, and neither reads nor styles the notebook."""
 _WIDTH = 110
-_END = 1 << 16
-"""Characters kept of what a command prints, to find an error in."""
+_KEPT_CHARACTERS = 1 << 16
+"""How many of the last characters on a command's standard error are kept, to find an error in."""
 _UNKNOWN_NAME = re.compile(r"^NameError: name '(\w+)' is not defined", re.MULTILINE)
 
 
@@ -100,11 +100,11 @@ def run_command(line: str, cell: str | None = None) -> AnyRecord | None:
     if _gives_a_record(words):
         words.insert(1, "--json")
     with tempfile.TemporaryDirectory(prefix="mezzo-") as folder:
-        answer = Path(folder) / "record.json"
-        code, said = _run(words, answer)
+        output = Path(folder) / "record.json"
+        code, errors = _run(words, output)
         if code and cell is not None:
-            _point_out_variables(said)
-        return _read(answer, code, name=words[0])
+            _point_out_variables(errors)
+        return _read(output, code, name=words[0])
 
 
 def _gives_a_record(words: list[str]) -> bool:
@@ -142,11 +142,11 @@ def _refuse_magics(cell: str) -> None:
     )
 
 
-def _point_out_variables(said: str) -> None:
-    """Say which variable the failed cell expected from the notebook, if one of that name is there."""
+def _point_out_variables(errors: str) -> None:
+    """Print which variable the failed cell expected from the notebook, if it has one of that name."""
     from IPython.core.getipython import get_ipython
 
-    found, shell = _UNKNOWN_NAME.search(said), get_ipython()
+    found, shell = _UNKNOWN_NAME.search(errors), get_ipython()
     if found and shell is not None and found[1] in shell.user_ns and found[1] not in shell.user_ns_hidden:
         print(f"mezzo: {found[1]} is a variable of the notebook, and the cell sees none of them: define it in the cell")
 
@@ -160,16 +160,16 @@ def _written(cell: str) -> Path:
     return path
 
 
-def _run(words: list[str], answer: Path) -> tuple[int, str]:
-    """Run a command, its standard output in the file ``answer``; print its standard error, and return its exit code and that text's end."""
+def _run(words: list[str], path: Path) -> tuple[int, str]:
+    """Run a command, its standard output in the file ``path``; print its standard error, and return its exit code and that text's end."""
     environment = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}  # the notebook's own
-    # A script finds the modules beside itself, a notebook those in its folder; a cell is both.
+    # A script finds the modules next to itself, a notebook those in its folder; a cell does both.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "mezzo", *words]
-    said = ""
+    errors = ""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with (
-        answer.open("wb") as output,
+        path.open("wb") as output,
         subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.PIPE
         ) as process,
@@ -182,23 +182,23 @@ def _run(words: list[str], answer: Path) -> tuple[int, str]:
                 process.send_signal(signal.SIGINT)
                 continue
             text = decoder.decode(part, final=not part)
-            said = (said + text)[-_END:]
+            errors = (errors + text)[-_KEPT_CHARACTERS:]
             print(text, end="", flush=True)
             if not part:
-                return process.wait(), said
+                return process.wait(), errors
 
 
-def _read(answer: Path, code: int, *, name: str) -> AnyRecord | None:
+def _read(output: Path, code: int, *, name: str) -> AnyRecord | None:
     from IPython.core.error import UsageError as EndOfCell  # one line instead of a traceback
 
     from mezzo.records import read_record
 
-    text = answer.read_text(encoding="utf-8", errors="replace")
+    text = output.read_text(encoding="utf-8", errors="replace")
     if text.startswith("{"):
         if code:
             print(f"mezzo: exit code {code}")
-        return read_record(answer)
+        return read_record(output)
     print(text, end="")
     if code:
-        raise EndOfCell(f"mezzo {name} ended with exit code {code} and without a record; why is printed above")
+        raise EndOfCell(f"mezzo {name} ended with exit code {code} and without a record; the reason is printed above")
     return None

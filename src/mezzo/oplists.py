@@ -151,12 +151,12 @@ FAMILIES: tuple[Family, ...] = (
         "its kernel adds in FP32 and rounds once",
     ),
     _family("sqrt", "follow", "sqrt", "it halves the exponent"),
-    _family("square", "follow", "square", "torch makes it of pow, which is listed"),
+    _family("square", "follow", "square", "torch computes it by pow, which is listed"),
     _family(
         "cross_entropy",
         "follow",
         "cross_entropy_loss",
-        "torch makes it of nll_loss and of log_softmax in the format of its operand",
+        "torch computes it by nll_loss and log_softmax in the format of its operand",
     ),
     _family("add", "follow", "add.Tensor", "torch promotes"),
     _family("sub", "follow", "sub.Tensor rsub.Scalar rsub.Tensor", "torch promotes"),
@@ -199,7 +199,7 @@ def resolve(name: str) -> tuple[str, ...]:
     (``log_softmax``) covers its overloads.
 
     Raises:
-        PolicyError: nothing has that name; the nearest names are offered.
+        PolicyError: nothing has that name; the nearest names are suggested.
     """
     if name in BY_NAME:
         return BY_NAME[name].ops
@@ -226,7 +226,7 @@ def assign(lower: tuple[str, ...], fp32: tuple[str, ...], widest: tuple[str, ...
             for op in resolve(name):
                 if changed.setdefault(op, precision) != precision:
                     raise PolicyError(
-                        f"operation {python_name(op)} stands in the lists {changed[op]!r} and {precision!r}",
+                        f"operation {python_name(op)} is in the lists {changed[op]!r} and {precision!r}",
                         hint=f"leave {name!r} in one of the lists {', '.join(USER_LISTS)}",
                     )
                 chosen[op] = precision

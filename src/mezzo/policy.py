@@ -138,7 +138,7 @@ class Policy:
                 )
             if field.strip() in fields:
                 message = f"policy {text!r} sets {field.strip()} twice; allowed: once"
-                raise PolicyError(message, hint="leave one of the two")
+                raise PolicyError(message, hint="keep one of the two")
             fields[field.strip()] = _read(field.strip(), value.strip())
         return preset.replace(**fields)
 
@@ -212,7 +212,7 @@ class Policy:
         """Return how the compute format is calculated on ``device``, and why.
 
         Raises:
-            UnsupportedFormatError: native arithmetic was asked for where the device has none.
+            UnsupportedFormatError: native arithmetic was requested on a device that has none.
         """
         supports = [device.support(fmt) for fmt in self.required_formats]
         if self.fp8_recipe == "rowwise":
@@ -248,7 +248,7 @@ class Policy:
             where: a ``Device``, or a torch device type of this machine.
 
         Raises:
-            UnsupportedFormatError: the device can do neither what the policy asks nor emulate it.
+            UnsupportedFormatError: the device can neither do what the policy asks nor emulate it.
         """
         return explain(self, where)
 

@@ -1,4 +1,4 @@
-"""Accelerate with Mezzo's accelerator: real small trainings against a session's or exact values.
+"""Accelerate with Mezzo's accelerator: small real runs against a session's or exact values.
 
 The model of the exact cases is linear with weights 0.5: the gradient of its mean output is its input, so that an update
 with a rate of 1 shows the gradient that was used.
@@ -85,7 +85,7 @@ def test_it_trains_as_a_session_does(policy: str) -> None:
         session.step(loss)
         assert torch.equal(losses[number], loss.detach())
     assert_same(training.bare.parameters(), model.parameters())
-    assert training.rates == rates  # held on a skipped update
+    assert training.rates == rates  # the scheduler waits on a skipped update
     assert training.room.driven.session.loss_scale == session.loss_scale
     assert training.room.record().steps.num_skipped == session.skipped
     assert (session.skipped > 2) == (policy == OVERFLOWS)
@@ -127,7 +127,7 @@ def linear() -> nn.Linear:
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16:init_scale=256", "fp16-master:init_scale=256"])
-def test_a_short_last_window_is_averaged_over_what_it_holds(policy: str) -> None:
+def test_a_short_last_window_is_averaged_over_its_micro_batches(policy: str) -> None:
     room = MezzoAccelerator(cpu=True, policy=policy, gradient_accumulation_steps=4)
     layer, values = linear(), (1, 2, 3, 2, 1, 3)
     loader = torch.utils.data.DataLoader([torch.full((2, 4), float(v)) for v in values], batch_size=None)
@@ -177,7 +177,7 @@ def test_it_clips_true_gradients(policy: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [OVERFLOWS, "fp16-master", "bf16-master"])
-def test_it_goes_on_from_a_checkpoint(policy: str, tmp_path: Path) -> None:
+def test_it_resumes_from_a_checkpoint(policy: str, tmp_path: Path) -> None:
     first = Training(policy)
     first.train(batches(8)[:5], scheduled=True)
     first.room.save_state(str(tmp_path))
@@ -203,7 +203,7 @@ def test_a_record_is_kept_and_read(tmp_path: Path) -> None:
 
 
 def test_what_cannot_work_is_refused_with_its_reason() -> None:
-    with pytest.raises(SessionError, match="mixed_precision='bf16' beside policy=fp16; allowed: one of the two"):
+    with pytest.raises(SessionError, match="mixed_precision='bf16' together with policy=fp16; allowed: one of the two"):
         MezzoAccelerator(cpu=True, mixed_precision="bf16")
     training = Training("fp16")
     training.train(batches(1))
@@ -268,7 +268,7 @@ def test_a_prepared_model_copies_and_pickles_without_its_training(policy: str, w
         p.data.zero_()
     assert twin(x).abs().max() == 0
     assert torch.equal(model(x), ours)
-    room.backward(model(x).square().mean())  # and goes on
+    room.backward(model(x).square().mean())  # and continues
 
 
 @pytest.mark.parametrize("policy", EVERY)
@@ -299,7 +299,7 @@ def test_an_unwrapped_model_is_the_model(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", EVERY)
-def test_a_model_that_was_trained_goes_on_under_another_accelerator(policy: str) -> None:
+def test_a_trained_model_continues_under_another_accelerator(policy: str) -> None:
     first, model, _ = prepared(policy)
     (x, y), *_ = batches(1)
     second = MezzoAccelerator(cpu=True, policy="fp32" if policy in ("fp32", "fp16") else policy)
@@ -313,7 +313,7 @@ def test_a_model_that_was_trained_goes_on_under_another_accelerator(policy: str)
         exact = Named()
         exact.load_state_dict(again.state_dict())
         assert torch.equal(again(x), exact(x))  # the first accelerator's region is gone
-    with pytest.raises(SessionError, match="a session whose model was given to another session since"):
+    with pytest.raises(SessionError, match="a session whose model was passed to another session since"):
         first.backward(F.mse_loss(model(x), y))
 
 
@@ -338,11 +338,11 @@ def test_a_prepared_optimizer_copies_and_pickles(policy: str, way: Any) -> None:
     (x, y), *_ = batches(1)
     room.backward(F.mse_loss(model(x), y))
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer.step()  # the one that was copied goes on
+    optimizer.step()  # the one that was copied continues
     assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_a_short_windows_loss_is_the_mean_of_what_it_holds() -> None:
+def test_a_short_windows_loss_is_the_mean_of_its_micro_batches() -> None:
     room = MezzoAccelerator(cpu=True, policy="fp16:init_scale=256", gradient_accumulation_steps=4)
     layer, values = linear(), (1, 2, 3, 2, 4)
     loader = torch.utils.data.DataLoader([torch.full((2, 4), float(v)) for v in values], batch_size=None)

@@ -61,7 +61,7 @@ def test_a_norm_is_not_that_of_gradients_that_were_dropped() -> None:
     assert whole.recorder.steps().grad_norm == [20.0]
 
 
-def test_a_recorded_norm_holds_no_graph() -> None:
+def test_a_recorded_norm_keeps_no_graph() -> None:
     recorder, weight = StepRecorder(), torch.ones(2, requires_grad=True)
     recorder.loss(weight.sum())
     recorder.norm(torch.linalg.vector_norm(weight * 2))

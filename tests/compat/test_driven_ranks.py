@@ -14,7 +14,7 @@ from processes import in_processes
 
 
 def weights(library: str, size: int) -> list[float]:
-    """Return the sum of the weights' magnitudes after a training in ``size`` processes, of each."""
+    """Return the sum of the weights' magnitudes after training in ``size`` processes, of each."""
     return [float(m[1]) for m in re.finditer(r"RANK \d+ weights (\S+)", printed("trainer_ranks.py", library, size))]
 
 

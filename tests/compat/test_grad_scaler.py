@@ -374,7 +374,7 @@ def test_hysteresis_floor_and_ceiling_through_real_steps() -> None:
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
-def test_a_copy_goes_on_with_everything(way: Callable[[Any], Any]) -> None:
+def test_a_copy_continues_with_everything(way: Callable[[Any], Any]) -> None:
     loop = Loop(GradScaler, gradient=torch.full((2,), INF))
     loop.scaler = GradScaler("cpu", init_scale=8.0, hysteresis=2)
     loop.scaler.scale(torch.ones(()))

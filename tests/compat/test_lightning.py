@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric with Mezzo's precision plugins: real small trainings against a session's or exact values.
+"""Lightning's Trainer and Fabric with Mezzo's precision plugins: small real runs against a session's or exact values.
 
 The model of the exact cases is linear with weights 0.5: the gradient of its mean output is its input, so that an update
 with a rate of 1 shows the gradient that was used.
@@ -122,7 +122,7 @@ def test_trainer_honours_lists_and_fp32_modules(policy: str, kinds: list[torch.d
     assert module.kinds == kinds
 
 
-def test_trainer_holds_the_schedule_on_a_skip() -> None:
+def test_the_trainers_schedule_waits_on_a_skip() -> None:
     module = Regression()
     _, plugin = fit(module, OVERFLOWS, batches(1) * 10)
     skipped = plugin.record().steps.num_skipped
@@ -156,7 +156,7 @@ def constants(*values: float) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16:init_scale=256", "fp16-master:init_scale=256"])
-def test_trainer_averages_a_short_last_window_over_what_it_holds(policy: str) -> None:
+def test_trainer_averages_a_short_last_window_over_its_micro_batches(policy: str) -> None:
     module = Linear()
     _, plugin = fit(module, policy, constants(1, 2, 3, 2, 1, 3), accumulate_grad_batches=4)
     assert [g[0, 0].item() for g in module.seen] == [2.0, 2.0]  # the peers' second one is 1.0
@@ -228,7 +228,7 @@ def test_trainer_unscales_two_optimizers_once(policy: str, largest: float, weigh
 
 
 @pytest.mark.parametrize("policy", ["fp16:init_scale=1048576:growth_interval=3", "fp16-master"])
-def test_trainer_goes_on_from_a_checkpoint(policy: str, tmp_path: Path) -> None:
+def test_trainer_resumes_from_a_checkpoint(policy: str, tmp_path: Path) -> None:
     whole, first, second = Regression(), Regression(), Regression()
     data = batches(8)
     _, straight = fit(whole, policy, data, epochs=2)
@@ -375,7 +375,7 @@ def test_gradients_left_by_another_optimizer_stay_true() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fp16:init_scale=1048576", "fp16-master"])
-def test_fabric_goes_on_from_a_checkpoint(policy: str, tmp_path: Path) -> None:
+def test_fabric_resumes_from_a_checkpoint(policy: str, tmp_path: Path) -> None:
     def begin() -> tuple[Any, dict[str, Any]]:
         room, plugin = fabric(policy)
         bare = network()
@@ -417,14 +417,16 @@ class LineSearch(Linear):
 
 
 def test_what_cannot_work_is_refused_with_its_reason() -> None:
-    with pytest.raises(SessionError, match="LBFGS evaluates the loss several times an update"):
+    with pytest.raises(SessionError, match="LBFGS evaluates the loss several times per update"):
         fit(LineSearch(), "fp16", constants(1))
     with pytest.raises(SessionError, match=r"OwnBackward has a backward\(\) of its own"):
         fit(OwnBackward(), "fp16", constants(1))
     room, _ = fabric("fp16")
     model, optimizer = room.setup(layer := linear(), torch.optim.SGD(layer.parameters(), lr=1.0))
     loss = model(torch.ones(2, 4)).mean()
-    with pytest.raises(SessionError, match=r"backward\(\) got create_graph; allowed beside the loss: retain_graph"):
+    with pytest.raises(
+        SessionError, match=r"backward\(\) got create_graph; allowed in addition to the loss: retain_graph"
+    ):
         room.backward(loss, create_graph=True)
     room.backward(loss)
     with pytest.raises(SessionError, match=r"optimizer.step\(\) got a closure; allowed: none"):

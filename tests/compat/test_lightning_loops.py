@@ -363,7 +363,7 @@ def test_the_learning_rate_finder_finds_what_it_finds_without() -> None:
 
 @pytest.mark.parametrize("policy", ["fp16", "fp16-master"])
 def test_callbacks_of_every_day(policy: str, tmp_path: Path) -> None:
-    """Checkpoints of the best, early stopping, the learning rate's monitor, and a fit that goes on from the best."""
+    """Checkpoints of the best, early stopping, the learning rate's monitor, and a fit that continues from the best."""
 
     class Stepping(Regression):
         def configure_optimizers(self) -> Any:
@@ -385,7 +385,7 @@ def test_callbacks_of_every_day(policy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_loss_of_a_short_window_is_the_mean_of_what_it_holds(policy: str) -> None:
+def test_the_loss_of_a_short_window_is_the_mean_of_its_micro_batches(policy: str) -> None:
     class Fixed(Manual):
         automatic_optimization = True
 

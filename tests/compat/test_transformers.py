@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with Mezzo's steps: real small trainings against a session's or exact values."""
+"""Hugging Face's Trainer with Mezzo's steps: small real runs against a session's or exact values."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_max_grad_norm_clips_true_gradients(policy: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("policy", ["fp32", "fp16:init_scale=256", "fp16-master:init_scale=256"])
-def test_a_short_last_window_is_averaged_over_what_it_holds(policy: str, tmp_path: Path) -> None:
+def test_a_short_last_window_is_averaged_over_its_micro_batches(policy: str, tmp_path: Path) -> None:
     model, values = Linear(), (1.0, 2.0, 3.0, 2.0, 1.0, 3.0)
     data = [{"inputs": torch.full((4,), v), "labels": torch.zeros(1)} for v in values for _ in range(SIZE)]
     made = trainer(tmp_path, policy, model, data, learning_rate=1.0, gradient_accumulation_steps=4)
@@ -179,7 +179,7 @@ def test_a_short_last_window_is_averaged_over_what_it_holds(policy: str, tmp_pat
 
 
 @pytest.mark.parametrize("policy", [OVERFLOWS, "fp16-master"])
-def test_it_goes_on_from_a_checkpoint(policy: str, tmp_path: Path) -> None:
+def test_it_resumes_from_a_checkpoint(policy: str, tmp_path: Path) -> None:
     whole, second = Regression(), Regression()
     settings = {"save_strategy": "steps", "save_steps": 6, "optim": "adamw_torch", "learning_rate": 0.01}
     straight = trainer(tmp_path, policy, whole, examples(10), **settings)
@@ -230,7 +230,7 @@ class MezzoOwnLoss(MezzoTrainerMixin, OwnLoss):
     pass
 
 
-def test_a_trainer_of_ones_own_takes_the_mixin(tmp_path: Path) -> None:
+def test_a_trainer_of_ones_own_accepts_the_mixin(tmp_path: Path) -> None:
     model = Linear()
     data = [{"inputs": torch.ones(4), "labels": torch.zeros(1)}] * SIZE
     made = MezzoOwnLoss(
@@ -262,7 +262,7 @@ def test_a_record_is_kept_and_read(tmp_path: Path) -> None:
 
 def test_mixed_precision_of_the_trainers_own_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        SessionError, match=r"TrainingArguments\(bf16=True\) beside policy='fp16'; allowed: one of the two"
+        SessionError, match=r"TrainingArguments\(bf16=True\) together with policy='fp16'; allowed: one of the two"
     ):
         trainer(tmp_path, "fp16", Linear(), [], bf16=True)
 
@@ -328,7 +328,7 @@ def test_columns_and_generation_are_those_of_the_model(policy: str, tmp_path: Pa
     assert again.evaluate(tokens(4))["eval_loss"] == pytest.approx(plain.evaluate(tokens(4))["eval_loss"], rel=1e-2)
 
 
-def test_the_loss_of_a_short_window_is_the_mean_of_what_it_holds(tmp_path: Path) -> None:
+def test_the_loss_of_a_short_window_is_the_mean_of_its_micro_batches(tmp_path: Path) -> None:
     model = Linear()
     data = [
         {"inputs": torch.full((4,), float(v)), "labels": torch.zeros(1)}

@@ -128,7 +128,7 @@ def test_a_session_keeps_its_budgets(
     assert found["mixed"] == []
     assert found["saved_bytes"] == 0
     if ours:
-        assert found["update"] == "Triton kernels, one launch a group"
+        assert found["update"] == "Triton kernels, one launch per group"
         assert found["launches"] == [found["launches"][0]] * 8
         assert found["loaded_bytes"] <= found["largest_bytes"]
         assert (found["replay_waits"], found["graphs_launched"]) == (0, 7)
@@ -162,7 +162,7 @@ def test_the_benchmark_runs_its_ways_captured_too(kernels: Path, tmp_path: Path)
         "policy bf16 tiny_transformer b2: mezzo bf16 captured",
     } <= captured
     passes = [r["value"] for r in rows if r["kind"] == "row" and r["case"].startswith("optimizer")]
-    assert passes[0] == "Triton kernels, one launch a group"
+    assert passes[0] == "Triton kernels, one launch per group"
     assert len(passes) == 17  # as called, and kernels alone, of which the profiler has none
     assert all(
         value.endswith("% of a copy") or value.startswith("the profiler returned no kernel") for value in passes[1:]

@@ -33,7 +33,7 @@ PLANS: dict[str, dict[str, Keeps]] = {
 
 
 class Block(nn.Module):
-    """Attention by hand, with dropout and a keyword argument."""
+    """Hand-written attention, with dropout and a keyword argument."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ def test_a_second_backward_pass_through_the_graph() -> None:
         assert same(list(first), list(second))
 
 
-def test_nothing_is_kept_for_a_backward_pass_that_never_comes() -> None:
+def test_nothing_is_kept_for_a_backward_pass_that_never_runs() -> None:
     model = Model()
     checkpointing.apply(model, PLANS["full"])
     with torch.no_grad():
@@ -198,12 +198,12 @@ def test_copies_and_pickles_are_checkpointed_on_their_own(policy: str) -> None:
     checkpointing.apply(model, PLANS["full"])
     Session(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=policy)  # may wrap them again
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        how = checkpointing._how(other.blocks[0])
+        how = checkpointing._checkpointed(other.blocks[0])
         assert how is not None
         assert (how.module, how.keeps) == (other.blocks[0], "inputs")
         checkpointing.remove(other)
         assert how.keeps is None
-    kept = checkpointing._how(model.blocks[0])  # type: ignore[arg-type]
+    kept = checkpointing._checkpointed(model.blocks[0])  # type: ignore[arg-type]
     assert kept is not None
     assert kept.keeps == "inputs"
     assert list(model.state_dict()) == list(Model().state_dict())
@@ -214,7 +214,9 @@ def test_a_new_plan_replaces_the_old_one() -> None:
     checkpointing.apply(model, PLANS["full"])
     checkpointing.apply(model, {"blocks.0": "products"})
     found = {
-        name: how.keeps for name, module in model.named_modules() if (how := checkpointing._how(module)) is not None
+        name: how.keeps
+        for name, module in model.named_modules()
+        if (how := checkpointing._checkpointed(module)) is not None
     }
     assert found == {"blocks.0": "products"}
     checkpointing.remove(model)
@@ -246,7 +248,7 @@ def test_a_kept_product_that_is_changed_in_place_is_an_error() -> None:
 
 
 def test_products_are_what_flops_are_counted_of() -> None:
-    """Apart from backward passes, recurrent layers and the sparse products, whose results are not tensors that can be given back."""
+    """Apart from backward passes, recurrent layers and the sparse products, whose results are not tensors that can be returned again."""
     packets = {op.overloadpacket for op in checkpointing.PRODUCTS}
     left = {packet.__name__ for packet in set(COUNTS) - packets}
     assert packets <= set(COUNTS)

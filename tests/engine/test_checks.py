@@ -48,10 +48,10 @@ def train(session: Session, model: nn.Module, count: int = 2) -> None:
 OPTIMIZER = "optimizer is {}; allowed: a torch optimizer, or several"
 BUILD = "build one: torch.optim.AdamW(model.parameters(), lr=1e-3)"
 MODEL = "model is {}; allowed: a torch.nn.Module, or several"
-OUTPUT = "pass the module whose output the loss is made of"
+OUTPUT = "pass the module whose output the loss is computed from"
 SCHEDULER = "scheduler is {}; allowed: a learning rate scheduler, or several"
 FACTOR = "build one: torch.optim.lr_scheduler.LambdaLR(optimizer, factor_of_update)"
-ORDER = "build the optimizer from the parameters of the model that the session gets, after the model was copied or sharded; "
+ORDER = "build the optimizer from the parameters of the model that you pass to the session, after the model was copied or sharded; "
 EPS = (
     "{} keeps its state in torch.float16 under policy {}, and eps={} is 0 there: where a squared gradient underflows, 0 is divided by 0 "
     "and the weights become NaN"
@@ -128,7 +128,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a scheduler of another optimizer": (
         other_scheduler,
         "scheduler StepLR belongs to another SGD than the session's",
-        "build the scheduler from the optimizer that the session gets; it would never be stepped",
+        "build the scheduler from the optimizer that you pass to the session; this one would never be stepped",
     ),
     "an optimizer of another model": (
         with_model(lambda m: sgd(mlp(6, 8, 3))),
@@ -148,7 +148,7 @@ ARGUMENTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "clip_norm text": (
         with_model(sgd, clip_norm="1.0"),
         "clip_norm='1.0'; allowed: a number above 0, or None",
-        "leave clip_norm out not to clip",
+        "leave clip_norm out to train without clipping",
     ),
     "half under fp16": (
         of(lambda m: m.half(), "fp16"),
@@ -356,8 +356,8 @@ OUTER = "session.autocast() and a torch.autocast of {} are nested, and policy {}
 WARNED: dict[str, tuple[Callable[[], Any], str]] = {
     "layers replaced before": (
         layers_replaced,
-        "2 parameters of the model are in no optimizer, and 2 of the optimizers' are not the model's: layers were replaced after the "
-        "optimizer was built; build it after that",
+        "2 parameters of the model are in no optimizer, and 2 parameters of the optimizers are not in the model: layers were "
+        "replaced after the optimizer was built; build it afterwards",
     ),
     "FP64": (
         of(lambda m: m.double(), "fp16"),
@@ -385,7 +385,7 @@ WARNED: dict[str, tuple[Callable[[], Any], str]] = {
     "a scheduler stepped on skips": (
         stepped_by_hand_on_skips,
         "the learning rate changed from one skipped update to the next: a scheduler is stepped where nothing was updated; pass it as "
-        "Session(..., scheduler=scheduler), which holds it then, and remove scheduler.step()",
+        "Session(..., scheduler=scheduler), which then makes it wait, and remove scheduler.step()",
     ),
 }
 
@@ -544,7 +544,7 @@ def frozen() -> None:
 
 BLOCK = (
     "backward() while autocast is on for cpu; allowed: after the `with session.autocast():` block",
-    "end the block before session.step(loss): weights that were cast in it stay as they were until it ends",
+    "end the block before session.step(loss): casts of weights are reused until it ends, also after an update",
 )
 SCALED = (
     "the loss was multiplied by the 1024 of a GradScaler; allowed: the loss itself",
@@ -552,7 +552,7 @@ SCALED = (
 )
 NOTHING = (
     "no parameter of the optimizers has a gradient after the backward pass: the loss does not depend on them",
-    "compute the loss from the output of the session's own model, and name the optimizers of what it reaches: update(optimizer)",
+    "compute the loss from the output of the session's own model, and pass the optimizers of the models that it reaches: update(optimizer)",
 )
 REMOVE = "remove optimizer.step() and optimizer.zero_grad() from the loop: session.step() and session.update() do both"
 GONE = ("the gradients of a window's earlier backward passes are gone", REMOVE)
@@ -563,8 +563,8 @@ LEFT = (
     "Session([first, second], [first_optimizer, second_optimizer])",
 )
 TAKEN = (
-    "backward() of a session whose model was given to another session since; allowed: the newer one",
-    "use one session at a time; models that are trained in turns share one: Session([first, second], [first_optimizer, "
+    "backward() of a session whose model was passed to another session since; allowed: the newer session",
+    "use one session at a time; models that are trained in turn can share one: Session([first, second], [first_optimizer, "
     "second_optimizer]), then update(first_optimizer)",
 )
 CAST_HINT = "remove model.half() and the like: the policy casts; evaluate a copy (copy.deepcopy(model).half())"
@@ -833,7 +833,7 @@ def test_right_loops_hear_nothing(run: Callable[[], None]) -> None:
     assert [str(one.message) for one in heard] == []
 
 
-def test_after_the_first_windows_nothing_is_looked_at() -> None:
+def test_nothing_is_checked_after_the_first_windows() -> None:
     session, model = built()
     seen = []
     for _ in range(5):
@@ -842,7 +842,7 @@ def test_after_the_first_windows_nothing_is_looked_at() -> None:
     assert seen == ["FirstWindows"] * 3 + ["NoWatch"] * 2
 
 
-def test_a_session_that_nobody_holds_owns_nothing() -> None:
+def test_an_unreferenced_session_owns_nothing() -> None:
     model = mlp(6, 8, 3)
     train(Session(model, sgd(model), policy="fp16"), model, 1)
     gc.collect()

@@ -32,7 +32,7 @@ def test_two_optimizers_are_unscaled_once() -> None:
         assert torch.equal(model.weight.detach(), torch.full((1, 4), -0.5))  # 0.5 - 1.0 * 1
 
 
-def test_short_last_window_is_the_mean_of_what_it_holds() -> None:
+def test_a_short_last_window_is_the_mean_of_its_micro_batches() -> None:
     """Accelerate and Lightning divide a window of 2 of 4 micro-batches by 4: half the gradient."""
     model = linear()
     session = mezzo.Session(model, torch.optim.SGD(model.parameters(), lr=1.0), policy=FP16, accumulate=4)
@@ -44,7 +44,7 @@ def test_short_last_window_is_the_mean_of_what_it_holds() -> None:
     assert torch.equal(model.weight.detach(), torch.full((1, 4), 0.5 - 2.0))
 
 
-def test_scheduler_is_held_on_a_skipped_step() -> None:
+def test_a_scheduler_waits_on_a_skipped_step() -> None:
     """Lightning's Trainer halves the rate while the first steps overflow and nothing is updated."""
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

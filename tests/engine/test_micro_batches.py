@@ -104,7 +104,7 @@ def by_hand(policy: str, sizes: Sequence[int], *, accumulate: int = 1, clip: flo
     model, optimizer = build(**how)
     session = Session(model, optimizer, policy=policy, accumulate=accumulate, clip_norm=clip)
     for number, ((x, y), size) in enumerate(zip(batches(), sizes, strict=True), start=1):
-        session._window.count_in(float(BATCH))
+        session._window.set_unit(float(BATCH))
         for begin in range(0, BATCH, size):
             with session.autocast():
                 loss = F.cross_entropy(model(x[begin : begin + size]), y[begin : begin + size])
@@ -148,7 +148,7 @@ def test_memory_that_runs_out_in_any_update_changes_no_bit(policy: str, where: s
         assert memory.sizes == [BATCH] * (update + 1) + [BATCH // 2] * 2 * (UPDATES - update)
         undisturbed[update] = undisturbed_run(policy, tuple(sizes))
         assert same(got, undisturbed[update]), f"update {update}"
-    assert not same(undisturbed[0], undisturbed[5])  # batch normalisation tells the splits apart
+    assert not same(undisturbed[0], undisturbed[5])  # batch normalisation distinguishes the splits
 
 
 @pytest.mark.parametrize("call", range(2, 2 + 2 * UPDATES))
@@ -332,7 +332,7 @@ def test_it_says_what_it_does() -> None:
     [choice] = [c for c in session.explain() if c.what == "micro-batches"]
     assert choice.value == "whole batches"
     assert choice.reason == (
-        "halved when memory runs out; 1 batch normalisation normalises over a part, and updates running statistics once a part"
+        "halved when memory runs out; 1 batch normalisation normalises over a part, and updates running statistics once per part"
     )
     memory = Memory(1)
     session.train_batch(lambda x, y: memory.compute(model, x, y), *next(batches()))

@@ -234,7 +234,7 @@ TRAJECTORIES: list[tuple[str, dict[str, Any], str, list[float]]] = [
     ("an overflow starts the interval anew", {}, "..x...", [8.0, 8.0, 4.0, 4.0, 4.0, 8.0]),
     ("hysteresis bears one", {"hysteresis": 2}, "x.x.xx", [8.0, 8.0, 8.0, 8.0, 8.0, 4.0]),
     ("and backs off at each that follows", {"hysteresis": 2}, "xxxx", [8.0, 4.0, 2.0, 1.0]),
-    ("a borne overflow is no good update", {"hysteresis": 3}, "..x...", [8.0, 8.0, 8.0, 8.0, 8.0, 16.0]),
+    ("a tolerated overflow is not a good update", {"hysteresis": 3}, "..x...", [8.0, 8.0, 8.0, 8.0, 8.0, 16.0]),
     ("floor", {"min_scale": 2.0}, "xxxx...", [4.0, 2.0, 2.0, 2.0, 2.0, 2.0, 4.0]),
     ("ceiling", {"max_scale": 16.0, "growth_interval": 1}, "...x", [16.0, 16.0, 16.0, 8.0]),
 ]

@@ -77,7 +77,7 @@ def test_deepspeeds_traces(settings: dict[str, Any], gradients: list[float], sca
 def test_deepspeeds_traces_through_a_session(
     settings: dict[str, Any], gradients: list[float], scales: list[float], master: bool
 ) -> None:
-    """Gradients come from a backward pass whose incoming gradient is the wanted one; at its floor a session raises."""
+    """Gradients come from a backward pass that starts from the wanted gradient; at its floor a session raises."""
     policy = mezzo.Policy.parse("fp16-master" if master else "fp16").replace(**settings)
     model = nn.Linear(1, 1)
     optimizer = mezzo.AdamW(model.parameters(), lr=0.00015)
@@ -329,11 +329,11 @@ MISUSE: dict[str, tuple[Callable[[GradScaler, Any], Any], str]] = {
     ),
     "unscaled late": (lambda s, o: (s.step(o), s.unscale_(o)), "unscale_\\(SGD\\) after step\\(\\) in the same update"),
     "stepped twice": (lambda s, o: (s.step(o), s.step(o)), "step\\(SGD\\) was called twice"),
-    "closure": (lambda s, o: s.step(o, closure=lambda: None), "step\\(\\) was given a closure"),
+    "closure": (lambda s, o: s.step(o, closure=lambda: None), "step\\(\\) got a closure"),
     "no gradients": (lambda s, o: (o.zero_grad(), s.step(o)), "have no gradients"),
     "FP16 gradients": (lambda s, o: s.unscale_(half()), "unscale_\\(\\) with FP16 gradients"),
     "no tensor": (lambda s, o: s.scale(3.0), "scale\\(3.0\\); allowed: a tensor"),
-    "an empty state": (lambda s, o: s.load_state_dict({}), "the state is of a scaler that was off"),
+    "an empty state": (lambda s, o: s.load_state_dict({}), "the state is that of a disabled scaler"),
     "pickled halfway": (lambda s, o: (s.step(o), pickle.dumps(s)), "pickled between step\\(\\) and update\\(\\)"),
 }
 

@@ -1,4 +1,4 @@
-"""The session against loops written by hand, float64 gradients and counts, and every wrong call against its message."""
+"""The session against hand-written loops, float64 gradients and counts, and every wrong call against its message."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def small(policy: str = "fp16", *, lr: float = 0.1, **settings: Any) -> tuple[Se
     return Session(model, SGD(model.parameters(), lr=lr, momentum=0.9), policy=policy, **settings), model
 
 
-# --- against a loop written by hand -----------------------------------------------------------------------------------
+# --- against a hand-written loop --------------------------------------------------------------------------------------
 
 
 def by_hand(
@@ -165,7 +165,7 @@ def calls_a_step(run: Callable[[list[Batch]], Any]) -> float:
 @pytest.mark.parametrize("clip_norm", [None, 0.3], ids=["", "clipped"])
 @pytest.mark.parametrize("name", ["SGD momentum", "AdamW foreach", "AdamW for-loop"])
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
-def test_calls_a_step_are_at_most_5_percent_above_a_loop_by_hand(
+def test_calls_per_step_are_at_most_5_percent_above_a_hand_written_loop(
     dtype: torch.dtype, name: str, clip_norm: float | None
 ) -> None:
     widths = (6, 8, 8, 3)
@@ -176,7 +176,9 @@ def test_calls_a_step_are_at_most_5_percent_above_a_loop_by_hand(
     session = Session(ours, OPTIMIZERS[name](list(ours.parameters())), policy=policy, clip_norm=clip_norm)
     hand = calls_a_step(lambda d: plain_loop(theirs, optimizer, d, dtype, scaler, clip_norm))
     mezzos = calls_a_step(lambda d: train(session, ours, d))
-    if dtype is BF16 and clip_norm is None:  # a loop by hand takes no norm of the gradients; session.grad_norm is one
+    if (
+        dtype is BF16 and clip_norm is None
+    ):  # a hand-written loop computes no norm of the gradients; session.grad_norm is one
         assert mezzos - hand <= 50
     else:
         assert mezzos <= 1.05 * hand
@@ -419,7 +421,7 @@ def cast(session: Session, compute: Callable[..., Tensor], *args: Any) -> Tensor
 
 
 class Line(nn.Module):
-    """A model whose gradient is the number that it is given."""
+    """A model whose gradient is the number that is passed to it."""
 
     def __init__(self, count: int = 2) -> None:
         super().__init__()
@@ -638,7 +640,7 @@ def test_a_gan_updates_one_network_at_a_time(policy: str, name: str) -> None:
     assert (pair.session.updates, pair.session.skipped) == (6, 0)
 
 
-def test_a_gan_is_the_loop_by_hand_to_the_bit() -> None:
+def test_a_gan_matches_a_hand_written_loop_to_the_bit() -> None:
     pair, hand = Pair("fp16:op_lists=device"), Pair("fp32")
     scaler = torch.amp.GradScaler("cpu")
     for _ in range(10):
@@ -728,7 +730,7 @@ def test_a_parameter_outside_the_models_is_trained_too(num_losses: int) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}, {"accumulate": 2}], ids=str)
 @pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16", "fp16-master", "fp16:op_lists=device"])
-def test_unscale_and_a_look_change_nothing(policy: str, settings: dict[str, Any]) -> None:
+def test_unscaling_to_inspect_gradients_changes_nothing(policy: str, settings: dict[str, Any]) -> None:
     first, plain = small(policy, **settings)
     second, looked = small(policy, **settings)
     accumulate = settings.get("accumulate", 1)
@@ -810,7 +812,7 @@ def resumable(policy: str, name: str, seed: int) -> tuple[Session, nn.Module]:
 @pytest.mark.filterwarnings("ignore::mezzo.PrecisionWarning")
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("policy", EVERY_POLICY)
-def test_training_goes_on_from_a_file_to_the_bit(policy: str, name: str) -> None:
+def test_training_resumes_from_a_file_to_the_bit(policy: str, name: str) -> None:
     session, model = resumable(policy, name, seed=0)
     data = batches(12)
     train(session, model, data[:7])
@@ -876,7 +878,7 @@ def test_a_state_with_another_shape_is_refused() -> None:
     with pytest.raises(SessionError) as caught:
         other.load_state_dict(state)
     assert caught.value.message == "the state has 1 scales, this session 2"
-    assert caught.value.hint == "build the session as the one that saved the state was built"
+    assert caught.value.hint == "build the session like the one that saved the state"
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------------------
@@ -1107,49 +1109,49 @@ WRONG: dict[str, tuple[Callable[[], Any], type[MezzoError], str, str]] = {
         build(accumulate=0),
         SessionError,
         f"accumulate=0; allowed: {WHOLE}",
-        "leave accumulate out for 1",
+        "leave accumulate out for the default, 1",
     ),
     "accumulate 1.5": (
         build(accumulate=1.5),
         SessionError,
         f"accumulate=1.5; allowed: {WHOLE}",
-        "leave accumulate out for 1",
+        "leave accumulate out for the default, 1",
     ),
     "accumulate True": (
         build(accumulate=True),
         SessionError,
         f"accumulate=True; allowed: {WHOLE}",
-        "leave accumulate out for 1",
+        "leave accumulate out for the default, 1",
     ),
     "clip_norm True": (
         build(clip_norm=True),
         SessionError,
         f"clip_norm=True; allowed: {ABOVE}",
-        "leave clip_norm out not to clip",
+        "leave clip_norm out to train without clipping",
     ),
     "num_losses 0": (
         build(num_losses=0),
         SessionError,
         f"num_losses=0; allowed: {WHOLE}",
-        "leave num_losses out for 1",
+        "leave num_losses out for the default, 1",
     ),
     "clip_norm 0": (
         build(clip_norm=0),
         SessionError,
         f"clip_norm=0; allowed: {ABOVE}",
-        "leave clip_norm out not to clip",
+        "leave clip_norm out to train without clipping",
     ),
     "clip_norm nan": (
         build(clip_norm=math.nan),
         SessionError,
         f"clip_norm=nan; allowed: {ABOVE}",
-        "leave clip_norm out not to clip",
+        "leave clip_norm out to train without clipping",
     ),
     "clip_value -1": (
         build(clip_value=-1.0),
         SessionError,
         f"clip_value=-1.0; allowed: {ABOVE}",
-        "leave clip_value out not to clip",
+        "leave clip_value out to train without clipping",
     ),
     "unknown policy": (
         build(policy="fp61"),
@@ -1178,7 +1180,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[MezzoError], str, str]] = {
     "LBFGS": (
         with_optimizer(lambda m: torch.optim.LBFGS(m.parameters())),
         SessionError,
-        "LBFGS evaluates the loss several times an update through a closure; a session has one backward pass",
+        "LBFGS evaluates the loss several times per update through a closure; a session has one backward pass",
         "train with LBFGS in FP32, or run the script under mezzo run, which handles closures",
     ),
     "ReduceLROnPlateau": (
@@ -1203,7 +1205,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[MezzoError], str, str]] = {
         after_backward(twice),
         SessionError,
         "unscale() was already called since the last update",
-        "call it once a window; unscaling twice would divide the gradients twice",
+        "call it once per window; unscaling twice would divide the gradients twice",
     ),
     "unscale of 16-bit gradients": (
         unscale_half,
@@ -1232,8 +1234,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[MezzoError], str, str]] = {
     "update of a foreign optimizer": (
         after_backward(foreign),
         SessionError,
-        "update() got AdamW, which is none of this session's 1 optimizers",
-        "name optimizers that the session was built with, or none to update all",
+        "update() got AdamW, which is not one of this session's 1 optimizers",
+        "pass optimizers that the session was built with, or none to update all",
     ),
     "state of an open window": (
         after_backward(lambda s, loss: s.state_dict(), accumulate=4),

@@ -161,7 +161,7 @@ def calls_a_step(step: Callable[[], None]) -> float:
     return pstats.Stats(profile).total_calls / 10  # type: ignore[attr-defined,no-any-return]
 
 
-def test_a_session_under_ddp_makes_no_more_calls_than_the_loop_by_hand() -> None:
+def test_a_session_under_ddp_makes_no_more_calls_than_a_hand_written_loop() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         models = [DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))) for _ in range(2)]

@@ -103,7 +103,7 @@ def test_one_launch_squares_the_gradients_of_one_device_and_format(monkeypatch: 
 
 
 @pytest.mark.usefixtures("_fake")
-def test_each_devices_own_kernels_take_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_devices_own_kernels_compute_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def choose(device_type: str) -> tuple[Any, str]:
@@ -136,5 +136,5 @@ def test_parameters_that_are_kept_elsewhere_than_they_compute_are_refused() -> N
     offloaded: Any = SimpleNamespace(
         device=torch.device("cpu"), device_mesh=SimpleNamespace(device_type="cuda"), shape=(2, 3)
     )
-    with pytest.raises(SessionError, match="kept on cpu and computed with on cuda"):
+    with pytest.raises(SessionError, match="stored on cpu but computed with on cuda"):
         device_of([offloaded])

@@ -19,7 +19,7 @@ from mezzo.errors import ScaleFloorError, SessionError
 FP32 = torch.float32
 OPTIMIZERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     # Without decay: torch rounds 1 - lr * decay to FP32 and errs by up to 3e-8 of a weight a step, which FP16 forward passes amplify.
-    # What ours does with it is held against float64 (test_kernels, test_optimizers).
+    # Ours is compared with float64 (test_kernels, test_optimizers).
     "AdamW": (mezzo.AdamW, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0}),
     "SGD": (mezzo.SGD, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}),
 }
@@ -110,7 +110,7 @@ def everything(session: mezzo.Session) -> list[Tensor]:
 
 @both
 @pytest.mark.parametrize("policy", ["fp16", "fp16-master"])
-def test_the_floor_is_an_error_that_comes_once_an_overflow(name: str, policy: str) -> None:
+def test_the_floor_error_is_raised_once_per_overflow(name: str, policy: str) -> None:
     ours, theirs, settings = OPTIMIZERS[name]
     texts = []
     for cls in (ours, theirs):
@@ -123,7 +123,7 @@ def test_the_floor_is_an_error_that_comes_once_an_overflow(name: str, policy: st
         assert session.skipped == 2
         for optimizer in session.optimizers:
             optimizer.zero_grad()
-        session._open_window()  # who goes on all the same is not stopped by good updates
+        session._open_window()  # a caller who continues anyway is not stopped by good updates
         train(session, range(3, 5))
         with pytest.raises(ScaleFloorError):
             train(session, range(5, 6), poison={5: float("nan")})
@@ -180,7 +180,7 @@ def way(session: mezzo.Session) -> list[tuple[str, str]]:
     return [(c.value, c.reason) for c in session.explain() if c.what == "update"]
 
 
-def test_the_way_of_updating_is_told_with_its_reason() -> None:
+def test_the_choice_of_update_is_explained_with_its_reason() -> None:
     general = "optimizers' own step"
     reason = "not all optimizers are mezzo.AdamW or mezzo.SGD"
     assert way(build(mezzo.AdamW, "fp16", {})) == [("one pass", choose("cpu")[1])]
@@ -193,7 +193,7 @@ def test_the_way_of_updating_is_told_with_its_reason() -> None:
 
 @both
 @pytest.mark.parametrize("policy", ["fp16", "fp16-master", "bf16-master"])
-def test_clip_value_takes_the_optimizer_s_own_step(name: str, policy: str) -> None:
+def test_clip_value_uses_the_optimizers_own_step(name: str, policy: str) -> None:
     ours, theirs, settings = OPTIMIZERS[name]
     sessions = [build(cls, policy, settings, clip_value=1e-3) for cls in (ours, theirs)]
     for session in sessions:

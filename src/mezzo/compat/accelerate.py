@@ -40,7 +40,7 @@ class MezzoAccelerator(accelerate.Accelerator):
         **settings: arguments of ``Accelerator``, without ``mixed_precision``.
 
     Raises:
-        SessionError: ``mixed_precision`` was given, or processes have parts of the model.
+        SessionError: ``mixed_precision`` was passed, or processes have parts of the model.
     """
 
     driven: Driven
@@ -48,14 +48,14 @@ class MezzoAccelerator(accelerate.Accelerator):
     def __init__(self, *, policy: Policy | str = "fp16", **settings: Any) -> None:
         if settings.get("mixed_precision") not in (None, "no"):
             raise SessionError(
-                f"mixed_precision={settings['mixed_precision']!r} beside policy={policy!s}; allowed: one of the two",
+                f"mixed_precision={settings['mixed_precision']!r} together with policy={policy!s}; allowed: one of the two",
                 hint=f"leave mixed_precision out and pass policy={settings['mixed_precision']!r} for the same precision",
             )
         super().__init__(**{**settings, "mixed_precision": "no"})
-        self.take_policy(policy)
+        self.use_policy(policy)
 
-    def take_policy(self, policy: Policy | str) -> None:
-        """Start under a policy; for an accelerator that another library created."""
+    def use_policy(self, policy: Policy | str) -> None:
+        """Train under a policy from now on; for an accelerator that another library created."""
         if self.distributed_type not in _REPLICATED:
             allowed = ", ".join(str(kind).rpartition(".")[2] for kind in _REPLICATED)
             raise SessionError(
@@ -75,9 +75,9 @@ class MezzoAccelerator(accelerate.Accelerator):
             self.driven.add(model)
             unwrap(model, _under_policy)  # an earlier accelerator's
             _wrap(model, self.driven)
-        elif any(model is one for one in self._unwrapped):
+        elif any(model is unwrapped for unwrapped in self._unwrapped):
             _wrap(model, self.driven)
-        self._unwrapped = [one for one in self._unwrapped if one is not model]
+        self._unwrapped = [unwrapped for unwrapped in self._unwrapped if unwrapped is not model]
         return model
 
     def unwrap_model(
@@ -135,13 +135,14 @@ class MezzoAccelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip unscaled gradients, those of master weights where there are any; return their norm."""
         self.unscale_gradients()
-        norm: Tensor = torch.nn.utils.clip_grad_norm_(self.driven.held(parameters), max_norm, norm_type=norm_type)
+        tensors = self.driven.updated_tensors(parameters)
+        norm: Tensor = torch.nn.utils.clip_grad_norm_(tensors, max_norm, norm_type=norm_type)
         return norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip unscaled gradients, those of master weights where there are any."""
         self.unscale_gradients()
-        torch.nn.utils.clip_grad_value_(self.driven.held(parameters), clip_value)
+        torch.nn.utils.clip_grad_value_(self.driven.updated_tensors(parameters), clip_value)
 
     def record(self) -> RunRecord:
         """Return the record of the training so far: ``mezzo.records.write_record`` keeps it, ``mezzo report`` shows it."""
@@ -161,7 +162,7 @@ class MezzoOptimizer(AcceleratedOptimizer):
         """Update, if gradients are to be synchronized.
 
         Raises:
-            SessionError: a closure was given, or this is a copy.
+            SessionError: a closure was passed, or this is a copy.
         """
         if self.accelerator is None:
             raise SessionError(
@@ -194,11 +195,11 @@ def _wrap(model: nn.Module, driven: Driven) -> None:
 def _under_policy(call: Callable[..., Any], region: ModelRegion, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     driven = region.owner
     if isinstance(driven, Driven) and not driven.began:
-        for one in driven.models:
-            unwrap(one, _under_policy)
+        for other in driven.models:
+            unwrap(other, _under_policy)
         _ = driven.session  # casts the models, if the policy does: its wrappers have to be inside ours
-        for one in driven.models:
-            _wrap(one, driven)
+        for other in driven.models:
+            _wrap(other, driven)
         return model(*args, **kwargs)
     with region(model):
         output = call(*args, **kwargs)

@@ -40,7 +40,7 @@ class DrivenOptimizer(Optimizer):
     """The session's only optimizer: it has all parameters, and its step runs that of the optimizer that the library steps."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        # As a group, which may be empty: a model that only predicts.
+        # As a group: it may be empty, for a model that only predicts.
         super().__init__([{"params": list(parameters)}], {})
         self.run: Callable[[], Any] = lambda: None
         self.result: Any = None
@@ -68,11 +68,11 @@ class Observed(Session):
     is_whole_loop = False
 
     def _check_parts(self) -> torch.device:
-        """Return the models' device: they may be frozen or have no parameters if the library only predicts."""
+        """Return the models' device; they may be frozen or have no parameters if the library only predicts."""
         tensors = (t for model in self.models for t in (*model.parameters(), *model.buffers()))
-        places = (t.device for t in tensors)
-        told = (place for model in self.models if isinstance(place := getattr(model, "device", None), torch.device))
-        return next(places, None) or next(told, torch.device("cpu"))
+        devices = (t.device for t in tensors)
+        declared = (d for model in self.models if isinstance(d := getattr(model, "device", None), torch.device))
+        return next(devices, None) or next(declared, torch.device("cpu"))
 
     def forget_casts(self) -> None:
         """Drop casts of weights: the library may update them inside the region that a step runs in."""
@@ -84,14 +84,14 @@ class Observed(Session):
         checks.check_unscale(calls=self._window.calls, unscaled=self._window.unscaled is not None)
         gradients, inverse = self._gradients(self.optimizers), self.scales[0].inverse()
         checks.refuse_half_gradients(gradients)
-        found = None
+        found_inf = None
         if inverse is not None:
-            found = torch.zeros((), device=self.device)
+            found_inf = torch.zeros((), device=self.device)
             for kind in {g.dtype for g in gradients}:  # torch's kernel takes one format at a time
                 alike = [g for g in gradients if g.dtype is kind]
-                torch._amp_foreach_non_finite_check_and_unscale_(alike, found, inverse)
-        overflowed = found is not None and bool(found)  # the one host read of an update
-        self._window.unscaled = Reduction(self._progress.norm, None, found, overflowed)  # the update takes the norm
+                torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse)
+        overflowed = found_inf is not None and bool(found_inf)  # the one host read of an update
+        self._window.unscaled = Reduction(self._progress.norm, None, found_inf, overflowed)  # the update takes the norm
 
     @property
     def overflowed(self) -> bool:
@@ -119,17 +119,17 @@ class Driven:
         self.short = 1.0
         """The factor for this window's gradients if it is shorter than the window that the library divided losses by."""
         self._session: Observed | None = None
-        self._asked: DrivenOptimizer
+        self._optimizer: DrivenOptimizer
         self._parameters: list[nn.Parameter] = []
         self._open = self._unscaled = False
         self.scales = False
         """Whether gradients are scaled, or in 16 bits, between a backward pass and ``unscale``."""
-        self._left: list[tuple[nn.Parameter, Tensor]] = []
-        self._taken: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._gradients_aside: list[tuple[nn.Parameter, Tensor]] = []
+        self._group_counts: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """How many parameter groups each optimizer had when its parameters were added."""
-        self._last: Optimizer | None = None
-        self._made = self._skips = 0
-        self._schedules = ScriptSchedules(lambda scheduler: (self._made, self._skips))
+        self._last_optimizer: Optimizer | None = None
+        self._updates = self._skips = 0
+        self._schedules = ScriptSchedules(lambda scheduler: (self._updates, self._skips))
 
     # --- before training -------------------------------------------------------------------------------------------------------
 
@@ -161,13 +161,13 @@ class Driven:
     def _begin(self) -> Observed:
         _refuse_what_needs_agreement(self.models, self.policy)
         self._parameters = parameters_of(self.models)  # frozen ones too: they may be unfrozen later
-        self._asked = DrivenOptimizer(self._parameters)
-        self._session = session = Observed(self.models, self._asked, policy=self.policy)
+        self._optimizer = DrivenOptimizer(self._parameters)
+        self._session = session = Observed(self.models, self._optimizer, policy=self.policy)
         self.scales = session.scales[0].checks or self.policy.master_weights
         self.recorder.clock.device = session.device
         self.region = session.autocast  # type: ignore[method-assign]
-        held = self._asked.param_groups[0]["params"]
-        self._held: dict[Tensor, Tensor] = dict(zip(self._parameters, held, strict=True))
+        updated = self._optimizer.param_groups[0]["params"]
+        self._updated_tensors: dict[Tensor, Tensor] = dict(zip(self._parameters, updated, strict=True))
         return session
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -176,23 +176,23 @@ class Driven:
         Raises:
             SessionError: the optimizer cannot work in the format that the policy keeps weights in.
         """
-        self._last = optimizer
-        if self._taken.get(optimizer) == len(optimizer.param_groups):
+        self._last_optimizer = optimizer
+        if self._group_counts.get(optimizer) == len(optimizer.param_groups):
             return
         arguments.refuse_lost_eps([optimizer], self.policy)
-        session, group = self.session, self._asked.param_groups[0]
+        session, group = self.session, self._optimizer.param_groups[0]
         known = {*self._parameters, *group["params"]}
         new = [p for p in trained_by([optimizer]) if p not in known]
         session.masters.begin([optimizer])
         self._parameters += new
-        self._held = {**self._held, **{p: session.masters.held(p) for p in new}}
-        group["params"] = [*group["params"], *(self._held[p] for p in new)]
-        self._taken[optimizer] = len(optimizer.param_groups)
+        self._updated_tensors = {**self._updated_tensors, **{p: session.masters.master_or_self(p) for p in new}}
+        group["params"] = [*group["params"], *(self._updated_tensors[p] for p in new)]
+        self._group_counts[optimizer] = len(optimizer.param_groups)
 
-    def held(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    def updated_tensors(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
         """Return the tensors whose ``.grad`` has the gradients of ``parameters``: themselves, or their masters."""
-        given = [parameters] if isinstance(parameters, Tensor) else parameters
-        return [self._held.get(p, p) for p in given]
+        listed = [parameters] if isinstance(parameters, Tensor) else parameters
+        return [self._updated_tensors.get(p, p) for p in listed]
 
     def region(self) -> AbstractContextManager[Any]:
         """Return the context of a forward pass."""
@@ -211,27 +211,27 @@ class Driven:
             **kwargs: refused.
 
         Raises:
-            SessionError: more than the loss and ``retain_graph`` was given.
+            SessionError: more than the loss and ``retain_graph`` was passed.
         """
         if args or kwargs:
             raise SessionError(
-                f"backward() got {', '.join([*map(repr, args), *kwargs])}; allowed beside the loss: retain_graph",
+                f"backward() got {', '.join([*map(repr, args), *kwargs])}; allowed in addition to the loss: retain_graph",
                 hint="call it with a loss of one number; compute other gradients with torch.autograd.grad",
             )
         session = self._session or self._begin()
         if not self._open:
             self._open, self._unscaled = True, False
-            for optimizer in [o for o, count in self._taken.items() if len(o.param_groups) != count]:
+            for optimizer in [o for o, count in self._group_counts.items() if len(o.param_groups) != count]:
                 self.add_optimizer(optimizer)
             if self.scales:
-                self._left = set_aside(self._parameters)
+                self._gradients_aside = set_aside(self._parameters)
         session.norm = None  # that of other gradients
         self.recorder.loss(loss)
         session.backward(loss, retain_graph=retain_graph)
 
     def unscale(self, optimizer: Optimizer | None = None) -> None:
         """Unscale gradients and compute their norm before the library clips them; add ``optimizer`` first, if it is new."""
-        if optimizer is not None and optimizer is not self._last:
+        if optimizer is not None and optimizer is not self._last_optimizer:
             self.add_optimizer(optimizer)
         self.settle()
         self.measure_norm()
@@ -246,8 +246,8 @@ class Driven:
         self.settle()
         clipped = list(parameters)
         ids = set(map(id, clipped))
-        held = self._asked.param_groups[0]["params"]
-        if [p for p in held if p.grad is not None and id(p) not in ids]:
+        updated = self._optimizer.param_groups[0]["params"]
+        if [p for p in updated if p.grad is not None and id(p) not in ids]:
             self.measure_norm()
         norm = torch.nn.utils.clip_grad_norm_(clipped, max_norm)
         if self._open and self.session.norm is None:
@@ -260,12 +260,12 @@ class Driven:
         self._unscaled = True
         if self.scales:
             self.session.unscale()
-            put_back(self._left)
-            self._left = []
+            put_back(self._gradients_aside)
+            self._gradients_aside = []
         if self.short != 1.0:
-            held = [p.grad for p in self._asked.param_groups[0]["params"] if p.grad is not None]
-            if held:  # torch takes no empty list
-                torch._foreach_mul_(held, self.short)
+            gradients = [p.grad for p in self._optimizer.param_groups[0]["params"] if p.grad is not None]
+            if gradients:  # torch rejects an empty list
+                torch._foreach_mul_(gradients, self.short)
 
     @property
     def overflowed(self) -> bool:
@@ -278,30 +278,30 @@ class Driven:
         Raises:
             ScaleFloorError: the loss scale is at its floor and gradients still overflow.
         """
-        if optimizer is not self._last:
+        if optimizer is not self._last_optimizer:
             self.add_optimizer(optimizer)
         if not self._open:
             return None if self.skipped else self._follow(run)
-        asked, session = self._asked, self._session or self._begin()
+        combined, session = self._optimizer, self._session or self._begin()
         if self.scales or self.short != 1.0:
             self.settle()
-        asked.run, asked.stepped, asked.result = run, False, None
+        combined.run, combined.stepped, combined.result = run, False, None
         session.update()
         session.forget_casts()
         if self.short != 1.0:
             self.recorder.weigh(self.short)
         self._open, self.short = False, 1.0
-        if self._left:
-            put_back(self._left)
-            self._left = []
-        self.skipped = not asked.stepped
-        self._made += 1
+        if self._gradients_aside:
+            put_back(self._gradients_aside)
+            self._gradients_aside = []
+        self.skipped = not combined.stepped
+        self._updates += 1
         self._skips += self.skipped
         self.recorder.norm(session._progress.norm)
         self.recorder.close(
             skipped=self.skipped, scale=session.scales[0].on_device() if session.scales[0].checks else None
         )
-        return asked.result
+        return combined.result
 
     def _follow(self, run: Callable[[], Any]) -> Any:
         """Step one more optimizer after the same backward pass."""
@@ -361,7 +361,7 @@ class Driven:
         """Return the record of the training so far; ``framework`` names the library and its version."""
         session = self.session
         kept = [p for m in self.models for p in m.parameters()]
-        optimizers = list(self._taken)
+        optimizers = list(self._group_counts)
         return RunRecord(
             command=list(sys.argv),
             script=Path(sys.argv[0]).name,
@@ -372,9 +372,7 @@ class Driven:
             environment=environment(session.device.type),
             steps=self.recorder.steps(),
             memory=Memory(
-                parameters_bytes=memory.total_bytes(
-                    [*kept, *(p for o in optimizers for g in o.param_groups for p in g["params"])]
-                ),
+                parameters_bytes=memory.total_bytes([*kept, *trained_by(optimizers)]),
                 optimizer_bytes=sum(memory.optimizer_bytes(o) for o in optimizers),
             ),
             effective=Effective(emulated=session.casting.emulates),
@@ -389,6 +387,6 @@ def _refuse_what_needs_agreement(models: Iterable[nn.Module], policy: Policy) ->
         what = "sharded parameters" if sharded else f"policy {policy!s}, which casts weights"
         raise SessionError(
             f"training in {size} processes with {what}; allowed inside another library: DistributedDataParallel under a policy that "
-            "casts operations, as fp16 and bf16 do",
+            "casts operations, such as fp16 and bf16",
             hint="use mezzo.Session with torch's DistributedDataParallel or fully_shard, or mezzo run on the script",
         )

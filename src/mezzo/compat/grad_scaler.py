@@ -1,4 +1,4 @@
-"""``torch.amp.GradScaler`` with a floor, a ceiling, a hysteresis and a count of skips, for loops that are written by hand.
+"""``torch.amp.GradScaler`` with a floor, a ceiling, a hysteresis and a count of skips, for hand-written loops.
 
 It derives from torch's class, with the same numbers, order of calls and refusals, so ``isinstance`` holds and other libraries find
 the attributes that they read. In addition the scale has a floor (torch's reaches 0 after two hundred overflows) and optionally a
@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mezzo.engine.gradients import gradients_of, trained_by
-from mezzo.engine.scaling import bear
+from mezzo.engine.scaling import apply_hysteresis
 from mezzo.errors import PolicyError, SessionError
 from mezzo.formats import FP16, FP32
 
@@ -92,7 +92,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         """
         if self._enabled and not isinstance(outputs, (Tensor, Iterable)):
             raise SessionError(
-                f"scale({outputs!r}); allowed: a tensor, or a list or tuple of such",
+                f"scale({outputs!r}); allowed: a tensor, or a list or tuple of tensors",
                 hint="pass the loss that backward() is called on",
             )
         return super().scale(outputs)
@@ -101,7 +101,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         """Unscale an optimizer's gradients and check them, before they are clipped or read.
 
         Raises:
-            SessionError: no loss was scaled yet, they were unscaled since the last ``update``, or are FP16.
+            SessionError: no loss was scaled yet, or the gradients are FP16 or were unscaled since the last ``update``.
         """
         if not self._enabled:
             return
@@ -115,7 +115,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
             )
         if any(p.grad is not None and p.grad.dtype is FP16.dtype for p in trained_by([optimizer])):
             raise SessionError(
-                "unscale_() with FP16 gradients; allowed: FP32 ones, since what the scale kept from underflow would be lost",
+                "unscale_() with FP16 gradients; allowed: FP32 ones, since FP16 would lose what the scale kept from underflow",
                 hint="keep the weights in FP32 under autocast, or use mezzo.Session with policy fp16-master",
             )
         super().unscale_(optimizer)
@@ -139,7 +139,7 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
             return super().step(optimizer, *args, **kwargs)
         if "closure" in kwargs or (args and callable(args[0])):
             raise SessionError(
-                "step() was given a closure; allowed: none, since a closure's gradients cannot be checked before the step",
+                "step() got a closure; allowed: none, since a closure's gradients cannot be checked before the step",
                 hint="call backward() before step(), or leave the scaler out",
             )
         self._check_scaled("step()")
@@ -180,8 +180,9 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
 
     def _learn(self) -> None:
         """Count this iteration's overflow, and hide those that the hysteresis tolerates from torch's update."""
-        found = [one for state in self._per_optimizer_states.values() for one in state["found_inf_per_device"].values()]
-        if not found:
+        states = self._per_optimizer_states.values()
+        flags = [flag for state in states for flag in state["found_inf_per_device"].values()]
+        if not flags:
             raise SessionError(
                 "update() without a check of gradients; allowed: after step() or unscale_() of an optimizer",
                 hint="call step(optimizer) before update()",
@@ -189,16 +190,16 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         assert self._scale is not None
         assert self._growth_tracker is not None
         assert isinstance(self._left, Tensor)
-        any_inf = torch.stack([one.to(self._scale.device, non_blocking=True) for one in found]).max()
+        any_inf = torch.stack([flag.to(self._scale.device, non_blocking=True) for flag in flags]).max()
         self._skips = self._skips + any_inf
         if self._hysteresis > 1:
-            kept = bear(any_inf, self._left, self._growth_tracker, self._hysteresis)
-            for one in found:
-                one.mul_(kept.to(one.device))
+            counts = apply_hysteresis(any_inf, self._left, self._growth_tracker, self._hysteresis)
+            for flag in flags:
+                flag.mul_(counts.to(flag.device))
 
     def _check_new(self, new_scale: Any) -> None:
-        one = isinstance(new_scale, Tensor) and new_scale.numel() == 1 and not new_scale.requires_grad
-        if not (isinstance(new_scale, float) or (one and new_scale.device.type == self._device)):
+        is_number = isinstance(new_scale, Tensor) and new_scale.numel() == 1 and not new_scale.requires_grad
+        if not (isinstance(new_scale, float) or (is_number and new_scale.device.type == self._device)):
             raise SessionError(
                 f"update({new_scale!r}); allowed: a float, or a tensor of one element on {self._device} without a gradient",
                 hint="leave it out to let the scale learn, or pass a float",
@@ -210,24 +211,24 @@ class GradScaler(torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler
         return int(self._skips)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state that ``torch.amp.GradScaler`` loads too, empty if the scaler is off; waits for the device."""
+        """Return a state that ``torch.amp.GradScaler`` loads too, empty if the scaler is disabled; waits for the device."""
         if not self._enabled:
             return {}
-        own = {"min_scale": self._min_scale, "max_scale": self._max_scale}
-        return {**super().state_dict(), "hysteresis": self._hysteresis, "hysteresis_left": int(self._left), **own}
+        bounds = {"min_scale": self._min_scale, "max_scale": self._max_scale}
+        return {**super().state_dict(), "hysteresis": self._hysteresis, "hysteresis_left": int(self._left), **bounds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of ``torch.amp.GradScaler``.
 
         Raises:
-            SessionError: the state is empty, as one of a scaler that was off is, or lacks an entry.
+            SessionError: the state is empty, like that of a disabled scaler, or lacks an entry.
         """
         if not self._enabled:
             return
         missing = [name for name in _ENTRIES if name not in state_dict]
         if missing:
             raise SessionError(
-                "load_state_dict({}): the state is of a scaler that was off; allowed: a state with a scale"
+                "load_state_dict({}): the state is that of a disabled scaler; allowed: a state with a scale"
                 if not state_dict
                 else f"load_state_dict() of a state without {', '.join(missing)}; allowed: one with {', '.join(_ENTRIES)}",
                 hint="leave the call out, or save from a scaler that is enabled",
@@ -263,6 +264,6 @@ def _check_settings(
         ("hysteresis", hysteresis, isinstance(hysteresis, int) and hysteresis >= 1, "a whole number of 1 or more"),
         ("min_scale", min_scale, 0 < min_scale <= max_scale, f"above 0, up to max_scale={max_scale:g}"),
     ]
-    for name, value, holds, allowed in rules:
-        if not holds:
+    for name, value, valid, allowed in rules:
+        if not valid:
             raise PolicyError(f"{name}={value!r}; allowed: {allowed}", hint=f"choose {name} inside that range")

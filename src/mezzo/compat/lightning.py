@@ -1,10 +1,10 @@
 """Lightning's precision plugins: ``Trainer(plugins=MezzoPrecision("fp16"))``, ``Fabric(plugins=MezzoFabricPrecision("fp16"))``.
 
 Forward passes run under the policy, and a step is that of a session: one unscale and one decision for all optimizers,
-schedules held on a skipped update (Trainer; in Fabric by ``plugin.hold(scheduler)``), a short last window averaged over its
+schedules that wait on a skipped update (Trainer; in Fabric by ``plugin.hold(scheduler)``), a short last window averaged over its
 micro-batches, FP32 masters under ``-master`` policies. The Trainer's checkpoints contain the loss scale, and masters if there are any.
 
-Limits: one device a process; several processes under ``DistributedDataParallel`` only (``strategy="ddp"``); LBFGS is refused;
+Limits: one device per process; several processes under ``DistributedDataParallel`` only (``strategy="ddp"``); LBFGS is refused;
 Lightning's ``global_step`` counts skipped updates, as it does with its own mixed precision.
 """
 
@@ -74,7 +74,7 @@ class MezzoFabricPrecision(_Plugin, FabricPrecision):
     def __init__(self, policy: Policy | str = "fp16") -> None:
         super().__init__(policy)
         self._lowers, self._low = self.driven.policy.lowers, self.driven.policy.storage.dtype
-        # Attributes, not methods: one more Python call per step than Fabric's own mixed precision could be measured.
+        # Attributes, not methods: one more Python call per step than Fabric's own mixed precision would be measurable.
         self.backward = self.driven.backward
         self.unscale_gradients = self.driven.unscale
 
@@ -134,7 +134,7 @@ class MezzoPrecision(_Plugin, TrainerPrecision):
     def connect(
         self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Start or continue with a module, and hold its schedules on skipped updates."""
+        """Start or continue with a module, and make its schedules wait on skipped updates."""
         driven = self.driven
         module: Any = bare(model)  # under strategy="ddp" the model is wrapped by now
         _refuse_own_backward(module)
@@ -144,7 +144,7 @@ class MezzoPrecision(_Plugin, TrainerPrecision):
             _ = driven.session
             _cast_parts(module, driven.policy)
         else:  # a callback may have put an average into the model at the end of the last fit
-            driven.session.masters.take_up(module.parameters())
+            driven.session.masters.restart(module.parameters())
         self._idle = {
             n for n in _HOOKS if n not in vars(module) and getattr(type(module), n, None) is getattr(_Module, n)
         }
@@ -167,23 +167,23 @@ class MezzoPrecision(_Plugin, TrainerPrecision):
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Call hooks with the loss, not scaled yet."""
         call._call_callback_hooks(module.trainer, "on_before_backward", tensor)
-        self._tell(module, "on_before_backward", tensor)
+        self._call_module_hook(module, "on_before_backward", tensor)
         return tensor
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Call hooks after a backward pass."""
         call._call_callback_hooks(module.trainer, "on_after_backward")
-        self._tell(module, "on_after_backward")
+        self._call_module_hook(module, "on_after_backward")
         return tensor.detach()
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
         trainer = model.trainer
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
-        self._tell(model, "on_before_optimizer_step", optimizer)
+        self._call_module_hook(model, "on_before_optimizer_step", optimizer)
         if trainer.gradient_clip_val is not None or "configure_gradient_clipping" not in self._idle:
             self._clip_gradients(model, optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
 
-    def _tell(self, model: Any, hook: str, *args: Any) -> None:
+    def _call_module_hook(self, model: Any, hook: str, *args: Any) -> None:
         if hook not in self._idle:
             call._call_lightning_module_hook(model.trainer, hook, *args)
 
@@ -233,7 +233,7 @@ def _refuse_own_backward(model: nn.Module) -> None:
 def _refuse_lbfgs(optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise SessionError(
-            "LBFGS evaluates the loss several times an update; a session has one backward pass",
+            "LBFGS evaluates the loss several times per update; a session has one backward pass",
             hint="train with another optimizer, or in precision 32-true without this plugin",
         )
 

@@ -30,7 +30,7 @@ class MezzoTrainerMixin:
         **kwargs: Trainer's.
 
     Raises:
-        SessionError: the arguments turn on mixed precision of Trainer's own, or processes have parts of the model.
+        SessionError: the arguments turn on Trainer's own mixed precision, or processes have parts of the model.
     """
 
     accelerator: MezzoAccelerator
@@ -42,15 +42,15 @@ class MezzoTrainerMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create Trainer's accelerator, which trains under the policy."""
-        own = [name for name in ("fp16", "bf16") if getattr(self.args, name)]
-        if own:
+        turned_on = [name for name in ("fp16", "bf16") if getattr(self.args, name)]
+        if turned_on:
             raise SessionError(
-                f"TrainingArguments({own[0]}=True) beside policy={str(self.policy)!r}; allowed: one of the two",
-                hint=f"leave {own[0]} out of the arguments: the policy decides",
+                f"TrainingArguments({turned_on[0]}=True) together with policy={str(self.policy)!r}; allowed: one of the two",
+                hint=f"leave {turned_on[0]} out of the arguments: the policy decides",
             )
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = MezzoAccelerator
-        self.accelerator.take_policy(self.policy)
+        self.accelerator.use_policy(self.policy)
 
     def _save_scaler(self, output_dir: str) -> None:
         if self.args.should_save:

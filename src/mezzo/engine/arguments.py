@@ -1,4 +1,4 @@
-"""Checks of a session's arguments: refuse models, optimizers, schedulers and numbers that cannot be trained together."""
+"""Checks of a session's arguments: refuse invalid numbers, and models, optimizers and schedulers that cannot be trained together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_counts(**counts: Any) -> None:
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise SessionError(
                 f"{name}={count!r}; allowed: a whole number of 1 or more",
-                hint=f"leave {name} out for 1",
+                hint=f"leave {name} out for the default, 1",
             )
 
 
@@ -34,7 +34,7 @@ def check_limits(**limits: Any) -> None:
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0):
             raise SessionError(
                 f"{name}={limit!r}; allowed: a number above 0, or None",
-                hint=f"leave {name} out not to clip",
+                hint=f"leave {name} out to train without clipping",
             )
 
 
@@ -61,7 +61,7 @@ def check_kinds(models: Sequence[Any], optimizers: Sequence[Any], schedulers: Se
                 f"model is {_kind_of(model)}; allowed: a torch.nn.Module, or several",
                 hint="write Session(model, optimizer)"
                 if swapped
-                else "pass the module whose output the loss is made of",
+                else "pass the module whose output the loss is computed from",
             )
     if not optimizers:
         raise SessionError(
@@ -70,9 +70,9 @@ def check_kinds(models: Sequence[Any], optimizers: Sequence[Any], schedulers: Se
         )
     for optimizer in optimizers:
         if isinstance(optimizer, type) or not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
-            given = "the model's parameters" if isinstance(optimizer, torch.Tensor) else _kind_of(optimizer)
+            got = "the model's parameters" if isinstance(optimizer, torch.Tensor) else _kind_of(optimizer)
             raise SessionError(
-                f"optimizer is {given}; allowed: a torch optimizer, or several",
+                f"optimizer is {got}; allowed: a torch optimizer, or several",
                 hint="build one: torch.optim.AdamW(model.parameters(), lr=1e-3)",
             )
     for scheduler in schedulers:
@@ -90,12 +90,12 @@ def _kind_of(value: Any) -> str:
 
 
 def check_optimizers(optimizers: Optimizers, schedulers: Iterable[Any]) -> None:
-    """Refuse closures, a parameter in two optimizers, and schedulers of other optimizers or that need a metric."""
+    """Refuse optimizers with closures, a parameter in two optimizers, and schedulers that need a metric or another optimizer."""
     seen: dict[nn.Parameter, int] = {}
     for number, optimizer in enumerate(optimizers):
         if isinstance(optimizer, torch.optim.LBFGS):
             raise SessionError(
-                "LBFGS evaluates the loss several times an update through a closure; a session has one backward pass",
+                "LBFGS evaluates the loss several times per update through a closure; a session has one backward pass",
                 hint="train with LBFGS in FP32, or run the script under mezzo run, which handles closures",
             )
         for parameter in trained_by([optimizer]):
@@ -110,41 +110,41 @@ def check_optimizers(optimizers: Optimizers, schedulers: Iterable[Any]) -> None:
                 "ReduceLROnPlateau steps on a metric that the session does not know",
                 hint="leave it out of the session and call scheduler.step(metric) yourself",
             )
-        own = getattr(scheduler, "optimizer", None)
-        if own is not None and not any(own is optimizer for optimizer in optimizers):
+        scheduled = getattr(scheduler, "optimizer", None)
+        if scheduled is not None and not any(scheduled is optimizer for optimizer in optimizers):
             raise SessionError(
-                f"scheduler {type(scheduler).__name__} belongs to another {type(own).__name__} than the session's",
-                hint="build the scheduler from the optimizer that the session gets; it would never be stepped",
+                f"scheduler {type(scheduler).__name__} belongs to another {type(scheduled).__name__} than the session's",
+                hint="build the scheduler from the optimizer that you pass to the session; this one would never be stepped",
             )
 
 
 def check_trained(optimizers: Optimizers, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse an optimizer that has no parameter of the models, and warn of one that was built before the model was changed."""
-    trained, own = set(trained_by(optimizers)), set(parameters)
+    """Refuse an optimizer that has no parameter of the models, and warn of one that was built before the model changed."""
+    trained, in_models = set(trained_by(optimizers)), set(parameters)
     for optimizer in optimizers:
-        held = trained_by([optimizer])
-        if held and own.isdisjoint(held):
+        its_parameters = trained_by([optimizer])
+        if its_parameters and in_models.isdisjoint(its_parameters):
             raise SessionError(
-                f"{type(optimizer).__name__} has {len(held)} parameters, none of which is the model's",
-                hint="build the optimizer from the parameters of the model that the session gets, after the model was copied or "
-                "sharded; pass several models as a list",
+                f"{type(optimizer).__name__} has {len(its_parameters)} parameters, none of which is the model's",
+                hint="build the optimizer from the parameters of the model that you pass to the session, after the model was copied "
+                "or sharded; pass several models as a list",
             )
-    left = [p for p in parameters if p.requires_grad and p not in trained]
-    stale = trained - own
-    if left and stale and {p.shape for p in left} & {p.shape for p in stale}:
+    untrained = [p for p in parameters if p.requires_grad and p not in trained]
+    stale = trained - in_models
+    if untrained and stale and {p.shape for p in untrained} & {p.shape for p in stale}:
         warn(
-            f"{len(left)} parameters of the model are in no optimizer, and {len(stale)} of the optimizers' are not the model's: "
-            "layers were replaced after the optimizer was built; build it after that",
+            f"{len(untrained)} parameters of the model are in no optimizer, and {len(stale)} parameters of the optimizers are not in "
+            "the model: layers were replaced after the optimizer was built; build it afterwards",
         )
 
 
 def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
     """Return the device that training runs on: that of the first parameter not on the CPU, else the CPU.
 
-    A model may be spread over several devices, or keep a large embedding on the CPU; casts are chosen for the computing device.
+    A model may be spread over several devices, or keep a large embedding on the CPU; casts are chosen for the device that computes.
 
     Raises:
-        SessionError: the model has no parameters, or keeps them on the CPU and computes elsewhere, as FSDP2's ``CPUOffloadPolicy`` does.
+        SessionError: the model has no parameters, or keeps them on the CPU and computes elsewhere (FSDP2's ``CPUOffloadPolicy``).
     """
     if not parameters:
         raise SessionError(
@@ -155,10 +155,10 @@ def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None and mesh.device_type != parameter.device.type:
             raise SessionError(
-                f"a parameter of shape {tuple(parameter.shape)} is kept on {parameter.device.type} and computed with on "
-                f"{mesh.device_type}: norms, flags and casts would be the wrong device's; "
+                f"a parameter of shape {tuple(parameter.shape)} is stored on {parameter.device.type} but computed with on "
+                f"{mesh.device_type}: norms, flags and casts would be those of the wrong device; "
                 "allowed: sharded parameters on the device of their mesh",
-                hint="leave offload_policy out of fully_shard, or lower the optimizer's memory: mezzo.AdamW(..., moments='8bit')",
+                hint="leave offload_policy out of fully_shard, or save optimizer memory with mezzo.AdamW(..., moments='8bit')",
             )
     devices = dict.fromkeys(p.device for p in parameters)
     return next((device for device in devices if device.type != "cpu"), parameters[0].device)

@@ -2,7 +2,7 @@
 
 A checkpointed module keeps its inputs, or its inputs and the outputs of its products (``Keeps``). torch's non-reentrant
 ``checkpoint`` does the work: it restores autocast and torch's random generators for the second forward pass. It leaves two things to the
-model, which are done here so that a step ends as it would without checkpointing:
+model; they are done here, so that a step ends as it would without checkpointing:
 
 - Buffers that the forward pass changes (running statistics, power iterations) have the same values at the start of both passes, and
   the second pass does not change them. Their copies take as many bytes as the buffers.
@@ -50,7 +50,7 @@ PRODUCTS = tuple(
     )
 )
 """Products, convolutions and attention: slow to recompute, compared with the bytes of their outputs."""
-_KEPT = frozenset(PRODUCTS)
+_PRODUCTS = frozenset(PRODUCTS)
 
 
 class Checkpointed:
@@ -67,9 +67,9 @@ class Checkpointed:
     def contexts(self) -> Contexts:
         """Return the contexts of the first forward pass and of the second."""
         if self.keeps == "inputs":
-            return nullcontext(), _Again(nullcontext(), self.module, self.changed)
+            return nullcontext(), _Recompute(nullcontext(), self.module, self.changed)
         products: dict[Any, list[Any]] = {}
-        return KeptProducts(products), _Again(_Reuse(products), self.module, self.changed)
+        return KeptProducts(products), _Recompute(_Reuse(products), self.module, self.changed)
 
 
 def apply(model: nn.Module, regions: Mapping[str, Keeps], *, changed: Collection[str] = ()) -> None:
@@ -85,43 +85,44 @@ def apply(model: nn.Module, regions: Mapping[str, Keeps], *, changed: Collection
     remove(model)
     for name, keeps in regions.items():
         module = model.get_submodule(name)
-        how = _how(module)
-        if how is None:
-            how = Checkpointed(module)
-            wrap(module, _forward, how)
+        checkpointed = _checkpointed(module)
+        if checkpointed is None:
+            checkpointed = Checkpointed(module)
+            wrap(module, _forward, checkpointed)
         prefix = f"{name}." if name else ""
-        own = (buffer.removeprefix(prefix).rpartition(".") for buffer in changed if buffer.startswith(prefix))
-        how.keeps, how.changed = keeps, [(module.get_submodule(path), leaf) for path, _, leaf in own]
+        inside = (buffer.removeprefix(prefix).rpartition(".") for buffer in changed if buffer.startswith(prefix))
+        checkpointed.keeps = keeps
+        checkpointed.changed = [(module.get_submodule(path), leaf) for path, _, leaf in inside]
 
 
 def remove(model: nn.Module) -> None:
-    """Let every module that ``apply`` changed run as before."""
+    """Undo ``apply`` in every module of ``model``."""
     for module in model.modules():
-        how = _how(module)
-        if how is not None:
-            how.keeps = None  # a session may have wrapped the module since
+        checkpointed = _checkpointed(module)
+        if checkpointed is not None:
+            checkpointed.keeps = None  # a session may have wrapped the module since
             unwrap(module, _forward)
 
 
-def _how(module: nn.Module) -> Checkpointed | None:
+def _checkpointed(module: nn.Module) -> Checkpointed | None:
     """Return how ``module`` is checkpointed, also if its forward was wrapped again; None if it never was."""
     forward = vars(module).get("forward")
     while isinstance(forward, partial):
         if forward.func is _forward:
-            how: Checkpointed = forward.args[1]
-            return how
+            checkpointed: Checkpointed = forward.args[1]
+            return checkpointed
         forward = forward.args[0] if forward.args else None
     return None
 
 
-def _forward(call: Callable[..., Any], how: Checkpointed, *args: Any, **kwargs: Any) -> Any:
-    if how.keeps is None or not torch.is_grad_enabled():
+def _forward(call: Callable[..., Any], checkpointed: Checkpointed, *args: Any, **kwargs: Any) -> Any:
+    if checkpointed.keeps is None or not torch.is_grad_enabled():
         return call(*args, **kwargs)
     run = partial(call, **kwargs) if kwargs else call  # checkpoint has keywords of its own
-    checkpoint = torch.utils.checkpoint.checkpoint  # at each call: a run of the whole script replaces it
+    checkpoint = torch.utils.checkpoint.checkpoint  # looked up at each call: ``mezzo run`` replaces it
     if not torch.compiler.is_compiling():
-        return checkpoint(run, *args, use_reentrant=False, context_fn=how.contexts)
-    if how.keeps == "products":  # Dynamo wants a plain function
+        return checkpoint(run, *args, use_reentrant=False, context_fn=checkpointed.contexts)
+    if checkpointed.keeps == "products":  # Dynamo needs a plain function
         return checkpoint(run, *args, use_reentrant=False, context_fn=_keeping_products)
     return checkpoint(run, *args, use_reentrant=False)
 
@@ -148,7 +149,7 @@ class KeptProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _KEPT:
+        if func in _PRODUCTS:
             # Detached tensors have no graph that would refer to itself; they share the version counter.
             self._products.setdefault(func, []).append(tree_map_only(Tensor, _with_version, result))
         return result
@@ -166,12 +167,12 @@ class _Reuse(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func not in _KEPT:
+        if func not in _PRODUCTS:
             return func(*args, **(kwargs or {}))
         kept = next(self._left.get(func, iter(())), None)
         if kept is None:
             raise SessionError(
-                f"{func} runs more often when a checkpointed module is computed again than it ran at first",
+                f"{func} runs more often when a checkpointed module is recomputed than it did at first",
                 hint='checkpoint the module without its products: plan="full", or leave it out',
             )
         return tree_map_only(_Kept, _Kept.tensor, kept)
@@ -179,7 +180,7 @@ class _Reuse(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class _Kept:
-    """A product's result, and its version when it was made."""
+    """A product's result, and its version when it was computed."""
 
     result: Tensor
     version: int
@@ -198,7 +199,7 @@ def _with_version(tensor: Tensor) -> _Kept:
         return _Kept(tensor.detach(), tensor._version)
 
 
-class _Again(AbstractContextManager[None]):
+class _Recompute(AbstractContextManager[None]):
     """The context of a second forward pass; entered once per backward pass through the module."""
 
     def __init__(
@@ -213,7 +214,7 @@ class _Again(AbstractContextManager[None]):
         self._now = [(owner, name, owner._buffers[name]) for owner, name, _ in self._copies]
         for owner, name, copy in self._copies:
             owner._buffers[name] = copy.clone()  # a second backward pass through the graph needs the copy again
-        self._versions, self._casts = self._other_buffers(), weight_casts().made()
+        self._versions, self._casts = self._other_buffers(), weight_casts().keys()
         self._random_now = HostStates.now()
         self._random.set()
         self._inner.__enter__()
@@ -228,8 +229,8 @@ class _Again(AbstractContextManager[None]):
             owner._buffers[name] = buffer
         if changed:
             raise SessionError(
-                f"{type(self._module).__name__} changed its buffer {changed[0]!r} when it was computed again, and did not change "
-                "it when the plan was made",
+                f"{type(self._module).__name__} changed its buffer {changed[0]!r} when it was recomputed, but not when "
+                "the plan was made",
                 hint="call mezzo.checkpoint with the model as it trains, on a sample like those it trains on",
             )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mezzo.engine.gradients import parameters_of, worst
+from mezzo.engine.gradients import parameters_of, worst_gradients
 from mezzo.engine.optimizers.master_weights import NoMasters
 from mezzo.engine.optimizers.step_hooks import have_hooks
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, SessionError
@@ -29,13 +29,15 @@ def warn(text: str) -> None:
     warnings.warn(text, PrecisionWarning, stacklevel=level)
 
 
-def known(chosen: Sequence[torch.optim.Optimizer], own: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+def check_chosen(
+    chosen: Sequence[torch.optim.Optimizer], available: Sequence[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
     """Return the optimizers ``chosen`` for an update; refuse one that the session was not built with."""
     for optimizer in chosen:
-        if optimizer not in own:
+        if optimizer not in available:
             raise SessionError(
-                f"update() got {type(optimizer).__name__}, which is none of this session's {len(own)} optimizers",
-                hint="name optimizers that the session was built with, or none to update all",
+                f"update() got {type(optimizer).__name__}, which is not one of this session's {len(available)} optimizers",
+                hint="pass optimizers that the session was built with, or none to update all",
             )
     return list(chosen)
 
@@ -56,7 +58,7 @@ def check_unscale(*, calls: int, unscaled: bool) -> None:
     if unscaled:
         raise SessionError(
             "unscale() was already called since the last update",
-            hint="call it once a window; unscaling twice would divide the gradients twice",
+            hint="call it once per window; unscaling twice would divide the gradients twice",
         )
 
 
@@ -72,8 +74,8 @@ def no_backward() -> SessionError:
 def taken_over() -> SessionError:
     """Return the error for a backward pass of a session whose model now belongs to another session."""
     return SessionError(
-        "backward() of a session whose model was given to another session since; allowed: the newer one",
-        hint="use one session at a time; models that are trained in turns share one: "
+        "backward() of a session whose model was passed to another session since; allowed: the newer session",
+        hint="use one session at a time; models that are trained in turn can share one: "
         "Session([first, second], [first_optimizer, second_optimizer]), then update(first_optimizer)",
     )
 
@@ -82,7 +84,8 @@ def no_gradients() -> SessionError:
     """Return the error for an update in which no parameter of the optimizers has a gradient."""
     return SessionError(
         "no parameter of the optimizers has a gradient after the backward pass: the loss does not depend on them",
-        hint="compute the loss from the output of the session's own model, and name the optimizers of what it reaches: update(optimizer)",
+        hint="compute the loss from the output of the session's own model, and pass the optimizers of the models that it "
+        "reaches: update(optimizer)",
     )
 
 
@@ -101,13 +104,13 @@ def may_lose_updates(policy: Policy, optimizers: Sequence[torch.optim.Optimizer]
     return policy.casting == "model" and not policy.master_weights and not stochastic
 
 
-def snapshot(models: Iterable[nn.Module]) -> list[Tensor]:
+def weight_copies(models: Iterable[nn.Module]) -> list[Tensor]:
     """Return copies of the trained weights."""
     return [p.detach().clone() for p in parameters_of(models) if p.requires_grad]
 
 
 def warn_of_lost_updates(before: list[Tensor], models: Iterable[nn.Module], policy: Policy) -> None:
-    """Warn when most weights did not change in an update since the ``snapshot`` before it."""
+    """Warn when most weights did not change in an update since the ``weight_copies`` before it."""
     after = [p.detach() for p in parameters_of(models) if p.requires_grad]
     total = sum(t.numel() for t in before)
     same = sum(int((a == b).sum()) for a, b in zip(before, after, strict=True))
@@ -118,11 +121,11 @@ def warn_of_lost_updates(before: list[Tensor], models: Iterable[nn.Module], poli
         )
 
 
-def no_loss(given: Any) -> SessionError:
+def no_loss(loss: Any) -> SessionError:
     """Return the error for a backward pass of something that is not one number computed from the model."""
-    frozen = isinstance(given, Tensor) and not given.requires_grad
+    frozen = isinstance(loss, Tensor) and not loss.requires_grad
     return SessionError(
-        f"backward() got {_describe(given)}; a loss is one number that depends on the model",
+        f"backward() got {_describe(loss)}; a loss is one number that depends on the model",
         hint="compute it from the model's output, outside torch.no_grad(), with parameters that require gradients"
         if frozen
         else "pass the mean loss of the micro-batch, computed from the model's output",
@@ -138,7 +141,7 @@ def first_loss_not_finite(loss: str) -> NonFiniteLossError:
 
 
 def check_backward(weight: float | None, loss_id: int, num_losses: int, *, unscaled: bool) -> None:
-    """Refuse a weight of 0 or less, the number of a loss without a scale, and a window that was unscaled."""
+    """Refuse a weight of 0 or less, a ``loss_id`` without a scale, and a window that was unscaled."""
     if unscaled:
         raise SessionError(
             "backward() after unscale(): scaled gradients would be added to unscaled ones",
@@ -156,13 +159,13 @@ def check_backward(weight: float | None, loss_id: int, num_losses: int, *, unsca
         )
 
 
-def check_state(state: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+def check_state(state: Mapping[str, Any], parts_of_session: Mapping[str, Any]) -> None:
     """Refuse a saved state whose numbers of models, optimizers, schedulers or losses differ from this session's."""
     for part in ("models", "optimizers", "schedulers", "scales"):
-        if len(state.get(part, ())) != len(mine[part]):
+        if len(state.get(part, ())) != len(parts_of_session[part]):
             raise SessionError(
-                f"the state has {len(state.get(part, ()))} {part}, this session {len(mine[part])}",
-                hint="build the session as the one that saved the state was built",
+                f"the state has {len(state.get(part, ()))} {part}, this session {len(parts_of_session[part])}",
+                hint="build the session like the one that saved the state",
             )
 
 
@@ -180,7 +183,7 @@ def floor_error(policy: Policy, models: Iterable[nn.Module], masters: NoMasters)
     """Return the error for gradients that overflow at the loss scale's floor; names the worst."""
     named = [(name, masters.gradient(p)) for model in models for name, p in model.named_parameters()]
     return ScaleFloorError(
-        f"gradients overflow at the loss scale's floor of {policy.min_scale:g}; not finite: {worst(named)}",
+        f"gradients overflow at the loss scale's floor of {policy.min_scale:g}; not finite: {worst_gradients(named)}",
         hint="keep the modules of these tensors in FP32 (fp32_modules=...), or use policy bf16, which has FP32's range",
     )
 
@@ -204,7 +207,7 @@ def shown_to_hooks(optimizers: Sequence[torch.optim.Optimizer], gradients: Seque
         return False
     if any(g.element_size() == 2 for g in gradients):
         raise SessionError(
-            "a step hook was registered after the session was built, whose optimizers read 16-bit gradients as they are; allowed: before",
+            "a step hook was registered after the session was built, and its optimizers read 16-bit gradients as they are; allowed: before",
             hint="register hooks before Session(...): the update then shows them true gradients in FP32",
         )
     return True

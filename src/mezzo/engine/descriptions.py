@@ -1,7 +1,7 @@
 """Sessions, optimizers and tensors in words, for ``repr``: a few lines for a person in a notebook or a debugger.
 
 Only values on the host are shown. A number on a GPU stays there, and the text says how to read it: a debugger must not make a program
-wait.
+wait for the device.
 """
 
 from __future__ import annotations
@@ -51,14 +51,13 @@ def tensors_text(tensors: Iterable[Tensor]) -> str:
 def one_pass_text(optimizer: OnePass) -> str:
     """Return an optimizer's parameters and settings: those of its first group, then the differences of the others."""
     name = type(optimizer).__name__
-    if not getattr(optimizer, "param_groups", None):  # a debugger shows it while it is being made
+    if not getattr(optimizer, "param_groups", None):  # a debugger shows it while its constructor runs
         return f"{name}()"
-    shown = [
-        name for name in optimizer.defaults if name not in _NO_EFFECT
-    ]  # without keys that schedulers add to groups
-    first, *others = ({key: _setting(group[key]) for key in shown} for group in optimizer.param_groups)
-    said = {key: text for key, text in first.items() if text != "False"}
-    lines = [f"{name}({_listed(said)}): {tensors_text(optimizer.parameters())}"]
+    # Not the keys of a group: schedulers add some of their own.
+    keys = [key for key in optimizer.defaults if key not in _NO_EFFECT]
+    first, *others = ({key: _setting(group[key]) for key in keys} for group in optimizer.param_groups)
+    settings = {key: text for key, text in first.items() if text != "False"}
+    lines = [f"{name}({_listed(settings)}): {tensors_text(optimizer.parameters())}"]
     for number, group in enumerate(others[:_SHOWN_GROUPS], start=1):
         differing = {key: value for key, value in group.items() if value != first.get(key)}
         lines.append(f"  group {number}: {_listed(differing) or 'the same'}")
@@ -77,7 +76,7 @@ def _listed(settings: dict[str, str]) -> str:
 
 def session_text(session: Session) -> str:
     """Return a session's models, optimizers, window and progress."""
-    if not hasattr(session, "_watch_rounding"):  # a debugger shows it while it is being made
+    if not hasattr(session, "_watch_rounding"):  # a debugger shows it while its constructor runs
         return f"{type(session).__name__}()"
     lines = [
         f"{type(session).__name__}(policy={str(session.policy)!r}) on {session.device}",

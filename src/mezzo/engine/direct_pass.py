@@ -1,12 +1,13 @@
-"""The usual backward pass of a training, without torch's preparation in Python.
+"""The usual backward pass of a training step, without torch's preparation in Python.
 
 ``torch.autograd.backward`` prepares lists of outputs and inputs, tensor subclasses and initial gradients before it calls the engine. One
 plain FP32 scalar needs none of that, and it costs a twentieth of a small model's pass, more than Mezzo's own hooks. The engine receives
-the same arguments as from torch, so the gradients are equal to the bit.
+the same arguments as from torch, so the gradients are bit-identical.
 
 The gradient of the loss itself is always 1, in a tensor that is reused. No other code may keep it: a loss with a hook or with
-``retain_grad`` takes torch's way, and so does a pass that a CUDA graph captures; a custom function that writes into it changes its
-version, and then a new one is made. It is used from the next pass on, whose stream has waited for this pass's update.
+``retain_grad`` goes through torch's ``backward``, and so does a pass that a CUDA graph captures. A custom function that writes into the
+tensor changes its version, and then a new one is created. A new one is used from the next pass on, whose stream has waited for this
+pass's update.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class DirectPasses:
     """Backward passes from one scalar."""
 
     def __init__(self, run_engine: Callable[..., None]) -> None:
-        """Create passes; those that need torch's preparation run by ``run_engine``, torch's own ``backward``."""
+        """Create passes; those that need torch's preparation go through ``run_engine``, torch's own ``backward``."""
         self._run_engine = run_engine
-        self._one: Tensor | None = None
+        self._unit_gradient: Tensor | None = None
 
     def __call__(
         self,
@@ -57,11 +58,11 @@ class DirectPasses:
             and not torch._C._are_functorch_transforms_active()
             and not (loss.is_cuda and torch.cuda.is_current_stream_capturing())
         ):
-            start = self._one if gradient is None else gradient
+            start = self._unit_gradient if gradient is None else gradient
             if start is not None and (gradient is not None or (not start._version and start.device == loss.device)):
                 _engine_run_backward((loss,), (start,), False, False, (), allow_unreachable=True, accumulate_grad=True)
                 return
-            self._one = torch.ones_like(loss.detach())
+            self._unit_gradient = torch.ones_like(loss.detach())
         self._run_engine(loss, gradient, retain_graph, create_graph, grad_variables, inputs)
 
     def from_loss(self, loss: Tensor, *, retain_graph: bool) -> None:

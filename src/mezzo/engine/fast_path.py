@@ -30,7 +30,7 @@ _PLANAR = (nn.Conv2d, nn.ConvTranspose2d)
 _CONVOLUTIONAL_SHARE = 0.25
 """Least share of two-dimensional convolutions among the layers of a convolutional model; a vision transformer has only one."""
 _ROW_BYTES, _TILE_BYTES = 16, 128
-"""Bytes that matrix units load at once, and the cache line to which a vocabulary is padded: its rows are cheap."""
+"""Bytes that matrix units load at once, and the cache line to which a vocabulary is padded: padding its rows is cheap."""
 _SMALL_SHARE = 0.01
 """Share of the multiplied weights below which padding a layer is not worth a changed checkpoint."""
 
@@ -38,7 +38,7 @@ _SMALL_SHARE = 0.01
 @dataclass(frozen=True)
 class _Switch:
     choice: Choice
-    turn: Callable[[], object] | None = None
+    apply: Callable[[], object] | None = None
     """Applies the choice; None if there is nothing to do."""
 
 
@@ -64,13 +64,13 @@ def fast_path(
     compile: bool = False,
     apply: bool = False,
 ) -> list[Choice]:
-    """Return which switches pay for ``model`` under a policy on a device, each with a figure; apply them if asked.
+    """Return which switches pay off for ``model`` under a policy on a device, each with a figure; ``apply`` applies them.
 
     Call it before ``Session``: the session's optimizers and compiled code then start from the right memory format.
     With ``apply`` the model is changed in place; torch's own switches are set for the whole process.
 
     Args:
-        model: a module; one on the meta device is enough to ask.
+        model: a module; the choices alone need only one on the meta device.
         policy: a ``Policy``, a policy text, or the path of a policy file, as for ``Session``.
         device: the device to train on: torch's device type, or a ``Device``, which need not be in this machine.
             The model's own device if left out.
@@ -83,20 +83,20 @@ def fast_path(
         UnsupportedFormatError: the device can neither compute in the format nor emulate it.
         SessionError: the model has no parameters.
     """
-    asked = Policy.of(policy)
+    parsed = Policy.of(policy)
     kind = device_of(list(model.parameters())).type
     where = device if isinstance(device, Device) else this_device(device or ("cpu" if kind == "meta" else kind))
-    native = asked.lowers and asked.arithmetic_on(where)[0] == "native"
-    case = _Case(model, asked, where, native, fixed_shapes, compile)
+    native = parsed.lowers and parsed.arithmetic_on(where)[0] == "native"
+    case = _Case(model, parsed, where, native, fixed_shapes, compile)
     switches = [decide(case) for decide in (_channels_last, _cudnn_benchmark, _tf32, _compile, _cast_cache)]
     for switch in switches:
-        if apply and switch.turn is not None:
-            switch.turn()
+        if apply and switch.apply is not None:
+            switch.apply()
     return [*(switch.choice for switch in switches), *_slow_kernels(case), *_alignment(case)]
 
 
-def _switch(what: str, value: str, reason: str, turn: Callable[[], object] | None = None) -> _Switch:
-    return _Switch(Choice(what=what, value=value, reason=reason), turn)
+def _switch(what: str, value: str, reason: str, apply: Callable[[], object] | None = None) -> _Switch:
+    return _Switch(Choice(what=what, value=value, reason=reason), apply)
 
 
 # --- memory format and kernels of convolutions ----------------------------------------------------
@@ -111,7 +111,7 @@ def _channels_last(case: _Case) -> _Switch:
     if planar == 0 or planar < _CONVOLUTIONAL_SHARE * layers:
         return off(f"{planar} of {layers} layers are two-dimensional convolutions: the rest has no use for it")
     if any(p.dim() == 5 for p in case.model.parameters()):
-        return off("the model has weights of 5 dimensions, which torch.channels_last cannot hold")
+        return off("the model has weights of 5 dimensions, which torch.channels_last does not support")
     if case.device.kind == "cpu":
         return off("FP32 3x3 convolutions of 64 channels took 98 ms in it and 64 ms without, measured on an AVX2 CPU")
     if case.device.kind != "cuda":
@@ -134,18 +134,18 @@ def _cudnn_benchmark(case: _Case) -> _Switch:
     if case.device.kind != "cuda":
         return off(f"cuDNN is NVIDIA's, and the device is {case.device.kind}")
     if not case.fixed_shapes:
-        return off("every new input shape would be tried out again, at several times the cost of a step")
+        return off("every new input shape would be tried out again, which costs several steps")
     if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
-        return off("deterministic algorithms were asked for, and what is tried out may choose others")
+        return off("deterministic algorithms are required, and trying them out may choose others")
     reason = (
         "tries cuDNN's algorithms once for each shape and keeps the fastest; published: an epoch of speech training "
         "takes 12 minutes instead of 17 on a V100 (SpeechBrain, pull request 294)"
     )
 
-    def turn() -> None:
+    def turn_on() -> None:
         torch.backends.cudnn.benchmark = True
 
-    return _switch("cudnn benchmark", "on", reason, turn)
+    return _switch("cudnn benchmark", "on", reason, turn_on)
 
 
 # --- arithmetic -----------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def _slow_kernels(case: _Case) -> list[Choice]:
         or case.device.support(case.policy.storage).level == "native"
     ):
         return []
-    value = "native, as asked" if case.native else "emulated"
+    value = "native, as requested" if case.native else "emulated"
     reason = (
         "this CPU's own 16-bit kernels ran at 0.04 to 0.10 of FP32's speed, emulated ones at 0.57 to 1.08, measured on "
         "an AVX2 CPU"
@@ -205,12 +205,12 @@ def _compile(case: _Case) -> _Switch:
     if getattr(case.model, "_compiled_call_impl", None) is not None or hasattr(case.model, "_orig_mod"):
         return _switch(what, "on", f"the model is compiled already; {figure}")
     if case.compile:
-        return _switch(what, "on", f"asked for; {figure}", case.model.compile)
+        return _switch(what, "on", f"requested; {figure}", case.model.compile)
     if case.device.kind != "cuda":
         return _switch(what, "off", figure)
     if not case.fixed_shapes:
         return _switch(what, "off", "new input shapes compile again; with fixed shapes it is worth a try")
-    return _switch(what, "suggested", f"{figure}. Ask for it with compile=True")
+    return _switch(what, "suggested", f"{figure}. Turn it on with compile=True")
 
 
 def _cast_cache(case: _Case) -> _Switch:
@@ -219,8 +219,8 @@ def _cast_cache(case: _Case) -> _Switch:
         kept = "kept in 16 bits" if case.policy.casting == "model" else "not cast"
         return _switch(what, "not used", f"weights are {kept}")
     reason = (
-        f"a weight is cast once in a forward pass; a further use costs 6 bytes of traffic an element; {shared} weights have several "
-        "users. In a captured step too: its region opens inside the graph, so no cast from outside is read at every replay"
+        f"a weight is cast once per forward pass; casting it again for a further use would cost 6 bytes of traffic per element; {shared} "
+        "weights have several users. In a captured step too: its region opens inside the graph, so no replay reads a cast from outside"
     )
     return _switch(what, "on", reason)
 
@@ -261,20 +261,20 @@ def _alignment(case: _Case) -> list[Choice]:
         if side.size % row:
             uneven.setdefault((side.what, side.size), []).append(side)
     large = {key: group for key, group in uneven.items() if _weights(group) >= _SMALL_SHARE * total}
-    found = [_finding(group, row, tile, case) for group in sorted(large.values(), key=_weights, reverse=True)]
+    choices = [_padding_choice(group, row, tile, case) for group in sorted(large.values(), key=_weights, reverse=True)]
     small = [side for key, group in uneven.items() if key not in large for side in group]
     if small:
         count = len({side.layer for side in small})
         share = f"each size has under {_SMALL_SHARE:.0%} of the multiplied weights"
-        found.append(
+        choices.append(
             _alignment_choice(f"{count} small layer{'s' * (count != 1)} left", f"{share}: padding would gain little")
         )
-    return found or [
+    return choices or [
         _alignment_choice("nothing to pad", f"every size is a multiple of {row} for {case.policy.compute}")
     ]
 
 
-def _finding(group: list[_Side], row: int, tile: int, case: _Case) -> Choice:
+def _padding_choice(group: list[_Side], row: int, tile: int, case: _Case) -> Choice:
     first, compute = group[0], case.policy.compute
     vocabulary = first.what == "vocabulary"
     to = tile if vocabulary else row

@@ -41,17 +41,17 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
     Sparse gradients are first coalesced in place, so that a row that was used twice counts as its sum.
     """
-    given = list(parameters)
-    found = [gradient for p in given if (gradient := p.grad) is not None]
-    for gradient in found:
+    listed = list(parameters)
+    gradients = [gradient for p in listed if (gradient := p.grad) is not None]
+    for gradient in gradients:
         if gradient.is_sparse:
             break
     else:
-        return found
-    for parameter in given:
+        return gradients
+    for parameter in listed:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
-    return [g._values() if g.is_sparse else g for p in given if (g := p.grad) is not None]
+    return [g._values() if g.is_sparse else g for p in listed if (g := p.grad) is not None]
 
 
 def wide(gradient: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 
 def by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return ``tensors`` in one list per device: a kernel reads only its own device's memory."""
-    devices = dict.fromkeys([t.device for t in tensors])  # lists: a generator is a call an element
+    devices = dict.fromkeys([t.device for t in tensors])  # lists: a generator costs a call per element
     if len(devices) < 2:
         return [list(tensors)]
     return [[t for t in tensors if t.device == device] for device in devices]
@@ -85,7 +85,7 @@ def multiply(tensors: list[Tensor], factor: Tensor | None) -> None:
     if not tensors or factor is None:
         return
     if factor.is_cpu and factor.dtype is _FP32 and False not in [t.is_cpu and t.dtype is _FP32 for t in tensors]:
-        # One operation; foreach on a CPU runs one for each tensor. The products are equal to the bit.
+        # One operation; foreach on a CPU runs one for each tensor. The products are bit-identical.
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, torch.empty_like(factor), factor)
         return
     devices = {t.device for t in tensors}
@@ -98,7 +98,7 @@ def multiply(tensors: list[Tensor], factor: Tensor | None) -> None:
 
 def clamp(tensors: list[Tensor], largest: float) -> None:
     """Bring every element to at most ``largest`` in magnitude, in place."""
-    if not tensors:  # torch takes no empty list
+    if not tensors:  # torch rejects an empty list
         return
     torch._foreach_clamp_min_(tensors, -largest)
     torch._foreach_clamp_max_(tensors, largest)
@@ -115,7 +115,7 @@ def clip_factor(norm: Tensor, largest: float, factor: Tensor | None) -> Tensor:
 
 def not_finite(norm: Tensor) -> Tensor:
     """Return 1 if ``norm`` is not finite, else 0, in FP32 and without waiting for the device."""
-    return (norm - norm).ne(0).float()  # NaN there; isfinite would be four operations for this one
+    return (norm - norm).ne(0).float()  # the difference is NaN there; isfinite would run four operations in its place
 
 
 def any_not_finite(gradients: list[Tensor]) -> Tensor:
@@ -154,9 +154,9 @@ def put_back(aside: list[tuple[nn.Parameter, Tensor]]) -> None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def worst(named: Iterable[tuple[str, Tensor | None]]) -> str:
+def worst_gradients(named: Iterable[tuple[str, Tensor | None]]) -> str:
     """Name up to five gradients with the largest share of elements that are not finite; waits for the device."""
-    held = [(name, g.coalesce()._values() if g.is_sparse else g) for name, g in named if g is not None]
-    shares = [(float((~g.isfinite()).float().mean()), name) for name, g in held]
-    found = sorted((s for s in shares if s[0] > 0), reverse=True)[:5]
-    return ", ".join(f"{name} ({share:.0%})" for share, name in found) or "parameters outside the models"
+    gradients = [(name, g.coalesce()._values() if g.is_sparse else g) for name, g in named if g is not None]
+    shares = [(float((~g.isfinite()).float().mean()), name) for name, g in gradients]
+    largest = sorted((s for s in shares if s[0] > 0), reverse=True)[:5]
+    return ", ".join(f"{name} ({share:.0%})" for share, name in largest) or "parameters outside the models"

@@ -4,7 +4,7 @@ A wrong loop is wrong from its first step, so only three windows are checked in 
 tensors, and once the last operations of the loss. Nothing is read from the device, with one exception: if the very last
 operation multiplies or divides the loss by one number, that number.
 
-To the end, a session notices that another session has taken its model, or that the model was cast or moved.
+In every window, a session notices when another session has taken over its model, or when the model was cast or moved.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class FirstWindows(NoWatch):
         self._parameters = parameters_of(session.models)
         self._trained = trained_by(session.optimizers)  # before masters take their places
         self._backwards = self._closed = 0
-        self._entered = self._told_of_change = False
-        self._other: torch.dtype | None = None
+        self._entered = self._warned = False
+        self._other_dtype: torch.dtype | None = None
         """The format of a ``torch.autocast`` of the script's around or inside the session's region, if it differs from the policy's."""
-        self._held: tuple[nn.Parameter, Tensor, int, int] | None = None
+        self._last_gradient: tuple[nn.Parameter, Tensor, int, int] | None = None
         """A parameter, its gradient after this window's last backward pass, and the version counters of both."""
 
     def region(self, region: Region) -> Region:
@@ -92,7 +92,7 @@ class FirstWindows(NoWatch):
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             if not policy.lowers or dtype is not policy.storage.dtype:
-                self._other = dtype
+                self._other_dtype = dtype
 
     def before_backward(self, loss: Tensor, *, opens: bool) -> None:
         """Check the state before a backward pass; ``opens`` says whether it is its window's first.
@@ -104,7 +104,7 @@ class FirstWindows(NoWatch):
         if torch.is_autocast_enabled(session.device.type):
             raise SessionError(
                 f"backward() while autocast is on for {session.device.type}; allowed: after the `with session.autocast():` block",
-                hint="end the block before session.step(loss): weights that were cast in it stay as they were until it ends",
+                hint="end the block before session.step(loss): casts of weights are reused until it ends, also after an update",
             )
         session._ownership.check_formats()
         self._refuse_other_parameters()
@@ -119,18 +119,18 @@ class FirstWindows(NoWatch):
 
     def after_backward(self) -> None:
         """Record the state after a backward pass."""
-        self._held = next(
+        self._last_gradient = next(
             ((p, p.grad, p.grad._version, p._version) for p in self._parameters if p.grad is not None), None
         )
 
     def gradients_moved(self) -> None:
         """Forget the gradients of the last backward pass: the session set them aside, dropped them or put them back."""
-        self._held = None
+        self._last_gradient = None
 
     def before_update(self) -> NoWatch:
         """Check the gradients before an update; return the checks of the next window."""
         self._warn_of_changed_gradients()
-        self._held = None
+        self._last_gradient = None
         self._closed += 1
         return self if self._closed < WINDOWS else NoWatch()
 
@@ -143,10 +143,10 @@ class FirstWindows(NoWatch):
                 f"the first loss was computed outside session.autocast(): policy {policy!s} cast none of it; "
                 "write `with session.autocast():` around the forward pass and the loss",
             )
-        if self._other is not None:
+        if self._other_dtype is not None:
             warn(
-                f"session.autocast() and a torch.autocast of {self._other} are nested, and policy {policy!s} asks for another format; "
-                "remove torch.autocast"
+                f"session.autocast() and a torch.autocast of {self._other_dtype} are nested, and policy {policy!s} asks for another "
+                "format; remove torch.autocast"
             )
         for what, number in _last_factors(loss):
             if what == "MulBackward0" and _is_a_loss_scale(number):
@@ -187,9 +187,9 @@ class FirstWindows(NoWatch):
                 )
 
     def _refuse_dropped(self) -> None:
-        if self._held is None:
+        if self._last_gradient is None:
             return
-        parameter, _, _, version = self._held
+        parameter, _, _, version = self._last_gradient
         if parameter.grad is None:
             what = "the gradients of a window's earlier backward passes are gone"
         elif parameter._version != version:
@@ -203,12 +203,12 @@ class FirstWindows(NoWatch):
 
     def _warn_of_changed_gradients(self, *, in_window: bool = False) -> None:
         scaled = self._session.scales[0].checks
-        if self._held is None or self._told_of_change or self._session._window.unscaled or not (scaled or in_window):
+        if self._last_gradient is None or self._warned or self._session._window.unscaled or not (scaled or in_window):
             return
-        parameter, gradient, version, _ = self._held
+        parameter, gradient, version, _ = self._last_gradient
         if parameter.grad is not gradient or gradient._version == version:
             return
-        self._told_of_change = True
+        self._warned = True
         if in_window:
             warn(
                 "gradients were changed between two backward passes of a window, which adds them up; remove "
@@ -242,7 +242,7 @@ def _is_a_loss_scale(number: Tensor) -> bool:
     """Return whether ``number`` is the tensor that a GradScaler multiplies losses by; searches the heap."""
     if number.dtype is not FP32.dtype:  # a Python number, such as that of `loss * 0.1`
         return False
-    scalers: list[Any] = [held for held in gc.get_objects() if issubclass(type(held), torch.amp.GradScaler)]
+    scalers: list[Any] = [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
     scales = [scaler._get_scale_async() for scaler in scalers if scaler.is_enabled()]
     return any(scale is not None and scale.data_ptr() == number.data_ptr() for scale in scales)
 
@@ -252,11 +252,11 @@ def _divided_by(loss: Tensor, count: int) -> bool:
     for what, number in _last_factors(loss):
         if number.device.type != "cpu" or node is None:  # a Python number is on the CPU
             continue
-        wanted = count if what == "DivBackward0" else 1 / count
+        expected = count if what == "DivBackward0" else 1 / count
         inner = [following for following, _ in node.next_functions if following is not None]
         # Half a square is a common loss, and a factor of one half is more often a weight than a division.
         is_weight = count == 2 and (what == "MulBackward0" or any(map(_is_a_square, inner)))
-        if float(number) == wanted and not is_weight and not any(map(_is_a_sum, inner)):
+        if float(number) == expected and not is_weight and not any(map(_is_a_sum, inner)):
             return True
     return False
 
@@ -287,15 +287,15 @@ class Ownership:
             if not self._parameters.isdisjoint(other._parameters):
                 other.lost = True
         _LIVE.add(self)
-        floating = ([p for p in model.parameters() if p.is_floating_point()] for model in models)
-        self._first = [(held[0], held[0].dtype, held[0].device) for held in floating if held]
+        first = (next((p for p in model.parameters() if p.is_floating_point()), None) for model in models)
+        self._first = [(p, p.dtype, p.device) for p in first if p is not None]
         """One parameter of each model: casting or moving a model affects all of them."""
 
     def check_formats(self) -> None:
         """Refuse a model that was cast or moved since the session was built.
 
         Raises:
-            SessionError: it was.
+            SessionError: a model was cast or moved.
         """
         for parameter, dtype, device in self._first:
             if parameter.dtype is not dtype:
@@ -311,7 +311,7 @@ class Ownership:
 
 
 def in_fp32(construct: Callable[..., None]) -> Callable[..., None]:
-    """Return a session's constructor that makes an FP32 session without checks: the autocast that it would find is not the script's."""
+    """Return a session's constructor that creates an FP32 session without checks: any autocast that it saw would not be the script's."""
 
     @functools.wraps(construct)
     def init(session: Session, *args: Any, **settings: Any) -> None:

@@ -10,7 +10,7 @@ their state at its beginning. The only update comes after the last part. Running
 part would not help, and the optimizer may have changed some weights.
 
 The cost for a batch that fits: a copy of the models' buffers and of the generators' states; inside a window of several batches, also
-memory for the gradients of this batch beside those of the earlier ones.
+memory for the gradients of this batch in addition to those of the earlier ones.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MicroBatches:
     """``session.train_batch``: trains on a batch, whole or in parts."""
 
     def __init__(self, session: Session, micro_batch: MicroBatch) -> None:
-        """Begin with parts of at most ``micro_batch`` samples: any number for ``"auto"``, the whole batch for None.
+        """Begin with parts of at most ``micro_batch`` samples: no limit at first for ``"auto"``, the whole batch for None.
 
         Raises:
             SessionError: ``micro_batch`` is none of these, or the session cannot repeat a batch.
@@ -91,16 +91,16 @@ class MicroBatches:
         adds = window.calls > 0 or not session.scales[0].checks  # otherwise the session refuses gradients not its own
         aside = set_aside(parameters) if adds else []
         session._watch.gradients_moved()
-        begin = _Begin(session)
+        before = _StateBefore(session)
         loss: Tensor | None = None
         while loss is None:
             try:
                 loss, failed = self._attempt(compute_loss, slices, rows)
                 if loss is None:
-                    begin.restore(session, parameters)
+                    before.restore(session, parameters)
                     self._halve(rows, failed)
             except BaseException:  # an error in the script: restore the session to its state before the batch
-                begin.restore(session, parameters)
+                before.restore(session, parameters)
                 put_back(aside)
                 raise
         put_back(aside)
@@ -129,8 +129,8 @@ class MicroBatches:
             weight = float(weight)
             if weight == 0:
                 continue
-            # The weight of the whole batch if all samples counted like these: then equal parts of a full window add up to 1.
-            session._window.count_in(weight * rows / (end - begin))
+            # The weight of the whole batch if all its samples weighed as much as these: then equal parts of a full window add up to 1.
+            session._window.set_unit(weight * rows / (end - begin))
             session.backward(loss, weight=weight)
             total, weights = total + loss.detach().float() * weight, weights + weight
         if not weights:
@@ -166,13 +166,15 @@ class MicroBatches:
         reason = f"memory ran out {times}" if self.halvings else "halved when memory runs out"
         norms = sum(isinstance(m, _BatchNorm) for model in self._session.models for m in model.modules())
         if norms == 1:
-            reason += "; 1 batch normalisation normalises over a part, and updates running statistics once a part"
+            reason += "; 1 batch normalisation normalises over a part, and updates running statistics once per part"
         elif norms:
-            reason += f"; {norms} batch normalisations normalise over a part, and update running statistics once a part"
+            reason += (
+                f"; {norms} batch normalisations normalise over a part, and update running statistics once per part"
+            )
         return [Choice(what="micro-batches", value=value, reason=reason)]
 
 
-class _Begin:
+class _StateBefore:
     """A copy of the state that a batch may change before its update."""
 
     def __init__(self, session: Session) -> None:
@@ -203,12 +205,12 @@ def _bounds(rows: int, size: int | None) -> Iterator[tuple[int, int]]:
 
 def _sliced(batch: tuple[Any, ...]) -> tuple[int, Callable[[int, int], Any]]:
     """Return the number of samples, and a function from bounds to a part of the batch."""
-    leaves, spec = tree_flatten(tuple(dict(one) if isinstance(one, Mapping) else one for one in batch))
+    leaves, spec = tree_flatten(tuple(dict(item) if isinstance(item, Mapping) else item for item in batch))
     counts = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     if len(counts) != 1 or 0 in counts:
         raise SessionError(
-            f"train_batch() got tensors with {', '.join(map(str, sorted(counts))) or 'no'} rows; allowed: tensors with one row a sample",
-            hint="pass the samples' numbers, torch.arange(n), as the batch, and let compute_loss choose the samples by them",
+            f"train_batch() got tensors with {', '.join(map(str, sorted(counts))) or 'no'} rows; allowed: tensors with one row per sample",
+            hint="pass the samples' indices, torch.arange(n), as the batch, and let compute_loss select the samples",
         )
 
     def part(begin: int, end: int) -> Any:

@@ -1,4 +1,4 @@
-"""Prepare models and optimizers for a policy, in the only right order: masters are copied before weights are cast."""
+"""Prepare models and optimizers for a policy, in the only correct order: masters are copied before weights are cast."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choose_update(
     elif not all(step_is_own(o) for o in optimizers):
         reason = "an optimizer's step was overridden or replaced"
     elif policy.casting == "model" and have_hooks(optimizers):
-        reason = "an optimizer has step hooks, which are shown true gradients, in FP32"
+        reason = "an optimizer has step hooks, which see true gradients, in FP32"
     if reason is not None:
         return False, Choice(what="update", value="optimizers' own step", reason=reason)
     return True, Choice(what="update", value=ONE_PASS, reason=choose(device.type)[1])
@@ -103,7 +103,7 @@ def _use_fp8_units(models: Sequence[nn.Module], policy: Policy, device_type: str
     if policy.compute != "fp8" or policy.arithmetic_on(this_device(device_type))[0] != "native":
         return
     if fp8_torchao.convert(models, policy) == 0:
-        left = fp8_torchao.layer_choices(models, policy, emulated=False)[1:]
-        why = "".join(f"; {choice.value}: {choice.reason}" for choice in left)
+        unconverted = fp8_torchao.layer_choices(models, policy, emulated=False)[1:]
+        why = "".join(f"; {choice.value}: {choice.reason}" for choice in unconverted)
         message = f"policy {policy!s} computes no linear layer in FP8 here, and all in {policy.storage.name}{why}"
         checks.warn(message)

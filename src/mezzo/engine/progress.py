@@ -1,4 +1,4 @@
-"""Counts of a training: closed windows, skipped updates, the norm of the last gradients. Values computed on the device stay there."""
+"""Counts of a training run: closed windows, skipped updates, the norm of the last gradients. Values computed on the device stay there."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mezzo.engine.scale_floor import FloorWatch
 class Progress:
     """The counts of one session, and whether its loss scale is stuck at the floor."""
 
-    def __init__(self, device: torch.device, *, together: bool) -> None:
+    def __init__(self, device: torch.device, *, several: bool) -> None:
         """Begin at zero.
 
         Args:
             device: the session's device.
-            together: whether several processes train, which must notice a stuck scale at the same update.
+            several: whether several processes train, which must notice a stuck scale at the same update.
         """
         self.windows = 0
         """Updates, skipped ones included."""
         self.skips = torch.zeros((), device=device)
         self.last: tuple[Tensor, Tensor | None] = torch.full((), math.nan, device=device), None
         """The norm of the last gradients as they were, and the factor that unscales and averages them (None for 1)."""
-        self.floor = FloorWatch(device, together=together)
+        self.floor = FloorWatch(device, several=several)
 
     @property
     def norm(self) -> Tensor:

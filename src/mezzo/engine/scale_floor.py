@@ -17,33 +17,33 @@ from torch import Tensor
 
 from mezzo.engine.scaling import Scale
 
-TOGETHER = 64
+SEVERAL_EVERY = 64
 """Updates between two reads if several processes must see the same flag."""
 
 
 class FloorWatch:
     """A flag on the device, and its last known value on the host."""
 
-    def __init__(self, device: torch.device, *, together: bool = False) -> None:
+    def __init__(self, device: torch.device, *, several: bool = False) -> None:
         """Begin with the flag cleared.
 
         Args:
             device: the flag's device.
-            together: whether several processes must see it at the same update. On a CPU they always do.
+            several: whether several processes must see it at the same update. On a CPU they always do.
         """
-        self._every, self._noted = (TOGETHER if together and device.type != "cpu" else 1), 0
+        self._every, self._updates = (SEVERAL_EVERY if several and device.type != "cpu" else 1), 0
         self._sent = torch.cuda.Event() if self._every > 1 and device.type == "cuda" else None
         self._stuck = torch.zeros((), device=device)
         pinned = torch.zeros((), pin_memory=device.type == "cuda")
         self._arrived, self._value = pinned, pinned.numpy()
 
-    def note(self, learned: Iterable[tuple[Scale, Tensor]]) -> None:
+    def note(self, flags: Iterable[tuple[Scale, Tensor]]) -> None:
         """Set the flag if a scale is at its floor and its update overflowed."""
-        for scale, found_inf in learned:
+        for scale, found_inf in flags:
             self._stuck += found_inf * scale.floor_flag()
-        self._noted += 1
-        if self._noted % self._every == 0:
-            # On other devices than CUDA nothing tells when an asynchronous copy has arrived.
+        self._updates += 1
+        if self._updates % self._every == 0:
+            # On devices other than CUDA nothing reports when an asynchronous copy has arrived.
             self._arrived.copy_(self._stuck, non_blocking=self._stuck.is_cuda)
             if self._sent is not None:
                 self._sent.record(torch.cuda.current_stream(self._stuck.device))
@@ -57,7 +57,7 @@ class FloorWatch:
 
         Clear the flag, so that a caller who continues is warned only of a new overflow.
         """
-        if self._noted % self._every != self._every // 2:
+        if self._updates % self._every != self._every // 2:
             return False
         if self._sent is not None:
             self._sent.synchronize()  # copied 32 updates ago: finished, unless the host runs that far ahead

@@ -92,29 +92,29 @@ class StaticScale(NoScale):
     checks = True
 
     def __init__(self, value: float, device: torch.device | str = "cpu") -> None:
-        self._scale = self._there = torch.full((), value, dtype=FP32.dtype, device=device)
-        self._known = c_float(value).value  # rounded as on the device, and nothing read
+        self._scale = self._device_scale = torch.full((), value, dtype=FP32.dtype, device=device)
+        self._host_value = c_float(value).value  # rounded as on the device, and nothing read
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({number_of(self._scale)})"  # a scale on a GPU stays there
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return ``loss`` times the scale."""
-        scale = self._there
+        scale = self._device_scale
         # The loss of a model that is spread over several devices may be on another device than its first layer.
         return loss * (scale if scale.device == loss.device else scale.to(loss.device))
 
     def inverse(self) -> Tensor | None:
         """Return 1 / scale as an FP32 tensor on the device: an IEEE division, rounded once."""
-        return torch.full_like(self._scale, inverse_of(self._known))
+        return torch.full_like(self._scale, inverse_of(self._host_value))
 
     def value(self) -> float:
         """Return the scale."""
-        return self._known
+        return self._host_value
 
     def on_device(self) -> Tensor:
         """Return the scale without waiting for the device; the tensor changes with the scale."""
-        return self._there
+        return self._device_scale
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale."""
@@ -124,7 +124,7 @@ class StaticScale(NoScale):
         """Load the scale from the state of any scaler, ``torch.amp.GradScaler``'s included."""
         if "scale" in state:
             self._scale.fill_(state["scale"])
-            self._known = c_float(state["scale"]).value
+            self._host_value = c_float(state["scale"]).value
 
 
 class DynamicScale(StaticScale):
@@ -165,7 +165,7 @@ class DynamicScale(StaticScale):
         """
         backs_off = found_inf
         if self.hysteresis > 1:
-            backs_off = found_inf * bear(found_inf, self._left, self._growth_tracker, self.hysteresis)
+            backs_off = found_inf * apply_hysteresis(found_inf, self._left, self._growth_tracker, self.hysteresis)
         torch._amp_update_scale_(
             self._scale,
             self._growth_tracker,
@@ -239,8 +239,8 @@ class KnownScale(DynamicScale):
 
     def __init__(self, init_scale: float = 2.0**16, *, device: torch.device | str = "cpu", **settings: Any) -> None:
         super().__init__(init_scale, **settings)
-        self._there = torch.empty((), dtype=FP32.dtype, device=device)
-        self._changed(self._known, num_good=0)
+        self._device_scale = torch.empty((), dtype=FP32.dtype, device=device)
+        self._changed(self._host_value, num_good=0)
 
     def __repr__(self) -> str:
         self._settle()
@@ -248,9 +248,9 @@ class KnownScale(DynamicScale):
 
     def _changed(self, value: float, *, num_good: int) -> None:
         """Copy a new scale to the device, and count the good updates that cannot change it, after ``num_good`` with it."""
-        self._known = value
-        self._there.fill_(value)
-        self._inverse = torch.full_like(self._there, inverse_of(value))  # a running pass keeps the earlier one
+        self._host_value = value
+        self._device_scale.fill_(value)
+        self._inverse = torch.full_like(self._device_scale, inverse_of(value))  # a running pass keeps the earlier one
         self._begin_calm(num_good)
 
     def _begin_calm(self, num_good: int) -> None:
@@ -270,7 +270,7 @@ class KnownScale(DynamicScale):
 
     def value(self) -> float:
         """Return the scale."""
-        return self._known
+        return self._host_value
 
     def update(self, found_inf: Tensor) -> None:
         """Update the scale after an update; waits for the device.
@@ -288,7 +288,7 @@ class KnownScale(DynamicScale):
         self._settle()
         super().update(torch.full((), float(skipped), dtype=FP32.dtype))
         value, num_good = self._scale.item(), int(self._growth_tracker.item())
-        if value != self._known:
+        if value != self._host_value:
             self._changed(value, num_good=num_good)
         else:
             self._begin_calm(num_good)
@@ -313,7 +313,7 @@ def inverse_of(scale: float) -> float:
     return c_float(1.0 / scale).value if scale else math.inf
 
 
-def bear(found_inf: Tensor, left: Tensor, growth_tracker: Tensor, hysteresis: int) -> Tensor:
+def apply_hysteresis(found_inf: Tensor, left: Tensor, growth_tracker: Tensor, hysteresis: int) -> Tensor:
     """Count consecutive overflows, and return 0 for one that the hysteresis tolerates, else 1.
 
     Args:
@@ -322,11 +322,11 @@ def bear(found_inf: Tensor, left: Tensor, growth_tracker: Tensor, hysteresis: in
         growth_tracker: the scale's; set to -1, since torch's update counts a tolerated overflow as a good update and adds 1.
         hysteresis: consecutive overflows that make the scale back off.
     """
-    found = found_inf > 0
-    left.copy_(torch.where(found, left - 1, hysteresis))
-    borne = found & (left > 0)
-    growth_tracker.masked_fill_(borne, -1)
-    return (~borne).to(found_inf.dtype)
+    overflowed = found_inf > 0
+    left.copy_(torch.where(overflowed, left - 1, hysteresis))
+    tolerated = overflowed & (left > 0)
+    growth_tracker.masked_fill_(tolerated, -1)
+    return (~tolerated).to(found_inf.dtype)
 
 
 _SETTINGS = (

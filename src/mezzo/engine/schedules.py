@@ -26,13 +26,13 @@ class Schedules:
         self._device = device
         self._flag = torch.zeros((), pin_memory=device.type == "cuda")
         self._sent = torch.cuda.Event() if device.type == "cuda" else None
-        self._open: list[Any] | None = None
+        self._pending: list[Any] | None = None
         """The optimizers of an update of which the host does not know yet whether it was skipped."""
         self._counts: dict[int, int] = {}
         """Each scheduler's number of steps after the session last stepped it, by id."""
-        self._strange = 0
-        """Updates in a row before which other code had stepped a scheduler."""
-        self._told = False
+        self._stepped_elsewhere = 0
+        """How many updates in a row came after other code had stepped a scheduler."""
+        self._warned = False
         self._rates: tuple[int, list[float]] = (-2, [])
         """The window of the last update that was skipped, and its learning rates."""
 
@@ -45,15 +45,15 @@ class Schedules:
         self._flag.copy_(skipped, non_blocking=self._sent is not None)
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(self._device))
-        self._open = optimizers
+        self._pending = optimizers
 
     def settle(self) -> None:
         """Step the schedulers for the last update, if that is still pending."""
-        if self._open is None:
+        if self._pending is None:
             return
         if self._sent is not None:
             self._sent.synchronize()
-        optimizers, self._open = self._open, None
+        optimizers, self._pending = self._pending, None
         self._step(optimizers, skipped=bool(self._flag))
 
     def _step(self, optimizers: list[Any], *, skipped: bool) -> None:
@@ -66,8 +66,8 @@ class Schedules:
     def _check(self) -> None:
         """Warn of schedulers that the script also steps; loading a state moves one as well, but only once."""
         moved = [s for s in self._schedulers if _count(s) > self._counts.get(id(s), math.inf)]
-        self._strange = self._strange + 1 if moved else 0
-        if self._strange == 2:
+        self._stepped_elsewhere = self._stepped_elsewhere + 1 if moved else 0
+        if self._stepped_elsewhere == 2:
             warn(
                 f"{type(moved[0]).__name__} is stepped by the script and by the session, so it runs ahead; remove scheduler.step(), "
                 "or leave scheduler= out of Session(...)"
@@ -78,11 +78,11 @@ class Schedules:
         before = self._rates
         rates = [float(group["lr"]) for o in optimizers for group in o.param_groups if "lr" in group]
         moved = before[0] == window - 1 and before[1] != rates and len(before[1]) == len(rates)
-        if moved and not self._told:
-            self._told = True
+        if moved and not self._warned:
+            self._warned = True
             warn(
                 "the learning rate changed from one skipped update to the next: a scheduler is stepped where nothing was updated; pass it "
-                "as Session(..., scheduler=scheduler), which holds it then, and remove scheduler.step()"
+                "as Session(..., scheduler=scheduler), which then makes it wait, and remove scheduler.step()"
             )
         self._rates = window, rates
 

@@ -57,7 +57,7 @@ from mezzo.engine.scaling import scale_for
 from mezzo.engine.schedules import Schedules
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.snapshots.resumable import Resumable, Snapshots
-from mezzo.engine.window import Learned, Reduction, Window
+from mezzo.engine.window import Reduction, ScaleFlags, Window
 from mezzo.explain import Choices
 from mezzo.policy import Policy
 from mezzo.records import GuardAction, Guardrails
@@ -122,7 +122,7 @@ class Session(Resumable):
         trained = all_parameters(self.models, self.optimizers)
         self.processes = processes_for(self.models, trained, self.policy, accumulate=accumulate, num_losses=num_losses)
         self.casting = Casting.of(self.policy, self.device.type)
-        self._one_pass, self._way_of_updating = choose_update(self.optimizers, self.device, clip_value, self.policy)
+        self._one_pass, self._update_choice = choose_update(self.optimizers, self.device, clip_value, self.policy)
         self.scales = [scale_for(self.policy, self.device, known=not self._one_pass) for _ in range(num_losses)]
         self._watch: NoWatch = FirstWindows(self) if self.is_whole_loop else NoWatch()
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
@@ -130,7 +130,7 @@ class Session(Resumable):
         self._ownership = Ownership(self.models)
         self._passes, self._backward_region = DirectPasses(torch.autograd.backward), self.casting.backward()
         self._schedules = Schedules(self.schedulers, self.device)
-        self._progress = Progress(self.device, together=self.processes.several)
+        self._progress = Progress(self.device, several=self.processes.several)
         self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
         self._window = Window()
         self.train_batch = MicroBatches(self, micro_batch)
@@ -145,7 +145,7 @@ class Session(Resumable):
 
     def explain(self) -> Choices:
         """Return what the policy does here, each choice with its reason; the result prints as a table."""
-        choices = [*self.policy.explain(self.device.type), *explained(self.models, self.casting), self._way_of_updating]
+        choices = [*self.policy.explain(self.device.type), *explained(self.models, self.casting), self._update_choice]
         return Choices([*choices, *self.processes.explain(), *self.train_batch.explain()])
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -190,7 +190,7 @@ class Session(Resumable):
         aside = set_aside(trained) if trained else []
         self._differentiate(loss, share, loss_id=loss_id, retain_graph=retain_graph)
         if trained:
-            self._window.take_in(loss_id, self.processes.gradients(trained), self.scales)
+            self._window.rescale_to_first(loss_id, self.processes.gradients(trained), self.scales)
             put_back(aside)
         self._window.calls += 1
         self.processes.ran(self._window.calls)
@@ -222,7 +222,7 @@ class Session(Resumable):
             window=self._window,
             progress=self._progress,
             schedules=self._schedules,
-            way_of_updating=self._way_of_updating,
+            update_choice=self._update_choice,
             open_window=self._open_window,
             differentiate=self._differentiate,
             update=self._update_on_device,
@@ -260,8 +260,8 @@ class Session(Resumable):
         self._watch = self._watch.before_update()
         if self.schedulers:
             self._schedules.settle()
-        chosen = checks.known(optimizers, self.optimizers) if optimizers else self.optimizers
-        before = checks.snapshot(self.models) if self._watch_rounding else None
+        chosen = checks.check_chosen(optimizers, self.optimizers) if optimizers else self.optimizers
+        before = checks.weight_copies(self.models) if self._watch_rounding else None
         skipped = self._update_on_device(chosen)
         self._close(chosen, skipped)
         if before is not None and not bool(skipped):
@@ -282,17 +282,19 @@ class Session(Resumable):
         self._progress.last = norm, factor
         if self.clip_norm is not None:
             factor = clip_factor(self._progress.norm, self.clip_norm, factor)
-        learned = self._window.learned(self.scales, reduced.found)
+        flags = self._window.scale_flags(self.scales, reduced.found_inf)
         if reduced.overflowed is None:
-            flag = self._one if rehearsal else reduced.found
-            skipped: Tensor | bool = self._at_once(chosen, factor, flag, learned)
+            found_inf = self._zero if reduced.found_inf is None else reduced.found_inf
+            skips = self._one if rehearsal else found_inf
+            self._run_kernels(chosen, factor, skips, flags)
+            skipped: Tensor | bool = skips
         elif reduced.overflowed:
             skipped = True
-            self._skip(chosen, learned)
+            self._skip(chosen, flags)
         else:
             skipped = False
-            self._by_step(chosen, gradients, factor)
-        self._window.teach(learned, skipped)
+            self._run_steps(chosen, gradients, factor)
+        self._window.update_scales(flags, skipped)
         return skipped
 
     def _close(self, chosen: list[Optimizer], skipped: Tensor | bool, *, keep_gradients: bool = False) -> None:
@@ -308,25 +310,23 @@ class Session(Resumable):
         if self._guard is not None:
             self._guard.updated(skipped)
 
-    def _at_once(self, chosen: list[Optimizer], factor: Tensor | None, flag: Tensor | None, to: Learned) -> Tensor:
+    def _run_kernels(self, chosen: list[Optimizer], factor: Tensor | None, skips: Tensor, flags: ScaleFlags) -> None:
         """Update by the kernels, which receive factor and flag: the host reads neither."""
-        skips = self._zero if flag is None else flag
         for optimizer in chosen:
             assert isinstance(optimizer, OnePass)
             optimizer.update(self._one if factor is None else factor.float(), skips)
         self.masters.push()
         if self.scales[0].checks:
             self._progress.skips += skips
-            self._progress.floor.note(to)
-        return skips
+            self._progress.floor.note(flags)
 
-    def _skip(self, chosen: list[Optimizer], to: Learned) -> None:
+    def _skip(self, chosen: list[Optimizer], flags: ScaleFlags) -> None:
         self._progress.skips += 1
         self._schedules.skipped(chosen, window=self._progress.windows)
-        if any(bool(one) and scale.at_floor() for scale, one in to):
+        if any(bool(found_inf) and scale.at_floor() for scale, found_inf in flags):
             raise checks.floor_error(self.policy, self.models, self.masters)
 
-    def _by_step(self, chosen: list[Optimizer], gradients: list[Tensor], factor: Tensor | None) -> None:
+    def _run_steps(self, chosen: list[Optimizer], gradients: list[Tensor], factor: Tensor | None) -> None:
         """Unscale and clip the gradients, and call the optimizers' own steps."""
         multiply(gradients, factor)
         if self.clip_value is not None:
@@ -337,7 +337,7 @@ class Session(Resumable):
 
     @property
     def updates(self) -> int:
-        """The number of updates made, skipped ones not counted; waits for the device."""
+        """The number of updates applied, not counting skipped ones; waits for the device."""
         return self._progress.windows - self.skipped
 
     @property
@@ -380,19 +380,19 @@ class Session(Resumable):
         """Read all gradients once."""
         norm = self.processes.norm(gradients, self._norm_here, self._window)
         on_device = self._one_pass and not checks.shown_to_hooks(self.optimizers, gradients)
-        found, overflowed = None, None if on_device else False
-        if self.scales[0].checks and (on_device or self._window.found):
-            found = self._window.overflowed(norm)
+        found_inf, overflowed = None, None if on_device else False
+        if self.scales[0].checks and (on_device or self._window.found_inf):
+            found_inf = self._window.overflowed(norm)
         if self.scales[0].checks and not on_device:
             # The only host read of an update, at the point where GradScaler also waits.
-            overflowed = not math.isfinite(norm.item()) if found is None else bool(found)
+            overflowed = not math.isfinite(norm.item()) if found_inf is None else bool(found_inf)
             if overflowed and self.processes.all_finite(gradients):
                 overflowed = False  # only the sum of squares left FP32's range
                 norm = self.processes.norm([wide(g) for g in gradients], total_norm)
-            found = self._one if overflowed else self._zero
+            found_inf = self._one if overflowed else self._zero
         share, inverse = self._window.total(), self.scales[0].inverse()
         factor = inverse if share is None else (self._one if inverse is None else inverse).to(norm.dtype) / share
-        return Reduction(norm, factor, found, overflowed)
+        return Reduction(norm, factor, found_inf, overflowed)
 
     def _norm_here(self, gradients: list[Tensor]) -> Tensor:
         if not gradients:

@@ -42,7 +42,7 @@ def state_of(session: Session, *, window_calls: int) -> dict[str, Any]:
     }
 
 
-def take_up(session: Session, state: dict[str, Any], *, window_calls: int) -> None:
+def load_state(session: Session, state: dict[str, Any], *, window_calls: int) -> None:
     """Load what ``state_of`` returned, without the counts.
 
     Args:
@@ -55,8 +55,8 @@ def take_up(session: Session, state: dict[str, Any], *, window_calls: int) -> No
     """
     _refuse_open_window("load_state_dict()", window_calls)
     models = [bare(model) for model in session.models]
-    own = {part: getattr(session, part) for part in ("models", "optimizers", "schedulers", "scales")}
-    checks.check_state(state, own)
+    parts = {part: getattr(session, part) for part in ("models", "optimizers", "schedulers", "scales")}
+    checks.check_state(state, parts)
     for model, saved in zip(models, state["models"], strict=True):
         model.load_state_dict(saved)
     for part in ("optimizers", "schedulers", "scales"):

@@ -13,7 +13,7 @@ from mezzo.engine import checks
 from mezzo.engine.gradients import any_not_finite, multiply, not_finite
 from mezzo.engine.scaling import Scale
 
-Learned: TypeAlias = list[tuple[Scale, Tensor]]
+ScaleFlags: TypeAlias = list[tuple[Scale, Tensor]]
 """Scales, each with the overflow flag that updates it: FP32 1 or 0."""
 
 
@@ -24,10 +24,10 @@ class Reduction(NamedTuple):
     """The norm of the gradients as they are; multiplied by ``factor``, the norm of the unscaled and averaged ones."""
     factor: Tensor | None = None
     """The factor that unscales and averages the gradients; None for 1."""
-    found: Tensor | None = None
+    found_inf: Tensor | None = None
     """FP32 1 if a gradient is not finite, else 0; None without a loss scale."""
     overflowed: bool | None = False
-    """Whether the host has read ``found`` and skips; None if the device decides."""
+    """Whether the host has read ``found_inf`` and skips; None if the device decides."""
 
 
 class Window:
@@ -45,7 +45,7 @@ class Window:
         """Batches that were trained on in parts; their parts are among ``calls``."""
         self.unscaled: Reduction | None = None
         """The reduction of the gradients when ``unscale`` was called; None while they are scaled."""
-        self.found: dict[int, Tensor] = {}
+        self.found_inf: dict[int, Tensor] = {}
         """With several scales: for each loss that had a backward pass, 1 if its gradients overflowed, else 0."""
         self.weighted = False
         """Whether weights were given."""
@@ -64,15 +64,15 @@ class Window:
         """
         if weight is None and self.accumulate == 1:
             return 1.0
-        given = 1.0 if weight is None else float(weight)
+        own_weight = 1.0 if weight is None else float(weight)
         self.weighted |= weight is not None
-        self._first_weight = self._first_weight or unit or given
-        share = given / (self._first_weight * self.accumulate)
+        self._first_weight = self._first_weight or unit or own_weight
+        share = own_weight / (self._first_weight * self.accumulate)
         self._shares[loss_id] += share
         return share
 
-    def count_in(self, unit: float) -> None:
-        """Count weights in ``unit``, unless the window has had one."""
+    def set_unit(self, unit: float) -> None:
+        """Set the unit of weights, unless the window already has one."""
         self._first_weight = self._first_weight or unit
 
     def state(self) -> dict[str, Any]:
@@ -105,10 +105,10 @@ class Window:
 
     def note(self, loss_id: int, found: Tensor) -> None:
         """Record the flag of a backward pass of one of several losses: 1 if a gradient is not finite, else 0."""
-        before = self.found.get(loss_id)
-        self.found[loss_id] = found if before is None else torch.maximum(before, found)
+        before = self.found_inf.get(loss_id)
+        self.found_inf[loss_id] = found if before is None else torch.maximum(before, found)
 
-    def take_in(self, loss_id: int, fresh: list[Tensor], scales: Sequence[Scale]) -> None:
+    def rescale_to_first(self, loss_id: int, fresh: list[Tensor], scales: Sequence[Scale]) -> None:
         """Record whether one loss's ``fresh`` gradients are finite, and rescale them from its scale to the first loss's."""
         scale = scales[loss_id]
         if not fresh or not scale.checks:
@@ -118,39 +118,39 @@ class Window:
         if loss_id and inverse is not None:
             multiply(fresh, scales[0].scale(inverse))
 
-    def found_any(self) -> Tensor:
+    def any_found_inf(self) -> Tensor:
         """Return 1 if any loss's gradients overflowed, else 0."""
-        return torch.stack(list(self.found.values())).amax()
+        return torch.stack(list(self.found_inf.values())).amax()
 
     def overflowed(self, norm: Tensor) -> Tensor:
         """Return 1 if ``norm``, of all gradients, is not finite or a loss's gradients overflowed, else 0."""
-        found = not_finite(norm)
-        return torch.maximum(found, self.found_any()) if self.found else found
+        found_inf = not_finite(norm)
+        return torch.maximum(found_inf, self.any_found_inf()) if self.found_inf else found_inf
 
-    def learned(self, scales: Sequence[Scale], found: Tensor | None) -> Learned:
+    def scale_flags(self, scales: Sequence[Scale], found: Tensor | None) -> ScaleFlags:
         """Return the flag for each scale of this window's losses; all are set if only the sum of the losses overflows."""
         if found is None:
             return []
-        if not self.found:
+        if not self.found_inf:
             return [(scales[0], found)]
-        only_sum = found * (self.found_any() == 0)
-        return [(scales[loss_id], torch.maximum(one, only_sum)) for loss_id, one in self.found.items()]
+        only_sum = found * (self.any_found_inf() == 0)
+        return [(scales[loss_id], torch.maximum(flag, only_sum)) for loss_id, flag in self.found_inf.items()]
 
-    def teach(self, learned: Learned, skipped: Tensor | bool) -> None:
+    def update_scales(self, flags: ScaleFlags, skipped: Tensor | bool) -> None:
         """Update the scales of this window's losses; without a flag if the host knows the only one."""
-        knows = not self.found and not isinstance(skipped, Tensor)
-        for scale, one in learned:
+        knows = not self.found_inf and not isinstance(skipped, Tensor)
+        for scale, found_inf in flags:
             if knows:
                 scale.updated(skipped=bool(skipped))
             else:
-                scale.update(one)
+                scale.update(found_inf)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window's state, without gradients."""
         return {
             "calls": self.calls,
             "unscaled": None if self.unscaled is None else tuple(self.unscaled),
-            "found": dict(self.found),
+            "found": dict(self.found_inf),
             "weighted": self.weighted,
             "first_weight": self._first_weight,
             "shares": list(self._shares),
@@ -161,7 +161,7 @@ class Window:
         unscaled = state["unscaled"]
         self.calls, self.weighted = state["calls"], state["weighted"]
         self.unscaled = None if unscaled is None else Reduction(*(_on(device, value) for value in unscaled))
-        self.found = {loss_id: found.to(device) for loss_id, found in state["found"].items()}
+        self.found_inf = {loss_id: found.to(device) for loss_id, found in state["found"].items()}
         self._first_weight, self._shares = state["first_weight"], list(state["shares"])
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from mezzo.engine.matrix_units.emulation_nodes import inside
+from mezzo.engine.matrix_units.emulation_nodes import inner_memory
 from mezzo.engine.processes.shards import local
 
 
@@ -49,13 +49,13 @@ class SavedTensors:
     def start(self, parameters: Iterable[Tensor]) -> None:
         """Start counting; storages of ``parameters`` are not activations."""
         self._parameters = {_storage(p) for p in parameters}
-        inside.counted, self._unseen = True, False
+        inner_memory.counted, self._unseen = True, False
         self._patch.start()
         self._hooks.__enter__()
 
     def stop(self) -> None:
         """Remove the hooks."""
-        inside.counted = False
+        inner_memory.counted = False
         self._hooks.__exit__(None, None, None)
         self._patch.stop()
         self._saved, self._inputs, self._later = [], [], []

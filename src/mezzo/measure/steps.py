@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mezzo.engine.guardrails.alarms import Seen
+from mezzo.engine.guardrails.alarms import UpdateNumbers
 from mezzo.measure.live import Reports
 from mezzo.measure.numbers import CHUNK, NumberBuffer, StoredNumber
 from mezzo.measure.plain_steps import known_scales
@@ -248,11 +248,11 @@ class StepRecorder:
         for numbers in self._numbers.values():
             numbers.send()
 
-    def seen_from(self, first: int) -> list[Seen]:
+    def seen_from(self, first: int) -> list[UpdateNumbers]:
         """Return the closed steps from number ``first`` (from 0) up to the first whose numbers have not reached the host yet."""
         self.flush()
-        seen: list[Seen] = []
-        new = tuple.__new__  # Seen(...) would be a Python call
+        seen: list[UpdateNumbers] = []
+        new = tuple.__new__  # UpdateNumbers(...) would be a Python call
         columns = (self._loss, self._norm, self._skipped, self._scale, self._weight)
         for step, row in enumerate(zip(*[column[first:] for column in columns], strict=True), start=first + 1):
             losses, norms, skipped, scale, weight = row
@@ -261,7 +261,7 @@ class StepRecorder:
                 loss = buffer.on_host(index)
                 if loss is None:
                     return seen
-                seen.append(new(Seen, (step, weight * loss, None, False, scale)))
+                seen.append(new(UpdateNumbers, (step, weight * loss, None, False, scale)))
                 continue  # the usual case; the code below would return the same
             kept = losses + norms
             if isinstance(skipped, StoredNumber):
@@ -280,7 +280,7 @@ class StepRecorder:
                 skipped = values.pop() > 0
             loss = weight * sum(values[: len(losses)]) if losses else None
             norm = _combined_norm(values[len(losses) :]) if norms else None
-            seen.append(new(Seen, (step, loss, norm, skipped, scale)))
+            seen.append(new(UpdateNumbers, (step, loss, norm, skipped, scale)))
         return seen
 
     def steps(self, names: Mapping[int, str] | None = None) -> Steps:

@@ -233,7 +233,7 @@ def test_an_unknown_gpu_is_refused_before_anything_runs(tmp_path: Path, capsys: 
     children = Children()
     assert checked("--gpu", "a1000", PLAIN, children=children) == 2
     assert children.num == 0
-    assert "is not a GPU that Mezzo has the facts of; did you mean a10" in capsys.readouterr().err
+    assert "is not a GPU that Mezzo knows; did you mean a10" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

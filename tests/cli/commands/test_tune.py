@@ -178,7 +178,7 @@ def test_predictions_leave_out_what_cannot_fit_and_checkpointing_is_tried(capsys
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--gpu", "a100-80"), "--gpu 'a100-80' is not a GPU that Mezzo has the facts of; did you mean a100-80gb"),
+        (("--gpu", "a100-80"), "--gpu 'a100-80' is not a GPU that Mezzo knows; did you mean a100-80gb"),
         (("--checkpoint", "ful"), "--checkpoint 'ful'; did you mean full"),
         (("--checkpoint", "full,12"), "--checkpoint '12'; allowed: full, every-K with a number, selective, or bytes"),
     ],

@@ -340,7 +340,7 @@ def test_activation_checkpointing_computes_again_in_the_same_formats(reentrant: 
 
 
 class Checkpointed(nn.Module):
-    """A block whose activations are computed again in the backward pass, or kept."""
+    """A block whose activations are recomputed in the backward pass, or kept."""
 
     def __init__(self, keeps: bool) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ def test_fused_sgd_is_sgd(settings: dict[str, Any]) -> None:
     torch.testing.assert_close(found, updated(torch.optim.SGD([theirs], lr=0.1, **settings), theirs, GRADIENTS))
 
 
-def test_fused_optimizers_keep_moments_in_fp32_and_masters_where_asked() -> None:
+def test_fused_optimizers_keep_moments_in_fp32_and_masters_on_request() -> None:
     for masters in (False, True):
         p = nn.Parameter(fresh().detach().half())
         optimizer = optimizers.FusedAdam([p], lr=1e-4, master_weights=masters)
@@ -248,7 +248,7 @@ def test_a_script_that_imports_apex_runs_unchanged(tmp_path: Path, as_module: bo
     assert done.stdout.splitlines()[-1] == "__main__ ['--epochs', '3'] {torch.float32}"
 
 
-def test_a_missing_script_is_said(tmp_path: Path) -> None:
+def test_a_missing_script_is_reported(tmp_path: Path) -> None:
     for arguments, text in (((), "got nothing"), (("-m",), "got -m"), (("none.py",), "there is no script 'none.py'")):
         done = run(tmp_path, *arguments)
         assert done.returncode == 2

@@ -50,7 +50,7 @@ def master_gradient(optimizer: Any) -> float | None:
 def test_gradients_are_unscaled_and_accumulate(level: str, scale: Any) -> None:
     model, optimizer = started(level, loss_scale=scale)
     factor = 65536.0 if scale == "dynamic" else scale
-    # Small enough that FP16 holds the scaled gradient.
+    # Small enough for FP16 to represent the scaled gradient.
     assert backward(model, optimizer, 2**-4).item() == factor * 2**-4
     assert master_gradient(optimizer) == 2**-4
     amp._amp_state.loss_scalers[0]._loss_scale = 8.0  # accumulation survives a change of the scale

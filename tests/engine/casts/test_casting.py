@@ -290,7 +290,7 @@ def test_every_listed_operation(family: oplists.Family, op: str, arithmetic: str
     if op in NEEDS_CUDA:
         pytest.skip("needs CUDA")
     args, kwargs = arguments(op)
-    wide = to(to(args, FP16), FP32)  # the values that FP16 holds, in FP32
+    wide = to(to(args, FP16), FP32)  # the values that FP16 can represent, in FP32
     given = {"lower": wide, "fp32": to(args, FP16), "widest": half_but_first(wide), "follow": to(args, FP16)}
     with fp16(arithmetic).region():
         result = function(*given[family.precision], **kwargs)
@@ -502,7 +502,7 @@ def test_a_weight_is_cast_once_a_forward_across_nested_regions() -> None:
     assert _LOCAL.casts.items() == {}
 
 
-def test_a_weight_that_changes_inside_a_region_is_cast_anew() -> None:
+def test_a_weight_that_changes_inside_a_region_is_cast_again() -> None:
     weight, x = torch.eye(3).requires_grad_(), torch.eye(3)
     with fp16("emulated").region():
         assert (x @ weight)[0, 0] == 1.0
@@ -511,7 +511,7 @@ def test_a_weight_that_changes_inside_a_region_is_cast_anew() -> None:
         assert (x @ weight)[0, 0] == 3.0
 
 
-def test_weights_changed_between_regions_are_cast_anew() -> None:
+def test_weights_changed_between_regions_are_cast_again() -> None:
     model, used = nn.Linear(3, 3, bias=False), fp16("emulated")
     x = torch.eye(3)
     with used.region():
@@ -1182,7 +1182,7 @@ def test_functional_transforms_give_autograds_gradients(transform: str) -> None:
     torch.testing.assert_close(found, leaf.grad, rtol=2e-3, atol=2e-3)
 
 
-def test_torchs_own_autocast_is_what_it_was() -> None:
+def test_torchs_own_autocast_is_unchanged() -> None:
     def run() -> list[torch.dtype]:
         with torch.autocast("cpu", dtype=FP16):
             y = F.linear(X32, X32)

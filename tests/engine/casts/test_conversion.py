@@ -211,7 +211,7 @@ def takes(module: nn.Module) -> Any:
     return module(inputs, scale=randn(1).bfloat16(), more=more)
 
 
-def test_a_named_module_gets_fp32_wherever_a_tensor_stands() -> None:
+def test_a_named_module_receives_fp32_in_every_argument() -> None:
     module = Takes()
     outer = nn.ModuleDict({"inner": module})
     policy = Policy.parse("fp16:fp32_modules=inner")

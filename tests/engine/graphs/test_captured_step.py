@@ -213,7 +213,7 @@ def test_a_loss_that_comes_back_is_a_copy_and_more_outputs_come_along(
     assert torch.equal(loss, kept[0])
     assert torch.equal(extra["hits"], kept[1])
     assert extra["of"] == 5
-    with pytest.raises(mezzo.SessionError, match="an input that is no tensor is 'valid'; captured: 'train'"):
+    with pytest.raises(mezzo.SessionError, match="an input that is not a tensor is 'valid'; captured: 'train'"):
         step(first, "valid")
     with pytest.raises(mezzo.SessionError, match="an input is of type int; captured: Tensor"):
         step({**first, "y": 1}, "train")
@@ -255,7 +255,9 @@ def test_a_step_without_a_graph_returns_what_one_with_a_graph_does(tape: None, m
         assert (extra["logits"].shape, extra["of"]) == ((size, 3), size)
 
 
-def test_a_step_that_reads_is_refused_and_training_goes_on_without(tape: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_reads_is_refused_and_training_continues_without(
+    tape: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = (built("fp16-master:arithmetic=emulated", "AdamW") for _ in range(2))
     monkeypatch.setattr(captured_step, "graphs_for", lambda device: TapeGraphs(lambda: everything(one)))
     x, y = batches(1)[0]
@@ -281,7 +283,7 @@ def test_state_that_was_loaded_needs_a_new_capture(tape: None, monkeypatch: pyte
     saved = one.state_dict()
     other.load_state_dict(saved)
     one.load_state_dict(saved)
-    with pytest.raises(mezzo.SessionError, match="state that the captured step knows was replaced"):
+    with pytest.raises(mezzo.SessionError, match="state that the captured step refers to was replaced"):
         step(*data[3])
     step = captured(one, monkeypatch)
     for number, (x, y) in enumerate(data[3:]):

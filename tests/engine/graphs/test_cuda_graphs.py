@@ -160,7 +160,7 @@ def test_nodes_of_an_earlier_step_go_to_the_capture_s_stream_where_torch_can(cud
 HINTS = [
     # torch's or CUDA's message, what the hint says
     ("CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors might", "waits for the host"),
-    ("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless", "a tensor of Python numbers"),
+    ("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless", "a tensor from Python numbers"),
     ("Cannot call CUDAGeneratorImpl::get_state during CUDA graph capture.", "preserve_rng_state=False"),
     ("During CUDA graph capture, autograd node 'A' has a stale reference to the default stream (stream 0)", "del loss"),
     ("CUDA error: operation would make the legacy stream depend on a capturing blocking stream", "del loss"),

@@ -1,4 +1,4 @@
-"""Ten planted faults, each named with its step, and ten healthy trainings without a word: synthetic, with fixed seeds."""
+"""Ten planted faults, each named with its step, and ten healthy runs without an alarm: synthetic, with fixed seeds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mezzo.engine.guardrails.alarms import Alarms, Seen
+from mezzo.engine.guardrails.alarms import Alarms, UpdateNumbers
 
 Row = tuple[float | None, float | None, bool, float | None]
 """Loss, gradient norm, skipped, loss scale."""
@@ -30,7 +30,7 @@ def noisy(rng: random.Random, steps: int = 300) -> Iterator[Row]:
 def alarms(case: Case, seed: int = 0) -> list[tuple[str, int]]:
     watch, found = Alarms(), []
     for step, row in enumerate(case(random.Random(seed)), start=1):
-        found += [(alarm.kind, alarm.step) for alarm in watch.see([Seen(step, *row)])]
+        found += [(alarm.kind, alarm.step) for alarm in watch.inspect([UpdateNumbers(step, *row)])]
     return found
 
 
@@ -115,7 +115,9 @@ def test_planted_faults_are_named_with_their_step(case: Case, expected: list[tup
 def test_stuck_updates_began_with_the_first_of_the_equal_losses() -> None:
     watch = Alarms()
     found = [
-        alarm for step, row in enumerate(stuck(random.Random(0)), start=1) for alarm in watch.see([Seen(step, *row)])
+        alarm
+        for step, row in enumerate(stuck(random.Random(0)), start=1)
+        for alarm in watch.inspect([UpdateNumbers(step, *row)])
     ]
     assert [alarm.since for alarm in found] == [3]
 
@@ -211,7 +213,9 @@ def test_what_is_not_known_raises_nothing() -> None:
 
 def test_an_alarm_says_since_when_and_by_what_limit() -> None:
     watch = Alarms()
-    found = [a for k, row in enumerate(spike(random.Random(0)), start=1) for a in watch.see([Seen(k, *row)])]
+    found = [
+        a for k, row in enumerate(spike(random.Random(0)), start=1) for a in watch.inspect([UpdateNumbers(k, *row)])
+    ]
     assert [alarm.since for alarm in found] == [201]
     assert found[0].evidence.startswith("the last 5 losses are 2.")
     assert "the median of the 64 before is 0." in found[0].evidence
@@ -220,17 +224,17 @@ def test_an_alarm_says_since_when_and_by_what_limit() -> None:
 
 def test_after_forgetting_a_kind_is_raised_again() -> None:
     watch = Alarms()
-    bad = Seen(1, math.nan, math.nan, False, None)
-    assert [a.kind for a in watch.see([bad])] == ["loss not finite"]
-    assert list(watch.see([bad])) == []
+    bad = UpdateNumbers(1, math.nan, math.nan, False, None)
+    assert [a.kind for a in watch.inspect([bad])] == ["loss not finite"]
+    assert list(watch.inspect([bad])) == []
     watch.forget()
-    assert [a.kind for a in watch.see([bad])] == ["loss not finite"]
+    assert [a.kind for a in watch.inspect([bad])] == ["loss not finite"]
 
 
 def test_a_policys_own_floor_counts() -> None:
     watch = Alarms(floor=1.0)
-    assert list(watch.see([Seen(1, 1.0, math.inf, True, 1.0)])) == []  # it came to the floor by this skip
-    assert [a.kind for a in watch.see([Seen(2, 1.0, math.inf, True, 1.0)])] == ["scale at its floor"]
+    assert list(watch.inspect([UpdateNumbers(1, 1.0, math.inf, True, 1.0)])) == []  # it came to the floor by this skip
+    assert [a.kind for a in watch.inspect([UpdateNumbers(2, 1.0, math.inf, True, 1.0)])] == ["scale at its floor"]
 
 
 ROWS = st.tuples(
@@ -241,13 +245,14 @@ ROWS = st.tuples(
 )
 
 
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.lists(ROWS, min_size=1, max_size=4), min_size=1, max_size=30), st.integers(1, 40))
 def test_the_short_way_of_calm_updates_remembers_the_same(rows: list[list[tuple[Any, ...]]], at_once: int) -> None:
     short, long = Alarms(), Alarms()
     updates = [row for some in rows for row in some * 5]  # in stretches, so that signs which need many in a row come up
-    every = [Seen(step, *row) for step, row in enumerate(updates, start=1)]
+    every = [UpdateNumbers(step, *row) for step, row in enumerate(updates, start=1)]
     for first in range(0, len(every), at_once):
         some = every[first : first + at_once]
-        expected = [a.model_dump() for seen in some for a in long._see_closely(seen)]
-        assert [a.model_dump() for a in short.see(some)] == expected
+        expected = [a.model_dump() for seen in some for a in long._check_signs(seen)]
+        assert [a.model_dump() for a in short.inspect(some)] == expected
         assert repr(vars(short)) == repr(vars(long))  # by text: NaN is not equal to itself

@@ -37,10 +37,10 @@ def test_the_next_safer_policy(policy: str, kind: AlarmKind, expected: str) -> N
 KEPT = [
     ("fp32", "fp32 lowers nothing, so there is no safer policy"),
     ("tf32", "tf32 lowers nothing, so there is no safer policy"),
-    ("fp8", "layers in FP8 were replaced when the run began, and stay"),
-    ("fp16-pure", "under fp16-pure the weights themselves are in 16 bits, and stay so"),
+    ("fp8", "layers were replaced by FP8 ones when the run began, and stay in FP8"),
+    ("fp16-pure", "under fp16-pure the weights themselves are in 16 bits, and remain so"),
     ("fp16:reduce=fp16", "gradients are summed over processes in FP16 (reduce=fp16), which needs the loss scale"),
-    ("fp16:gather=fp16", "weights are gathered over processes in FP16 (gather=fp16), and stay so"),
+    ("fp16:gather=fp16", "weights are gathered over processes in FP16 (gather=fp16), which a run cannot change"),
 ]
 
 

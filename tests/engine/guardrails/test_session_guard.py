@@ -83,7 +83,7 @@ def test_a_session_returns_to_the_snapshot_from_before_with_half_the_rate(tmp_pa
     assert one.optimizers[0].param_groups[0]["lr"] == 0.05
     assert one.updates == 8
     train()
-    assert one.optimizers[0].param_groups[0]["lr"] == 0.05  # the schedule goes on from the lower rate
+    assert one.optimizers[0].param_groups[0]["lr"] == 0.05  # the schedule continues from the lower rate
 
 
 def test_snapshots_with_weights_that_are_not_finite_are_passed_over_and_deleted(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_updates_that_arrive_with_an_alarm_and_were_made_before_the_return_cause
 def test_after_a_return_the_next_save_is_due_a_whole_interval_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saved at once, a copy of the old snapshot would count as progress: the next remedy would be the mildest again."""
+    """If it were saved immediately, a copy of the old snapshot would count as progress, and the next remedy would be the mildest again."""
     one, train = session(guard="rewind")
     train()
     one.save(tmp_path).wait()  # type: ignore[union-attr]

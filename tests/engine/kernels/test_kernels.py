@@ -201,7 +201,7 @@ def test_small_beta1_leaves_nothing_of_a_large_old_mean(kernels: ModuleType) -> 
 
 
 @every_kernel
-def test_one_call_takes_all_kinds_at_once(kernels: ModuleType) -> None:
+def test_one_call_accepts_all_kinds_together(kernels: ModuleType) -> None:
     names = ("exp_avg", "exp_avg_sq")
     apart = {kind: Problem.of(kind, names) for kind in KINDS}
     together = {kind: Problem.of(kind, names) for kind in KINDS}
@@ -519,7 +519,7 @@ def test_without_a_cache_folder_it_is_built_for_this_process(
 
 
 @pytest.mark.usefixtures("fresh_choice")
-def test_a_library_that_does_not_load_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_library_that_does_not_load_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda name: "some-c++")
     monkeypatch.setattr(subprocess, "run", lambda command, **_: Path(command[-1]).write_text("not a library"))

@@ -21,7 +21,7 @@ import mezzo
 from mezzo.engine.kernels import cpu, eight_bit, fused, reference
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.choice import choose
-from mezzo.engine.kernels.moments import as_fp32, begun, kept_as
+from mezzo.engine.kernels.moments import as_fp32, stored_as, zero_moment
 from mezzo.engine.kernels.noise import mix, round_to_bf16, streams
 from mezzo.engine.kernels.split import split
 
@@ -179,7 +179,7 @@ def trained(
         gradients=[],
         masters=masters,
         steps=[torch.zeros((), device=device) for _ in values],
-        moments={name: [begun(kind, v) for v in values] for name in MOMENTS[rule]},
+        moments={name: [zero_moment(kind, v) for v in values] for name in MOMENTS[rule]},
         numbers=list(range(len(values))),
         stochastic=weights == "stochastic",
     )
@@ -284,7 +284,7 @@ def test_stochastic_rounding_keeps_small_updates_that_nearest_loses() -> None:
 @both
 @pytest.mark.parametrize("kind", ["bf16", "8bit"])
 @pytest.mark.parametrize("strided", [False, True], ids=["rows", "channels_last"])
-def test_a_resumed_run_goes_on_bit_for_bit(cls: type, kind: str, strided: bool) -> None:
+def test_a_resumed_run_continues_bit_for_bit(cls: type, kind: str, strided: bool) -> None:
     def begin() -> tuple[nn.Parameter, torch.optim.Optimizer]:
         value = normal(2 * 6 * 5 * 5, 1).view(2, 6, 5, 5)
         weight = nn.Parameter(value.to(memory_format=torch.channels_last) if strided else value)
@@ -334,7 +334,7 @@ def test_torch_s_state_loads_and_ours_loads_into_torch_s(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "8bit"])
 def test_moments_survive_other_strides(kind: str, signed: bool) -> None:
     values = torch.linspace(0.01, 1, 96).view(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    kept = kept_as(kind, values, signed=signed)
+    kept = stored_as(kind, values, signed=signed)
     back = as_fp32(kept, values.shape, values.stride(), signed=signed)
     assert back.stride() == values.stride()
     assert ((back - values).abs() <= values / 16).all()  # to nearest: half an eighth
@@ -428,7 +428,9 @@ def test_unknown_choices_are_refused(cls: type, arguments: dict[str, str], messa
 def test_stochastic_rounding_with_masters_is_refused() -> None:
     model = nn.Linear(2, 2)
     optimizer = mezzo.AdamW(model.parameters(), rounding="stochastic")
-    with pytest.raises(mezzo.SessionError, match="policy with master weights; allowed: policies without, as bf16-pure"):
+    with pytest.raises(
+        mezzo.SessionError, match="policy with master weights; allowed: policies without, such as bf16-pure"
+    ):
         mezzo.Session(model, optimizer, policy="bf16-master:arithmetic=emulated")
 
 

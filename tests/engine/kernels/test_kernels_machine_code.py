@@ -15,7 +15,7 @@ from paths import ROOT
 pytest.importorskip("triton")
 H100 = 90
 
-# Instructions that move 16 bytes: (loads, stores). FP32 streams move four elements a thread at once; a thread takes four elements of
+# Instructions that move 16 bytes: (loads, stores). FP32 streams move four elements per thread at once; a thread takes four elements of
 # narrower formats along, which is 4 or 8 bytes.
 WIDE = {
     "reduce, FP16": (2, 0),
@@ -66,5 +66,5 @@ def test_kernels_spill_nothing_move_16_bytes_at_a_time_and_are_compiled_once() -
     for older_or_newer in made["others"]:
         spilled, loads, stores = (older_or_newer[name] for name in ("spilled_bytes", "loads", "stores"))
         assert (spilled, loads["16"], stores["16"]) == (0, 2, 2)
-    # Other addresses or counts compile nothing anew: that could happen inside a capture.
+    # Other addresses or counts compile nothing again: that could happen inside a capture.
     assert made["specialized"] == []

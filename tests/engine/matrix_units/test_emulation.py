@@ -552,7 +552,7 @@ def test_what_has_no_double_backward_says_so() -> None:
 
 
 def values_of(fmt: Format) -> Tensor:
-    """Return every finite value that ``fmt`` holds, from its bits, in ascending order."""
+    """Return every finite value of ``fmt``, from its bits, in ascending order."""
     found = set()
     for exponent in range(2**fmt.exponent_bits):
         for mantissa in range(2**fmt.mantissa_bits):

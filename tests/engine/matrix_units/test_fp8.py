@@ -217,7 +217,7 @@ def test_a_layer_and_its_gradients_are_torchaos(
             our_layer(layer, x, start, recipe), torchaos_layer(layer, x, start, recipe), strict=True
         ):
             assert ours.dtype is theirs.dtype
-            apart = ulps(ours.to(BF16), theirs.to(BF16))  # FP32 gradients of weights hold BF16 values, too
+            apart = ulps(ours.to(BF16), theirs.to(BF16))  # FP32 gradients of weights are BF16 values, too
             assert same_bits([ours], [ours.to(BF16).to(ours.dtype)])
             near = (ours.double() - theirs.double()).abs() <= 1e-6 * theirs.double().abs().max()
             assert ((apart <= 1) | near).all()
@@ -232,7 +232,7 @@ def test_the_recipes_differ_where_they_should() -> None:
     errors = {
         r: ((float8_linear(x, w, recipe=r).double() - wide).abs().amax(-1) / wide.abs().amax(-1)) for r in RECIPES
     }
-    assert (errors["tensorwise"][[0, 1, 2, 4]] > 0.5).all()  # rounded to zero beside row 3
+    assert (errors["tensorwise"][[0, 1, 2, 4]] > 0.5).all()  # rounded to zero next to row 3
     assert (errors["rowwise"] < 0.1).all()
 
 
@@ -315,7 +315,7 @@ ONE_PASS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("size", [16, 10], ids=["", "odd batch"])
 @pytest.mark.parametrize("name", BUILDS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_ten_updates_are_those_of_torchao_by_hand_to_the_bit(recipe: str, name: str, size: int) -> None:
+def test_ten_updates_match_direct_use_of_torchao_to_the_bit(recipe: str, name: str, size: int) -> None:
     theirs, ours = network(), network()
     ao.convert_to_float8_training(
         theirs, config=emulated_config(recipe), module_filter_fn=lambda _, name: name in ("0", "3")
@@ -555,7 +555,7 @@ SMALL = "too small to gain: no more than 1024 outputs and 4096 inputs (torchao's
 OWN = "it has code of its own, which a layer in FP8 would not run"
 LEFT = [
     ("2 x blocks.*.up (16 to 64), 2 x blocks.*.down (64 to 16)", SMALL),
-    ("odd (17 to 1040)", "a size is no multiple of 16, which FP8 matrix units ask for"),
+    ("odd (17 to 1040)", "a size is not a multiple of 16, which FP8 matrix units require"),
     ("attention.out_proj (16 to 16), scaled (16 to 1040), own (16 to 1040)", OWN),
     ("kept.0 (16 to 1040)", "the policy keeps it in FP32"),
     ("wide (16 to 1040)", "its weight is in a format that is never cast"),

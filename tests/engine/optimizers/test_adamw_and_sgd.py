@@ -197,7 +197,7 @@ def test_a_weight_with_gaps_is_refused_and_its_neighbours_stay(name: str) -> Non
         PAIRS[name][0]([part], lr=1.0).step()
     assert str(error.value) == (
         "a parameter of shape (4, 4) has strides (8, 1); allowed: weights that fill one stretch of memory\n"
-        "  hint: make it one of its own: parameter.data = parameter.data.contiguous()"
+        "  hint: give it memory of its own: parameter.data = parameter.data.contiguous()"
     )
     assert torch.equal(whole, torch.ones(4, 8))
 

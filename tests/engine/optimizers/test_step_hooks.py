@@ -91,7 +91,7 @@ def by_session(name: str, data: list[Batch], policy: str, clip_norm: float | Non
 
 @pytest.mark.parametrize("clip_norm", [None, 0.3])
 @pytest.mark.parametrize("name", BUILDS)
-def test_hooks_run_and_see_what_they_do_under_a_loop_by_hand(name: str, clip_norm: float | None) -> None:
+def test_hooks_run_and_see_the_same_as_in_a_hand_written_loop(name: str, clip_norm: float | None) -> None:
     data = batches(6)
     policy = "fp16:fp32=linear:init_scale=64:growth_interval=1000000"  # products in FP32, and a loss scale
     theirs, wanted = by_hand(name, data, 64.0, clip_norm)
@@ -205,7 +205,7 @@ def test_hooks_registered_after_the_session_are_refused_over_16_bit_gradients() 
     with pytest.raises(SessionError) as caught:
         session.step(loss)
     assert str(caught.value) == (
-        "a step hook was registered after the session was built, whose optimizers read 16-bit gradients as they are; "
+        "a step hook was registered after the session was built, and its optimizers read 16-bit gradients as they are; "
         "allowed: before\n  hint: register hooks before Session(...): the update then shows them true gradients in FP32"
     )
 
@@ -219,7 +219,7 @@ def test_explain_says_why_gradients_are_shown() -> None:
             (c.value, c.reason) for c in Session(model, optimizer, policy=policy).explain() if c.what == "update"
         )
 
-    reason = "an optimizer has step hooks, which are shown true gradients, in FP32"
+    reason = "an optimizer has step hooks, which see true gradients, in FP32"
     assert way("bf16-master") == ("optimizers' own step", reason)
     assert way("bf16")[0] == "one pass"
 

@@ -21,7 +21,7 @@ def group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_exchanges_are_a_time_apart_and_no_more_than_twice_as_many_updates_as_the_last_ones(
+def test_the_interval_between_exchanges_follows_the_clock_and_at_most_doubles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 0.0
@@ -31,7 +31,7 @@ def test_exchanges_are_a_time_apart_and_no_more_than_twice_as_many_updates_as_th
     for update in range(1, 330):
         now_s += 1 / 64 if update <= 255 else 0.5  # it becomes slow
         if update >= together.next:
-            assert together.reached(update, [0, 3]) == [0, 3]
+            assert together.exchange(update, [0, 3]) == [0, 3]
             asked_at.append(update)
     assert asked_at == [1, 3, 7, 15, 31, 63, 127, 191, 255, 319, 321, 323, 325, 327, 329]
 
@@ -47,5 +47,5 @@ def test_what_one_process_learns_of_itself() -> None:
     assert (together.rank, together.size, are_several()) == (0, 1, False)
 
 
-def test_a_process_that_hangs_is_given_up_after_the_scripts_own_time() -> None:
+def test_a_process_that_hangs_times_out_by_the_scripts_own_limit() -> None:
     assert agreement._timeout() == timedelta(seconds=7)

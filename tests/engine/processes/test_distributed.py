@@ -123,7 +123,7 @@ def test_no_all_reduce_before_the_last_backward_pass_of_a_window(name: str, resu
 @pytest.mark.parametrize("name", [name for name, run in RUNS.items() if "mezzo" in run.optimizer])
 def test_an_update_in_one_pass_reads_nothing_back(name: str, results: Results) -> None:
     reads = [found[name].host_reads for found in results]
-    scheduled = int(RUNS[name].scheduled)  # on a CPU a scheduler asks at once whether it is held
+    scheduled = int(RUNS[name].scheduled)  # on a CPU a scheduler checks immediately whether it waits
     assert [each[1:] for each in reads] == [[scheduled] * (RUNS[name].updates - 1)] * WORLD
 
 
@@ -153,7 +153,7 @@ def test_several_backward_passes_and_models(name: str, kind: str, results: Resul
 
 
 @pytest.mark.slow
-def test_what_is_replicated_counts_once_beside_what_is_sharded(results: Results) -> None:
+def test_replicated_gradients_count_once_next_to_sharded_ones(results: Results) -> None:
     first, second = (found["both kinds"] for found in results)
     assert same(first, second), first
     assert close(first, both_kinds(("one", "one"), slice(None)))
@@ -172,7 +172,7 @@ def test_a_loss_that_overflows_in_one_process_lowers_its_own_scale_only(results:
     assert (scales, skipped) == ([2048.0, 512.0], 1)  # four updates, growth after three
 
 
-# --- what all have to be told -----------------------------------------------------------------------------------------
+# --- what all must be told --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -221,17 +221,17 @@ REFUSED = {
     ),
     "optimizer before fully_shard": (
         "SGD has 4 parameters, none of which is the model's\n"
-        "  hint: build the optimizer from the parameters of the model that the session gets, after the model was copied or sharded; "
+        "  hint: build the optimizer from the parameters of the model that you pass to the session, after the model was copied or sharded; "
         "pass several models as a list"
     ),
     "a model left out": (
-        "a parameter of shape (1, 3) belongs to this process alone, beside others that several share: the processes would "
-        "train it apart\n"
+        "a parameter of shape (1, 3) belongs to this process alone, while several share others: each process would "
+        "train its own copy\n"
         "  hint: wrap the whole model, call fully_shard on the outermost module too, and build optimizers after that"
     ),
     "hook before the session": (
-        "the policy casts weights, and DistributedDataParallel with a process_group or a communication hook cannot take "
-        "them up\n"
+        "the policy casts weights, and DistributedDataParallel with a process_group or a communication hook cannot be "
+        "rebuilt for the cast weights\n"
         "  hint: register the hook after the session is built, leave process_group out, or use policy fp16 or bf16"
     ),
 }
@@ -277,7 +277,7 @@ def test_a_group_of_processes_changes_nothing_for_a_model_that_is_not_shared(res
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["AdamW", "mezzo.AdamW", "mezzo.AdamW 8bit"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_saved_state_goes_on_as_if_nothing_had_been(kind: str, optimizer: str, results: Results) -> None:
+def test_a_saved_state_resumes_as_if_nothing_had_happened(kind: str, optimizer: str, results: Results) -> None:
     for found in results:
         (kept, restored), (counts, restored_counts), names = found[f"state {kind} {optimizer}"]
         assert same(kept, restored)
@@ -334,7 +334,7 @@ def test_a_window_counts_in_a_given_unit() -> None:
 
 def test_processes_see_the_floor_at_updates_that_do_not_depend_on_the_device() -> None:
     stuck = DynamicScale(1.0, min_scale=1.0), torch.ones(())
-    watch = FloorWatch(torch.device("cpu"), together=True)
+    watch = FloorWatch(torch.device("cpu"), several=True)
     watch.note([stuck])
     assert watch.reached()  # a CPU does not lag behind
     watch = FloorWatch(torch.device("cpu"))

@@ -140,7 +140,7 @@ def trained(policy: str, *, accumulate: int = 1, unscale: bool = False, updates:
 
 
 def test_a_session_reduces_each_window_once() -> None:
-    """Against the same loop by hand."""
+    """Against the same loop, written out."""
     emulated = world("bf16", 64)
     model = mlp(6, 9, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Three real processes against the same sums made by hand: formats, divisors, scales, and what is refused."""
+"""Three real processes against the same sums computed directly: formats, divisors, scales, and what is refused."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_gradients_are_rounded_and_summed_in_the_format(name: str, results: list
     assert all(torch.equal(one, found[0]) for one in found)
     reduce, size, scale = AVERAGED[name]
     orders = sums(reduce, size, scale)
-    # A division by 3 is not the product with a third: apart by a unit of the format in a few elements of a hundred.
+    # A division by 3 is not the product with a third: a few elements in a hundred differ by a unit of the format.
     near = torch.stack([((found[0] - order).abs() <= 1e-6 * order.abs()) for order in orders]).any(dim=0)
     assert near.double().mean() > 0.97
     exact = sum(gradient(rank, size).double() for rank in range(WORLD)) / WORLD
@@ -136,9 +136,9 @@ REFUSED = {
     "  hint: leave world out: real processes reduce in the format themselves",
     "a hook of its own": "policy fp32:reduce=bf16 reduces in bf16, and DistributedDataParallel has a communication hook of its own, "
     "which decides the format\n  hint: leave reduce out of the policy, or the hook out of the script",
-    "other shards": "policy bf16:reduce=bf16 says reduce=bf16, and fully_shard was told reduce_dtype=torch.float32\n"
+    "other shards": "policy bf16:reduce=bf16 says reduce=bf16, and fully_shard was called with reduce_dtype=torch.float32\n"
     "  hint: pass mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) to fully_shard, or leave reduce out",
-    "other gathering": "policy bf16:gather=bf16 says gather=bf16, and fully_shard was told param_dtype=torch.float32\n"
+    "other gathering": "policy bf16:gather=bf16 says gather=bf16, and fully_shard was called with param_dtype=torch.float32\n"
     "  hint: pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) to fully_shard, or leave gather out",
     "shards in FP16": "policy fp16:reduce=fp16 reduces in fp16, and fully_shard reduces gradients whose loss scale was taken out: "
     "small ones would be lost; allowed with fully_shard: fp32, bf16\n"

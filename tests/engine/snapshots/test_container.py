@@ -84,7 +84,7 @@ def test_every_shortened_or_lengthened_file_is_found(file: Path) -> None:
         with pytest.raises(SnapshotError, match="is not a whole snapshot"):
             container.read(file)
     file.write_bytes(whole + b"\0")
-    with pytest.raises(SnapshotError, match="cut off, or added to"):
+    with pytest.raises(SnapshotError, match="truncated or extended"):
         container.read(file)
 
 
@@ -118,14 +118,14 @@ def torch_saved() -> bytes:
 CASES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "its header would have 0 bytes, and the file has 0"),
     "text": (b"hello, this is text", "its header would have .* bytes"),
-    "pickle": (pickle.dumps(Evil()), "a pickle, as torch.save writes"),
-    "pickle 2": (pickle.dumps(Evil(), 2), "a pickle, as torch.save writes"),
-    "torch.save": (torch_saved(), "a pickle, as torch.save writes"),
+    "pickle": (pickle.dumps(Evil()), "a pickle, as torch.save writes them"),
+    "pickle 2": (pickle.dumps(Evil(), 2), "a pickle, as torch.save writes them"),
+    "torch.save": (torch_saved(), "a pickle, as torch.save writes them"),
     "header beyond the file": ((2**40).to_bytes(8, "little") + b"{}", "its header would have 1099511627776 bytes"),
     "no json": ((4).to_bytes(8, "little") + b"{{{{", "its header is not JSON"),
     "deep json": ((200000).to_bytes(8, "little") + b"[" * 200000, "its header is not JSON"),
-    "a list": ((2).to_bytes(8, "little") + b"[]", "it does not say that it is one"),
-    "of safetensors": (safetensors.torch.save({"a": torch.ones(2)}), "it does not say that it is one"),
+    "a list": ((2).to_bytes(8, "little") + b"[]", "its header does not name it as one"),
+    "of safetensors": (safetensors.torch.save({"a": torch.ones(2)}), "its header does not name it as one"),
     "newer": (sealed({"__metadata__": {"version": "2"}}), "has version 2; this Mezzo reads up to 1"),
     "no version": (sealed({"__metadata__": {"version": "one"}}), "its version is 'one'"),
     "no checksum": (sealed({"__metadata__": {"crc32": "x"}}), "it has no checksum"),
@@ -277,7 +277,7 @@ def test_a_failed_write_leaves_nothing_and_harms_nothing(
 
 
 @pytest.mark.parametrize("length", [0x0280, 0x0380, 0x0480, 0x0580, 0x4B50])
-def test_a_header_whose_length_begins_as_a_pickle_does_is_read(length: int, tmp_path: Path) -> None:
+def test_a_header_whose_length_begins_like_a_pickle_is_read(length: int, tmp_path: Path) -> None:
     path, extra = tmp_path / "one.safetensors", 0
     for _ in range(3):  # the padding that brings the header to this length
         container.write(path, {"text": "x" * extra}, {"w": torch.ones(2)})

@@ -1,4 +1,4 @@
-"""One run to a folder, whatever happens to the folder; nothing that was saved is harmed."""
+"""One run per folder, whatever happens to the folder; nothing that was saved is harmed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots of a session in several processes: which are whole, and that as many processes, or another number, go on from them."""
+"""Snapshots of a session in several processes: which are complete, and that the same or another number of processes resumes from them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.engine.snapshots.of_ranks import folder_of, last_number, whole_ones
+from mezzo.engine.snapshots.of_ranks import complete_snapshots, folder_of, last_number
 from paths import SCRIPTS
 from processes import in_processes
 
@@ -28,11 +28,11 @@ def test_a_snapshot_is_whole_if_every_process_has_it(tmp_path: Path) -> None:
     for number in (2, 3):  # killed while it saved the fourth
         snapshot(tmp_path, 1, 2, number)
     snapshot(tmp_path, 0, 4, 5)  # the other three were killed before their first
-    found = whole_ones(tmp_path)
+    found = complete_snapshots(tmp_path)
     assert [(one.number, len(one.paths)) for one in found] == [(3, 2), (2, 2), (1, 1)]
     assert [path.parent.name for path in found[0].paths] == ["rank-0-of-2", "rank-1-of-2"]
     assert last_number(tmp_path) == 5  # the next one is the sixth, however many processes save it
-    assert whole_ones(tmp_path / "none") == []
+    assert complete_snapshots(tmp_path / "none") == []
 
 
 def ends(folder: Path, size: int, kind: str, mode: str) -> list[tuple[str, ...]]:
@@ -49,7 +49,7 @@ def weights(found: list[tuple[str, ...]]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "others"), [("ddp", [(1, "one")]), ("fsdp", [(1, "fsdp"), (4, "fsdp")])])
-def test_any_number_of_processes_goes_on_from_a_snapshot_of_two(
+def test_any_number_of_processes_resumes_from_a_snapshot_of_two(
     kind: str, others: list[tuple[int, str]], tmp_path: Path
 ) -> None:
     undisturbed = ends(tmp_path, 2, kind, "save")

@@ -120,7 +120,7 @@ REFUSALS: list[tuple[dict[str, Any], int, str]] = [
     (
         {"optimizer": OPTIMIZERS["mezzo.SGD"]},
         6,
-        "it holds the state of AdamW, MultiStepLR; this session has SGD, MultiStepLR",
+        "it contains the state of AdamW, MultiStepLR; this session has SGD, MultiStepLR",
     ),
 ]
 
@@ -149,7 +149,8 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
     before = net.weight.clone()
 
     with pytest.raises(
-        SnapshotError, match=r"'weight' is not in the snapshot, and has shape \(16, 6\) in the model: it is of another"
+        SnapshotError,
+        match=r"'weight' is not in the snapshot, and has shape \(16, 6\) in the model: it belongs to another",
     ):
         other.load(tmp_path)
 
@@ -200,7 +201,9 @@ def test_the_newest_whole_one_is_loaded_and_the_others_are_named(tmp_path: Path)
     middle.write_bytes(pickle.dumps(Path))
     again, _ = built()
 
-    with pytest.warns(UserWarning, match=r"loaded 000004.*not loaded, though newer: 000006.*cut off.*000005.*a pickle"):
+    with pytest.warns(
+        UserWarning, match=r"loaded 000004.*not loaded, though newer: 000006.*truncated.*000005.*a pickle"
+    ):
         found = again.load(tmp_path)
 
     assert found is not None
@@ -214,7 +217,7 @@ def test_the_newest_whole_one_is_loaded_and_the_others_are_named(tmp_path: Path)
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     session, _ = built()
 
-    with pytest.raises(SnapshotError, match=r"the state holds a Session at extra\.inner\.0"):
+    with pytest.raises(SnapshotError, match=r"the state contains a Session at extra\.inner\.0"):
         session.save(tmp_path, extra={"inner": [session]})
     for keep in (0, True):
         with pytest.raises(SnapshotError, match=f"keep={keep}; allowed: a whole number of 1 or more"):

@@ -48,7 +48,7 @@ def test_a_shard_is_saved_with_its_place() -> None:
     assert (found.shape, found.at, found.part.tolist()) == ((5, 3), (2, 0), WHOLE[2:4].tolist())
 
 
-def test_a_shared_tensor_is_saved_as_a_shard_and_taken_up_as_one(shared: Any) -> None:
+def test_a_shared_tensor_is_saved_as_a_shard_and_loaded_as_one(shared: Any) -> None:
     tree, tensors = take_apart({"w": shared})
     for saved in (put_together(tree, tensors)["w"], WHOLE):  # of as many processes, and of another number
         found = placed(saved, shared)
@@ -60,5 +60,5 @@ def test_a_shared_tensor_is_saved_as_a_shard_and_taken_up_as_one(shared: Any) ->
 def test_a_shard_of_another_division_is_refused(shared: Any) -> None:
     assert shard_of(shared).at == (0, 0)
     for saved, like in ((Shard(WHOLE[:2], (5, 3), (0, 0)), shared), (Shard(WHOLE, (5, 3), (0, 0)), WHOLE)):
-        with pytest.raises(SnapshotError, match="of another division among processes"):
+        with pytest.raises(SnapshotError, match="divided among processes in another way"):
             placed(saved, like)

@@ -76,7 +76,7 @@ def test_dicts_keep_their_kinds() -> None:
     assert typed(through_json(state)) == typed(state)
 
 
-def test_numpy_comes_back() -> None:
+def test_numpy_values_are_restored() -> None:
     state = {
         "array": np.array([[1, 2], [3, 4]], dtype=np.uint32),
         "single": np.float32(0.1),
@@ -117,10 +117,13 @@ class Thing:
 
 
 REFUSED = [
-    ({"model": {"deep": [1, Thing()]}}, r"the state holds a Thing at model\.deep\.1; allowed: numbers, texts, bytes"),
-    (lambda: 1, r"the state holds a function at its top"),
+    (
+        {"model": {"deep": [1, Thing()]}},
+        r"the state contains a Thing at model\.deep\.1; allowed: numbers, texts, bytes",
+    ),
+    (lambda: 1, r"the state contains a function at its top"),
     ({"s": torch.eye(2).to_sparse()}, r"a tensor of layout torch\.sparse_coo at s; allowed: dense tensors"),
-    ({"o": np.array([Thing()])}, "the state holds a ndarray at o"),
+    ({"o": np.array([Thing()])}, "the state contains a ndarray at o"),
 ]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from fake_cuda import Operations
 from helpers_launch import children_in_this_process
-from mezzo.engine.guardrails.alarms import Seen
+from mezzo.engine.guardrails.alarms import UpdateNumbers
 from mezzo.launch.patches import Patches
 from mezzo.launch.request import Request
 from mezzo.launch.request_parts import GuardRequest, SnapshotRequest
@@ -112,13 +112,13 @@ def test_looking_at_steps_runs_no_operation_and_reads_no_tensor() -> None:
         seen = recorder.seen_from(0)
         recorder.send_numbers()
     assert (log.names, log.reads) == ([], [])
-    assert seen == [Seen(k + 1, float(k), 2.0, k == 3, 8.0) for k in range(40)]
+    assert seen == [UpdateNumbers(k + 1, float(k), 2.0, k == 3, 8.0) for k in range(40)]
 
 
 def test_a_record_has_the_updates_that_the_recorder_has() -> None:
     steps = Steps(loss=[1.0, float("nan")], grad_norm=[float("nan"), 2.0], skipped=[False, True], loss_scale=[])
     first, second = seen_in(steps, 0)
-    assert first == Seen(1, 1.0, None, False, None)
+    assert first == UpdateNumbers(1, 1.0, None, False, None)
     assert (second.step, second.norm, second.skipped) == (2, 2.0, True)
 
 

@@ -128,7 +128,7 @@ class AliveStorages(TorchDispatchMode):
 def counted(model: nn.Module, shape: tuple[int, ...], policy: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
     """Return the bytes that a step keeps when its backward pass begins, and the most that it keeps at any second pass."""
     casting, mode = Casting.of(Policy.parse(policy), "cpu"), AliveStorages(model)
-    enter, leave = checkpointing._Again.__enter__, checkpointing._Again.__exit__
+    enter, leave = checkpointing._Recompute.__enter__, checkpointing._Recompute.__exit__
 
     def begins(again: Any) -> None:
         mode.counted = True
@@ -139,8 +139,8 @@ def counted(model: nn.Module, shape: tuple[int, ...], policy: str, monkeypatch: 
         mode.counted, mode.after_next = False, True  # what the second pass left is counted when its frames are gone
 
     with monkeypatch.context() as patched, mode:
-        patched.setattr(checkpointing._Again, "__enter__", begins)
-        patched.setattr(checkpointing._Again, "__exit__", ends)
+        patched.setattr(checkpointing._Recompute, "__enter__", begins)
+        patched.setattr(checkpointing._Recompute, "__exit__", ends)
         with casting.region():
             outputs = model(torch.randn(shape))
             loss = outputs.sum()

@@ -341,5 +341,5 @@ def test_under_distributed_data_parallel(tmp_path: Path) -> None:
 def test_wrapped_modules_only() -> None:
     net = model()
     mezzo.checkpoint(net, SAMPLE, plan="every-3")
-    wrapped = [name for name, module in net.named_modules() if checkpointing._how(module) is not None]
+    wrapped = [name for name, module in net.named_modules() if checkpointing._checkpointed(module) is not None]
     assert wrapped == ["1", "4"]

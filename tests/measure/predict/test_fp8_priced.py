@@ -29,7 +29,7 @@ def test_layers_are_chosen_as_the_policy_chooses_them() -> None:
     assert found.chosen.tolist() == [False, False, True, False, True]
     assert (found.num_layers, found.num_chosen) == (4, 1)
     assert found.sentence.startswith("1 of 4 linear layers runs in FP8, the others in BF16 (")
-    for reason in ("1: too small to gain", "1: a size is no multiple of 16", "1: the last layer"):
+    for reason in ("1: too small to gain", "1: a size is not a multiple of 16", "1: the last layer"):
         assert reason in found.sentence
 
 

@@ -28,7 +28,7 @@ ALIASES = {
 """The modules that a script imports, with the ones that it gets."""
 
 
-def put_in_place() -> None:
+def install_aliases() -> None:
     """Make ``import apex`` find this package, in this process."""
     for name, own in ALIASES.items():
         sys.modules[name] = importlib.import_module(own)
@@ -50,11 +50,11 @@ def main(arguments: list[str]) -> None:
             hint="pass the script that imports apex, or -m and the name of a module",
         )
     check_target(Target(rest[0], module=module, arguments=rest[1:], typed=("python", "-m", "mezzo.compat.apex")))
-    put_in_place()
+    install_aliases()
     if without_amp:
         from mezzo.compat.apex.amp.state import _amp_state
 
-        _amp_state.gives_way = True
+        _amp_state.replaced_by_policy = True
     sys.argv = rest
     if module:
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""``apex.normalization``: the fused layers, by torch's, whose own kernels are fused by now.
+"""``apex.normalization``: the fused layers, implemented by torch's, whose kernels are fused, too.
 
 The mixed ones return the format of their weights for any input; the others need input and weights in one format.
 """
@@ -50,7 +50,7 @@ class FusedLayerNorm(_Fused, nn.LayerNorm):
         normalized_shape: sizes of the last dimensions.
         eps: added to the variance.
         elementwise_affine: whether there are weight and bias.
-        memory_efficient: without effect: torch keeps the input and two numbers a row for the backward pass.
+        memory_efficient: without effect: torch keeps the input and two numbers per row for the backward pass.
     """
 
 

@@ -17,11 +17,11 @@ from mezzo.engine.optimizers.adamw_and_sgd import SGD, AdamW
 from mezzo.engine.optimizers.one_pass import OnePass
 
 _CORRECTED = 2.0**23
-"""A number of steps after which Adam's bias corrections are 1 in every precision, and which FP32 still counts from."""
+"""A number of steps after which Adam's bias corrections are 1 in every precision, and from which FP32 can still count."""
 
 
 class _Fused(OnePass):
-    """The part of Apex' interface that both optimizers have."""
+    """The part of Apex's interface that both optimizers have."""
 
     set_grad_none: bool
 

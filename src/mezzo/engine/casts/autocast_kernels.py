@@ -73,8 +73,8 @@ class CastTable:
         self.rules = dict(rules)
         self.device_type, self.low, self._low = device_type, low, low.dtype
         self.casts_operands, self.keeps_kernels = casts_operands, keeps_kernels
-        self.number = _numbered(self)
-        registration.register(device_type, self.rules, open_table, all_of_torchs=not keeps_kernels)
+        self.number = _number_of(self)
+        registration.register(device_type, self.rules, open_table, include_native=not keeps_kernels)
         if any(rule.emulation is not None for rule in self.rules.values()):
             compiling.keep_roundings()
 
@@ -82,7 +82,7 @@ class CastTable:
         """Return the rule for ``op``; None if it has none, and inside one of our kernels."""
         return None if _LOCAL.casting else self.rules.get(op)
 
-    def answer(self, op: Op, rule: CastRule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, op: Op, rule: CastRule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run ``op`` under ``rule``, or unchanged in a backward pass."""
         _LOCAL.casting = True
         try:
@@ -146,13 +146,13 @@ _PLAIN = (Tensor, nn.Parameter)  # not the fake tensors of tracing, whose casts 
 
 def flat_tensors(values: Iterable[Any]) -> list[Tensor]:
     """Return the tensors in arguments, and in lists and tuples among them; quicker than a walk of all containers."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += flat_tensors(value)
-    return found
+            tensors += flat_tensors(value)
+    return tensors
 
 
 def _all_half(values: Sequence[Any]) -> bool:
@@ -189,7 +189,7 @@ class WeightCasts:
         """Drop all casts, or those of one weight."""
         self.kept = {} if weight is None else {k: v for k, v in self.kept.items() if v[0] is not weight}
 
-    def made(self) -> set[tuple[int, bool, torch.dtype]]:
+    def keys(self) -> set[tuple[int, bool, torch.dtype]]:
         """Return the keys of all casts."""
         return set(self.kept)
 
@@ -296,14 +296,14 @@ _TABLES: list[CastTable] = []
 _LOCK = threading.Lock()
 
 
-def _numbered(table: CastTable) -> int:
+def _number_of(table: CastTable) -> int:
     """Return the number of an equal table, or the next one."""
     content = (table.rules, table.device_type, table.low, table.casts_operands, table.keeps_kernels)
     with _LOCK:
         for number, other in enumerate(_TABLES):
             if content == (other.rules, other.device_type, other.low, other.casts_operands, other.keeps_kernels):
                 return number
-        if len(_TABLES) == len(_DTYPES) ** len(_DIGITS):  # over 2,000 policies: drop compiled code and start again
+        if len(_TABLES) == len(_DTYPES) ** len(_DIGITS):  # over 2,000 policies: drop compiled code, number from 0 again
             _TABLES.clear()
             torch.compiler.reset()
         _TABLES.append(table)

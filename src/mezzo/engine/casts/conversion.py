@@ -31,8 +31,8 @@ _NORMS = (
     nn.LocalResponseNorm,
 )
 _BATCH_NORMS = (nn.modules.batchnorm._NormBase,)
-_MOST_NAMED = 3
-"""Most modules with 16-bit weights that are named."""
+_MAX_NAMED = 3
+"""The most modules with 16-bit weights that a message names."""
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -45,7 +45,7 @@ def fp32_modules(model: nn.Module, policy: Policy) -> list[nn.Module]:
     """Return the modules that ``policy`` keeps in FP32 by name.
 
     Raises:
-        PolicyError: a pattern matches no module; the nearest names are offered.
+        PolicyError: a pattern matches no module; the nearest names are suggested.
     """
     matched = matching_patterns(model, policy.fp32_modules)
     for pattern in policy.fp32_modules:
@@ -69,8 +69,8 @@ def where_16_bits(model: nn.Module, *, leave_out: Container[Tensor] = ()) -> str
         return kind
     share = sum(p.numel() for p in narrow.values()) / max(1, sum(p.numel() for p in floating.values()))
     names = list(dict.fromkeys(name.rpartition(".")[0] or name for name in narrow))
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"{', '.join(names[:_MOST_NAMED])}{more} in {kind} ({share:.0%} of its weights)"
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{', '.join(names[:_MAX_NAMED])}{more} in {kind} ({share:.0%} of its weights)"
 
 
 def matching_patterns(model: nn.Module, patterns: Iterable[str]) -> set[str]:
@@ -148,25 +148,25 @@ class OwnForward:
         return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
-def wrap(module: nn.Module, how: Callable[..., Any], *settings: Any) -> None:
-    """Make calls of ``module`` run ``how(call, *settings, *args, **kwargs)``; ``call`` is the module's previous forward."""
+def wrap(module: nn.Module, wrapper: Callable[..., Any], *settings: Any) -> None:
+    """Make calls of ``module`` run ``wrapper(call, *settings, *args, **kwargs)``; ``call`` is the module's previous forward."""
     inner = module.__dict__.get("forward")  # an instance's own forward, if another library has set one
     call = OwnForward(module) if inner is None else inner
-    forward = functools.partial(how, call, *settings)
+    forward = functools.partial(wrapper, call, *settings)
     functools.update_wrapper(forward, type(module).forward, updated=())
     forward.__wrapped__ = call  # type: ignore[attr-defined]
     module.forward = forward
 
 
-def wrapped_by(module: nn.Module, how: Callable[..., Any]) -> functools.partial[Any] | None:
-    """Return the forward that ``wrap(module, how, ...)`` set; None if ``module`` has another."""
+def wrapped_by(module: nn.Module, wrapper: Callable[..., Any]) -> functools.partial[Any] | None:
+    """Return the forward that ``wrap(module, wrapper, ...)`` set; None if ``module`` has another."""
     forward = module.__dict__.get("forward")
-    return forward if isinstance(forward, functools.partial) and forward.func is how else None
+    return forward if isinstance(forward, functools.partial) and forward.func is wrapper else None
 
 
-def unwrap(module: nn.Module, how: Callable[..., Any]) -> None:
-    """Undo ``wrap(module, how, ...)``, if that was the last wrap."""
-    forward = wrapped_by(module, how)
+def unwrap(module: nn.Module, wrapper: Callable[..., Any]) -> None:
+    """Undo ``wrap(module, wrapper, ...)``, if that was the last wrap."""
+    forward = wrapped_by(module, wrapper)
     if forward is None:
         return
     if isinstance(forward.args[0], OwnForward):
@@ -196,11 +196,11 @@ def cast_ends(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwargs: 
 
 def to_format(values: Any, dtype: torch.dtype) -> Any:
     """Return ``values`` with every FP32 or 16-bit tensor in it cast to ``dtype``; integers and FP64 stay."""
-    if type(values) is Tensor:  # ``cast`` without its call: every step ends here
-        own = values.dtype
-        if own is dtype or not (own is _FP32 or own in HALF):
+    if type(values) is Tensor:  # ``cast`` inlined: every step ends here
+        current = values.dtype
+        if current is dtype or not (current is _FP32 or current in HALF):
             return values
-        return values.float() if dtype is _FP32 else values.to(dtype)  # float() is one quarter cheaper
+        return values.float() if dtype is _FP32 else values.to(dtype)  # float() is a quarter cheaper
 
     def cast(tensor: Tensor) -> Tensor:
         castable = tensor.is_floating_point() and tensor.element_size() in (2, 4)

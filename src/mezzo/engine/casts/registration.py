@@ -30,7 +30,7 @@ class CastRules(Protocol):
     def rule(self, op: Op) -> Any:
         """Return the rule for ``op`` in the current state; None if it has none."""
 
-    def answer(self, op: Op, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, op: Op, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the result of ``op`` under ``rule``; autocast is off."""
 
 
@@ -40,14 +40,17 @@ _LIBRARIES: list[torch.library.Library] = []  # a library's kernels are removed 
 
 
 def register(
-    device_type: str, ops: Iterable[Op], table: Callable[[], CastRules | None], *, all_of_torchs: bool
+    device_type: str, ops: Iterable[Op], open_table: Callable[[], CastRules | None], *, include_native: bool
 ) -> None:
-    """Register kernels for ``ops`` and, if asked, for all that torch casts on the device; ``table`` returns the open cast table."""
+    """Register kernels for ``ops`` and, with ``include_native``, for every operation that torch casts on the device.
+
+    ``open_table`` returns the cast table of the open region.
+    """
     key = f"Autocast{device_type.upper()}"
     with _LOCK:
-        done = _REGISTERED.setdefault(device_type, set())
-        torchs = {find_op(name) for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
-        needed = ({*ops, *torchs} if all_of_torchs else {*ops}) - done - {None}
+        registered = _REGISTERED.setdefault(device_type, set())
+        native_ops = {find_op(name) for name in torch._C._dispatch_get_registrations_for_dispatch_key(key)}
+        needed = ({*ops, *native_ops} if include_native else {*ops}) - registered - {None}
         if not needed:
             return
         if not _LIBRARIES:
@@ -57,9 +60,9 @@ def register(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
             for op in needed:
-                native = torch.library.get_kernel(op, key) if op in torchs else None
-                library.impl(op, _kernel(op, key, device_type, table, native), key, with_keyset=True)
-        done |= needed
+                native = torch.library.get_kernel(op, key) if op in native_ops else None
+                library.impl(op, _kernel(op, key, device_type, open_table, native), key, with_keyset=True)
+        registered |= needed
 
 
 def find_op(name: str) -> Op:
@@ -73,7 +76,7 @@ _ATEN: Any = torch.ops.aten
 _ARITHMETIC = frozenset(
     (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.div.Tensor_mode, _ATEN.rsub.Tensor)
 )
-"""Operations that accept a number for a tensor: C++ wraps the 2 of ``x * 2``, and a Python kernel gets the number again."""
+"""Operations that accept a number for a tensor: C++ wraps the 2 of ``x * 2``, and a Python kernel receives the plain number."""
 
 
 def call_op(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -98,7 +101,7 @@ def _kernel(
         rule = None if table is None else table.rule(op)
         if table is not None and rule is not None:
             with exclude(autocast):
-                return table.answer(op, rule, args, kwargs)
+                return table.dispatch(op, rule, args, kwargs)
         if native is not None and (table is None or table.keeps_kernels):
             return native.call_boxed(keyset, *args, **kwargs)
         if takes_numbers:

@@ -13,7 +13,7 @@ only the second, and its gradients are written, not added. Graphs that share a p
 tensors that outlive a replay (gradients of a window, tables, norm and flag) are allocated outside.
 
 Before the capture the step is rehearsed (on the stream of ``cuda_graphs``): kernels compile and the optimizer's state is allocated,
-but the update skips. Buffers, scales and generators are then restored, so that the first replay is the first step.
+but the update is skipped. Buffers, scales and generators are then restored, so that the first replay is the first step.
 
 Limits: one process, one loss scale, mezzo's optimizers; random numbers from torch's default generator; no host reads in the
 forward pass or the loss; module hooks and Python side effects run only at the capture.
@@ -55,7 +55,7 @@ class Parts(NamedTuple):
     window: Window
     progress: Progress
     schedules: Schedules
-    way_of_updating: Choice
+    update_choice: Choice
     open_window: Callable[[], None]
     differentiate: Callable[[Tensor, float], None]
     """Runs a backward pass, given a loss and its share of the window."""
@@ -66,7 +66,7 @@ class Parts(NamedTuple):
 
 
 class CapturedStep:
-    """A session's training step as CUDA graphs; ``Session.capture`` makes it.
+    """A session's training step as CUDA graphs; ``Session.capture`` creates it.
 
     A call with a micro-batch replaces ``autocast``, the forward pass and ``step``, and returns the loss (or the results of
     ``compute_loss``, the loss first) in new memory.
@@ -89,11 +89,11 @@ class CapturedStep:
         self._replays: dict[bool, tuple[Callable[[], None], Any]] = {}
         """Each graph's replay, and its outputs in the memory that it writes, by whether it updates."""
         self._norm, self._flag = torch.zeros_like(parts.progress.norm), torch.zeros((), device=session.device)
-        self._held: list[tuple[nn.Parameter, Tensor]] = []
+        self._window_gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._tables: list[Any] = []
         self._kernels = _kernels_of(session, parts)
         session.masters.follow()  # outside of the graphs
-        with _as_before(session, parts):
+        with _restored(session, parts):
             self._rehearse()
             try:
                 self._capture()
@@ -115,39 +115,39 @@ class CapturedStep:
         session, parts, window = self._session, self._parts, self._parts.window
         if window.unscaled or window.weighted:
             raise SessionError(
-                "captured step in a window that was unscaled or has micro-batches of given weights",
+                "captured step in a window that was unscaled, or whose micro-batches have weights",
                 hint="call update() to close that window first",
             )
         if self._replaced != _replaced(session):
             raise SessionError(
-                "optimizer state that the captured step knows was replaced, as load_state_dict() does",
-                hint="load first, then capture; or capture once more",
+                "optimizer state that the captured step refers to was replaced, for example by load_state_dict()",
+                hint="load first, then capture; or capture again",
             )
         self._restore_gradients()
-        for mine, given in zip(self._inputs, leaves, strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(given, non_blocking=True)
+        for captured, new in zip(self._inputs, leaves, strict=True):
+            if isinstance(captured, Tensor):
+                captured.copy_(new, non_blocking=True)
         window.share(None, 0)
         window.calls += 1
         if window.calls < session.accumulate:
-            return self._replayed(updates=False)
+            return self._replay(updates=False)
         parts.schedules.settle()
         session.masters.follow()
         for table in self._tables:
             table.refresh()
-        result = self._replayed(updates=True)
+        result = self._replay(updates=True)
         parts.progress.norm = self._norm.clone()
-        parts.close(session.optimizers, self._flag, keep_gradients=bool(self._held))
+        parts.close(session.optimizers, self._flag, keep_gradients=bool(self._window_gradients))
         return result
 
     def _restore_gradients(self) -> None:
         """Restore the gradients that the graphs add to, if an update or backward pass outside the graphs replaced them."""
-        for parameter, gradient in self._held:
+        for parameter, gradient in self._window_gradients:
             if parameter.grad is not gradient:
                 gradient.zero_() if parameter.grad is None else gradient.copy_(parameter.grad)
                 parameter.grad = gradient
 
-    def _replayed(self, *, updates: bool) -> Any:
+    def _replay(self, *, updates: bool) -> Any:
         replay, outputs = self._replays[updates]
         replay()
         return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, outputs)
@@ -156,21 +156,21 @@ class CapturedStep:
         """Return how inputs differ from the captured ones; None if only in their values."""
         if structure != self._structure:
             return f"inputs are arranged as {structure}; captured: {self._structure}"
-        for mine, given in zip(self._inputs, leaves, strict=True):
-            if isinstance(mine, Tensor) is not isinstance(given, Tensor):
-                return f"an input is of type {type(given).__name__}; captured: {type(mine).__name__}"
-            if not isinstance(mine, Tensor):
-                if given is not mine and given != mine:
-                    return f"an input that is no tensor is {given!r}; captured: {mine!r}"
-            elif mine.shape != given.shape or mine.dtype is not given.dtype:
-                return f"an input is {given.dtype} of shape {tuple(given.shape)}; captured: {mine.dtype} of {tuple(mine.shape)}"
+        for captured, new in zip(self._inputs, leaves, strict=True):
+            if isinstance(captured, Tensor) is not isinstance(new, Tensor):
+                return f"an input is of type {type(new).__name__}; captured: {type(captured).__name__}"
+            if not isinstance(captured, Tensor):
+                if new is not captured and new != captured:
+                    return f"an input that is not a tensor is {new!r}; captured: {captured!r}"
+            elif captured.shape != new.shape or captured.dtype is not new.dtype:
+                return f"an input is {new.dtype} of shape {tuple(new.shape)}; captured: {captured.dtype} of {tuple(captured.shape)}"
         return None
 
     def _eager(self, inputs: tuple[Any, ...], difference: str) -> Any:
         if self._other_shapes == "error":
             raise SessionError(
                 f"captured step: {difference}",
-                hint="pad the batch or drop the last one of an epoch (drop_last=True), capture once more for this shape, "
+                hint="pad the batch or drop the last one of an epoch (drop_last=True), capture again for this shape, "
                 "or capture with other_shapes='eager' to run such batches without a graph",
             )
         device = self._session.device
@@ -198,8 +198,8 @@ class CapturedStep:
         assert isinstance(skipped, Tensor)
         self._flag.copy_(skipped)
         self._norm.copy_(self._parts.progress.norm)
-        if self._held:
-            torch._foreach_zero_([gradient for _, gradient in self._held])
+        if self._window_gradients:
+            torch._foreach_zero_([gradient for _, gradient in self._window_gradients])
         else:
             _drop_gradients(self._session)
         return outputs
@@ -219,12 +219,12 @@ class CapturedStep:
                 parts.update(session.optimizers, rehearsal=True)
             self._tables = rehearsed
         if session.accumulate > 1:
-            self._held = [(p, torch.zeros_like(p.grad)) for p in trained if p.grad is not None]
+            self._window_gradients = [(p, torch.zeros_like(p.grad)) for p in trained if p.grad is not None]
         _drop_gradients(session)
 
     def _capture(self) -> None:
         session, window = self._session, self._parts.window
-        for parameter, gradient in self._held:
+        for parameter, gradient in self._window_gradients:
             parameter.grad = gradient
         if session.accumulate > 1:
             self._parts.open_window()
@@ -238,7 +238,7 @@ class CapturedStep:
         for table in self._tables:
             table.send()
         self._replaced = _replaced(session)
-        torch._foreach_zero_([*(gradient for _, gradient in self._held), self._flag])
+        torch._foreach_zero_([*(gradient for _, gradient in self._window_gradients), self._flag])
 
 
 def _loss_of(outputs: Any) -> Any:
@@ -259,7 +259,7 @@ def _drop_gradients(session: Session) -> None:
 
 
 @contextmanager
-def _as_before(session: Session, parts: Parts) -> Iterator[None]:
+def _restored(session: Session, parts: Parts) -> Iterator[None]:
     """Restore the state that rehearsing and capturing change: buffers, scales, counts and the window."""
     places = [*(b for model in session.models for b in model.buffers()), *parts.progress.in_place()]
     for scale in session.scales:
@@ -283,28 +283,28 @@ def _kernels_of(session: Session, parts: Parts) -> ModuleType:
         SessionError: this session's steps cannot be captured.
     """
     kernels, reason = choose(session.device.type)
-    wrong = None
+    cause = None
     if parts.window.calls:
-        wrong = f"{parts.window.calls} backward passes of an open window", "call update() first"
+        cause = f"{parts.window.calls} backward passes of an open window", "call update() first"
     elif session.processes.several:
-        wrong = "several processes", "train with step(loss)"
+        cause = "several processes", "train with step(loss)"
     elif session.policy.world > 1:
-        wrong = f"an emulated reduction over {session.policy.world} processes", "train with step(loss)"
+        cause = f"an emulated reduction over {session.policy.world} processes", "train with step(loss)"
     elif len({p.device for p in _trained(session)}) > 1:
-        wrong = "parameters on several devices", "train with step(loss): a graph is captured on one device"
+        cause = "parameters on several devices", "train with step(loss): a graph is captured on one device"
     elif len(session.scales) > 1:
-        wrong = f"num_losses={len(session.scales)}", "add the losses up, or train with backward and update"
-    elif parts.way_of_updating.value != ONE_PASS:
-        wrong = (
-            parts.way_of_updating.reason,
+        cause = f"num_losses={len(session.scales)}", "add the losses up, or train with backward and update"
+    elif parts.update_choice.value != ONE_PASS:
+        cause = (
+            parts.update_choice.reason,
             "use mezzo.AdamW or mezzo.SGD and clip_norm: their updates need no host",
         )
     elif have_hooks(session.optimizers):
-        wrong = "step hooks of an optimizer", "remove them, or train with step(loss): a replay calls nothing in Python"
+        cause = "step hooks of an optimizer", "remove them, or train with step(loss): a replay calls nothing in Python"
     elif not hasattr(kernels, "recording"):
-        wrong = reason, "install a Triton that works here: its kernels take settings from the device"
-    if wrong is not None:
-        what, hint = wrong
+        cause = reason, "install a Triton that works here: its kernels take settings from the device"
+    if cause is not None:
+        what, hint = cause
         raise SessionError(
             f"capture() with {what}; allowed: one process, one loss scale, one-pass updates by Triton kernels, a closed window",
             hint=hint,

@@ -5,9 +5,9 @@ nodes there. torch creates its default capture stream once per process, on the d
 GPU would capture nothing.
 
 cuBLAS keeps a workspace for each stream, which a graph uses by its address. If a rehearsal leaves one in ordinary memory, any code that
-clears the workspaces, such as ``torch.compile(mode="reduce-overhead")``, frees it, and a replay would write into memory of others. So the
-workspaces are cleared before the first capture, which then allocates its own from the graphs' pool. Limit: if they are cleared again
-between two captures of a session, tensors of the second capture may reuse that memory.
+clears the workspaces, such as ``torch.compile(mode="reduce-overhead")``, frees it, and a replay would write into memory that is in use
+elsewhere. So the workspaces are cleared before the first capture, which then allocates its own from the graphs' pool. Limit: if they are
+cleared again between two captures of a session, tensors of the second capture may reuse that memory.
 
 ``torch.cuda.graph`` raises two errors when a capture fails: the one that broke it, then one because the capture cannot be ended. The
 second hides the first and leaves the capture's stream current. ``CudaGraphs.capture`` restores the stream and raises the first error.
@@ -23,9 +23,9 @@ import torch
 
 from mezzo.errors import SessionError
 
-_READS = (
-    "the forward pass or the loss waits for the host (.item(), .cpu(), print, a boolean index), makes a tensor of Python numbers, or "
-    "allocates by what it reads; remove that, or train with step(loss)"
+_HOST_READ = (
+    "the forward pass or the loss waits for the host (.item(), .cpu(), print, a boolean index), creates a tensor from Python numbers, or "
+    "allocates memory by a value that it reads; remove that, or train with step(loss)"
 )
 _HINTS = {
     "CUDAGeneratorImpl": "activation checkpointing reads the generator's state, which a capture refuses: "
@@ -43,7 +43,7 @@ _NEW_PROCESS = "; start a new process for it, since a failed capture leaves memo
 def refusal(error: BaseException) -> SessionError:
     """Return the error for a step that could not be captured, with a hint for its cause."""
     message = str(error)
-    hint = next((what for part, what in _HINTS.items() if part in message), _READS)
+    hint = next((what for part, what in _HINTS.items() if part in message), _HOST_READ)
     first = (message.splitlines() or [""])[0] or type(error).__name__
     return SessionError(f"the step could not be captured: {first}", hint=f"{hint}{_NEW_PROCESS}")
 
@@ -61,53 +61,53 @@ class CudaGraphs:
         """Run the block on the capture's stream, then restore the generator."""
         state = torch.cuda.get_rng_state(self._device)
         try:
-            with self._aside():
+            with self._on_stream():
                 yield
         finally:
-            self._outside().wait_stream(self._stream)
+            self._current_stream().wait_stream(self._stream)
             torch.cuda.set_rng_state(state, self._device)
 
     def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Return a function that replays the work that ``run`` enqueues, and the result of ``run``; raise what ``run`` raises."""
         raised: list[BaseException] = []
 
-        def noted() -> Any:
+        def run_and_note() -> Any:
             try:
                 return run()
             except BaseException as error:
                 raised.append(error)
                 raise
 
-        with self._aside(), _later_streams():
+        with self._on_stream(), _stale_nodes_moved():
             if self._pool is None:
                 torch._C._cuda_clearCublasWorkspaces()
             graph = torch.cuda.CUDAGraph()
             try:
-                # thread_local: a data loader's pinning thread may allocate meanwhile.
-                how = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
-                with torch.cuda.graph(graph, **how):
-                    outputs = noted()
+                # thread_local: a data loader's pinning thread may allocate during the capture.
+                settings = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
+                with torch.cuda.graph(graph, **settings):
+                    outputs = run_and_note()
             except BaseException as error:
                 if raised and raised[0] is not error:  # the later error says only that the capture could not be ended
                     raise raised[0] from None
                 raise
-        self._outside().wait_stream(self._stream)
+        self._current_stream().wait_stream(self._stream)
         self._pool = graph.pool()
         return graph.replay, outputs
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _on_stream(self) -> Iterator[None]:
         """Make the capture's stream and device current, after it has waited for the previous stream."""
-        self._stream.wait_stream(self._outside())
+        self._stream.wait_stream(self._current_stream())
         with torch.cuda.stream(self._stream):
             yield
 
-    def _outside(self) -> torch.cuda.Stream:
+    def _current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
 
 
 @contextmanager
-def _later_streams() -> Iterator[None]:
+def _stale_nodes_moved() -> Iterator[None]:
     """Move autograd nodes that an earlier step left alive to the capture's stream, where torch can (2.13)."""
     choose = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
     if choose is None:

@@ -1,1 +1,1 @@
-"""Guardrails: detect from a training's numbers that it goes wrong, and return it to a good snapshot."""
+"""Guardrails: detect from its numbers that a training run is going wrong, and return it to a good snapshot."""

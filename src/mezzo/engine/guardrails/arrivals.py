@@ -1,4 +1,4 @@
-"""Copy the numbers of a training to the host, which never waits for them.
+"""Copy the numbers of a training run to the host, which never waits for them.
 
 On a CPU they are available at once. On a CUDA device a buffer collects 32 updates; it is copied to pinned memory, and read after an event
 shows that the copy has arrived. Other devices have no such event, so nothing is copied.
@@ -45,7 +45,7 @@ class Arrivals:
             self._send(self._rows)
 
     def _send(self, rows: Tensor) -> None:
-        self._take()
+        self._receive()
         if self._sent is not None:  # the last copy has not arrived: the host runs far ahead, so these rows are dropped
             self._open = []
             return
@@ -54,16 +54,16 @@ class Arrivals:
         event.record(torch.cuda.current_stream(self._device))
         self._sent, self._open = (self._open, pinned, event), []
 
-    def _take(self) -> None:
+    def _receive(self) -> None:
         if self._sent is None or not self._sent[2].query():
             return
-        (given, pinned, _), self._sent = self._sent, None
-        for (number, has), values in zip(given, pinned.tolist(), strict=True):
+        (sent, pinned, _), self._sent = self._sent, None
+        for (number, has), values in zip(sent, pinned.tolist(), strict=True):
             self._ready.append((number, tuple(v if known else None for v, known in zip(values, has, strict=True))))
 
     def arrived(self) -> Iterator[Row]:
         """Yield the rows that have arrived since the last call."""
-        self._take()
+        self._receive()
         ready, self._ready = self._ready, []
         yield from ready
 

@@ -31,17 +31,17 @@ def safer_policy(policy: Policy, kind: AlarmKind, device_type: str) -> tuple[Pol
     if not policy.lowers:
         return f"{policy!s} lowers nothing, so there is no safer policy"
     if policy.compute == "fp8":
-        return "layers in FP8 were replaced when the run began, and stay"
+        return "layers were replaced by FP8 ones when the run began, and stay in FP8"
     if policy.casting == "model" and not policy.master_weights:
-        return f"under {policy.name} the weights themselves are in 16 bits, and stay so"
+        return f"under {policy.name} the weights themselves are in 16 bits, and remain so"
     if policy.reduce == "fp16":
         return "gradients are summed over processes in FP16 (reduce=fp16), which needs the loss scale"
     if policy.gather not in ("auto", "fp32"):
-        return f"weights are gathered over processes in {policy.gather.upper()} (gather={policy.gather}), and stay so"
+        return f"weights are gathered over processes in {policy.gather.upper()} (gather={policy.gather}), which a run cannot change"
     wider = _wider(policy, device_type) if kind in OF_RANGE else None
     if wider is not None:
         return wider, f"{kind}: values left the range of FP16; BF16 has the range of FP32"
-    why = f"{kind}: with {policy.compute.upper()} ruled out, the same again has another cause"
+    why = f"{kind}: with {policy.compute.upper()} ruled out, the same alarm again has another cause"
     return Policy.parse("fp32").replace(**{name: getattr(policy, name) for name in _KEPT_IN_FP32}), why
 
 

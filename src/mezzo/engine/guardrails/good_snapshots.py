@@ -1,4 +1,4 @@
-"""Find the newest snapshot from before a training went wrong: saved before the evidence began, and with finite weights."""
+"""Find the newest snapshot from before a training run went wrong: saved before the evidence began, and with finite weights."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def newest_good(
             except SnapshotError:
                 continue
             if _finite(weights(contents)):
-                for one in after:
-                    one.path.unlink(missing_ok=True)
+                for later in after:
+                    later.path.unlink(missing_ok=True)
                 return saved, contents
         after.append(saved)
     return None
 
 
 def _finite(tree: Any) -> bool:
-    tensors = [one for one in tree_leaves(tree) if isinstance(one, Tensor) and one.is_floating_point()]
+    tensors = [tensor for tensor in tree_leaves(tree) if isinstance(tensor, Tensor) and tensor.is_floating_point()]
     # Healthy models have masks of -infinity: only NaN and +infinity are signs of a fault.
-    return not any(bool((one.isnan() | (one == math.inf)).any()) for one in tensors)
+    return not any(bool((tensor.isnan() | (tensor == math.inf)).any()) for tensor in tensors)

@@ -6,7 +6,7 @@
     scale at its floor                            the fallback policy, as the scale was smaller before; without one, as for a skip storm
 
 The second return to the same snapshot keeps that change, and the run falls back to a safer policy (``fallback_policies``). Each later
-return, or each one if no policy is safer, makes the change once more. The data does not go back: other batches follow.
+return, or each one if no policy is safer, makes the change once more. The data is not rewound: other batches follow.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def apply_remedy(
         fall_back: changes the policy to a safer one, if possible; returns the new policy, or ``UNCHANGED``, and why.
     """
     policy = fall_back() if len(before) == 1 or kind == "scale at its floor" else None
-    fallen = policy is not None and policy.value != UNCHANGED
-    if policy is not None and fallen and kind in _OF_SCALE:
+    fell_back = policy is not None and policy.value != UNCHANGED
+    if policy is not None and fell_back and kind in _OF_SCALE:
         return [policy]
-    earlier = sum(one.what == POLICY and one.value != UNCHANGED for rewind in before for one in rewind.changes)
-    changed = _numbers(kind, 1 + len(before) - earlier - fallen, optimizers, schedulers, scales)
+    earlier = sum(change.what == POLICY and change.value != UNCHANGED for rewind in before for change in rewind.changes)
+    changed = _numbers(kind, 1 + len(before) - earlier - fell_back, optimizers, schedulers, scales)
     if not changed and policy is None:  # gradients that are zero without a scale that could be larger
         policy = fall_back()
-        fallen = policy.value != UNCHANGED
-    return [*changed, *([] if policy is None else [policy])] if changed or fallen else []
+        fell_back = policy.value != UNCHANGED
+    return [*changed, *([] if policy is None else [policy])] if changed or fell_back else []
 
 
 def _numbers(
@@ -75,13 +75,13 @@ def _numbers(
 
 
 def _scale(scale: Any, factor: float, kind: AlarmKind) -> Reason | None:
-    held = getattr(scale, "_scale", None)
+    tensor = getattr(scale, "_scale", None)
     if isinstance(scale, DynamicScale):
         state = scale.state_dict()
         value = min(max(state["scale"] * factor, scale.min_scale), scale.max_scale)
         scale.load_state_dict({**state, "scale": value})
-    elif isinstance(held, torch.Tensor) and isinstance(scale, torch.amp.GradScaler):
-        held.mul_(factor)
+    elif isinstance(tensor, torch.Tensor) and isinstance(scale, torch.amp.GradScaler):
+        tensor.mul_(factor)
     else:
         return None
     why = (

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mezzo.engine.checks import PrecisionWarning
-from mezzo.engine.guardrails.alarms import Alarms, Seen
+from mezzo.engine.guardrails.alarms import Alarms, UpdateNumbers
 from mezzo.engine.guardrails.arrivals import Arrivals
 from mezzo.engine.guardrails.good_snapshots import newest_good
 from mezzo.engine.guardrails.remedies import POLICY, UNCHANGED, apply_remedy
 from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.snapshots.contents import set_contents
 from mezzo.engine.snapshots.folder import SavedSnapshot
-from mezzo.engine.snapshots.of_ranks import OfAll, folder_of, read_together
+from mezzo.engine.snapshots.of_ranks import CompleteSnapshot, contents_for_rank, folder_of
 from mezzo.engine.snapshots.randomness import random_states
 from mezzo.errors import GuardError, SessionError
 from mezzo.records import Alarm, GuardAction, Guardrails, Reason, Rewind
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from mezzo.engine.session import Session
 
 MOST_REWINDS = 3
-"""Most returns of a training to a snapshot."""
+"""The most times that a training run returns to a snapshot."""
 _ACTIONS = ("note", "stop", "rewind")
 _KEEPS_POLICY = Reason(
-    what=POLICY, value=UNCHANGED, reason="a session's weights and optimizers are made for its policy"
+    what=POLICY, value=UNCHANGED, reason="a session's weights and optimizers are built for its policy"
 )
 
 
@@ -52,9 +52,9 @@ class SessionGuard:
         self._loss: Tensor | None = None
         self.noticed = Guardrails(action=action)
         several, group = session.processes.several, session.processes.group
-        self._together = Agreement(within=group) if several and action != "note" else None
-        self._wish: Alarm | None = None
-        """An alarm of this process that the others do not know yet."""
+        self._agreement = Agreement(within=group) if several and action != "note" else None
+        self._unshared: Alarm | None = None
+        """An alarm of this process that the others have not received yet."""
 
     def backward(self, loss: Tensor, share: float) -> None:
         """Add a micro-batch's loss to the window's."""
@@ -72,28 +72,30 @@ class SessionGuard:
         loss, self._loss = self._loss, None
         self._arrivals.add(session._progress.windows, [loss, session._progress.norm, skipped, scale])
         arrived = [
-            Seen(number, seen_loss, norm, bool(flag), seen_scale)
+            UpdateNumbers(number, seen_loss, norm, bool(flag), seen_scale)
             for number, (seen_loss, norm, flag, seen_scale) in self._arrivals.arrived()
         ]
-        for alarm in self._alarms.see(arrived):
+        for alarm in self._alarms.inspect(arrived):
             self._note(alarm)
-            if self._together is not None:
-                self._wish = self._wish or alarm
+            if self._agreement is not None:
+                self._unshared = self._unshared or alarm
                 continue
             self._act(alarm)
             if self._action == "rewind":  # the other updates were made before the return
                 break
-        if self._together is not None and session._progress.windows >= self._together.next:
-            self._agree(self._together)
+        if self._agreement is not None and session._progress.windows >= self._agreement.next:
+            self._agree(self._agreement)
 
-    def _agree(self, together: Agreement) -> None:
+    def _agree(self, agreement: Agreement) -> None:
         """Act on an alarm of any process in all of them, after the same update."""
-        wish, self._wish = self._wish, None
-        found = together.any_of(self._session._progress.windows, None if wish is None else wish.model_dump())
-        if found is None:
+        unshared, self._unshared = self._unshared, None
+        reported = agreement.any_of(
+            self._session._progress.windows, None if unshared is None else unshared.model_dump()
+        )
+        if reported is None:
             return
-        rank, alarm = found[0], Alarm.model_validate(found[1])
-        if wish is None:
+        rank, alarm = reported[0], Alarm.model_validate(reported[1])
+        if unshared is None:
             alarm = alarm.model_copy(update={"evidence": f"rank {rank}: {alarm.evidence}"})
             self._note(alarm)
         self._act(alarm)
@@ -105,63 +107,64 @@ class SessionGuard:
     def _act(self, alarm: Alarm) -> None:
         text = _text(alarm)
         if self._action == "stop":
-            raise self._ended(text)
+            raise self._stopped(text)
         if self._action == "rewind":
-            self._return(alarm, text)
+            self._rewind(alarm, text)
 
-    def _ended(self, why: str) -> GuardError:
+    def _stopped(self, why: str) -> GuardError:
         self.noticed = self.noticed.model_copy(update={"stopped": why})
         return GuardError(
             f"the training was stopped by its guard: {why}",
             hint="run the script under mezzo diagnose; docs/guardrails.md says what each alarm means",
         )
 
-    def _return(self, alarm: Alarm, text: str) -> None:
+    def _rewind(self, alarm: Alarm, text: str) -> None:
         session, times = self._session, len(self.noticed.rewinds) + 1
         if times > MOST_REWINDS:
-            raise self._ended(f"{text}, after {MOST_REWINDS} returns to a snapshot")
-        own = session._snapshots
-        if own.saving is not None:
-            own.saving.wait()
-        good, together = self._newest_good(alarm), self._together
-        if together is not None and not together.all_equal([0, 0] if good is None else [*good[0][:2]]):
-            raise self._ended(f"{text}; the processes have no snapshot in common to return to")
+            raise self._stopped(f"{text}, after {MOST_REWINDS} returns to a snapshot")
+        snapshots = session._snapshots
+        if snapshots.saving is not None:
+            snapshots.saving.wait()
+        good, agreement = self._newest_good(alarm), self._agreement
+        if agreement is not None and not agreement.all_equal([0, 0] if good is None else [*good[0][:2]]):
+            raise self._stopped(f"{text}; the processes have no snapshot in common to return to")
         if good is None:
-            raise self._ended(f"{text}; there is no snapshot from before update {alarm.since} to return to")
+            raise self._stopped(f"{text}; there is no snapshot from before update {alarm.since} to return to")
         saved, contents = good
         position, random = dict(vars(session._position)), random_states()
-        in_all = (lambda here: here) if together is None else together.in_all
+        in_all = (lambda here: here) if agreement is None else agreement.in_all
         set_contents(session, {**contents, "random": random}, in_all=in_all)
-        own.last_s = time.monotonic()  # saved now, a copy of that snapshot would count as progress
-        vars(session._position).update(position)  # the data does not go back: other batches follow
+        snapshots.last_s = time.monotonic()  # a snapshot saved now would copy that one, and would count as progress
+        vars(session._position).update(position)  # the data is not rewound: other batches follow
         changes = apply_remedy(
             alarm.kind,
-            [one for one in self.noticed.rewinds if one.snapshot >= saved.path.name],
+            [earlier for earlier in self.noticed.rewinds if earlier.snapshot >= saved.path.name],
             optimizers=session.optimizers,
             schedulers=session.schedulers,
             scales=session.scales,
             fall_back=lambda: _KEEPS_POLICY,
         )
         if not changes:
-            raise self._ended(f"{text}; there is nothing to change that would help")
+            raise self._stopped(f"{text}; there is nothing to change that would help")
         rewind = Rewind(
             alarm=alarm.kind, step=alarm.step, snapshot=saved.path.name, updates=saved.updates, changes=changes
         )
         self.noticed = self.noticed.model_copy(update={"rewinds": [*self.noticed.rewinds, rewind]})
         self._alarms.forget()
         self._arrivals.forget()
-        if together is not None:
-            together.again()
+        if agreement is not None:
+            agreement.restart()
 
     def _newest_good(self, alarm: Alarm) -> tuple[SavedSnapshot, Any] | None:
-        folder, together = self._session._snapshots.folder, self._together
+        folder, agreement = self._session._snapshots.folder, self._agreement
         if folder is None:
             return None
-        rank, size = (0, 1) if together is None else (together.rank, together.size)
-        places = [folder.path] if size == 1 else [folder_of(folder.path.parent, one, size) for one in range(size)]
+        rank, size = (0, 1) if agreement is None else (agreement.rank, agreement.size)
+        folders = [folder.path] if size == 1 else [folder_of(folder.path.parent, n, size) for n in range(size)]
 
         def read(saved: SavedSnapshot) -> Any:
-            return read_together(OfAll(saved.number, [place / saved.path.name for place in places]), rank, size)
+            paths = [place / saved.path.name for place in folders]
+            return contents_for_rank(CompleteSnapshot(saved.number, paths), rank, size)
 
         return newest_good(folder.path, before=alarm.since, weights=lambda c: c["session"]["models"], read=read)
 

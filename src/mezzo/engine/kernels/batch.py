@@ -52,7 +52,7 @@ class AdamWSettings:
     amsgrad: bool
     maximize: bool
     now: Callable[[], AdamWSettings] | None = field(default=None, compare=False, repr=False)
-    """Return the group's current settings: a captured step asks before each replay."""
+    """Return the group's current settings: a captured step calls it before each replay."""
 
 
 @dataclass(frozen=True, kw_only=True)

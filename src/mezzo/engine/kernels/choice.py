@@ -22,7 +22,7 @@ def choose(device_type: str) -> tuple[ModuleType, str]:
     if device_type == "cuda":
         return _triton()
     if device_type in _FUSED_DEVICES:
-        return fused, f"torch's fused kernels, with clipping and scale in grad_scale: none of our own for {device_type}"
+        return fused, f"torch's fused kernels, with clipping and scale in grad_scale: Mezzo has none for {device_type}"
     return reference, f"plain torch operations: no fused kernels for {device_type}"
 
 
@@ -32,4 +32,4 @@ def _triton() -> tuple[ModuleType, str]:
         kernels.try_out(torch.device("cuda"))  # a Triton that cannot compile fails here, not in the first update
     except Exception as error:  # its compiler may raise anything
         return fused, f"torch's fused kernels: Triton does not work here ({type(error).__name__}: {error})"
-    return kernels, "Triton kernels, one launch a group"
+    return kernels, "Triton kernels, one launch per group"

@@ -4,7 +4,7 @@
 // update runs on it in FP32, and the new weights are rounded back. So every byte of gradient, master and moments is read once and
 // written once, and nothing else moves. All tensors of a group go in one call, by tables of addresses.
 //
-// `factor` takes scale, accumulation weights and clipping out of a gradient at once; `found_inf` above 0 leaves everything as it is.
+// `factor` unscales, averages and clips a gradient in one multiplication; if `found_inf` is above 0, nothing changes.
 
 #include <algorithm>
 #include <cmath>
@@ -17,26 +17,26 @@
 
 namespace {
 
-constexpr int kLanes = 16;  // sums side by side: with fewer, each addition waits for the one before
+constexpr int kLanes = 16;  // parallel sums: with fewer, each addition waits for the one before
 
 // A block of a tensor as FP32: its own memory where it is FP32, else `space`.
 struct Master {
   float space[kBlock];
   float* values;
 
-  float* open(void* weight, void* master, int64_t dtype, int64_t at, int64_t n) {
+  float* read(void* weight, void* master, int64_t dtype, int64_t at, int64_t n) {
     if (dtype == kSplit) {
       join(static_cast<uint16_t*>(weight) + at, static_cast<uint16_t*>(master) + at, space, n);
       return values = space;
     }
-    if (dtype >= kFloat16Alone) {
-      load(weight, dtype == kFloat16Alone ? kFloat16 : kBFloat16, at, n, space);
+    if (dtype >= kFloat16NoMaster) {
+      load(weight, dtype == kFloat16NoMaster ? kFloat16 : kBFloat16, at, n, space);
       return values = space;
     }
     return values = static_cast<float*>(dtype == kFloat32 ? weight : master) + at;
   }
 
-  void close(void* weight, void* master, int64_t dtype, int64_t at, int64_t n, uint32_t seed) {
+  void write(void* weight, void* master, int64_t dtype, int64_t at, int64_t n, uint32_t seed) {
     if (dtype == kSplit) {
       split(values, static_cast<uint16_t*>(weight) + at, static_cast<uint16_t*>(master) + at, n);
     } else if (dtype == kBFloat16Stochastic) {
@@ -44,7 +44,7 @@ struct Master {
       noise(seed, kForWeight, at, n, bits16);
       narrow_bfloat16_by(bits16, values, static_cast<uint16_t*>(weight) + at, n);
     } else {
-      store_weights(values, weight, dtype >= kFloat16Alone ? dtype - kAlone : dtype, at, n);
+      store_weights(values, weight, dtype >= kFloat16NoMaster ? dtype - kNoMaster : dtype, at, n);
     }
   }
 };
@@ -53,7 +53,7 @@ template <bool kSigned>
 struct Moment {
   float space[kBlock];
 
-  float* open(void* base, int64_t dtype, int64_t at, int64_t n, int64_t size) {
+  float* read(void* base, int64_t dtype, int64_t at, int64_t n, int64_t size) {
     if (dtype == kFloat32) return static_cast<float*>(base) + at;
     if (dtype == kPacked) {
       const uint8_t* codes = static_cast<uint8_t*>(base);
@@ -64,7 +64,7 @@ struct Moment {
     return space;
   }
 
-  void close(void* base, int64_t dtype, int64_t at, int64_t n, int64_t size, uint32_t seed) {
+  void write(void* base, int64_t dtype, int64_t at, int64_t n, int64_t size, uint32_t seed) {
     if (dtype == kFloat32) return;
     uint32_t bits16[kBlock];
     noise(seed, kSigned ? kForFirst : kForSecond, at, n, bits16);
@@ -87,7 +87,7 @@ inline float mean_of(float old, float fresh, const AdamWFloats& c) {
   return kMostlyOld ? old + (fresh - old) * c.to_mean : fresh - (fresh - old) * c.beta1;
 }
 
-// A function of its own with plain pointers: inside a lambda compilers do not turn this loop into vector instructions.
+// A function of its own with plain pointers: compilers do not vectorise this loop inside a lambda.
 template <bool kAmsgrad, bool kMostlyOld>
 void adamw_block(const float* __restrict__ g, float* __restrict__ p, float* __restrict__ m, float* __restrict__ v,
                  float* __restrict__ top, int64_t n, const AdamWFloats c) {
@@ -150,8 +150,8 @@ struct AdamW {
   int32_t maximize, amsgrad;
 };
 
-// torch.optim.AdamW's update (Loshchilov & Hutter, arXiv:1711.05101), in FP32; the weight is rounded once an update, in torch twice. `steps` counts every
-// tensor's own updates: bias corrections are right for parameters that join later or miss a gradient.
+// torch.optim.AdamW's update (Loshchilov & Hutter, arXiv:1711.05101), in FP32; the weight is rounded once per update, in torch twice.
+// `steps` counts every tensor's own updates: bias corrections are right for parameters that join later or miss a gradient.
 void mezzo_adamw(int64_t count, void* const* weights, const void* const* gradients, void* const* masters, void* const* means,
                  void* const* squares, void* const* largest, float* const* steps, const int64_t* sizes,
                  const int64_t* weight_dtypes, const int64_t* gradient_dtypes, const int64_t* moment_dtypes, const int64_t* numbers,
@@ -183,14 +183,14 @@ void mezzo_adamw(int64_t count, void* const* weights, const void* const* gradien
     const int64_t kind = moment_dtypes[t], size = sizes[t];
     const uint32_t seed = seed_of(numbers[t], *steps[t]);
     const float* g = load(gradients[t], gradient_dtypes[t], at, n, space);
-    float* p = master.open(weights[t], masters[t], weight_dtypes[t], at, n);
-    float* m = mean.open(means[t], kind, at, n, size);
-    float* v = square.open(squares[t], kind, at, n, size);
-    block(g, p, m, v, s.amsgrad ? top.open(largest[t], kind, at, n, size) : v, n, c);
-    mean.close(means[t], kind, at, n, size, seed);
-    square.close(squares[t], kind, at, n, size, seed);
-    if (s.amsgrad) top.close(largest[t], kind, at, n, size, seed);
-    master.close(weights[t], masters[t], weight_dtypes[t], at, n, seed);
+    float* p = master.read(weights[t], masters[t], weight_dtypes[t], at, n);
+    float* m = mean.read(means[t], kind, at, n, size);
+    float* v = square.read(squares[t], kind, at, n, size);
+    block(g, p, m, v, s.amsgrad ? top.read(largest[t], kind, at, n, size) : v, n, c);
+    mean.write(means[t], kind, at, n, size, seed);
+    square.write(squares[t], kind, at, n, size, seed);
+    if (s.amsgrad) top.write(largest[t], kind, at, n, size, seed);
+    master.write(weights[t], masters[t], weight_dtypes[t], at, n, seed);
   });
 }
 
@@ -215,18 +215,18 @@ void mezzo_sgd(int64_t count, void* const* weights, const void* const* gradients
     float space[kBlock];
     Master master;
     const float* g = load(gradients[t], gradient_dtypes[t], at, n, space);
-    float* p = master.open(weights[t], masters[t], weight_dtypes[t], at, n);
+    float* p = master.read(weights[t], masters[t], weight_dtypes[t], at, n);
     const uint32_t seed = seed_of(numbers[t], *steps[t]);
     if (s.momentum == 0.0) {
       sgd_block(g, p, n, scale, lr, decay);
     } else {
       Moment<true> buffer;
-      float* b = buffer.open(buffers[t], moment_dtypes[t], at, n, sizes[t]);
+      float* b = buffer.read(buffers[t], moment_dtypes[t], at, n, sizes[t]);
       const bool begins = first[static_cast<size_t>(t)] != 0;
       momentum_block(g, p, b, n, {scale, lr, decay, momentum, begins ? 0.0f : momentum, begins ? 1.0f : fresh, s.nesterov});
-      buffer.close(buffers[t], moment_dtypes[t], at, n, sizes[t], seed);
+      buffer.write(buffers[t], moment_dtypes[t], at, n, sizes[t], seed);
     }
-    master.close(weights[t], masters[t], weight_dtypes[t], at, n, seed);
+    master.write(weights[t], masters[t], weight_dtypes[t], at, n, seed);
   });
 }
 

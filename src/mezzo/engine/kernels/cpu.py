@@ -44,8 +44,8 @@ _FLAGS = [
 ]
 _CODES = {FP32.dtype: 0, FP16.dtype: 1, BF16.dtype: 2}
 _FP32 = FP32.dtype
-_SPLIT, _ALONE, _STOCHASTIC, _PACKED = 3, 3, 6, 7
-"""The codes of a split master, of stochastic BF16 and of 8-bit moments; ``_ALONE`` is added to a 16-bit format's without a master."""
+_SPLIT, _NO_MASTER, _STOCHASTIC, _PACKED = 3, 3, 6, 7
+"""The codes of a split master, of stochastic BF16 and of 8-bit moments; ``_NO_MASTER`` is added to that of a 16-bit format without one."""
 
 
 class _AdamW(ctypes.Structure):
@@ -89,16 +89,16 @@ def _declare(lib: ctypes.CDLL) -> None:
 def _build(compiler: str) -> Path:
     device = this_device("cpu")
     # Also by instruction sets: machines with different processors of the same name may share a home folder.
-    made_of = " ".join([compiler, *_FLAGS, device.name, *sorted(device.flags)])
+    build = " ".join([compiler, *_FLAGS, device.name, *sorted(device.flags)])
     source = b"".join(file.read_bytes() for file in (_SOURCE, *_HEADERS))
-    key = hashlib.sha256(source + made_of.encode()).hexdigest()[:20]
+    key = hashlib.sha256(source + build.encode()).hexdigest()[:20]
     folder = _cache_folder()
     path = folder / f"kernels-{key}.so"
     if path.exists():
         return path
-    fresh = path.with_suffix(f".{os.getpid()}.so")
-    subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(fresh)], check=True, capture_output=True, text=True)
-    os.replace(fresh, path)  # two processes that build at once both end with a complete library
+    temporary = path.with_suffix(f".{os.getpid()}.so")
+    subprocess.run([compiler, *_FLAGS, str(_SOURCE), "-o", str(temporary)], check=True, capture_output=True, text=True)
+    os.replace(temporary, path)  # two processes that build at the same time both end with a complete library
     return path
 
 
@@ -114,11 +114,11 @@ def _cache_folder() -> Path:
 
 def sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Return the sum of all squares in FP64: not finite exactly when a gradient is not."""
-    own = [dense(g) for g in gradients]
-    rows = [[g.data_ptr() for g in own], [g.numel() for g in own], [_CODES[g.dtype] for g in own]]
+    gradients = [dense(g) for g in gradients]
+    rows = [[g.data_ptr() for g in gradients], [g.numel() for g in gradients], [_CODES[g.dtype] for g in gradients]]
     count, table, row = _table(rows)
     total = _lib().mezzo_sum_of_squares(count, *row, torch.get_num_threads())
-    del table  # its memory had to live during the call
+    del table  # its memory must stay alive during the call
     return torch.tensor(total, dtype=torch.double)
 
 
@@ -129,7 +129,7 @@ def exponents(tensors: Sequence[Tensor], tables: Sequence[Tensor], cuts: Sequenc
     count, table, row = _table(rows)
     mantissas = (ctypes.c_int32 * len(cuts))(*cuts)
     _lib().mezzo_exponents(count, *row, ctypes.addressof(mantissas), torch.get_num_threads())
-    del table  # its memory had to live during the call
+    del table  # its memory must stay alive during the call
 
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
@@ -167,7 +167,7 @@ def _call(
     count, table, row = _table(rows)
     at = ctypes.addressof(settings), factor.data_ptr(), found_inf.data_ptr()
     function(count, *row, *at, torch.get_num_threads())
-    del table  # its memory had to live during the call
+    del table  # its memory must stay alive during the call
 
 
 def _kind(weight: Tensor, master: Tensor, stochastic: bool) -> int:
@@ -175,7 +175,7 @@ def _kind(weight: Tensor, master: Tensor, stochastic: bool) -> int:
         return _SPLIT if master.dtype is torch.int16 else _CODES[weight.dtype]
     if weight.dtype is _FP32:
         return _CODES[_FP32]
-    return _STOCHASTIC if stochastic else _CODES[weight.dtype] + _ALONE
+    return _STOCHASTIC if stochastic else _CODES[weight.dtype] + _NO_MASTER
 
 
 def _table(rows: list[list[int]]) -> tuple[int, array[int], list[int]]:

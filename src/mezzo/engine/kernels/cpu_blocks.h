@@ -1,4 +1,4 @@
-// Tensors in blocks that stay in the first-level cache, shared among threads.
+// Tensors in blocks that fit the first-level cache, divided among threads.
 
 #pragma once
 

@@ -1,8 +1,8 @@
-// Counts by exponent, in the cells that exponents.py defines: tensors by tables of addresses, each into a table of its own or a shared one.
+// Counts by exponent, in the cells that exponent_bins.py defines: tensors by tables of addresses, each into its own table or a shared one.
 //
-// A block's cells are found by comparisons, which compilers turn into vector instructions; then they are counted one by one. Values lie
-// close together, and adding to a number just stored waits for the store: neighbours are counted in four tables side by side.
-// FP32's subnormals, which need a look of their own, are only noticed here: a block that holds one is gone through again.
+// A block's cells are found by comparisons, which compilers vectorise; then they are counted one by one. Values lie
+// close together, and adding to a number just stored waits for the store: neighbours are counted in four separate tables.
+// FP32's subnormals are only detected here: a block that contains one is processed again.
 
 #pragma once
 
@@ -15,10 +15,10 @@ namespace {
 
 constexpr int kCuts = 8, kCells = kCuts + 1;
 constexpr int kSideBySide = 4, kExponents = 256, kStride = 16;  // cells of an exponent in a thread's own table: a shift, no product
-constexpr int kSide = kExponents * kStride + 208;               // tables 4 KiB apart would hold up each other's loads
+constexpr int kSide = kExponents * kStride + 208;               // tables 4 KiB apart would delay each other's loads
 constexpr int kSubnormalRows = 23;                              // of FP32, before the row of its smallest normal number
 constexpr uint32_t kMantissa = (1u << 23) - 1u;
-constexpr int64_t kFull = int64_t{1} << 30;  // elements after which 32-bit counts are handed over
+constexpr int64_t kFull = int64_t{1} << 30;  // elements after which 32-bit counts are flushed
 
 struct Cuts {
   uint32_t all[kCuts];
@@ -46,8 +46,8 @@ struct Seen {
 
 // Write every value's place: its exponent's bits and its cell.
 //
-// Loops with plain pointers and the cuts in registers: else compilers do not turn them into vector instructions. The second is in 16
-// bits, where a register holds twice as many: of a mantissa's lowest eight bits only matters whether one is set.
+// Plain pointers and the cuts in registers: otherwise compilers do not vectorise these loops. The second is in 16 bits, which fits
+// twice as many into a register: of a mantissa's lowest eight bits, it only matters whether one is set.
 Seen find_places(const float* __restrict__ x, int16_t* __restrict__ to, int64_t n, const Cuts& cuts) {
   int16_t mantissas[kBlock];
   uint32_t subnormal = 0;
@@ -72,28 +72,28 @@ Seen find_places(const float* __restrict__ x, int16_t* __restrict__ to, int64_t 
   return {subnormal != 0u, lowest / kStride + 1, highest / kStride};
 }
 
-// What one thread has counted of the tensor that it is at.
+// What one thread has counted of its current tensor.
 struct Counts {
   uint32_t sides[kSideBySide][kSide] = {};
   int64_t tensor = -1, elements = 0;
   int lowest = kExponents, highest = 0;
 
-  void add(const float* x, int64_t n, int64_t* table, const Cuts& cuts, std::mutex& others) {
+  void add(const float* x, int64_t n, int64_t* table, const Cuts& cuts, std::mutex& tables_lock) {
     int16_t places[kBlock];
     const Seen seen = find_places(x, places, n, cuts);
     int64_t i = 0;
     for (; i + kSideBySide <= n; i += kSideBySide)
       for (int side = 0; side < kSideBySide; ++side) ++sides[side][places[i + side]];
     for (; i < n; ++i) ++sides[0][places[i]];
-    if (seen.subnormal) add_subnormal(x, n, table, cuts, others);
+    if (seen.subnormal) add_subnormal(x, n, table, cuts, tables_lock);
     lowest = std::min(lowest, seen.lowest);
     highest = std::max(highest, seen.highest);
     elements += n;
   }
 
-  void hand_over(int64_t* const* tables, std::mutex& others) {
+  void flush(int64_t* const* tables, std::mutex& tables_lock) {
     if (elements == 0) return;
-    const std::lock_guard<std::mutex> alone(others);
+    const std::lock_guard<std::mutex> guard(tables_lock);
     int64_t* table = tables[tensor];
     for (auto& side : sides) {
       table[0] += side[0];  // the other cells of exponent 0 are subnormal numbers, which have been added
@@ -110,8 +110,8 @@ struct Counts {
   }
 
  private:
-  static void add_subnormal(const float* x, int64_t n, int64_t* table, const Cuts& cuts, std::mutex& others) {
-    const std::lock_guard<std::mutex> alone(others);
+  static void add_subnormal(const float* x, int64_t n, int64_t* table, const Cuts& cuts, std::mutex& tables_lock) {
+    const std::lock_guard<std::mutex> guard(tables_lock);
     for (int64_t i = 0; i < n; ++i) {
       const uint32_t bits = float_to_bits(x[i]) & 0x7fffffffu;
       if (bits == 0u || bits > kMantissa) continue;
@@ -126,14 +126,14 @@ struct Counts {
 extern "C" void mezzo_exponents(int64_t count, const void* const* tensors, int64_t* const* tables, const int64_t* sizes,
                                 const int64_t* dtypes, const int32_t* mantissas, int64_t threads) {
   const Cuts cuts(mantissas);
-  std::mutex others;
+  std::mutex tables_lock;
   std::vector<Counts> parts(static_cast<size_t>(std::max<int64_t>(1, threads)));
   for_blocks(count, sizes, threads, [&](int64_t part, int64_t t, int64_t at, int64_t n) {
     float space[kBlock];
     Counts& own = parts[static_cast<size_t>(part)];
-    if (own.tensor != t || own.elements > kFull) own.hand_over(tables, others);
+    if (own.tensor != t || own.elements > kFull) own.flush(tables, tables_lock);
     own.tensor = t;
-    own.add(load(tensors[t], dtypes[t], at, n, space), n, tables[t], cuts, others);
+    own.add(load(tensors[t], dtypes[t], at, n, space), n, tables[t], cuts, tables_lock);
   });
-  for (Counts& own : parts) own.hand_over(tables, others);
+  for (Counts& own : parts) own.flush(tables, tables_lock);
 }

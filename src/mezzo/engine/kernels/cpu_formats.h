@@ -11,12 +11,12 @@
 
 namespace {
 
-// What a weight is: FP32, 16 bits beside an FP32 master, BF16 beside its low bits, 16 bits alone, or BF16 alone with its updates
-// rounded stochastically.
+// How a weight is stored: in FP32, in 16 bits with an FP32 master, in BF16 with its low bits, in 16 bits without a master, or in BF16
+// without a master and with stochastic rounding.
 enum Dtype : int64_t {
-  kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kSplit = 3, kFloat16Alone = 4, kBFloat16Alone = 5, kBFloat16Stochastic = 6,
+  kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kSplit = 3, kFloat16NoMaster = 4, kBFloat16NoMaster = 5, kBFloat16Stochastic = 6,
 };
-constexpr int64_t kAlone = 3;  // between a format and the same alone
+constexpr int64_t kNoMaster = 3;  // added to a format's code if its weight has no master
 constexpr int64_t kPacked = 7;  // a moment in 8 bits
 
 inline float bits_to_float(uint32_t bits) {
@@ -107,7 +107,7 @@ void store_weights(const float* masters, void* base, int64_t dtype, int64_t at, 
   }
 }
 
-// A split master: the upper 16 bits are the model's BF16 weight (truncated towards the stored low bits), the lower 16 lie beside it.
+// A split master: the upper 16 bits are the model's BF16 weight (truncated towards the stored low bits), the lower 16 are stored separately.
 void join(const uint16_t* high, const uint16_t* low, float* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     // The weight was rounded to nearest: where the low half is above the middle, the true upper half is one below.
@@ -124,7 +124,7 @@ void split(const float* from, uint16_t* high, uint16_t* low, int64_t n) {
   }
 }
 
-// Random bits from a hash of place and time: noise.py says why and how.
+// Random bits from a hash of position and update: noise.py explains why and how.
 inline uint32_t mix(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
@@ -153,7 +153,7 @@ void narrow_bfloat16_by(const uint32_t* bits16, const float* from, uint16_t* to,
   }
 }
 
-// Moments in 8 bits: eightbit.py is the specification.
+// Moments in 8 bits: eight_bit.py is the specification.
 constexpr int64_t kPackedBlock = 128;
 
 template <bool kSigned>

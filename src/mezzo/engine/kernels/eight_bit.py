@@ -5,11 +5,11 @@ and three. Code 0 is 0; there are no subnormal numbers. The block's largest has 
 (2**-30) of it keep three bits. Smaller ones are rounded at random to 0 or the smallest in the first moment, correct on
 average. In the second they become the smallest: a square rounded to 0 would make its weight's step a leap.
 
-Rounding must be stochastic (``noise``): with ``beta2=0.999`` a second moment moves by a thousandth a
+Rounding must be stochastic (``noise``): with ``beta2=0.999`` a second moment moves by a thousandth per
 step and numbers of three bits are an eighth apart; rounded to nearest it would never move again.
 
 A packed moment is one row of bytes: the codes in the order in which the weights lie in memory, then the blocks' largest exponents in
-FP32's encoding; 255 means that the block had a value that is not finite, and unpacks to NaN. Bytes a parameter: 1 + 1/128.
+FP32's encoding; 255 means that the block had a value that is not finite, and unpacks to NaN. Bytes per parameter: 1 + 1/128.
 Block-wise scales for 8-bit moments are from Dettmers et al. (arXiv:2110.02861), who use a code book and
 round to nearest; a small float needs no table, which suits vector units.
 """

@@ -8,7 +8,7 @@ enough if it is cut at the mantissas of these magnitudes:
     the end of the subnormals     min_normal - min_subnormal / 2, whose mantissa is 2 - 2**-mantissa_bits
     the beginning of overflow     max + half a unit in the last place; that tie becomes infinity if max is odd
 
-That makes nine cells a row for the four formats. FP32's own subnormals have rows like any other number. A table is 279 rows of
+That makes nine cells per row for the four formats. FP32's own subnormals have rows like any other number. A table is 279 rows of
 nine cells of int64::
 
     row 0          zeros, in the first cell

@@ -28,13 +28,13 @@ def tables(count: int, device: torch.device | str = "cpu") -> Tensor:
 
 def add(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Count the elements of each tensor into its table, which is on the same device; tensors may share a table."""
-    own = [t if t.dtype in _COUNTED and t.is_contiguous() else _prepared(t) for t in tensors]
-    if all(t.is_cpu for t in own):  # the usual case: one call for all
-        counter("cpu")[0](own, rows)
+    countable = [t if t.dtype in _COUNTED and t.is_contiguous() else _prepared(t) for t in tensors]
+    if all(t.is_cpu for t in countable):  # the usual case: one call for all
+        counter("cpu")[0](countable, rows)
         return
-    for device_type in dict.fromkeys(t.device.type for t in own):
-        places = [i for i, t in enumerate(own) if t.device.type == device_type]
-        counter(device_type)[0]([own[i] for i in places], [rows[i] for i in places])
+    for device_type in dict.fromkeys(t.device.type for t in countable):
+        places = [i for i, t in enumerate(countable) if t.device.type == device_type]
+        counter(device_type)[0]([countable[i] for i in places], [rows[i] for i in places])
 
 
 def _prepared(tensor: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def counter(device_type: str) -> tuple[Count, str]:
         except Exception as error:  # its compiler may raise anything
             return reference, f"plain torch operations: Triton does not work here ({type(error).__name__}: {error})"
         return kernels.count, "a Triton kernel, one launch for all tensors of a format"
-    return reference, f"plain torch operations: no kernel of our own for {device_type}"
+    return reference, f"plain torch operations: Mezzo has no kernel for {device_type}"
 
 
 def reference(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
@@ -69,7 +69,7 @@ def reference(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
             cuts[tensor.device] = torch.tensor(CUTS, dtype=torch.int32, device=tensor.device)
         magnitude = tensor.detach().reshape(-1).float().abs()
         bits = magnitude.view(torch.int32)
-        # FP32's subnormals are made normal by a shift of 24 places, which their row takes out again; zero ends below row 0.
+        # FP32's subnormals are made normal by a shift of 24 places, which is subtracted from their row again; zero ends below row 0.
         raised = (magnitude * 2.0**24).view(torch.int32) - (24 << _MANTISSA)
         bits = torch.where(bits < 1 << _MANTISSA, raised, bits)
         cell = torch.bucketize(bits & (1 << _MANTISSA) - 1, cuts[tensor.device], out_int32=True, right=True)

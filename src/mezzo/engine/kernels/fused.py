@@ -1,7 +1,7 @@
 """torch's own fused kernels with the same interface, for machines that cannot compile ours.
 
 ``grad_scale`` includes the clip and unscale factor, so these need no separate pass. Two passes more than ours:
-16-bit gradients are first widened into FP32 copies (4 bytes a parameter while the update runs), and 16-bit weights
+16-bit gradients are first widened into FP32 copies (4 bytes per parameter while the update runs), and 16-bit weights
 are rounded from their masters afterwards. Moments of fewer bits are also widened, and rounded back afterwards.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from mezzo.devices import has_fp64
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.layout import dense
-from mezzo.engine.kernels.moments import SIGNED, closed, flat, opened
+from mezzo.engine.kernels.moments import SIGNED, flat, flat_fp32, rounded
 from mezzo.engine.kernels.noise import round_to_bf16, streams
 from mezzo.engine.kernels.split import join, split
 from mezzo.formats import BF16, FP16, FP32, FP64
@@ -36,7 +36,7 @@ def sum_of_squares(gradients: list[Tensor]) -> Tensor:
 def _narrow_sum_of_squares(gradients: list[Tensor]) -> Tensor:
     """Return the sum in FP32, computed in units of the largest element, so that no square overflows or vanishes; at most FP32's maximum.
 
-    It copies one gradient at a time: 4 bytes an element.
+    It copies one gradient at a time: 4 bytes per element.
     """
     peak = torch.stack(
         [n.to(gradients[0].device) for n in torch._foreach_norm(gradients, math.inf, dtype=FP32.dtype)]
@@ -49,7 +49,7 @@ def _narrow_sum_of_squares(gradients: list[Tensor]) -> Tensor:
 
 def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tensor) -> None:
     """Update like ``torch.optim.AdamW(fused=True)``."""
-    s, masters, moments = settings, _open(batch), _moments(batch)
+    s, masters, moments = settings, _fp32_masters(batch), _moments(batch)
     torch._foreach_add_(batch.steps, 1)
     torch._fused_adamw_(
         masters,
@@ -69,7 +69,7 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
         found_inf=found_inf,
     )
     torch._foreach_sub_(batch.steps, [found_inf] * len(batch.steps))
-    _close(batch, masters, moments)
+    _write_back(batch, masters, moments)
 
 
 def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) -> None:
@@ -78,15 +78,16 @@ def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) 
         # A first buffer is the gradient itself; without dampening, so is the update of a buffer of zeros.
         _sgd(batch, settings, factor, found_inf, first=False)
         return
-    begun = [bool(step > 0) for step in batch.steps]  # torch has one flag for all: whether this is the first update
+    # torch has one flag for all parameters: whether this is the first update.
+    has_buffer = [bool(step > 0) for step in batch.steps]
     for first in (True, False):
-        part = _chosen(batch, [first is not b for b in begun])
+        part = _chosen(batch, [first is not known for known in has_buffer])
         if part.weights:
             _sgd(part, settings, factor, found_inf, first=first)
 
 
 def _sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor, *, first: bool) -> None:
-    s, masters, moments = settings, _open(batch), _moments(batch)
+    s, masters, moments = settings, _fp32_masters(batch), _moments(batch)
     torch._fused_sgd_(
         masters,
         _wide(batch.gradients),
@@ -102,7 +103,7 @@ def _sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor,
         found_inf=found_inf,
     )
     torch._foreach_add_(batch.steps, [1 - found_inf] * len(batch.steps))
-    _close(batch, masters, moments)
+    _write_back(batch, masters, moments)
 
 
 def _chosen(batch: Batch, flags: list[bool]) -> Batch:
@@ -127,7 +128,7 @@ def _wide(gradients: list[Tensor]) -> list[Tensor]:
     return [flat(g).float().clone() if g.element_size() == 4 else flat(g).float() for g in gradients]
 
 
-def _open(batch: Batch) -> list[Tensor]:
+def _fp32_masters(batch: Batch) -> list[Tensor]:
     pairs = [(flat(w), flat(m)) for w, m in zip(batch.weights, batch.masters, strict=True)]
     return [join(w, m) if m.dtype is torch.int16 else m.float() for w, m in pairs]
 
@@ -135,12 +136,12 @@ def _open(batch: Batch) -> list[Tensor]:
 def _moments(batch: Batch) -> dict[str, list[Tensor]]:
     sizes = [w.numel() for w in batch.weights]
     return {
-        name: [opened(kept, size, signed=name in SIGNED) for kept, size in zip(tensors, sizes, strict=True)]
+        name: [flat_fp32(kept, size, signed=name in SIGNED) for kept, size in zip(tensors, sizes, strict=True)]
         for name, tensors in batch.moments.items()
     }
 
 
-def _close(batch: Batch, masters: list[Tensor], moments: dict[str, list[Tensor]]) -> None:
+def _write_back(batch: Batch, masters: list[Tensor], moments: dict[str, list[Tensor]]) -> None:
     # A skipped update needs no special case: unchanged values are rounded to the same values, whatever the noise.
     for i, (weight, kept, updated) in enumerate(zip(batch.weights, batch.masters, masters, strict=True)):
         step = batch.steps[i]
@@ -156,4 +157,4 @@ def _close(batch: Batch, masters: list[Tensor], moments: dict[str, list[Tensor]]
         for name, tensors in batch.moments.items():
             signed, to = name in SIGNED, tensors[i]
             if to.dtype is not FP32.dtype:
-                flat(to).copy_(closed(moments[name][i], to.dtype, noise[1 if signed else 2], signed=signed))
+                flat(to).copy_(rounded(moments[name][i], to.dtype, noise[1 if signed else 2], signed=signed))

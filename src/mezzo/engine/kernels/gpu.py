@@ -36,26 +36,26 @@ from mezzo.errors import SessionError
 from mezzo.formats import BF16, FP16, FP32, FP64
 
 CHUNK = 4096
-"""Elements a program works on: 64 to 120 KB of memory traffic, enough to hide the table look-ups."""
+"""Elements that a program works on: 64 to 120 KB of memory traffic, enough to hide the table look-ups."""
 SUMMING = {"TILE": 2048, "FEW": 8, "num_warps": 4, "enable_fp_fusion": True}
-"""A tile is 16 elements a thread: 32 to 64 bytes under way. FP32 adds up 16 squares (two tiles of 8) before FP64 does: at most 9
+"""A tile is 16 elements per thread: 32 to 64 bytes in flight. FP32 adds up 16 squares (two tiles of 8) before FP64 does: at most 9
 roundings, 6e-7 of the sum."""
 UPDATING = {"TILE": 256, "num_warps": 2, "enable_fp_fusion": False}
-"""A tile is 4 elements a thread: up to 56 bytes under way, in 32 to 64 registers, so a thousand threads share a processor."""
+"""A tile is 4 elements per thread: up to 56 bytes in flight, in 32 to 64 registers, so a thousand threads share a processor."""
 _JOINING = {"maxnreg": 80} if torch.version.hip is None else {}
 """Split masters: compilers for older and newer GPUs than Hopper would use 96 registers needlessly."""
 _UNPACKING = {"num_warps": 4}
-"""8-bit moments need more registers per number: two elements a thread."""
+"""8-bit moments need more registers per number: two elements per thread."""
 _SMALL_NUMBERS = (
     {"enable_reflect_ftz": False} if torch.version.hip is None and isinstance(begin_kernel, JITFunction) else {}
 )
 """Keeps CUDA's library from flushing subnormal numbers to 0; only NVIDIA GPUs have the option, not the interpreter."""
 _BEGINNING = {"TILE": 128, "num_warps": 4, "enable_fp_fusion": False, **_SMALL_NUMBERS}
 _TYPES = {FP32.dtype: tl.float32, FP16.dtype: tl.float16, BF16.dtype: tl.bfloat16, KINDS["8bit"]: tl.uint8}
-_ALONE, _MASTER, _SPLIT, _STOCHASTIC = 0, 1, 2, 3
+_NO_MASTER, _MASTER, _SPLIT, _STOCHASTIC = 0, 1, 2, 3
 _EXACT, _ROUNDED = EXACT.value, 2 * (HEAD.value - EXACT.value)
 _HEAD = struct.Struct(f"{_EXACT}d{_ROUNDED}f")
-"""A table's head: FP64 settings, which only one program a tensor needs, and FP32 ones."""
+"""A table's head: FP64 settings, which only one program per tensor needs, and FP32 ones."""
 
 Settings = AdamWSettings | SGDSettings
 
@@ -64,7 +64,7 @@ Settings = AdamWSettings | SGDSettings
 def _chunks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Return (tensor, start) of every chunk of tensors of these sizes, on the device.
 
-    Made once: 110 M parameters have 27,000, and listing them each time would take longer than the update.
+    Cached: 110 M parameters have 27,000 chunks, and listing them each time would take longer than the update.
     """
     numbers = [number for i, size in enumerate(sizes) for start in range(0, size, CHUNK) for number in (i, start)]
     chunks = torch.empty(len(numbers), dtype=torch.int64, device=device)
@@ -113,16 +113,16 @@ class LaunchTable:
         """
         if self.settings is None or self.settings.now is None:
             return
-        fresh = self.settings.now()
-        if fresh == self.settings:
+        current = self.settings.now()
+        if current == self.settings:
             return
-        if _compiled_in(fresh) != _compiled_in(self.settings):
+        if _compiled_in(current) != _compiled_in(self.settings):
             raise SessionError(
-                f"settings of a captured step changed from {self.settings} to {fresh}; allowed: other numbers, but not "
+                f"settings of a captured step changed from {self.settings} to {current}; allowed: other numbers, but not "
                 "amsgrad, nesterov, momentum from or to 0, or beta1 across 0.5",
-                hint="capture the step anew after such a change",
+                hint="capture the step again after such a change",
             )
-        self.set(fresh)
+        self.set(current)
 
 
 _recorded: list[LaunchTable] | None = None
@@ -135,8 +135,8 @@ def recording(rehearsed: Sequence[LaunchTable] = ()) -> Iterator[list[LaunchTabl
 
     Args:
         rehearsed: tables of the same launches, collected before. With them the launches are captured: their tables are laid out in
-            the memory of these, which no graph's pool owns, and are for the caller to send afterwards. A copy that
-            is captured would be replayed, from host memory that is long used for something else.
+            the memory of these, which no graph's pool owns, and the caller sends them afterwards. A captured copy
+            would be replayed, from host memory that has long been reused.
     """
     global _recorded, _memories
     _recorded, _memories = [], iter([table.memory for table in rehearsed]) if rehearsed else None
@@ -261,18 +261,18 @@ def _launch(
     found_inf: Tensor,
     **compiled_in: bool,
 ) -> None:
-    for kind, which in _kinds(batch, moments[0]):
+    for kind, indices in _kinds(batch, moments[0]):
         lists = [batch.weights, batch.gradients, batch.masters, batch.steps]
         # Masters stand in for moments that the kernel does not touch.
         lists += [batch.moments.get(name, batch.masters) for name in moments]
-        numbers = [batch.numbers[i] for i in which] if batch.numbers else ()
+        numbers = [batch.numbers[i] for i in indices] if batch.numbers else ()
         kept = batch.remembered.setdefault(tuple(kind.values()), LaunchTables(_KEPT))
-        chosen = [[tensors[i] for i in which] for tensors in lists]
+        chosen = [[tensors[i] for i in indices] for tensors in lists]
         table = table_of(chosen, kept=kept, numbers=numbers, settings=settings)
-        begun = {"ADAMW": kernel is adamw_kernel, **_BEGINNING}
+        constants = {"ADAMW": kernel is adamw_kernel, **_BEGINNING}
         arguments = (table.memory, table.chunks, factor, found_inf, table.count)
         with on(table.memory.device):
-            begin_kernel[(-(-table.count // begun["TILE"]),)](table.memory, found_inf, table.count, **begun)
+            begin_kernel[(-(-table.count // constants["TILE"]),)](table.memory, found_inf, table.count, **constants)
             kernel[(table.programs,)](*arguments, **kind, **compiled_in, BLOCK=CHUNK, **_updating(kind))
 
 
@@ -289,13 +289,13 @@ def _kinds(batch: Batch, moment: str) -> Iterator[tuple[dict[str, Any], Sequence
     kinds = list(zip(*[[t.dtype for t in tensors] for tensors in lists], alone, strict=True))
     for kind in dict.fromkeys(kinds):
         weight, gradient, moments, master, is_alone = kind
-        which = [i for i, other in enumerate(kinds) if other == kind]
+        indices = [i for i, other in enumerate(kinds) if other == kind]
         types = {"WEIGHT": _TYPES[weight], "GRADIENT": _TYPES[gradient], "MOMENT": _TYPES[moments]}
         if is_alone:
-            way = _STOCHASTIC if batch.stochastic and weight is BF16.dtype else _ALONE
+            code = _STOCHASTIC if batch.stochastic and weight is BF16.dtype else _NO_MASTER
         else:
-            way = _SPLIT if master is torch.int16 else _MASTER
-        yield {**types, "KIND": way}, which
+            code = _SPLIT if master is torch.int16 else _MASTER
+        yield {**types, "KIND": code}, indices
 
 
 def _head(settings: Settings | None) -> tuple[int, ...]:
@@ -315,7 +315,7 @@ def _head(settings: Settings | None) -> tuple[int, ...]:
 
 
 def _compiled_in(settings: Settings) -> tuple[bool, bool]:
-    """Return the settings that choose between kernels."""
+    """Return the settings that are compiled into a kernel."""
     if isinstance(settings, AdamWSettings):
         return settings.amsgrad, 1.0 - settings.beta1 < 0.5
     return settings.momentum != 0, settings.nesterov

@@ -77,10 +77,11 @@ def count(tensors: Sequence[Tensor], rows: Sequence[Tensor]) -> None:
     """Count the elements of dense tensors into their tables, like ``exponents.reference``."""
     kinds = dict.fromkeys((t.dtype, t.device) for t in tensors if t.numel())
     for dtype, device in kinds:
-        own = [
+        alike = [
             (t, r) for t, r in zip(tensors, rows, strict=True) if t.numel() and (t.dtype, t.device) == (dtype, device)
         ]
-        table = table_of([[t for t, _ in own], [r for _, r in own]], kept=LaunchTables(1))  # other tensors each time
+        # No table is kept: the tensors are others each time.
+        table = table_of([[t for t, _ in alike], [r for _, r in alike]], kept=LaunchTables(1))
         compiled_in = {"TYPE": _TYPES[dtype], "CUTS": len(CUTS), "BINS": BINS, "BLOCK": CHUNK}
         with on(device):
             exponent_kernel[(table.programs,)](

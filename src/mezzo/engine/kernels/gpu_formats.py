@@ -8,13 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# A table of int64: the group's settings, then rows of one entry a tensor. ``gpu.Table`` lays it out.
+# A table of int64: the group's settings, then rows of one entry per tensor. ``gpu.LaunchTable`` lays it out.
 HEAD = tl.constexpr(8)
 EXACT = tl.constexpr(3)
 """Settings at the head that are FP64; FP32 ones follow."""
 SIZES, NUMBERS, CORRECTIONS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FIRST = tl.constexpr(3)
-"""The first of the rows that hold addresses."""
+"""The first of the rows that contain addresses."""
 
 unspecialized = triton.jit(
     # One binary for any memory: a second one would be compiled and loaded in the middle of training, or of a capture.
@@ -46,7 +46,7 @@ def offsets(first, TILE: tl.constexpr):
 
 @triton.jit
 def read(address, at, inside, TYPE: tl.constexpr, WHOLE: tl.constexpr):
-    """Return elements of the tensor at ``address``: of a whole tile 16 bytes at a time, else those that are ``inside``."""
+    """Return elements of the tensor at ``address``: a whole tile 16 bytes at a time, otherwise only those ``inside`` the tensor."""
     pointer = address.to(tl.pointer_type(TYPE))
     if WHOLE:
         return tl.load(tl.multiple_of(pointer, 16) + at)
@@ -56,7 +56,7 @@ def read(address, at, inside, TYPE: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def read_tile(address, first, size, TYPE: tl.constexpr, TILE: tl.constexpr):
-    """Return a tile of the tensor at ``address``, in the way that its place allows; 0 beyond the tensor's end."""
+    """Return a tile of the tensor at ``address``, 16 bytes at a time if its address allows; 0 beyond the tensor's end."""
     at = offsets(first, TILE)
     if (address % 16 == 0) & (first + TILE <= size):
         value = read(address, at, at < size, TYPE, True)
@@ -101,7 +101,7 @@ def mix(x):
 
 @triton.jit
 def hashed(number, step, at):
-    """Return 32 random bits for every element; ``for_weight``, ``for_first`` and ``for_second`` take theirs out of them."""
+    """Return 32 random bits for every element; ``for_weight``, ``for_first`` and ``for_second`` extract theirs from these."""
     seed = mix(mix(step.to(tl.uint32)) + number.to(tl.uint32) * tl.full([], 0x9E3779B9, tl.uint32))
     return mix(at.to(tl.uint32) + seed)
 
@@ -132,7 +132,7 @@ def _to_bf16_by(value, bits16):
 
 
 @triton.jit
-def open_master(weight, master, at, inside, TYPE: tl.constexpr, KIND: tl.constexpr, WHOLE: tl.constexpr):
+def read_master(weight, master, at, inside, TYPE: tl.constexpr, KIND: tl.constexpr, WHOLE: tl.constexpr):
     """Return FP32 weights: KIND 1 has an FP32 master, 2 the low bits of one, 0 and 3 none."""
     if KIND == 1:
         return read(master, at, inside, tl.float32, WHOLE)
@@ -145,7 +145,7 @@ def open_master(weight, master, at, inside, TYPE: tl.constexpr, KIND: tl.constex
 
 
 @triton.jit
-def close_master(weight, master, at, inside, value, h, TYPE: tl.constexpr, KIND: tl.constexpr, WHOLE: tl.constexpr):
+def write_master(weight, master, at, inside, value, h, TYPE: tl.constexpr, KIND: tl.constexpr, WHOLE: tl.constexpr):
     """Write FP32 weights back; KIND 3 is BF16 without a master, rounded stochastically."""
     if KIND == 2:
         bits = value.to(tl.int32, bitcast=True)
@@ -170,13 +170,13 @@ def _exponents(moment, size, first, TILE: tl.constexpr):
 
 @triton.jit
 def _spread(of_blocks, TILE: tl.constexpr):
-    """Return for every element what ``of_blocks`` has for its block."""
+    """Return every element's value in ``of_blocks``, which has one value per block."""
     BLOCKS: tl.constexpr = TILE // 128
     return tl.reshape(tl.broadcast_to(of_blocks[:, None], (BLOCKS, 128)), (TILE,))
 
 
 @triton.jit
-def open_moment(
+def read_moment(
     moment, size, first, at, inside, SIGNED: tl.constexpr, TYPE: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr
 ):
     """Return a moment in FP32; ``TYPE`` uint8 is a packed one."""
@@ -197,7 +197,7 @@ def open_moment(
 
 
 @triton.jit
-def close_moment(
+def write_moment(
     moment,
     size,
     first,
@@ -210,7 +210,7 @@ def close_moment(
     TILE: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Write a moment back, below FP32 stochastically rounded."""
+    """Write a moment back; formats below FP32 are rounded stochastically."""
     if TYPE == tl.uint8:
         TOP: tl.constexpr = 15 if SIGNED else 31
         FLOOR: tl.constexpr = 40 if SIGNED else 64

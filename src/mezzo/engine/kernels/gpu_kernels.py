@@ -1,8 +1,8 @@
 """The Triton kernels themselves: a program works on one chunk of one tensor, reads it once and writes it once.
 
-A chunk goes by in tiles, few enough elements for a thread's registers. A tile that is whole, of tensors that begin at
+A chunk is processed in tiles, few enough elements for a thread's registers. A whole tile, of tensors that begin at
 multiples of 16 bytes, is read and written 16 bytes at a time; the rest of a tensor, and a tensor that begins elsewhere, element by
-element. Both are compiled into one kernel, which chooses by the addresses it finds.
+element. Both paths are compiled into one kernel, which chooses by the addresses.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from mezzo.engine.kernels.gpu_formats import (
     FIRST,
     HEAD,
     NUMBERS,
-    close_master,
-    close_moment,
     extent,
     for_first,
     for_second,
     hashed,
     offsets,
-    open_master,
-    open_moment,
     place,
     read,
+    read_master,
+    read_moment,
     read_tile,
     unspecialized,
+    write_master,
+    write_moment,
 )
 
 WEIGHTS, GRADIENTS, MASTERS, STEPS = FIRST, tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
@@ -44,15 +44,15 @@ def square_kernel(
 ):
     """Write a chunk's sum of squares in FP64, of FP32 sums of ``FEW * BLOCK / TILE`` squares each.
 
-    FP64 for every square would take longer than memory on GPUs with few units for it (T4, L4, GeForce). It is for chunks whose FP32
-    sums overflowed or may have lost squares that are too small; these are read again, from the cache. FP16's squares are
+    FP64 for every square would take longer than memory on GPUs with few units for it (T4, L4, GeForce). It is used only for chunks
+    whose FP32 sums overflowed or may have lost squares that are too small; these are read again, from the cache. FP16's squares are
     exact in FP32.
     """
     column, first, size = place(table, chunks, count)
     gradient = tl.load(column + FIRST * count)
-    there = extent(first, size, BLOCK)
+    num = extent(first, size, BLOCK)
     total = tl.zeros([TILE], tl.float32)
-    for offset in range(0, there, TILE):
+    for offset in range(0, num, TILE):
         g = read_tile(gradient, first + offset, size, TYPE, TILE).to(tl.float32)
         total += g * g
     partial = tl.sum(tl.sum(tl.reshape(total, (TILE // FEW, FEW)), axis=1).to(tl.float64))
@@ -61,22 +61,22 @@ def square_kernel(
         if (partial >= TRUSTED) & (partial < float("inf")):
             tl.store(partials + tl.program_id(0), partial)
         else:
-            tl.store(partials + tl.program_id(0), _squares_in_fp64(gradient, first, size, there, TYPE, TILE // 4))
+            tl.store(partials + tl.program_id(0), _squares_in_fp64(gradient, first, size, num, TYPE, TILE // 4))
     else:
         tl.store(partials + tl.program_id(0), partial)
 
 
 @triton.jit
-def _squares_in_fp64(gradient, first, size, there, TYPE: tl.constexpr, TILE: tl.constexpr):
-    # A chunk of zeros, as of rows of an embedding that no token of a batch named, needs no FP64.
+def _squares_in_fp64(gradient, first, size, num, TYPE: tl.constexpr, TILE: tl.constexpr):
+    # A chunk of zeros, such as embedding rows that no token of a batch used, needs no FP64.
     some = tl.zeros([TILE], tl.int32)
-    for offset in range(0, there, TILE):
+    for offset in range(0, num, TILE):
         g = read_tile(gradient, first + offset, size, TYPE, TILE).to(tl.float32)
         some = tl.where(g == 0, some, 1)
     partial = tl.zeros([], tl.float64)
     if tl.max(some) > 0:
         total = tl.zeros([TILE], tl.float64)
-        for offset in range(0, there, TILE):
+        for offset in range(0, num, TILE):
             g = read_tile(gradient, first + offset, size, TYPE, TILE).to(tl.float64)
             total += g * g
         partial = tl.sum(total)
@@ -125,9 +125,9 @@ def adamw_kernel(
         master, mean = tl.load(column + MASTERS * count), tl.load(column + MOMENTS * count)
         square = tl.load(column + (MOMENTS + 1) * count)
         largest = tl.load(column + (MOMENTS + 2) * count) if AMSGRAD else square
-        together = ((weight | gradient | master | mean | square | largest) & 15) == 0
+        aligned = ((weight | gradient | master | mean | square | largest) & 15) == 0
         for offset in range(0, extent(first, size, BLOCK), TILE):
-            if together & (first + offset + TILE <= size):
+            if aligned & (first + offset + TILE <= size):
                 _adamw(
                     column, settings, count, factor, first + offset, size, weight, gradient, master, mean, square, largest,
                     WEIGHT, GRADIENT, MOMENT, KIND, AMSGRAD, MOSTLY_OLD, TILE, True,
@@ -152,19 +152,19 @@ def _adamw(
     corrections = (column + CORRECTIONS * count).to(tl.pointer_type(tl.float32), bitcast=True)
     length, root = tl.load(corrections), tl.load(corrections + 1)
     g = read(gradient, at, inside, GRADIENT, WHOLE).to(tl.float32) * (tl.load(factor) * tl.load(settings))
-    m = open_moment(mean, size, first, at, inside, True, MOMENT, TILE, WHOLE)
-    v = open_moment(square, size, first, at, inside, False, MOMENT, TILE, WHOLE)
-    p = open_master(weight, master, at, inside, WEIGHT, KIND, WHOLE)
+    m = read_moment(mean, size, first, at, inside, True, MOMENT, TILE, WHOLE)
+    v = read_moment(square, size, first, at, inside, False, MOMENT, TILE, WHOLE)
+    p = read_master(weight, master, at, inside, WEIGHT, KIND, WHOLE)
     # torch.lerp's two forms
     m = m + (g - m) * tl.load(settings + 3) if MOSTLY_OLD else g - (g - m) * tl.load(settings + 2)
     v = v * tl.load(settings + 4) + tl.load(settings + 5) * g * g
-    close_moment(mean, size, first, at, inside, m, for_first(h), True, MOMENT, TILE, WHOLE)
-    close_moment(square, size, first, at, inside, v, for_second(h), False, MOMENT, TILE, WHOLE)
+    write_moment(mean, size, first, at, inside, m, for_first(h), True, MOMENT, TILE, WHOLE)
+    write_moment(square, size, first, at, inside, v, for_second(h), False, MOMENT, TILE, WHOLE)
     if AMSGRAD:
-        v = tl.maximum(v, open_moment(largest, size, first, at, inside, False, MOMENT, TILE, WHOLE))
-        close_moment(largest, size, first, at, inside, v, for_second(h), False, MOMENT, TILE, WHOLE)
+        v = tl.maximum(v, read_moment(largest, size, first, at, inside, False, MOMENT, TILE, WHOLE))
+        write_moment(largest, size, first, at, inside, v, for_second(h), False, MOMENT, TILE, WHOLE)
     p -= tl.load(settings + 1) * p + length * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + tl.load(settings + 6))
-    close_master(weight, master, at, inside, p, h, WEIGHT, KIND, WHOLE)
+    write_master(weight, master, at, inside, p, h, WEIGHT, KIND, WHOLE)
 
 
 @unspecialized
@@ -183,15 +183,15 @@ def sgd_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Update a chunk by SGD; the settings are sign, weight_decay, lr, momentum and what is fresh in the buffer."""
+    """Update a chunk by SGD; the settings are sign, weight_decay, lr, momentum and 1 - dampening."""
     if tl.load(found_inf) == 0:
         column, first, size = place(table, chunks, count)
         settings = table.to(tl.pointer_type(tl.float32), bitcast=True) + 2 * EXACT
         weight, gradient = tl.load(column + WEIGHTS * count), tl.load(column + GRADIENTS * count)
         master, buffer = tl.load(column + MASTERS * count), tl.load(column + MOMENTS * count)
-        together = ((weight | gradient | master | buffer) & 15) == 0
+        aligned = ((weight | gradient | master | buffer) & 15) == 0
         for offset in range(0, extent(first, size, BLOCK), TILE):
-            if together & (first + offset + TILE <= size):
+            if aligned & (first + offset + TILE <= size):
                 _sgd(
                     column, settings, count, factor, first + offset, size, weight, gradient, master, buffer,
                     WEIGHT, GRADIENT, MOMENT, KIND, MOMENTUM, NESTEROV, TILE, True,
@@ -213,15 +213,15 @@ def _sgd(
     inside = at < size
     step = tl.load(tl.load(column + STEPS * count).to(tl.pointer_type(tl.float32)))
     h = hashed(tl.load(column + NUMBERS * count), step, at)
-    p = open_master(weight, master, at, inside, WEIGHT, KIND, WHOLE)
+    p = read_master(weight, master, at, inside, WEIGHT, KIND, WHOLE)
     g = read(gradient, at, inside, GRADIENT, WHOLE).to(tl.float32) * (tl.load(factor) * tl.load(settings))
     g += tl.load(settings + 1) * p
     direction = g
     if MOMENTUM:
-        b = open_moment(buffer, size, first, at, inside, True, MOMENT, TILE, WHOLE)
+        b = read_moment(buffer, size, first, at, inside, True, MOMENT, TILE, WHOLE)
         b = tl.where(step == 1.0, g, tl.load(settings + 3) * b + tl.load(settings + 4) * g)
-        close_moment(buffer, size, first, at, inside, b, for_first(h), True, MOMENT, TILE, WHOLE)
+        write_moment(buffer, size, first, at, inside, b, for_first(h), True, MOMENT, TILE, WHOLE)
         direction = b
         if NESTEROV:
             direction = g + tl.load(settings + 3) * b
-    close_master(weight, master, at, inside, p - tl.load(settings + 2) * direction, h, WEIGHT, KIND, WHOLE)
+    write_master(weight, master, at, inside, p - tl.load(settings + 2) * direction, h, WEIGHT, KIND, WHOLE)

@@ -53,5 +53,5 @@ def refuse_gaps(parameter: Tensor) -> None:
         raise SessionError(
             f"a parameter of shape {tuple(parameter.shape)} has strides {parameter.stride()}; "
             "allowed: weights that fill one stretch of memory",
-            hint="make it one of its own: parameter.data = parameter.data.contiguous()",
+            hint="give it memory of its own: parameter.data = parameter.data.contiguous()",
         )

@@ -21,19 +21,19 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def begun(kind: str, parameter: Tensor) -> Tensor:
+def zero_moment(kind: str, parameter: Tensor) -> Tensor:
     """Return a moment of zeros for ``parameter``."""
     if kind == "8bit":
         return torch.zeros(eight_bit.packed_bytes(parameter.numel()), dtype=torch.uint8, device=parameter.device)
     return torch.zeros_like(parameter, dtype=KINDS[kind], memory_format=torch.preserve_format)
 
 
-def opened(kept: Tensor, count: int, *, signed: bool) -> Tensor:
+def flat_fp32(kept: Tensor, count: int, *, signed: bool) -> Tensor:
     """Return a moment of ``count`` elements as flat FP32; an FP32 one itself, without a copy."""
     return eight_bit.unpack(kept, count, signed=signed) if kept.dtype is torch.uint8 else flat(kept).float()
 
 
-def closed(values: Tensor, kind: torch.dtype, noise: Tensor, *, signed: bool) -> Tensor:
+def rounded(values: Tensor, kind: torch.dtype, noise: Tensor, *, signed: bool) -> Tensor:
     """Return flat FP32 ``values`` in a format of ``KINDS``, rounded by ``noise``."""
     if kind is torch.uint8:
         return eight_bit.pack(values, noise, signed=signed)
@@ -43,11 +43,11 @@ def closed(values: Tensor, kind: torch.dtype, noise: Tensor, *, signed: bool) ->
 def as_fp32(kept: Tensor, shape: torch.Size, strides: tuple[int, ...], *, signed: bool) -> Tensor:
     """Return a moment as an FP32 tensor of a shape and strides, with the values that an update uses."""
     count = shape.numel()
-    return opened(kept, count, signed=signed).as_strided(shape, strides)
+    return flat_fp32(kept, count, signed=signed).as_strided(shape, strides)
 
 
-def kept_as(kind: str, values: Tensor, *, signed: bool) -> Tensor:
+def stored_as(kind: str, values: Tensor, *, signed: bool) -> Tensor:
     """Return an FP32 moment in the format ``kind``, rounded to nearest; exact if it was in that format before."""
     nearest = torch.full((values.numel(),), _HALF, device=values.device)
-    made = closed(flat(values), KINDS[kind], nearest, signed=signed)
-    return made if kind == "8bit" else made.as_strided(values.shape, values.stride())
+    stored = rounded(flat(values), KINDS[kind], nearest, signed=signed)
+    return stored if kind == "8bit" else stored.as_strided(values.shape, values.stride())

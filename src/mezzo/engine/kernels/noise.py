@@ -1,4 +1,4 @@
-"""Random bits for stochastic rounding, from a hash of place and time instead of a generator.
+"""Random bits for stochastic rounding, from a hash of position and update instead of a generator.
 
 A value between two numbers of a format is rounded up with a probability equal to its position between them: nothing is lost on
 average, whereas rounding to nearest loses every change below half a step each time (Gupta et al., arXiv:1502.02551). The bits of

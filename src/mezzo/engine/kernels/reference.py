@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
-from mezzo.engine.kernels.moments import SIGNED, closed, flat, opened
+from mezzo.engine.kernels.moments import SIGNED, flat, flat_fp32, rounded
 from mezzo.engine.kernels.noise import round_to_bf16, streams
 from mezzo.engine.kernels.split import join, split
 from mezzo.formats import BF16
@@ -28,7 +28,7 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
     for i, weight in enumerate(batch.weights):
         gradient = flat(batch.gradients[i]).float() * (-factor if s.maximize else factor)
         step = batch.steps[i] + 1
-        master = _open(weight, batch.masters[i])
+        master = _fp32_master(weight, batch.masters[i])
         mean = _mean(_moment(batch, "exp_avg", i), gradient, s.beta1)
         square = _moment(batch, "exp_avg_sq", i) * s.beta2 + (1 - s.beta2) * gradient * gradient
         new = {"exp_avg": mean, "exp_avg_sq": square}
@@ -39,7 +39,7 @@ def adamw(batch: Batch, settings: AdamWSettings, factor: Tensor, found_inf: Tens
         length = (s.lr / (1 - s.beta1**exact)).float()
         # One rounding of the weight; torch rounds twice, in master * (1 - lr * decay) - ..., and loses small updates.
         updated = master - (s.lr * s.weight_decay * master + length * (mean / (_root(square) / root + s.eps)))
-        _close(batch, i, updated, step, new, found_inf)
+        _write_back(batch, i, updated, step, new, found_inf)
 
 
 def _mean(old: Tensor, fresh: Tensor, beta1: float) -> Tensor:
@@ -56,7 +56,7 @@ def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) 
     """Update like ``torch.optim.SGD``, with momentum and Nesterov's."""
     s = settings
     for i, weight in enumerate(batch.weights):
-        master = _open(weight, batch.masters[i])
+        master = _fp32_master(weight, batch.masters[i])
         scaled = flat(batch.gradients[i]).float() * (-factor if s.maximize else factor)
         gradient = scaled + s.weight_decay * master
         step = batch.steps[i] + 1
@@ -67,22 +67,22 @@ def sgd(batch: Batch, settings: SGDSettings, factor: Tensor, found_inf: Tensor) 
             buffer = torch.where(step == 1, gradient, s.momentum * old + (1 - s.dampening) * gradient)
             new["momentum_buffer"] = buffer
             direction = gradient + s.momentum * buffer if s.nesterov else buffer
-        _close(batch, i, master - s.lr * direction, step, new, found_inf)
+        _write_back(batch, i, master - s.lr * direction, step, new, found_inf)
 
 
-def _open(weight: Tensor, master: Tensor) -> Tensor:
+def _fp32_master(weight: Tensor, master: Tensor) -> Tensor:
     return join(flat(weight), flat(master)) if master.dtype is torch.int16 else flat(master).float()
 
 
 def _moment(batch: Batch, name: str, i: int) -> Tensor:
-    return opened(batch.moments[name][i], batch.weights[i].numel(), signed=name in SIGNED)
+    return flat_fp32(batch.moments[name][i], batch.weights[i].numel(), signed=name in SIGNED)
 
 
-def _close(batch: Batch, i: int, updated: Tensor, step: Tensor, new: dict[str, Tensor], found_inf: Tensor) -> None:
-    keeps = found_inf > 0
+def _write_back(batch: Batch, i: int, updated: Tensor, step: Tensor, new: dict[str, Tensor], found_inf: Tensor) -> None:
+    skips = found_inf > 0
 
     def put(into: Tensor, value: Tensor) -> None:
-        into.copy_(torch.where(keeps, into, value.to(into.dtype)))
+        into.copy_(torch.where(skips, into, value.to(into.dtype)))
 
     weight, master = batch.weights[i], batch.masters[i]
     noise = streams(weight.numel(), batch.numbers[i], step) if batch.random else (step, step, step)
@@ -99,4 +99,4 @@ def _close(batch: Batch, i: int, updated: Tensor, step: Tensor, new: dict[str, T
     put(batch.steps[i], step)
     for name, value in new.items():
         kept, signed = batch.moments[name][i], name in SIGNED
-        put(flat(kept), closed(value, kept.dtype, noise[1 if signed else 2], signed=signed))
+        put(flat(kept), rounded(value, kept.dtype, noise[1 if signed else 2], signed=signed))

@@ -1,7 +1,7 @@
-"""FP32 masters as a BF16 weight and its 16 low bits: bit-exact, and 2 bytes a parameter less.
+"""FP32 masters as a BF16 weight and its 16 low bits: bit-exact, and 2 bytes per parameter less.
 
 The BF16 weight is the FP32 master rounded to nearest, ties away from zero: its bits are the master's upper 16, plus
-one if the top low bit is set. So the low bits tell whether to subtract it again. Only ties differ from
+one if the top low bit is set. So the low bits show whether to subtract it again. Only ties differ from
 torch's rounding (to even): about 6 in a million values. The idea is Split-SGD's (Intel Extension for PyTorch);
 TransformerEngine calls the low bits "param remainders".
 """

@@ -12,7 +12,7 @@ a closed-form gradient (linear, matmul, convolution, attention on a CPU) keep on
 the random number generator: one more product in FP32 instead of twice the memory.
 
 Code that is being traced (torch.compile) or transformed (torch.func) gets casts around the FP32 operation instead,
-which gives the same numbers: what is kept is then the partitioner's or the transform's choice.
+which gives the same numbers: the partitioner or the transform then chooses what is kept.
 
 Covered: products, convolutions, attention, recurrent layers; results beyond the format's range become infinite and
 those below its smallest subnormal zero, as on a GPU. Not covered: split-k sums in FP16, FP16 accumulation, the 16-bit
@@ -57,10 +57,10 @@ class Emulation:
     """How 8-bit operands are scaled; None for 16-bit ones."""
     run: Op = field(compare=False)
     ran: ClassVar[bool] = False
-    """Whether this process has run any: without one, counters need not ask whether an operation belongs to one."""
+    """Whether this process has run any emulation; until then counters need not check whether an operation belongs to one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the emulation; meanwhile ``running()`` returns it to observers."""
+        """Run the emulation; while it runs, ``running()`` returns it to observers."""
         Emulation.ran = True
         before, _LOCAL.running = _LOCAL.running, self
         try:
@@ -228,7 +228,7 @@ def _recurrent(op: Op) -> Op:
 
 
 def fft(op: Op) -> Op:
-    """Return a Fourier transform that takes and returns FP16, or its complex format, as CUDA's does and a CPU's does not."""
+    """Return a Fourier transform that accepts and returns FP16, or its complex format, like CUDA's and unlike a CPU's."""
 
     def transform(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if x.dtype not in (FP16.dtype, torch.complex32):
@@ -240,7 +240,7 @@ def fft(op: Op) -> Op:
     return transform
 
 
-def _through(op: Op) -> Op:
+def _generic(op: Op) -> Op:
     def call(*args: Any, **kwargs: Any) -> Any:
         return general(op, *args, **kwargs)
 
@@ -277,5 +277,5 @@ def emulation(op: Op, name: str, *, low: str, family: str, float8: tuple[str, st
     """
     if float8 is not None and name == "linear":
         return Emulation(name=name, format=FP8_PAIRS[float8[1]][0].name, recipe=float8[0], run=LINEAR[float8])
-    run = _recurrent(op) if family == "rnn" else SPECIAL.get(name) or _through(op)
+    run = _recurrent(op) if family == "rnn" else SPECIAL.get(name) or _generic(op)
     return Emulation(name=name.strip("_"), format=low, run=run)

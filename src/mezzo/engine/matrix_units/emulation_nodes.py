@@ -179,7 +179,7 @@ class Recomputed(torch.autograd.Function):
     def forward(
         ctx: Any, call: Callable[..., Any], draws: bool, keeps: bool, low: torch.dtype, *tensors: Tensor
     ) -> Any:
-        kept = [_kept_by_device(call, tensors, low)] if keeps and inside.counted else []
+        kept = [_kept_by_device(call, tensors, low)] if keeps and inner_memory.counted else []
         ctx.save_for_backward(*tensors, *kept)
         ctx.call, ctx.num_tensors, ctx.stands_for = call, len(tensors), _NAMES[low]
         ctx.random_state = _random_state(tensors[0].device) if draws else None
@@ -199,30 +199,30 @@ class Recomputed(torch.autograd.Function):
             pairs = [
                 (r, g.to(r.dtype)) for r, g in zip(results, grads, strict=True) if r is not None and r.requires_grad
             ]
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 [r for r, _ in pairs],
                 [saved[i] for i in needed],
                 [g for _, g in pairs],
                 create_graph=create_graph,
                 allow_unused=True,
             )
-        by_input = dict(zip(needed, found, strict=True))
+        by_input = dict(zip(needed, gradients, strict=True))
         return None, None, None, None, *(by_input.get(i) for i in range(len(saved)))
 
 
-class Inside:
+class InnerMemory:
     """Whether to count memory that a device keeps inside operations whose emulation keeps only the operands."""
 
     counted = False
 
 
-inside = Inside()
+inner_memory = InnerMemory()
 
 
 def _kept_by_device(call: Op, tensors: Sequence[Tensor], low: torch.dtype) -> Tensor:
-    """Return unused memory of the size that a device keeps inside an operation: the size that FP32 keeps, in the 16-bit format.
+    """Return unused memory of the size that a device keeps inside an operation: what FP32 keeps, at the size of the 16-bit format.
 
-    To find it, the operation runs once more, only in the step whose bytes are counted.
+    To measure it, the operation runs once more, only in the step whose bytes are counted.
     """
     kept: dict[int, Tensor] = {}
 
@@ -302,7 +302,7 @@ def general(op: Op, *args: Any, draws: bool = False, keeps: bool = False, **kwar
         return by_casts(op, *args, **kwargs)
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dtype in HALF]
-    given = [leaves[i] for i in places]
+    operands = [leaves[i] for i in places]
     for place in places:  # the call below must not keep tensors alive that a checkpoint or an offloading hook releases
         leaves[place] = None
 
@@ -313,7 +313,7 @@ def general(op: Op, *args: Any, draws: bool = False, keeps: bool = False, **kwar
         inner_args, inner_kwargs = tree_unflatten(filled, spec)
         return op(*inner_args, **inner_kwargs)
 
-    return Recomputed.apply(call, draws, keeps, given[0].dtype, *given)
+    return Recomputed.apply(call, draws, keeps, operands[0].dtype, *operands)
 
 
 def by_casts(op: Op, *args: Any, **kwargs: Any) -> Any:

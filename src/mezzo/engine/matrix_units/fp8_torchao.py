@@ -34,7 +34,7 @@ from mezzo.formats import FP32, FP64
 from mezzo.policy import Policy
 
 _MULTIPLE = 16
-_SIZES = "a size is no multiple of 16, which FP8 matrix units ask for"
+_SIZES = "a size is not a multiple of 16, which FP8 matrix units require"
 _TOO_SMALL = {
     "tensorwise": "too small to gain: no more than 1024 outputs and 4096 inputs (torchao's measurements on H100s)",
     "rowwise": "too small to gain: no more than 2048 outputs, 1024 inputs, or 4096 outputs and 2048 inputs together "
@@ -121,12 +121,12 @@ def _left_alone(reasons: Iterable[list[tuple[str, nn.Linear, str | None]]]) -> l
             alike = re.sub(r"(?<![^.])\d+(?![^.])", "*", name), f"({layer.in_features} to {layer.out_features})"
             by_reason.setdefault(reason, {}).setdefault(alike, []).append(name)
     return [
-        Choice(what="not in fp8", value=", ".join(_together(*group) for group in groups.items()), reason=reason)
+        Choice(what="not in fp8", value=", ".join(_group_text(*group) for group in groups.items()), reason=reason)
         for reason, groups in by_reason.items()
     ]
 
 
-def _together(alike: tuple[str, str], names: list[str]) -> str:
+def _group_text(alike: tuple[str, str], names: list[str]) -> str:
     pattern, sizes = alike
     return f"{names[0]} {sizes}" if len(names) == 1 else f"{len(names)} x {pattern} {sizes}"
 
@@ -147,11 +147,11 @@ def _convert_layer(layer: nn.Linear, config: Any, policy: Policy) -> None:
     """Change ``layer`` to torchao's class and settings, with a forward that uses them only in the session's region."""
     from torchao.float8 import convert_to_float8_training
 
-    known = _computes_in_fp8(layer)
+    converted = _computes_in_fp8(layer)
     twin = convert_to_float8_training(layer, config=config)
     layer.__class__ = type(twin)
     vars(layer).update({name: value for name, value in vars(twin).items() if name not in _OF_ANY_MODULE})
-    if not known:
+    if not converted:
         conversion.wrap(layer, _in_fp8, layer, policy.storage.dtype)
 
 
@@ -169,8 +169,8 @@ def _computes_in_fp8(layer: nn.Module) -> bool:
 
 def _in_fp8(call: Any, layer: nn.Linear, low: torch.dtype, input: Tensor) -> Tensor:
     kind = input.device.type
-    here = torch.is_autocast_enabled(kind) or layer.weight.dtype is low  # a cast model has no region to ask
-    if not here or input.dtype is FP64.dtype or input.numel() == 0:
+    lowers = torch.is_autocast_enabled(kind) or layer.weight.dtype is low  # a cast model has no region
+    if not lowers or input.dtype is FP64.dtype or input.numel() == 0:
         return F.linear(input, layer.weight, layer.bias)
     with torch.autocast(kind, enabled=False):  # torchao's layer would check the GPU's autocast and cast again
         x = input.to(low)

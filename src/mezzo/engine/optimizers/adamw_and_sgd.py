@@ -2,7 +2,7 @@
 
 They take torch's arguments, run torch's hooks and load torch's state dicts. Beyond that they support 16-bit weights: FP32
 masters and moments are in the optimizer's state, gradients are read in their own format, and one pass over the memory
-unscales, clips, updates and rounds the new weights. Bytes a parameter, AdamW: 2 weight + 2 gradient + 4 master
+unscales, clips, updates and rounds the new weights. Bytes per parameter, AdamW: 2 weight + 2 gradient + 4 master
 + 8 moments = 16 in FP16; in BF16 the master is the weight and its low bits, 14. ``moments="8bit"`` keeps 2.02 of the 8, and
 ``rounding="stochastic"`` trains BF16 weights that have no master: 6.02 in all.
 
@@ -36,7 +36,7 @@ class AdamW(OnePass):
         eps: added to the root of the second.
         weight_decay: decoupled; a share of the weight times ``lr``.
         amsgrad: use the largest second mean so far.
-        maximize: go up the gradient.
+        maximize: ascend the gradient.
         foreach, capturable, differentiable, fused: torch's ways to compute an update, kept in the groups as in torch, but
             without effect: the device decides, and no gradient flows through an update.
         moments: the format of the moments: 4, 2 or 1.01 bytes each; stochastically rounded below FP32.
@@ -69,18 +69,18 @@ class AdamW(OnePass):
         _check_range(beta1=(betas[0], 0, 1), beta2=(betas[1], 0, 1))
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         _check_choices(moments=(moments, tuple(KINDS)), rounding=(rounding, ("nearest", "stochastic")))
-        kept = {"moments": moments, "rounding": rounding}
-        torchs = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
-        super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize, **torchs, **kept})
+        storage = {"moments": moments, "rounding": rounding}
+        of_torch = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
+        super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize, **of_torch, **storage})
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
     def _settings(self, group: dict[str, Any]) -> AdamWSettings:
         beta1, beta2 = group["betas"]
-        own = {name: group[name] for name in ("eps", "weight_decay", "amsgrad", "maximize")}
+        settings = {name: group[name] for name in ("eps", "weight_decay", "amsgrad", "maximize")}
         now = functools.partial(self._settings, group)
-        return AdamWSettings(lr=_rate(group), beta1=beta1, beta2=beta2, now=now, **own)
+        return AdamWSettings(lr=_rate(group), beta1=beta1, beta2=beta2, now=now, **settings)
 
 
 class SGD(OnePass):
@@ -93,7 +93,7 @@ class SGD(OnePass):
         dampening: share of the gradient that is left out of the buffer.
         weight_decay: a share of the weight that is added to the gradient.
         nesterov: look ahead along the momentum.
-        maximize: go up the gradient.
+        maximize: ascend the gradient.
         foreach, differentiable, fused: torch's ways to compute an update, kept in the groups as in torch, but without
             effect: the device decides, and no gradient flows through an update.
         moments: the format of the moments: 4, 2 or 1.01 bytes each; stochastically rounded below FP32.
@@ -129,16 +129,16 @@ class SGD(OnePass):
             )
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         _check_choices(moments=(moments, tuple(KINDS)), rounding=(rounding, ("nearest", "stochastic")))
-        kept = {"moments": moments, "rounding": rounding}
-        torchs = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
-        super().__init__(params, {**defaults, "nesterov": nesterov, "maximize": maximize, **torchs, **kept})
+        storage = {"moments": moments, "rounding": rounding}
+        of_torch = {"foreach": foreach, "differentiable": differentiable, "fused": fused}
+        super().__init__(params, {**defaults, "nesterov": nesterov, "maximize": maximize, **of_torch, **storage})
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
     def _settings(self, group: dict[str, Any]) -> SGDSettings:
-        own = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
-        return SGDSettings(lr=_rate(group), now=functools.partial(self._settings, group), **own)
+        settings = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov", "maximize")}
+        return SGDSettings(lr=_rate(group), now=functools.partial(self._settings, group), **settings)
 
 
 def _rate(group: dict[str, Any]) -> float:

@@ -4,8 +4,8 @@ An update of one part in a thousand of a weight is below half a unit in the last
 the optimizer updates FP32 copies, and the model computes with their 16-bit roundings (Micikevicius et al.,
 arXiv:1710.03740, section 3.1).
 
-The general way works with any torch optimizer: its parameter groups contain the masters. Besides the 16-bit weights and
-gradients it costs 4 bytes a parameter for the masters, and 4 for their FP32 gradients while an update runs.
+``MasterWeights`` works with any torch optimizer, whose parameter groups then contain the masters. In addition to the 16-bit weights and
+gradients it costs 4 bytes per parameter for the masters, and 4 for their FP32 gradients while an update runs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.engine.descriptions import tensors_text
+from mezzo.engine.gradients import trained_by
 from mezzo.engine.optimizers.one_pass import OnePass
 from mezzo.formats import FP32
 
@@ -37,13 +38,13 @@ class NoMasters:
         """Move updated values to where the model reads them."""
 
     def follow(self) -> None:
-        """Update the masters of weights that were changed since the last ``push``, as by ``model.load_state_dict``."""
+        """Update the masters of weights that were changed since the last ``push``, for example by ``model.load_state_dict``."""
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a parameter's gradient, its own or its master's."""
         return parameter.grad
 
-    def held(self, parameter: nn.Parameter) -> nn.Parameter:
+    def master_or_self(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the tensor that an optimizer updates for a parameter: itself, or its master."""
         return parameter
 
@@ -58,7 +59,7 @@ class NoMasters:
         """Return the FP32 masters to save; the state dicts of the session's ``optimizers`` may contain them."""
         return {}
 
-    def take_up(self, parameters: Iterable[nn.Parameter]) -> None:
+    def restart(self, parameters: Iterable[nn.Parameter]) -> None:
         """Restart the masters of changed weights from the weights; a master that still rounds to its weight stays."""
         for parameter in parameters:
             master = self.values(parameter)
@@ -87,22 +88,22 @@ class _Followed(NoMasters):
         """Return the 16-bit parameters that have masters."""
         raise NotImplementedError
 
-    def _note(self) -> None:
+    def _record_version(self) -> None:
         if self._weight is None:
             self._weight = next(iter(self._low()), None)
         if self._weight is not None:
             self._version = self._weight._version
 
     def follow(self) -> None:
-        """Update the masters of weights that were changed since the last ``push``, as by ``model.load_state_dict``."""
+        """Update the masters of weights that were changed since the last ``push``, for example by ``model.load_state_dict``."""
         if self._weight is not None and self._weight._version != self._version:
-            self.take_up(self._low())
-            self._note()
+            self.restart(self._low())
+            self._record_version()
 
     def load(self, models: Sequence[nn.Module], states: Sequence[dict[str, Tensor]]) -> None:
         """Load master values from FP32 state dicts, one per model."""
         super().load(models, states)
-        self._note()
+        self._record_version()
 
 
 class MasterWeights(_Followed):
@@ -127,15 +128,15 @@ class MasterWeights(_Followed):
         self._master_of = {p: m for p, m in self._master_of.items() if p.dtype is not FP32.dtype}
         for optimizer in optimizers:
             self._place(optimizer)
-        self._note()
+        self._record_version()
 
     def _low(self) -> list[nn.Parameter]:
         return list(self._master_of)
 
     def _place(self, optimizer: torch.optim.Optimizer) -> None:
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        new = [p for p in held if p.element_size() == 2 and p not in self._master_of]  # added since the model was cast
-        self._master_of.update({p: nn.Parameter(p.detach().float(), requires_grad=p.requires_grad) for p in new})
+        # Parameters that were added since the model was cast.
+        added = [p for p in trained_by([optimizer]) if p.element_size() == 2 and p not in self._master_of]
+        self._master_of.update({p: nn.Parameter(p.detach().float(), requires_grad=p.requires_grad) for p in added})
         for group in optimizer.param_groups:
             group["params"] = [self._master_of.get(p, p) for p in group["params"]]
         for parameter, master in self._master_of.items():
@@ -164,9 +165,9 @@ class MasterWeights(_Followed):
         if self._master_of:
             with torch.no_grad():
                 torch._foreach_copy_(list(self._master_of), list(self._master_of.values()))
-        self._note()
+        self._record_version()
 
-    def held(self, parameter: nn.Parameter) -> nn.Parameter:
+    def master_or_self(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the tensor that an optimizer updates for a parameter: itself, or its master."""
         return self._master_of.get(parameter, parameter)
 
@@ -203,7 +204,7 @@ class OptimizerMasters(_Followed):
         """Create the masters of cast parameters."""
         for optimizer in self._optimizers:
             optimizer.begin_masters()
-        self._note()
+        self._record_version()
 
     def pull_gradients(self) -> None:
         """Leave gradients in place: the kernels read them there."""
@@ -211,7 +212,7 @@ class OptimizerMasters(_Followed):
 
     def push(self) -> None:
         """Record the versions after an update: the kernels have rounded the masters into the weights."""
-        self._note()
+        self._record_version()
 
     def _low(self) -> list[nn.Parameter]:
         return [p for o in self._optimizers for p in o.parameters() if o.has_master(p)]
@@ -247,9 +248,9 @@ def masters_for(
         keep: whether the weights get masters.
         one_pass: whether the optimizers read 16-bit gradients themselves.
     """
-    own = [o for o in optimizers if isinstance(o, OnePass)]
-    for optimizer in own:
+    one_pass_optimizers = [o for o in optimizers if isinstance(o, OnePass)]
+    for optimizer in one_pass_optimizers:
         optimizer.master_weights = keep and one_pass
     if not keep:
         return NoMasters()
-    return OptimizerMasters(own) if one_pass else MasterWeights(parameters)
+    return OptimizerMasters(one_pass_optimizers) if one_pass else MasterWeights(parameters)

@@ -18,9 +18,9 @@ from mezzo.engine.gradients import by_device
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.choice import choose
 from mezzo.engine.kernels.layout import gradient_as, laid_out_as, refuse_gaps
-from mezzo.engine.kernels.moments import KINDS, SIGNED, as_fp32, begun, kept_as
+from mezzo.engine.kernels.moments import KINDS, SIGNED, as_fp32, stored_as, zero_moment
 from mezzo.engine.kernels.split import join, split
-from mezzo.engine.optimizers.step_hooks import hooks_after
+from mezzo.engine.optimizers.step_hooks import hooks_deferred
 from mezzo.engine.processes.shards import local, shared_as
 from mezzo.errors import SessionError
 from mezzo.formats import BF16, FP16, FP32
@@ -41,7 +41,7 @@ class OnePass(torch.optim.Optimizer):
         self._sources: dict[nn.Parameter, Tensor] = {}
         """FP32 values of weights that are about to be cast, from which masters are created."""
         self._layouts: dict[int, tuple[Any, ...]] = {}
-        """The format, strides, and names and kind of moments for which a parameter's state was made, by the parameter's id."""
+        """The format, strides, and names and kind of moments that a parameter's state was created for, by the parameter's id."""
         self._numbers: dict[nn.Parameter, int] = {}
         self._remembered: dict[tuple[int, torch.device], dict[Any, Any]] = {}
         """Data that kernels keep from one update to the next, by a group's id and a device."""
@@ -87,12 +87,12 @@ class OnePass(torch.optim.Optimizer):
         """
         if any(group["rounding"] == "stochastic" for group in self.param_groups):
             raise SessionError(
-                "rounding='stochastic' under a policy with master weights; allowed: policies without, as bf16-pure",
+                "rounding='stochastic' under a policy with master weights; allowed: policies without, such as bf16-pure",
                 hint="leave rounding out: masters lose nothing; or choose the policy bf16-pure",
             )
         for parameter in self.parameters():
             self._sources[parameter] = parameter.detach().to(FP32.dtype, copy=True)
-        # Every state will be converted; until then the strides tell the layout of packed moments.
+        # Every state will be converted; until then the strides give the layout of packed moments.
         self._layouts = {known: (None, layout[1], None) for known, layout in self._layouts.items()}
 
     def begin_masters(self) -> None:
@@ -113,7 +113,7 @@ class OnePass(torch.optim.Optimizer):
         """Update all parameters that have a gradient.
 
         Raises:
-            SessionError: a closure was given.
+            SessionError: a closure was passed.
         """
         if closure is not None:
             raise SessionError(
@@ -142,16 +142,16 @@ class OnePass(torch.optim.Optimizer):
                     run(batch, self._settings(group), factor.to(device), found_inf.to(device))
 
     def _batch(self, group: dict[str, Any], device: torch.device) -> Batch:
-        given = [(p, p.grad) for p in group["params"]]
-        here = [(p, local(p), g) for p, g in given if g is not None and p.device == device]
-        held = [(p, w, g) for p, w, g in here if w.numel()]
-        parameters, weights = [p for p, _, _ in held], [w for _, w, _ in held]
+        pairs = [(p, p.grad) for p in group["params"]]
+        here = [(p, local(p), g) for p, g in pairs if g is not None and p.device == device]
+        entries = [(p, w, g) for p, w, g in here if w.numel()]
+        parameters, weights = [p for p, _, _ in entries], [w for _, w, _ in entries]
         kind = (self._moments(group), group["moments"], group["rounding"])
-        states = [self._state_of(p, w, kind, group) for p, w, _ in held]
+        states = [self._state_of(p, w, kind, group) for p, w, _ in entries]
         stochastic = group["rounding"] == "stochastic"
         return Batch(
             weights=weights,
-            gradients=[gradient_as(w, local(g)) for _, w, g in held],
+            gradients=[gradient_as(w, local(g)) for _, w, g in entries],
             masters=[s.get("master", w) for s, w in zip(states, weights, strict=True)],
             steps=[s["step"] for s in states],
             moments={name: [s[name] for s in states] for name in kind[0]},
@@ -184,11 +184,11 @@ class OnePass(torch.optim.Optimizer):
         if "step" not in state or "momentum_buffer" in missing:  # SGD recognises a first buffer by its step
             state["step"] = torch.zeros((), device=parameter.device)
         for name in missing:
-            state[name] = begun(kind, weight)
-        kept_in = self._master_format(parameter, group)
-        if "master" in state and state["master"].dtype is not kept_in:  # of a format that the weight had before
+            state[name] = zero_moment(kind, weight)
+        master_format = self._master_format(parameter, group)
+        if "master" in state and state["master"].dtype is not master_format:  # of a format that the weight had before
             del state["master"]
-        if kept_in is not None and "master" not in state:
+        if master_format is not None and "master" not in state:
             source = self._sources.get(parameter)
             self._set_master(parameter, weight.detach().float() if source is None else source)
         for name in moments:
@@ -203,7 +203,7 @@ class OnePass(torch.optim.Optimizer):
         if kept.dtype is KINDS[kind] and (not packed or strides == weight.stride()):
             return kept if packed else laid_out_as(weight, kept)
         values = as_fp32(kept, weight.shape, strides if packed else kept.stride(), signed=signed)
-        return kept_as(kind, laid_out_as(weight, values), signed=signed)
+        return stored_as(kind, laid_out_as(weight, values), signed=signed)
 
     def _master_format(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.dtype | None:
         """Return the format of a parameter's master; None if it has none."""
@@ -235,8 +235,8 @@ class OnePass(torch.optim.Optimizer):
         kept = self.state.get(parameter, {}).get("master")
         if kept is None:
             return None
-        held = join(local(parameter).detach(), kept) if kept.dtype is torch.int16 else kept.detach()
-        return shared_as(parameter, held)
+        values = join(local(parameter).detach(), kept) if kept.dtype is torch.int16 else kept.detach()
+        return shared_as(parameter, values)
 
     def has_master(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter has an FP32 master."""
@@ -253,13 +253,13 @@ class OnePass(torch.optim.Optimizer):
         Tensors of fewer bits are expanded on the host, one by one, so the device allocates nothing. FP32 tensors are not copied,
         as in torch.
         """
-        with hooks_after(self._optimizer_state_dict_post_hooks) as hooks:
+        with hooks_deferred(self._optimizer_state_dict_post_hooks) as deferred:
             saved: dict[str, Any] = super().state_dict()
         for number, parameter in enumerate(self.parameters()):
             state = saved["state"].get(number)
             if state is not None:
                 saved["state"][number] = {name: self._saved(parameter, name, value) for name, value in state.items()}
-        for hook in hooks:
+        for hook in deferred:
             changed = hook(self, saved)
             saved = saved if changed is None else changed
         return saved
@@ -288,32 +288,32 @@ class OnePass(torch.optim.Optimizer):
         # torch would cast every state to its parameter's format: in 16 bits moments would lose their purpose.
         others = {key: value for key, value in state_dict["state"].items() if key not in numbers}
         pre, post = self._optimizer_load_state_dict_pre_hooks, self._optimizer_load_state_dict_post_hooks
-        with hooks_after(pre), hooks_after(post) as after:
+        with hooks_deferred(pre), hooks_deferred(post) as deferred:
             super().load_state_dict({**state_dict, "state": others})
-        self._take_up(state_dict)
-        for done in after:
-            done(self)
+        self._load_state(state_dict)
+        for hook in deferred:
+            hook(self)
 
     @torch.no_grad()
-    def _take_up(self, state_dict: dict[str, Any]) -> None:
+    def _load_state(self, state_dict: dict[str, Any]) -> None:
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        held = [(p, group) for group in self.param_groups for p in group["params"]]
-        by_number = dict(zip(numbers, held, strict=True))
-        for number, given in state_dict["state"].items():
+        ours = [(p, group) for group in self.param_groups for p in group["params"]]
+        by_number = dict(zip(numbers, ours, strict=True))
+        for number, saved in state_dict["state"].items():
             if number not in by_number:
                 continue
             parameter, group = by_number[number]
             weight, state = local(parameter), self.state[parameter]
             refuse_gaps(weight)
-            # torch's SGD counts no steps: if there is a buffer, the first step was made.
-            begun_before = float(given.get("momentum_buffer") is not None)
-            step = torch.as_tensor(given.get("step", begun_before), dtype=FP32.dtype)
+            # torch's SGD counts no steps: if there is a buffer, the first step is done.
+            first_step_done = float(saved.get("momentum_buffer") is not None)
+            step = torch.as_tensor(saved.get("step", first_step_done), dtype=FP32.dtype)
             state["step"] = step.to(parameter.device, copy=True)
-            for name in [n for n, value in given.items() if n not in ("step", "master") and value is not None]:
+            for name in [n for n, value in saved.items() if n not in ("step", "master") and value is not None]:
                 kind = group["moments"] if name in self._moments(group) and weight.numel() else "fp32"
-                state[name] = _taken_up(given[name], weight, kind, signed=name in SIGNED)
+                state[name] = _loaded_moment(saved[name], weight, kind, signed=name in SIGNED)
             if self._master_format(parameter, group) is not None:
-                master = parameter.detach() if given.get("master") is None else given["master"]
+                master = parameter.detach() if saved.get("master") is None else saved["master"]
                 where = "cpu" if parameter.dtype is BF16.dtype else parameter.device  # BF16's are split on the host
                 self._set_master(parameter, local(master).to(where, FP32.dtype, copy=True))
             if weight.numel():
@@ -333,11 +333,11 @@ def norm_by_kernels(gradients: list[Tensor], device: torch.device) -> Tensor:
     return total.to(device).sqrt()
 
 
-def _taken_up(value: Any, weight: Tensor, kind: str, *, signed: bool) -> Any:
+def _loaded_moment(value: Any, weight: Tensor, kind: str, *, signed: bool) -> Any:
     """Return an FP32 moment as ``kind``, on the device and with the strides of ``weight``; a value that is not a tensor as it is."""
     if not isinstance(value, Tensor):
         return value
     if kind == "fp32":
         return local(value).to(weight.device, FP32.dtype, copy=True)
     arranged = torch.empty_strided(weight.shape, weight.stride(), dtype=FP32.dtype).copy_(local(value))
-    return kept_as(kind, arranged, signed=signed).to(weight.device)
+    return stored_as(kind, arranged, signed=signed).to(weight.device)

@@ -16,8 +16,8 @@ from torch.optim import optimizer as torchs
 
 def have_hooks(optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     """Return whether a step of any of ``optimizers`` runs hooks, of its own or of all optimizers."""
-    own = [o for o in optimizers if o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks]
-    return bool(own or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks)
+    hooked = [o for o in optimizers if o._optimizer_step_pre_hooks or o._optimizer_step_post_hooks]
+    return bool(hooked or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks)
 
 
 def step_is_own(optimizer: torch.optim.Optimizer) -> bool:
@@ -33,11 +33,11 @@ def step_is_own(optimizer: torch.optim.Optimizer) -> bool:
 
 
 @contextmanager
-def hooks_after(hooks: MutableMapping[int, Callable[..., Any]]) -> Iterator[list[Callable[..., Any]]]:
+def hooks_deferred(hooks: MutableMapping[int, Callable[..., Any]]) -> Iterator[list[Callable[..., Any]]]:
     """Keep torch from running ``hooks`` inside the block; yield them for the caller to run when their argument is complete."""
-    held = dict(hooks)
+    deferred = dict(hooks)
     hooks.clear()
     try:
-        yield list(held.values())
+        yield list(deferred.values())
     finally:
-        hooks.update(held)
+        hooks.update(deferred)

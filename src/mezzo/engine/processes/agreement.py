@@ -1,6 +1,6 @@
-"""Decisions that the processes of a training make together, at the same update: to save a snapshot, to end, to stop at an alarm.
+"""Decisions that the processes of a training run make together, at the same update: to save a snapshot, to end, to stop at an alarm.
 
-If one process saved, ended or went back alone, the others would wait in their next reduction. So all processes exchange a few numbers at
+If one process saved, ended or rewound on its own, the others would wait in their next reduction. So all processes exchange a few numbers at
 the same updates, about once a second; the first process measures how many updates that is. No other update communicates. The numbers are
 sent over gloo in a separate group, which leaves the training's reductions and streams alone.
 """
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 EVERY_S = 1.0
-"""Interval between exchanges, about: all processes know of an alarm, or of a request to end, after that time."""
+"""Approximate interval between exchanges: after that time all processes know of an alarm or of a request to end."""
 _MOST_UPDATES = 10_000
 """Most updates between two exchanges: processes whose steps become slow still exchange within hours."""
 
@@ -29,7 +29,7 @@ class Agreement:
         """Create the exchanges; the first comes at update 1.
 
         Args:
-            every_s: the interval between exchanges, about.
+            every_s: the approximate interval between exchanges.
             within: the process group; None for all processes.
         """
         self._every_s, self._within = every_s, within
@@ -39,26 +39,26 @@ class Agreement:
         self.next = 1
         """The number of updates at which all processes exchange again."""
 
-    def again(self) -> None:
+    def restart(self) -> None:
         """Exchange at the next update; the count of updates restarts."""
         self.next, self._interval = 1, 1
 
-    def reached(self, updates: int, wishes: Sequence[int]) -> list[int]:
+    def exchange(self, updates: int, requests: Sequence[int]) -> list[int]:
         """Return the largest of each number over all processes; call it after ``next`` updates.
 
         Args:
             updates: the number of updates so far, the same in all processes.
-            wishes: numbers of 0 or more, equally many in each process.
+            requests: numbers of 0 or more, the same count in each process.
         """
         first = dist.get_rank(self._own_group()) == 0
-        self._interval, *found = self.largest([self._wanted(updates) if first else 0, *wishes])
+        self._interval, *largest = self.largest([self._next_interval(updates) if first else 0, *requests])
         self.next, self._last = updates + self._interval, (updates, time.monotonic())
-        return found
+        return largest
 
     def all_equal(self, numbers: Sequence[int]) -> bool:
         """Return whether all processes passed the same numbers."""
-        found = self.largest([*numbers, *(-number for number in numbers)])
-        return all(most == -least for most, least in zip(found, found[len(numbers) :], strict=False))
+        largest = self.largest([*numbers, *(-number for number in numbers)])
+        return all(most == -least for most, least in zip(largest, largest[len(numbers) :], strict=False))
 
     def in_all(self, here: bool) -> bool:
         """Return whether ``here`` is true in all processes."""
@@ -66,9 +66,9 @@ class Agreement:
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest of each number over all processes."""
-        given = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
-        dist.all_reduce(given, op=dist.ReduceOp.MAX, group=self._own_group())
-        return [int(number) for number in given]
+        reduced = torch.tensor([int(number) for number in numbers], dtype=torch.int64)
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=self._own_group())
+        return [int(number) for number in reduced]
 
     @property
     def rank(self) -> int:
@@ -88,10 +88,10 @@ class Agreement:
         return next(((rank, one) for rank, one in enumerate(values) if one is not None), None)
 
     def any_of(self, updates: int, value: T | None) -> tuple[int, T] | None:
-        """Do as ``reached``, and return what ``first_of`` returns."""
-        return self.first_of(value) if any(self.reached(updates, [value is not None])) else None
+        """Exchange like ``exchange``, and return the result of ``first_of``."""
+        return self.first_of(value) if any(self.exchange(updates, [value is not None])) else None
 
-    def _wanted(self, updates: int) -> int:
+    def _next_interval(self, updates: int) -> int:
         """Return the number of updates until the next exchange, by this process's clock; at most twice as many as before."""
         before, at_s = self._last
         per_update_s = (time.monotonic() - at_s) / max(updates - before, 1)

@@ -1,6 +1,6 @@
 """Several processes that train one model: the values on which they must agree, and when they communicate.
 
-Every process must find the same loss scale, the same norm and the same answer to "skip this update?", or their weights drift
+Every process must compute the same loss scale, the same norm and the same answer to "skip this update?", or their weights drift
 apart. Two ways to distribute training are supported:
 
 ``DistributedDataParallel``  every process has the whole model. The last backward pass of an accumulation window averages the
@@ -59,7 +59,7 @@ class OneProcess:
         return []
 
     def check_loss(self, loss: Any, *, first: bool) -> None:
-        """Refuse what is no loss and, before the first update, a loss that is not finite; only then does it wait for the device."""
+        """Refuse a value that is not a loss and, before the first update, a loss that is not finite; only then the host waits."""
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise checks.no_loss(loss)
         if first and not math.isfinite(value := loss.item()):
@@ -85,16 +85,16 @@ class OneProcess:
     """Returns the gradients of parameters; for sharded ones, this process's part."""
 
     def norm(
-        self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor], window: Window | None = None
+        self, gradients: list[Tensor], norm_of: Callable[[list[Tensor]], Tensor], window: Window | None = None
     ) -> Tensor:
         """Return the norm over all processes of the gradients that ``gradients()`` returned.
 
         Args:
             gradients: these gradients, or the same in another format.
-            take: returns the norm of a list of tensors.
+            norm_of: returns the norm of a list of tensors.
             window: receives the totals of all processes' weights and losses.
         """
-        return take(gradients)
+        return norm_of(gradients)
 
     def all_finite(self, gradients: list[Tensor]) -> bool:
         """Return whether the gradients that ``gradients()`` returned are finite in every process; waits for the device."""
@@ -168,7 +168,7 @@ class Processes(OneProcess):
     def explain(self) -> list[Choice]:
         """Return how many processes there are, and when they exchange gradients."""
         if self.sharded:
-            reason = "every backward pass averages the shards' gradients; one all-reduce an update for the norm"
+            reason = "every backward pass averages the shards' gradients; one all-reduce per update for the norm"
         elif self._several_scales:
             reason = "gradients are averaged at the update: losses have scales of their own"
         else:
@@ -182,7 +182,7 @@ class Processes(OneProcess):
             replica.format = format_of_reduction(policy)
 
     def check_loss(self, loss: Any, *, first: bool) -> None:
-        """Refuse what is no loss; when the window closes, all processes learn whether the first loss was finite."""
+        """Refuse a value that is not a loss; when the window closes, all processes learn whether the first loss was finite."""
         super().check_loss(loss, first=False)
         for replica in self._replicas:
             if replica.model._join_config.enable:
@@ -237,49 +237,49 @@ class Processes(OneProcess):
 
     def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return this process's part of the gradients of ``parameters``."""
-        found = gradients_of(parameters)
+        gradients = gradients_of(parameters)
         if not self.sharded:
-            return found
-        self._copies = [self._size // parts(g) for g in found]
-        return [local(g) for g in found]
+            return gradients
+        self._copies = [self._size // parts(g) for g in gradients]
+        return [local(g) for g in gradients]
 
     def norm(
-        self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor], window: Window | None = None
+        self, gradients: list[Tensor], norm_of: Callable[[list[Tensor]], Tensor], window: Window | None = None
     ) -> Tensor:
         """Return the norm over all processes, the same in each; replicated gradients count once."""
-        if not self.sharded and (window is None or not (window.weighted or window.found)):
-            return take(gradients)  # nothing to exchange: averaged gradients are the same everywhere
+        if not self.sharded and (window is None or not (window.weighted or window.found_inf)):
+            return norm_of(gradients)  # nothing to exchange: averaged gradients are the same everywhere
         numbers: list[Tensor] = []
         if self.sharded:
-            squares, dtype = self._squares_here(gradients, take)
+            squares, dtype = self._squares_here(gradients, norm_of)
             numbers.append(squares)
         else:
-            norm = take(gradients)
+            norm = norm_of(gradients)
             dtype = norm.dtype
-        losses = [] if window is None else sorted(window.found)
+        losses = [] if window is None else sorted(window.found_inf)
         if window is not None:
             if window.weighted:
                 numbers.append(torch.full((), window.sum_of_shares(), dtype=self._wide, device=self._device))
-            numbers += [window.found[loss].to(self._wide) for loss in losses]
+            numbers += [window.found_inf[loss].to(self._wide) for loss in losses]
         sums = self._sums(numbers)
         if self.sharded:
             norm = sums.pop(0).sqrt().to(dtype)
         if window is not None:
             window.mean_total = (sums.pop(0) / self._size).to(dtype) if window.weighted else None
-            window.found = {loss: (found > 0).float() for loss, found in zip(losses, sums, strict=True)}
+            window.found_inf = {loss: (found > 0).float() for loss, found in zip(losses, sums, strict=True)}
         return norm
 
     def _squares_here(
-        self, gradients: list[Tensor], take: Callable[[list[Tensor]], Tensor]
+        self, gradients: list[Tensor], norm_of: Callable[[list[Tensor]], Tensor]
     ) -> tuple[Tensor, torch.dtype]:
         """Return this process's part of the sum of squares, in FP64 if the device has it, and the format of a norm.
 
         If ``n`` processes have a gradient, each contributes 1/n of it.
         """
-        held: dict[int, list[Tensor]] = {}
+        by_copies: dict[int, list[Tensor]] = {}
         for copies, gradient in zip(self._copies, gradients, strict=True):
-            held.setdefault(copies, []).append(gradient)
-        norms = {copies: take([g for g in some if g.numel()]) for copies, some in held.items()} or {1: take([])}
+            by_copies.setdefault(copies, []).append(gradient)
+        norms = {n: norm_of([g for g in alike if g.numel()]) for n, alike in by_copies.items()} or {1: norm_of([])}
         squares = [norm.to(self._wide).square() / copies for copies, norm in norms.items()]
         return torch.stack(squares).sum(), next(iter(norms.values())).dtype
 
@@ -309,9 +309,9 @@ class Processes(OneProcess):
 
 def _in_join() -> SessionError:
     return SessionError(
-        "a session in join(), where a process without batches makes no updates and answers nothing that a session exchanges; "
-        "allowed: as many backward passes in every process",
-        hint="give each process as many batches (DistributedSampler, drop_last=True) and leave join() out",
+        "a session in join(), where a process without batches makes no updates and takes no part in a session's exchanges; "
+        "allowed: the same number of backward passes in every process",
+        hint="give each process the same number of batches (DistributedSampler, drop_last=True) and leave join() out",
     )
 
 
@@ -375,8 +375,8 @@ def _refuse_left_out(replicas: list[DistributedDataParallel], trained: Iterable[
     for parameter in trained:
         if parameter.requires_grad and parameter not in kept and not is_shared(parameter):
             raise SessionError(
-                f"a parameter of shape {tuple(parameter.shape)} belongs to this process alone, beside others that several share: "
-                "the processes would train it apart",
+                f"a parameter of shape {tuple(parameter.shape)} belongs to this process alone, while several share others: "
+                "each process would train its own copy",
                 hint="wrap the whole model, call fully_shard on the outermost module too, and build optimizers after that",
             )
 
@@ -395,6 +395,6 @@ def _group(replicas: Iterable[DistributedDataParallel], shared: Iterable[Any]) -
         raise SessionError(
             f"the model is sharded over {largest} of {dist.get_world_size()} processes on a mesh of {mesh.ndim} dimensions; "
             "allowed: all processes, or a mesh of one dimension",
-            hint="make the mesh of all processes, or of one dimension",
+            hint="build the mesh over all processes, or with one dimension",
         )
     return mesh.get_group()

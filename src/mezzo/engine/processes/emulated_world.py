@@ -85,17 +85,17 @@ class EmulatedWorld:
         before, after = divisors(self.format, self.size)
         scale = self._loss_scale()
         share = gradient / before if scale is None else gradient * (scale.to(gradient.device) / before)
-        chance = random.Random(struct.pack("d", float(gradient.double().sum())))
-        total = torch.cat([self._sum(self._shares(part, chance)) for part in share.split(_CHUNK)])
+        rng = random.Random(struct.pack("d", float(gradient.double().sum())))
+        total = torch.cat([self._sum(self._shares(part, rng)) for part in share.split(_CHUNK)])
         return averaged(total.to(gradient.dtype), after, scale)
 
-    def _shares(self, mean: Tensor, chance: random.Random) -> Iterator[Tensor]:
+    def _shares(self, mean: Tensor, rng: random.Random) -> Iterator[Tensor]:
         """Yield each process' share of a chunk in the format; the next one overwrites it."""
         table, pairs = self._table(mean), self.size // 2
         spread = self.size / math.sqrt(2 * pairs)  # sqrt(N), or more for an odd N, whose last share is the mean
-        places = [chance.randrange(_TABLE - mean.numel() + 1) for _ in range(pairs)]
+        places = [rng.randrange(_TABLE - mean.numel() + 1) for _ in range(pairs)]
         draws = [(at, factor) for at in places for factor in (-spread, spread)] + [(0, 0.0)] * (self.size % 2)
-        chance.shuffle(draws)
+        rng.shuffle(draws)
         wide, sent = torch.empty_like(mean), torch.empty_like(mean, dtype=self.format.dtype)
         for at, factor in draws:
             torch.addcmul(mean, mean, table[at : at + mean.numel()], value=factor, out=wide)

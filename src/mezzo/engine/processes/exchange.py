@@ -141,15 +141,15 @@ def refuse_other_formats(roots: Iterable[Any], policy: Policy, *, reduces: bool 
         SessionError: the formats differ.
     """
     for root in roots:
-        given = root._get_fsdp_state()._mp_policy
-        gathered = given.param_dtype or FP32.dtype
-        found = {"gather": gathered, "reduce": given.reduce_dtype or gathered}
+        mp_policy = root._get_fsdp_state()._mp_policy
+        gathered = mp_policy.param_dtype or FP32.dtype
+        formats = {"gather": gathered, "reduce": mp_policy.reduce_dtype or gathered}
         for field, argument in (("gather", "param_dtype"), ("reduce", "reduce_dtype")):
-            asked = getattr(policy, field) if reduces or field == "gather" else "auto"
-            if asked != "auto" and found[field] is not FORMATS[asked].dtype:
+            requested = getattr(policy, field) if reduces or field == "gather" else "auto"
+            if requested != "auto" and formats[field] is not FORMATS[requested].dtype:
                 raise SessionError(
-                    f"policy {policy!s} says {field}={asked}, and fully_shard was told {argument}={found[field]}",
-                    hint=f"pass mp_policy=MixedPrecisionPolicy({argument}={FORMATS[asked].dtype}) to fully_shard, or leave {field} out",
+                    f"policy {policy!s} says {field}={requested}, and fully_shard was called with {argument}={formats[field]}",
+                    hint=f"pass mp_policy=MixedPrecisionPolicy({argument}={FORMATS[requested].dtype}) to fully_shard, or leave {field} out",
                 )
 
 

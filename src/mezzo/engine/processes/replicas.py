@@ -113,7 +113,7 @@ def rebuild(models: Iterable[nn.Module]) -> None:
         if model.process_group is not dist.group.WORLD or model._comm_hooks:
             raise SessionError(
                 "the policy casts weights, and DistributedDataParallel with a process_group or a communication hook "
-                "cannot take them up",
+                "cannot be rebuilt for the cast weights",
                 hint="register the hook after the session is built, leave process_group out, or use policy fp16 or bf16",
             )
         # New buckets and hooks in place, by the code of torch's deep copy, which keeps options such as static_graph.

@@ -33,30 +33,30 @@ def local(tensor: Any) -> Tensor:
         return tensor.to_local()  # type: ignore[no-any-return]
 
 
-def shared_as(parameter: Any, held: Tensor) -> Tensor:
-    """Return ``held``, this process's part of a tensor of the parameter's shape, as a tensor that is sharded like ``parameter``.
+def shared_as(parameter: Any, part: Tensor) -> Tensor:
+    """Return ``part``, this process's part of a tensor of the parameter's shape, as a tensor that is sharded like ``parameter``.
 
     It stays on its device, which may be the host.
     """
     if not is_shared(parameter):
-        return held
-    if held.device.type != parameter.device.type:  # from_local would move it to the device of the parameter's mesh
-        whole = torch.empty_like(parameter.detach(), dtype=held.dtype, device=held.device)
-        local(whole).copy_(held)
+        return part
+    if part.device.type != parameter.device.type:  # from_local would move it to the device of the parameter's mesh
+        whole = torch.empty_like(parameter.detach(), dtype=part.dtype, device=part.device)
+        local(whole).copy_(part)
         return whole
     return type(parameter).from_local(  # type: ignore[no-any-return]
-        held, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        part, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
     )
 
 
-def norm_of_all(gradients: Sequence[Any], take: Callable[[list[Tensor]], Tensor]) -> Tensor:
+def norm_of_all(gradients: Sequence[Any], norm_of: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """Return the norm of gradients over all processes that share them, the same in each.
 
     It takes one all-reduce of one number for each way in which gradients are sharded, among the processes that exchange the shards.
 
     Args:
         gradients: some, or all, sharded; plain ones count as they are in this process.
-        take: returns the norm of a list of plain tensors.
+        norm_of: returns the norm of a list of plain tensors.
     """
     alike: dict[Any, list[Any]] = {}
     for gradient in gradients:
@@ -65,9 +65,9 @@ def norm_of_all(gradients: Sequence[Any], take: Callable[[list[Tensor]], Tensor]
         )
     squares = []
     for key, some in alike.items():
-        held = [part for part in map(local, some) if part.numel()]
+        here = [part for part in map(local, some) if part.numel()]
         wide = FP64.dtype if has_fp64(local(some[0]).device) else FP32.dtype
-        square = take(held).to(wide).square() if held else torch.zeros((), dtype=wide, device=local(some[0]).device)
+        square = norm_of(here).to(wide).square() if here else torch.zeros((), dtype=wide, device=local(some[0]).device)
         mesh: Any
         mesh, placements = (None, ()) if key is None else key
         for dim, place in enumerate(placements):

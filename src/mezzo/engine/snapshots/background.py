@@ -20,7 +20,7 @@ from mezzo.errors import MezzoError, SnapshotError
 
 
 class Saving:
-    """A snapshot in the process of being written."""
+    """A snapshot that is being written."""
 
     def __init__(self, path: Path, tree: Any, tensors: Mapping[str, Tensor], then: Callable[[], None]) -> None:
         """Begin to write; ``then`` is called once the file is whole."""
@@ -62,19 +62,19 @@ class Copies:
     """Host memory for one copy of a state, reused by each save: new memory takes twice as long to fill."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of ``tensors`` on the host; those of the last call are overwritten."""
-        before, self._held = self._held, {}
+        before, self._copies = self._copies, {}
         waits = False
         for name, tensor in tensors.items():
-            held = before.get(name)
-            if held is None or (held.shape, held.dtype, held.stride()) != (tensor.shape, tensor.dtype, tensor.stride()):
-                held = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            held.copy_(tensor, non_blocking=tensor.is_cuda)
+            copy = before.get(name)
+            if copy is None or (copy.shape, copy.dtype, copy.stride()) != (tensor.shape, tensor.dtype, tensor.stride()):
+                copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            copy.copy_(tensor, non_blocking=tensor.is_cuda)
             waits |= tensor.is_cuda
-            self._held[name] = held
+            self._copies[name] = copy
         if waits:
             torch.cuda.synchronize()
-        return self._held
+        return self._copies

@@ -30,20 +30,20 @@ class Chosen(NamedTuple):
     """Newer snapshots in the folder."""
 
 
-def load_newest(path: Path, take: Callable[[Any], None]) -> Chosen | None:
+def load_newest(path: Path, load: Callable[[Any], None]) -> Chosen | None:
     """Load a snapshot, or the newest loadable one in a folder, like ``load_first``."""
     files = [path] if path.is_file() else [saved.path for saved in saved_in(path)]
-    return load_first([(file, functools.partial(contents_at, file)) for file in files], take, folder=path)
+    return load_first([(file, functools.partial(contents_at, file)) for file in files], load, folder=path)
 
 
 def load_first(
-    candidates: Sequence[tuple[Path, Callable[[], Any]]], take: Callable[[Any], None], *, folder: Path
+    candidates: Sequence[tuple[Path, Callable[[], Any]]], load: Callable[[Any], None], *, folder: Path
 ) -> Chosen | None:
     """Load the first loadable of several snapshots; a warning names those before it. None if there are no candidates.
 
     Args:
         candidates: the newest first, each with a function that returns its contents or raises ``SnapshotError``.
-        take: loads the contents, or raises ``SnapshotError`` and changes nothing.
+        load: loads the contents, or raises ``SnapshotError`` and changes nothing.
         folder: their folder, for messages.
 
     Raises:
@@ -53,14 +53,14 @@ def load_first(
     for path, read in candidates:
         try:
             contents = read()
-            take(contents)
+            load(contents)
         except SnapshotError as error:
             if len(candidates) == 1:
                 raise
             refused.append(RefusedSnapshot(path, error.message))
             continue
         if refused:
-            listed = "; ".join(f"{one.path.name}: {one.why}" for one in refused)
+            listed = "; ".join(f"{snapshot.path.name}: {snapshot.why}" for snapshot in refused)
             warnings.warn(f"loaded {path.name}; not loaded, though newer: {listed}", UserWarning, stacklevel=3)
         return Chosen(path, contents, refused)
     if not candidates:
@@ -70,10 +70,10 @@ def load_first(
 
 def none_loaded(refused: Sequence[RefusedSnapshot], which: str) -> SnapshotError:
     """Return the error that none of the snapshots can be loaded, with the reason for each."""
-    listed = "".join(f"\n  {one.path.name}: {one.why}" for one in refused)
+    listed = "".join(f"\n  {snapshot.path.name}: {snapshot.why}" for snapshot in refused)
     return SnapshotError(
         f"none of the {len(refused)} snapshots {which} can be loaded:{listed}",
-        hint="begin anew in another folder; these files were left as they are",
+        hint="start over in another folder; these files were left as they are",
     )
 
 
@@ -88,6 +88,6 @@ def contents_at(path: Path) -> Any:
         return put_together(tree, tensors)
     except Exception as error:  # a file with a correct checksum may still contain anything
         raise SnapshotError(
-            f"{str(path)!r} holds no state: {type(error).__name__}: {str(error)[:200]}",
+            f"{str(path)!r} contains no state: {type(error).__name__}: {str(error)[:200]}",
             hint="pass a snapshot that Mezzo wrote",
         ) from None

@@ -36,7 +36,7 @@ _OF_PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 PIECE_BYTES = 16 * 2**20
 """Bytes that are checked and written at a time, so that other threads can run in between."""
 _NO_CHECKSUM = "00000000"
-_HINT = "load an older snapshot: session.load(folder) takes the newest that is whole"
+_HINT = "load an older snapshot: session.load(folder) loads the newest that is whole"
 
 
 class Contents(NamedTuple):
@@ -64,7 +64,7 @@ def write(path: Path, tree: Any, tensors: Mapping[str, Tensor]) -> int:
     Args:
         path: the file; its folder exists.
         tree: a JSON value.
-        tensors: tensors on the CPU, which must not change meanwhile.
+        tensors: tensors on the CPU, which must not change until the file is written.
 
     Raises:
         OSError: the disk is full, or the folder is read-only or gone; a file at ``path`` is unchanged.
@@ -126,7 +126,7 @@ def read(path: Path) -> Contents:
     """Read a file and check every byte of it.
 
     Raises:
-        SnapshotError: it is missing, damaged, cut off, of a newer version, or not a snapshot.
+        SnapshotError: it is missing, damaged, truncated, of a newer version, or not a snapshot.
     """
     try:
         with path.open("rb") as file:
@@ -142,28 +142,28 @@ def _read(file: BufferedReader, path: Path) -> Contents:
     whole = len(start) == 8 and 2 <= length <= min(size - 8, MAX_HEADER_BYTES)
     # About one in 1,600 header lengths begins with the same bytes, but is followed by the header's brace.
     if start[:2] in _OF_PICKLES and not (whole and file.peek(1)[:1] == b"{"):
-        raise _refusal(path, "a pickle, as torch.save writes; unpickling can run any code, so it was not read")
+        raise _refusal(path, "a pickle, as torch.save writes them; unpickling can run any code, so it was not read")
     if not whole:
         raise _refusal(path, f"its header would have {length} bytes, and the file has {size}")
     text = file.read(length)
     header, metadata = _header(path, text)
     _refuse_newer(path, metadata)
-    given = str(metadata.get("crc32"))
-    marked = f'"crc32":"{given}"'.encode()
-    if not re.fullmatch("[0-9a-f]{8}", given) or marked not in text:
+    stored_crc = str(metadata.get("crc32"))
+    marked = f'"crc32":"{stored_crc}"'.encode()
+    if not re.fullmatch("[0-9a-f]{8}", stored_crc) or marked not in text:
         raise _refusal(path, "it has no checksum")
     crc = zlib.crc32(start + text.replace(marked, f'"crc32":"{_NO_CHECKSUM}"'.encode(), 1))
-    places = list(_places(path, header, size - 8 - length))
+    layouts = list(_layouts(path, header, size - 8 - length))
     tensors: dict[str, Tensor] = {}
-    for name, dtype, shape in places:
+    for name, dtype, shape in layouts:
         tensors[name] = torch.empty(shape, dtype=dtype)
         for piece in _pieces(_bytes_of(tensors[name])):
             if file.readinto(piece) != len(piece):
                 raise _refusal(path, "it ended while it was read")
             crc = zlib.crc32(piece, crc)
-    if f"{crc:08x}" != given:
+    if f"{crc:08x}" != stored_crc:
         raise _refusal(
-            path, f"its checksum is {given}, that of its bytes {crc:08x}: it was damaged after it was written"
+            path, f"its checksum is {stored_crc}, that of its bytes {crc:08x}: it was damaged after it was written"
         )
     return Contents(_json(path, metadata.get("state")), tensors)
 
@@ -172,7 +172,7 @@ def _header(path: Path, text: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
     header = _json(path, text)
     metadata = header.pop("__metadata__", None) if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or metadata.get("kind") != KIND:
-        raise _refusal(path, "it does not say that it is one")
+        raise _refusal(path, "its header does not name it as one")
     return header, metadata
 
 
@@ -194,13 +194,13 @@ def _refuse_newer(path: Path, metadata: Mapping[str, Any]) -> None:
         raise _refusal(path, f"its version is {version[:40]!r}")
 
 
-def _places(path: Path, header: Mapping[str, Any], size: int) -> Iterator[tuple[str, torch.dtype, list[int]]]:
+def _layouts(path: Path, header: Mapping[str, Any], size: int) -> Iterator[tuple[str, torch.dtype, list[int]]]:
     end = 0
     for name, row in header.items():
-        found = row if isinstance(row, dict) else {}
-        shape: Any = found.get("shape")
-        offsets: Any = found.get("data_offsets")
-        dtype = _DTYPES.get(str(found.get("dtype")))
+        entry = row if isinstance(row, dict) else {}
+        shape: Any = entry.get("shape")
+        offsets: Any = entry.get("data_offsets")
+        dtype = _DTYPES.get(str(entry.get("dtype")))
         if (
             dtype is None
             or not _are_counts(shape)
@@ -220,7 +220,7 @@ def _places(path: Path, header: Mapping[str, Any], size: int) -> Iterator[tuple[
         yield name, dtype, shape
     if end != size:
         raise _refusal(
-            path, f"it holds {size} bytes of tensors, and its header says {end}: it was cut off, or added to"
+            path, f"it contains {size} bytes of tensors, and its header says {end}: it was truncated or extended"
         )
 
 

@@ -1,4 +1,4 @@
-"""The contents of a session's snapshot, and their loading: all of them or none."""
+"""The contents of a session's snapshot, which are loaded completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mezzo.engine.snapshots.background import Copies
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.engine.snapshots.sharded import Shard, placed, placed_model, placed_optimizer
 from mezzo.engine.snapshots.structure import put_together, take_apart
-from mezzo.engine.state import state_of, take_up
+from mezzo.engine.state import load_state, state_of
 from mezzo.errors import MezzoError, SnapshotError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def set_contents(
         SnapshotError: the contents are of another model, or of an open window of another policy or length.
     """
     if not isinstance(contents, dict) or "session" not in contents:
-        raise SnapshotError("it holds no session", hint="pass a snapshot that session.save wrote")
+        raise SnapshotError("it contains no session", hint="pass a snapshot that session.save wrote")
     tree, tensors = take_apart(contents_of(session))
     before = put_together(tree, Copies().of(tensors))
     try:
@@ -70,13 +70,13 @@ def set_contents(
             raise SnapshotError(error.message, hint=error.hint) from None
         raise SnapshotError(
             f"its contents do not fit this session: {type(error).__name__}: {str(error)[:200]}",
-            hint="build the session as the one that saved the snapshot was built",
+            hint="build the session like the one that saved the snapshot",
         ) from None
     if not in_all(True):
         _set(session, before)
         raise SnapshotError(
             "it does not fit the session of another process",
-            hint="build the session as the one that saved the snapshot was built",
+            hint="build the session like the one that saved the snapshot",
         )
 
 
@@ -88,7 +88,7 @@ def _set(session: Session, contents: Mapping[str, Any]) -> None:
         "optimizers": [placed_optimizer(s, o) for s, o in zip(state["optimizers"], session.optimizers, strict=True)],
     }
     session._open_window()
-    take_up(session, state, window_calls=0)
+    load_state(session, state, window_calls=0)
     if state["policy"] == str(session.policy):
         for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
             keep_formats(optimizer, saved)
@@ -114,9 +114,9 @@ def keep_formats(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, trained_by([optimizer]), strict=True):
         for name, value in saved["state"].get(number, {}).items():
-            held = optimizer.state[parameter].get(name)
-            if isinstance(held, Tensor) and isinstance(value, Tensor) and held.dtype is not value.dtype:
-                optimizer.state[parameter][name] = value.to(held.device, copy=True)
+            loaded = optimizer.state[parameter].get(name)
+            if isinstance(loaded, Tensor) and isinstance(value, Tensor) and loaded.dtype is not value.dtype:
+                optimizer.state[parameter][name] = value.to(loaded.device, copy=True)
 
 
 def _kinds(session: Session) -> list[str]:
@@ -130,7 +130,7 @@ def _refuse_other(session: Session, contents: Mapping[str, Any]) -> None:
         _refuse_other_model(bare(model), saved, f"model {number}" if len(session.models) > 1 else "the model")
     if contents["kinds"] != _kinds(session):
         raise SnapshotError(
-            f"it holds the state of {', '.join(contents['kinds'])}; this session has {', '.join(_kinds(session))}",
+            f"it contains the state of {', '.join(contents['kinds'])}; this session has {', '.join(_kinds(session))}",
             hint="build optimizer and scheduler as in the run that was stopped",
         )
     for optimizer, saved in zip(session.optimizers, contents["session"]["optimizers"], strict=False):
@@ -149,13 +149,13 @@ def _refuse_other(session: Session, contents: Mapping[str, Any]) -> None:
 
 def _refuse_other_model(model: nn.Module, saved: Mapping[str, Any], what: str) -> None:
     own = {name: value.shape for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    given = {name: torch.Size(value.shape) for name, value in saved.items() if isinstance(value, (Tensor, Shard))}
-    if own == given:
+    theirs = {name: torch.Size(value.shape) for name, value in saved.items() if isinstance(value, (Tensor, Shard))}
+    if own == theirs:
         return
-    for name in [*own, *given]:
-        if own.get(name) != given.get(name):
+    for name in [*own, *theirs]:
+        if own.get(name) != theirs.get(name):
             raise SnapshotError(
-                f"{name!r} {_shape(given.get(name))} in the snapshot, and {_shape(own.get(name))} in {what}: it is of another model",
+                f"{name!r} {_shape(theirs.get(name))} in the snapshot, and {_shape(own.get(name))} in {what}: it belongs to another model",
                 hint="build the model as in the run that was stopped",
             )
 

@@ -130,10 +130,10 @@ _LOCKED: WeakValueDictionary[tuple[int, int], _Lock] = WeakValueDictionary()
 
 
 def _locked(path: Path) -> _Lock:
-    found = path.stat()
-    key = (found.st_dev, found.st_ino)
-    held = _LOCKED.get(key)
-    if held is not None and held.release.alive:
+    status = path.stat()
+    key = (status.st_dev, status.st_ino)
+    existing = _LOCKED.get(key)
+    if existing is not None and existing.release.alive:
         raise _taken(path, "another session of this process")
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -160,7 +160,7 @@ def _owner(text: bytes) -> str:
 
 def _taken(path: Path, owner: str) -> SnapshotError:
     return SnapshotError(
-        f"{owner} is writing snapshots to {str(path)!r}; allowed: one run to a folder",
+        f"{owner} is writing snapshots to {str(path)!r}; allowed: one run per folder",
         hint="stop that run, or save to another folder",
     )
 
@@ -168,5 +168,5 @@ def _taken(path: Path, owner: str) -> SnapshotError:
 def _unusable(path: Path, error: OSError) -> SnapshotError:
     return SnapshotError(
         f"cannot use {str(path)!r} for snapshots: {error.strerror}",
-        hint="choose a folder that exists or can be made, and that you may write to",
+        hint="choose a folder that exists or can be created, and that you may write to",
     )

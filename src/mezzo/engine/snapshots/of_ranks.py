@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _RANK = re.compile(r"rank-(\d+)-of-(\d+)")
 
 
-class OfAll(NamedTuple):
+class CompleteSnapshot(NamedTuple):
     """A snapshot that all processes of its run have."""
 
     number: int
@@ -37,22 +37,22 @@ def folder_of(folder: Path, rank: int, size: int) -> Path:
     return folder if size == 1 else folder / f"rank-{rank}-of-{size}"
 
 
-def whole_ones(folder: Path) -> list[OfAll]:
+def complete_snapshots(folder: Path) -> list[CompleteSnapshot]:
     """Return the snapshots in ``folder`` that every process of their run has, the newest first."""
     if folder.is_file():
-        return [OfAll(0, [folder])]
-    found = []
+        return [CompleteSnapshot(0, [folder])]
+    snapshots = []
     for size in sorted({1, *_sizes(folder)}):
-        names = [{one.path.name: one for one in saved_in(folder_of(folder, rank, size))} for rank in range(size)]
+        names = [{saved.path.name: saved for saved in saved_in(folder_of(folder, rank, size))} for rank in range(size)]
         for name in set.intersection(*map(set, names)):
-            found.append(OfAll(names[0][name].number, [held[name].path for held in names]))
-    return sorted(found, reverse=True)
+            snapshots.append(CompleteSnapshot(names[0][name].number, [by_name[name].path for by_name in names]))
+    return sorted(snapshots, reverse=True)
 
 
 def last_number(folder: Path) -> int:
     """Return the largest number of any snapshot in ``folder``, of any process."""
     folders = [folder, *(folder_of(folder, rank, size) for size in _sizes(folder) for rank in range(size))]
-    return max((one.number for place in folders for one in saved_in(place)), default=0)
+    return max((saved.number for path in folders for saved in saved_in(path)), default=0)
 
 
 def part_of(session: Session, contents: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -68,29 +68,29 @@ def part_of(session: Session, contents: dict[str, Any], rank: int) -> dict[str, 
     return {**contents, "session": {"models": models}}  # the buffers: running means may differ between processes
 
 
-def read_together(one: OfAll, rank: int, size: int) -> Any:
-    """Return the contents for one of ``size`` processes; as many processes, or another number, saved the snapshot.
+def contents_for_rank(snapshot: CompleteSnapshot, rank: int, size: int) -> Any:
+    """Return the contents for one of ``size`` processes; the same or another number of processes saved the snapshot.
 
     Raises:
         SnapshotError: a file is not whole, or it was saved inside a window by another number of processes.
     """
-    if len(one.paths) == size:
-        own = contents_at(one.paths[rank])
+    if len(snapshot.paths) == size:
+        own = contents_at(snapshot.paths[rank])
         if rank == 0 or own.get("sharded") is not False:
             return own
-        session = contents_at(one.paths[0])["session"]
+        session = contents_at(snapshot.paths[0])["session"]
         models = [
             {**saved, **buffers} for saved, buffers in zip(session["models"], own["session"]["models"], strict=True)
         ]
         return {**own, "session": {**session, "models": models}}
-    first = contents_at(one.paths[0])
+    first = contents_at(snapshot.paths[0])
     if first["window"] is not None:
         raise SnapshotError(
-            f"it was saved by {len(one.paths)} processes inside an accumulation window, and there are {size}",
+            f"it was saved by {len(snapshot.paths)} processes inside an accumulation window, and there are {size}",
             hint="start as many processes, or load one that was saved after an update",
         )
     if first.get("sharded"):
-        others = [contents_at(path) for path in one.paths[1:]]
+        others = [contents_at(path) for path in snapshot.paths[1:]]
         first = {**first, "session": whole([first["session"], *(other["session"] for other in others)])}
     position = {"epoch": first["position"]["epoch"], "batch": 0, "began": None, "generators": []}
     return {**first, "position": position, "random": random_states()}

@@ -1,4 +1,4 @@
-"""The position of a training in its data: the pass over a loader, its delivered batches, and its shuffling.
+"""The position of a training run in its data: the pass over a loader, its delivered batches, and its shuffling.
 
 The order of a pass follows from the random generators at its beginning. So these are kept: a resumed pass begins with them, skips the
 batches that were delivered, and continues with the generators of the save.
@@ -29,7 +29,7 @@ class Position:
         self._batch = 0
         self._began: dict[str, Any] | None = None
         """The generators when the open pass began; None between two passes."""
-        self._own: list[torch.Generator] = []
+        self._generators: list[torch.Generator] = []
         """The generators of the last loader and its samplers."""
         self._after: list[Any] = []
         """Their states to continue with, if the save was between two passes."""
@@ -38,8 +38,8 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
-        own = [generator.get_state() for generator in self._own]
-        return {"epoch": self.epoch, "batch": self._batch, "began": self._began, "generators": own}
+        generators = [generator.get_state() for generator in self._generators]
+        return {"epoch": self.epoch, "batch": self._batch, "began": self._began, "generators": generators}
 
     def load_state_dict(self, state: dict[str, Any], now: dict[str, Any]) -> None:
         """Continue from a position; ``now`` are the generators at its save."""
@@ -56,49 +56,50 @@ class Position:
         """
         if isinstance(loader, Iterator):
             raise SessionError(
-                f"batches() got the iterator {type(loader).__name__}; allowed: a DataLoader, or what gives a new iterator for each pass",
+                f"batches() got the iterator {type(loader).__name__}; allowed: a DataLoader, or an object that can be "
+                "iterated again for each pass",
                 hint="pass the loader itself, not iter(loader), zip(...) or a generator; for several loaders write a class with __iter__",
             )
-        self._own = generators_of(loader)
+        self._generators = generators_of(loader)
         resumes, self._resumes = self._resumes, None
         if resumes is not None and self._began is not None:
-            iterator = self._again(loader, self._began)
+            iterator = self._reopened(loader, self._began)
             set_random_states(resumes)
         else:
             if resumes is not None:
-                self._set_own(self._after)
+                self._set_generators(self._after)
                 set_random_states(resumes)
             self.epoch, self._batch = self.epoch + (self._began is not None), 0
-            self._began = {**random_states(), "generators": [generator.get_state() for generator in self._own]}
+            self._began = {**random_states(), "generators": [generator.get_state() for generator in self._generators]}
             iterator = iter(loader)
         for batch in iterator:
             self._batch += 1
             yield batch
         self.epoch, self._batch, self._began = self.epoch + 1, 0, None
 
-    def _set_own(self, states: list[Any]) -> None:
-        if states and len(self._own) != len(states):
+    def _set_generators(self, states: list[Any]) -> None:
+        if states and len(self._generators) != len(states):
             raise SessionError(
-                f"the loader has {len(self._own)} generators of its own, and had {len(states)} when the snapshot was saved",
+                f"the loader has {len(self._generators)} generators of its own, and had {len(states)} when the snapshot was saved",
                 hint="build the loader as in the run that was stopped",
             )
-        for generator, state in zip(self._own, states, strict=False):
+        for generator, state in zip(self._generators, states, strict=False):
             generator.set_state(state)
 
-    def _again(self, loader: Iterable[Any], began: dict[str, Any]) -> Iterator[Any]:
+    def _reopened(self, loader: Iterable[Any], began: dict[str, Any]) -> Iterator[Any]:
         set_random_states(began)
-        self._set_own(began["generators"])
+        self._set_generators(began["generators"])
         iterator = iter(loader)
-        left_out = leave_out(iterator, self._batch)
-        if left_out < self._batch:
+        skipped = skip_batches(iterator, self._batch)
+        if skipped < self._batch:
             raise SessionError(
-                f"the loader ended after {left_out} batches, and {self._batch} were delivered before the snapshot was saved",
+                f"the loader ended after {skipped} batches, and {self._batch} were delivered before the snapshot was saved",
                 hint="build the loader as in the run that was stopped: the same data and the same batch size",
             )
         return iterator
 
 
-def leave_out(iterator: Any, count: int, *, following: Callable[[Any], Any] = next) -> int:
+def skip_batches(iterator: Any, count: int, *, following: Callable[[Any], Any] = next) -> int:
     """Advance ``iterator`` by ``count`` batches, if possible without loading them; return how many it had.
 
     Args:
@@ -108,22 +109,22 @@ def leave_out(iterator: Any, count: int, *, following: Callable[[Any], Any] = ne
     """
     indexed = type(getattr(iterator, "_dataset_fetcher", None)).__name__ == "_MapDatasetFetcher"
     if indexed and type(iterator).__name__ == "_SingleProcessDataLoaderIter":
-        left_out = sum(1 for _ in islice(iterator._sampler_iter, count))
-        iterator._num_yielded += left_out
-        return left_out
-    for left_out in range(count):
+        skipped = sum(1 for _ in islice(iterator._sampler_iter, count))
+        iterator._num_yielded += skipped
+        return skipped
+    for skipped in range(count):
         try:
             following(iterator)
         except StopIteration:
-            return left_out
+            return skipped
     return count
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
     """Return the generators of a loader and its samplers, each once; without torch's default generator."""
-    held: list[Any] = [loader] if isinstance(loader, DataLoader) else []
+    owners: list[Any] = [loader] if isinstance(loader, DataLoader) else []
     for name in ("sampler", "batch_sampler"):
-        held.append(getattr(loader, name, None))
-    held.append(getattr(getattr(loader, "batch_sampler", None), "sampler", None))
-    found = (getattr(one, "generator", None) for one in held)
+        owners.append(getattr(loader, name, None))
+    owners.append(getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    found = (getattr(one, "generator", None) for one in owners)
     return list(dict.fromkeys(one for one in found if isinstance(one, torch.Generator)))

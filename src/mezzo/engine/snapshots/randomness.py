@@ -1,4 +1,4 @@
-"""The states of the random number generators that a training usually uses: Python's, NumPy's, torch's on every device."""
+"""The states of the random number generators that a training script usually uses: Python's, NumPy's, torch's on every device."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def set_random_states(states: dict[str, Any]) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     for name, device in _devices().items():
-        held = states.get(name, [])
-        if len(held) == device.device_count():
-            device.set_rng_state_all(held)
+        saved = states.get(name, [])
+        if len(saved) == device.device_count():
+            device.set_rng_state_all(saved)
 
 
 def _devices() -> dict[str, Any]:
     """Return torch's modules of the accelerators that this process has initialized."""
-    found = {name: getattr(torch, name, None) for name in ("cuda", "xpu")}
-    return {name: device for name, device in found.items() if device is not None and device.is_initialized()}
+    modules = {name: getattr(torch, name, None) for name in ("cuda", "xpu")}
+    return {name: device for name, device in modules.items() if device is not None and device.is_initialized()}

@@ -15,10 +15,17 @@ from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.choosing import RefusedSnapshot, load_first
 from mezzo.engine.snapshots.contents import contents_of, set_contents
 from mezzo.engine.snapshots.folder import Folder
-from mezzo.engine.snapshots.of_ranks import OfAll, folder_of, last_number, part_of, read_together, whole_ones
+from mezzo.engine.snapshots.of_ranks import (
+    CompleteSnapshot,
+    complete_snapshots,
+    contents_for_rank,
+    folder_of,
+    last_number,
+    part_of,
+)
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.snapshots.structure import take_apart
-from mezzo.engine.state import state_of, take_up
+from mezzo.engine.state import load_state, state_of
 from mezzo.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -46,27 +53,27 @@ class Snapshots:
         self.saving: Saving | None = None
         self.last_s = time.monotonic()
         self.notice = _Notice()
-        self._together: Agreement | None = None
+        self._agreement: Agreement | None = None
         self._calls = 0
 
-    def together(self, session: Session) -> Agreement | None:
+    def agreement(self, session: Session) -> Agreement | None:
         """Return the agreement with the other processes that train the same model; None if there are none."""
-        if self._together is None and session.processes.several:
-            self._together = Agreement(within=session.processes.group)
-        return self._together
+        if self._agreement is None and session.processes.several:
+            self._agreement = Agreement(within=session.processes.group)
+        return self._agreement
 
-    def due(self, every_s: float | None, together: Agreement | None) -> bool:
+    def due(self, every_s: float | None, agreement: Agreement | None) -> bool:
         """Return whether ``every_s`` seconds have passed since the last save, or a process was asked to end; all return the same."""
         self._calls += 1
         if every_s is None:
             return True
         self.notice.listen()
-        due = self.notice.given or time.monotonic() - self.last_s >= every_s
-        if together is None:
+        due = self.notice.received or time.monotonic() - self.last_s >= every_s
+        if agreement is None:
             return due
-        if self._calls < together.next:
+        if self._calls < agreement.next:
             return False
-        due, self.notice.given = map(bool, together.reached(self._calls, [due, self.notice.given]))
+        due, self.notice.received = map(bool, agreement.exchange(self._calls, [due, self.notice.received]))
         return due
 
     def begin(self, path: Path) -> Folder:
@@ -89,7 +96,7 @@ class _Notice:
     """SIGTERM, which a cluster's scheduler sends some seconds before it ends a process."""
 
     def __init__(self) -> None:
-        self.given = False
+        self.received = False
         self._listens = False
 
     def listen(self) -> None:
@@ -98,10 +105,10 @@ class _Notice:
             return
         self._listens = True
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._note)
+            signal.signal(signal.SIGTERM, self._receive)
 
-    def _note(self, number: int, frame: Any) -> None:
-        self.given = True
+    def _receive(self, number: int, frame: Any) -> None:
+        self.received = True
 
 
 class Resumable:
@@ -125,7 +132,7 @@ class Resumable:
         Raises:
             SessionError: the state has other numbers of models, optimizers, schedulers or losses.
         """
-        take_up(self, state, window_calls=self._window.calls)
+        load_state(self, state, window_calls=self._window.calls)
         self._progress.windows = state["updates"] + state["skipped"]
         self._progress.skips.fill_(state["skipped"])
 
@@ -165,38 +172,40 @@ class Resumable:
         Raises:
             SnapshotError: the last save failed, the folder cannot be used, or the state contains a value that cannot be saved.
         """
-        root, own = Path(folder), self._snapshots
-        together = own.together(self)
-        if not own.due(every_s, together):
+        root, snapshots = Path(folder), self._snapshots
+        agreement = snapshots.agreement(self)
+        if not snapshots.due(every_s, agreement):
             return None
         if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-            raise SnapshotError(f"keep={keep!r}; allowed: a whole number of 1 or more", hint="leave keep out for 3")
-        rank, size = (0, 1) if together is None else (together.rank, together.size)
+            raise SnapshotError(
+                f"keep={keep!r}; allowed: a whole number of 1 or more", hint="leave keep out for the default, 3"
+            )
+        rank, size = (0, 1) if agreement is None else (agreement.rank, agreement.size)
         self._schedules.settle()
         number, error = 0, None
         try:
-            into = own.begin(folder_of(root, rank, size))
+            target = snapshots.begin(folder_of(root, rank, size))
             number = last_number(root)
             contents = contents_of(self, extra)
-            tree, tensors = take_apart(contents if together is None else part_of(self, contents, rank))
+            tree, tensors = take_apart(contents if agreement is None else part_of(self, contents, rank))
         except SnapshotError as failed:
             error = failed
-        if together is not None:
-            number, fails = together.largest([number, error is not None])
+        if agreement is not None:
+            number, fails = agreement.largest([number, error is not None])
             if fails and error is None:
                 why = "another process could not save its part; the snapshots before it are untouched"
                 error = SnapshotError(why, hint="its own message names the reason")
         if error is not None:
             raise error
-        into.begin_after(number)
-        path = into.next_path(updates=self._progress.windows, calls=self._window.calls)
+        target.begin_after(number)
+        path = target.next_path(updates=self._progress.windows, calls=self._window.calls)
         # A process that is killed while it saves has only the snapshot before: so the others keep that one, too.
-        own.saving = Saving(path, tree, own.copies.of(tensors), lambda: into.prune(keep + (size > 1)))
-        own.last_s = time.monotonic()
-        if own.notice.given and every_s is not None:
-            own.saving.wait()
+        snapshots.saving = Saving(path, tree, snapshots.copies.of(tensors), lambda: target.prune(keep + (size > 1)))
+        snapshots.last_s = time.monotonic()
+        if snapshots.notice.received and every_s is not None:
+            snapshots.saving.wait()
             raise SystemExit(128 + signal.SIGTERM)
-        return own.saving
+        return snapshots.saving
 
     def load(self: Session, path: Path | str, *, must_exist: bool = True) -> Loaded | None:  # type: ignore[misc]
         """Continue from a snapshot: bit for bit like the run that saved it, if this session and its data are built alike.
@@ -209,15 +218,15 @@ class Resumable:
             SnapshotError: there is none, or none can be loaded; the session is unchanged.
         """
         path = Path(path)
-        together = self._snapshots.together(self)
-        found = whole_ones(path) if together is None or together.rank == 0 else None
-        if together is not None:
-            _, found = together.first_of(found) or (0, [])
-        in_all = (lambda here: here) if together is None else together.in_all
-        rank, size = (0, 1) if together is None else (together.rank, together.size)
+        agreement = self._snapshots.agreement(self)
+        snapshots = complete_snapshots(path) if agreement is None or agreement.rank == 0 else None
+        if agreement is not None:
+            _, snapshots = agreement.first_of(snapshots) or (0, [])
+        in_all = (lambda here: here) if agreement is None else agreement.in_all
+        rank, size = (0, 1) if agreement is None else (agreement.rank, agreement.size)
         candidates = [
-            (one.paths[min(rank, len(one.paths) - 1)], functools.partial(_read, one, rank, size, in_all))
-            for one in found or []
+            (snapshot.paths[min(rank, len(snapshot.paths) - 1)], functools.partial(_read, snapshot, rank, size, in_all))
+            for snapshot in snapshots or []
         ]
         chosen = load_first(candidates, lambda contents: set_contents(self, contents, in_all=in_all), folder=path)
         if chosen is not None:
@@ -227,15 +236,15 @@ class Resumable:
             return None
         raise SnapshotError(
             f"there is no snapshot at {str(path)!r}",
-            hint="pass the folder that session.save wrote to; to begin anew where there is none: load(folder, must_exist=False)",
+            hint="pass the folder that session.save wrote to; to start from scratch if there is none: load(folder, must_exist=False)",
         )
 
 
-def _read(one: OfAll, rank: int, size: int, in_all: Callable[[bool], bool]) -> Any:
+def _read(snapshot: CompleteSnapshot, rank: int, size: int, in_all: Callable[[bool], bool]) -> Any:
     """Return the contents of a snapshot if all processes can read theirs."""
     error = None
     try:
-        contents = read_together(one, rank, size)
+        contents = contents_for_rank(snapshot, rank, size)
     except SnapshotError as failed:
         error = failed
     if in_all(error is None):

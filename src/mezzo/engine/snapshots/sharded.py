@@ -35,14 +35,14 @@ def placed(value: Any, like: Any) -> Any:
     """Return a saved shard or whole tensor, sharded like ``like``; a value of another shape as it is.
 
     Raises:
-        SnapshotError: the shard belongs to another division among processes.
+        SnapshotError: the shard belongs to another division of the tensor among processes.
     """
     if isinstance(value, Shard):
         here = local(like) if isinstance(like, Tensor) and is_shared(like) else None
         if here is None or value.part.shape != here.shape or value.at != _begin(like):
             raise SnapshotError(
-                "its shards are of another division among processes than this session's",
-                hint="load the folder that holds the files of all processes",
+                "its shards are divided among processes in another way than this session's",
+                hint="load the folder that contains the files of all processes",
             )
         return shared_as(like, value.part.to(here.device))
     if isinstance(value, Tensor) and isinstance(like, Tensor) and is_shared(like) and not is_shared(value):
@@ -62,9 +62,9 @@ def placed_model(saved: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 def placed_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's saved state, each tensor sharded like its parameter."""
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    held = dict(zip(numbers, trained_by([optimizer]), strict=False))
+    by_number = dict(zip(numbers, trained_by([optimizer]), strict=False))
     state = {
-        number: {name: placed(value, held.get(number)) for name, value in values.items()}
+        number: {name: placed(value, by_number.get(number)) for name, value in values.items()}
         for number, values in saved["state"].items()
     }
     return {**saved, "state": state}

@@ -125,8 +125,8 @@ class _Parts:
         if isinstance(value, complex):
             return {MARK: "complex", "value": [value.real, value.imag]}
         raise SnapshotError(
-            f"the state holds a {type(value).__qualname__} at {place or 'its top'}; allowed: {ALLOWED}",
-            hint="leave it out of the state_dict(), or turn it into these: a snapshot can be read without running code",
+            f"the state contains a {type(value).__qualname__} at {place or 'its top'}; allowed: {ALLOWED}",
+            hint="leave it out of the state_dict(), or convert it to these types: a snapshot can be read without running code",
         )
 
     def _several(self, value: Any, place: str) -> Any:
@@ -145,8 +145,8 @@ class _Parts:
     def _tensor(self, kind: str, tensor: Tensor, place: str) -> Any:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise SnapshotError(
-                f"the state holds a tensor of layout {tensor.layout} at {place}; allowed: dense tensors",
-                hint="turn it into a dense tensor before it is saved",
+                f"the state contains a tensor of layout {tensor.layout} at {place}; allowed: dense tensors",
+                hint="convert it to a dense tensor before it is saved",
             )
         where = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         name = self._names.get(where) if tensor.numel() else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
-from mezzo.engine.guardrails.alarms import Alarms, Seen
+from mezzo.engine.guardrails.alarms import Alarms, UpdateNumbers
 from mezzo.engine.processes.agreement import Agreement, are_several
 from mezzo.errors import GuardError
 from mezzo.launch.request_parts import GuardRequest
@@ -89,7 +89,7 @@ class ScriptGuard:
         self._unshared = None
         self._alarms.forget()
         if self._agreement is not None:
-            self._agreement.again()
+            self._agreement.restart()
 
     def end(self, why: str) -> None:
         """Stop the script after the next step, for the reason ``why``."""
@@ -115,10 +115,10 @@ class ScriptGuard:
         """How often the run may still return to a snapshot."""
         return self._request.rewinds - len(self.noticed.rewinds)
 
-    def _inspect(self, new: Sequence[Seen]) -> None:
+    def _inspect(self, new: Sequence[UpdateNumbers]) -> None:
         if new:
             self._next = new[-1].step
-        for alarm in self._alarms.see(new):
+        for alarm in self._alarms.inspect(new):
             self._raised(alarm)
             if self.stopped is not None:
                 return
@@ -167,14 +167,14 @@ class ScriptGuard:
         self.due = min(self.due, agreement.next)
 
 
-def seen_in(steps: Steps, first: int) -> list[Seen]:
+def seen_in(steps: Steps, first: int) -> list[UpdateNumbers]:
     """Return the updates of a record from number ``first`` on; the first update has number 0."""
-    seen: list[Seen] = []
+    seen: list[UpdateNumbers] = []
     for place in range(first, len(steps)):
         loss, norm = steps.loss[place], steps.grad_norm[place]
         scale = steps.loss_scale[place] if steps.loss_scale else None
         measured = norm == norm  # a record has NaN for what was not measured
-        seen.append(Seen(place + 1, loss, norm if measured else None, steps.skipped[place], scale))
+        seen.append(UpdateNumbers(place + 1, loss, norm if measured else None, steps.skipped[place], scale))
     return seen
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.checkpointing import PRODUCTS
-from mezzo.engine.matrix_units.emulation_nodes import inside
+from mezzo.engine.matrix_units.emulation_nodes import inner_memory
 from mezzo.engine.randomness import HostStates
 from mezzo.errors import SessionError
 from mezzo.measure.checkpointing.attributes import Attributes
@@ -209,7 +209,7 @@ class _Tracer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Trace what the block runs."""
-        before, inside.counted = inside.counted, True
+        before, inner_memory.counted = inner_memory.counted, True
         try:
             with ExitStack() as stack:
                 for name, module in self.model.named_modules():
@@ -227,7 +227,7 @@ class _Tracer:
                 stack.enter_context(_Operations(self))
                 yield
         finally:
-            inside.counted = before
+            inner_memory.counted = before
 
     def _running(self) -> str:
         """Return the name of the module that is running."""

@@ -159,15 +159,16 @@ def _masters(
         return NoMasters()
     masters = MasterWeights(())
     masters.begin([optimizer])
-    recorder.add_existing((masters.held(p) for p in model.parameters() if masters.held(p) is not p), "optimizer")
+    updated = ((p, masters.master_or_self(p)) for p in model.parameters())
+    recorder.add_existing((master for p, master in updated if master is not p), "optimizer")
     return masters
 
 
 def free_gradients(masters: MasterWeights | NoMasters, model: nn.Module) -> None:
     """Free the masters' FP32 gradients, which exist only during an update."""
     for parameter in model.parameters():
-        if masters.held(parameter) is not parameter:
-            masters.held(parameter).grad = None
+        if masters.master_or_self(parameter) is not parameter:
+            masters.master_or_self(parameter).grad = None
 
 
 def _built(build: Callable[[], nn.Module], policy: Policy | None) -> nn.Module:

@@ -124,7 +124,7 @@ def test_training_is_the_same_to_the_bit(policy: str, plan: str) -> None:
     assert found.same(PLAIN[policy])
     assert len(found.checkpointed) == 1
     assert "run again in the backward pass" in found.checkpointed[0].reason
-    how = [checkpointing._how(module) for module in found.model.modules()]
+    how = [checkpointing._checkpointed(module) for module in found.model.modules()]
     assert any(one is not None and one.keeps for one in how)
 
 
@@ -172,7 +172,7 @@ def test_a_model_is_checkpointed_before_it_is_compiled(monkeypatch: pytest.Monke
 
     def compile(function: Any, **kwargs: Any) -> Any:
         blocks = [module for module in function.__self__.modules() if isinstance(module, Block)]
-        made.append(all(checkpointing._how(block) is not None for block in blocks))
+        made.append(all(checkpointing._checkpointed(block) is not None for block in blocks))
         return function
 
     monkeypatch.setattr(torch, "compile", compile)

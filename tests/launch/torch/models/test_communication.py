@@ -149,7 +149,7 @@ def test_the_record_says_what_was_emulated_and_what_it_did() -> None:
         training = TorchTraining(run, counted)
         said = {reason.what: reason for reason in training.explanation()}
         effective = training.effective()
-    assert said["reduction"].value == "bf16, as by 64 processes in a ring, emulated"
+    assert said["reduction"].value == "bf16, emulated for 64 processes in a ring"
     assert 0.002 < float(said["rounding of the reduction"].value) < 0.02
     assert effective.emulated  # so that no speed is claimed
     assert effective.num_lowered == 0  # the script itself ran in FP32
@@ -221,7 +221,9 @@ def test_a_session_refuses_shards_that_are_gathered_in_another_format() -> None:
     """With an emulated reduction as with a real one: a session cannot change the arguments of fully_shard."""
     model = torch.distributed.fsdp.fully_shard(Scales())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(SessionError, match=r"says gather=bf16, and fully_shard was told param_dtype=torch\.float32"):
+    with pytest.raises(
+        SessionError, match=r"says gather=bf16, and fully_shard was called with param_dtype=torch\.float32"
+    ):
         Session(model, optimizer, policy="bf16:gather=bf16:reduce=bf16:world=8")
     Session(model, optimizer, policy="bf16:gather=fp32:reduce=bf16:world=8")  # the reduction is the emulation's
 

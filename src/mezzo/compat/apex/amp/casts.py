@@ -1,8 +1,8 @@
-"""O1: torch's functions cast their operands, no matter where they are called, until the handle is deactivated.
+"""O1: torch's functions cast their operands, wherever they are called, until the handle is deactivated.
 
 Apex replaced some 200 functions of torch by wrappers. Here autocast stays on, and a function mode with Apex's lists casts
 while it is on: code that turns autocast off for a while, or on again for the recompute of activation checkpointing, has
-its usual effect. The mode is at the bottom of the stack of modes, as that of ``torch.set_default_device`` is, so a mode
+its usual effect. The mode is at the bottom of the stack of modes, like that of ``torch.set_default_device``, so a mode
 that is entered and left around it removes itself and not this one.
 
 Both belong to the thread that started them; backward passes carry them into autograd's threads.
@@ -40,7 +40,7 @@ class PatchedFunctions(CastMode):
         self.refused = lists.refused()
         self.verbose = verbose
         self.dtype_before = torch.get_autocast_dtype(device_type)
-        """autocast's format before."""
+        """Autocast's format before this mode."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -84,26 +84,26 @@ def begin(mode: PatchedFunctions) -> None:
     """Turn autocast on and put ``mode`` below this thread's modes, except that of a default device."""
     torch.set_autocast_dtype(mode.device_type, mode.low)
     torch.set_autocast_enabled(mode.device_type, True)
-    above = _taken_off()
+    above = _pop_modes()
     if above and hasattr(above[-1], "old_device"):  # set by set_default_device, not by ``with torch.device(...)``
         _push_mode(above.pop())
     _push_mode(mode)
-    _put_back(above)
+    _push_modes(above)
 
 
 def end(mode: PatchedFunctions) -> None:
     """Turn autocast off and remove ``mode`` from this thread's modes, if it is among them."""
-    modes = _taken_off()
+    modes = _pop_modes()
     if mode in modes:
         torch.set_autocast_enabled(mode.device_type, False)
         torch.set_autocast_dtype(mode.device_type, mode.dtype_before)
-    _put_back([m for m in modes if m is not mode])
+    _push_modes([m for m in modes if m is not mode])
 
 
-def _taken_off() -> list[Any]:
+def _pop_modes() -> list[Any]:
     return [_pop_mode() for _ in range(_len_torch_function_stack())]
 
 
-def _put_back(modes: list[Any]) -> None:
+def _push_modes(modes: list[Any]) -> None:
     for mode in reversed(modes):
         _push_mode(mode)

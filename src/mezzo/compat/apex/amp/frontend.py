@@ -60,7 +60,7 @@ def initialize(
         ValueError: a loss scale is not a number.
     """
     _amp_state.verbosity = verbosity
-    if not enabled or _amp_state.gives_way:
+    if not enabled or _amp_state.replaced_by_policy:
         _amp_state.opt_properties = levels.Properties()
         return models if optimizers is None else (models, optimizers)
     if not torch.backends.cudnn.enabled:
@@ -80,10 +80,10 @@ def initialize(
     _report("After processing overrides, optimization options are:", properties)
     _amp_state.opt_properties = properties
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
-    held_models = _listed(models, nn.Module, "models must be either a single model or a list of models")
+    model_list = _listed(models, nn.Module, "models must be either a single model or a list of models")
     text = "optimizers must be either a single optimizer or a list of optimizers"
-    held_optimizers = [] if optimizers is None else _listed(optimizers, (torch.optim.Optimizer, LARC), text)
-    _prepare(held_models, held_optimizers, properties, cast_model_outputs)
+    optimizer_list = [] if optimizers is None else _listed(optimizers, (torch.optim.Optimizer, LARC), text)
+    _prepare(model_list, optimizer_list, properties, cast_model_outputs)
     _amp_state.loss_scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         for _ in range(num_losses)
@@ -147,7 +147,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
     A different number of loss scales prints a warning; the scales that both have are loaded.
 
     Raises:
-        RuntimeError: the state holds something else.
+        RuntimeError: the state contains something else.
     """
     unexpected = [name for name in state_dict if "loss_scaler" not in name]
     scalers = _amp_state.loss_scalers

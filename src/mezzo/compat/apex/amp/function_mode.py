@@ -110,22 +110,22 @@ class CastMode(TorchFunctionMode):
 
 def python_rules(policy: Policy, *, emulate: bool) -> dict[Function, CastRule]:
     """Return the rule of every function and method by which Python calls a listed operation."""
-    found: dict[Function, CastRule] = {}
+    rules: dict[Function, CastRule] = {}
     by_name: dict[str, CastRule] = {}
     for op, rule in rules_for(policy, emulate=emulate, overlay=False).items():
         by_name.setdefault(oplists.python_name(op._schema.name.removeprefix("aten::")), rule)
     families = {oplists.python_name(op): family for family in oplists.FAMILIES for op in family.ops}
     for name, rule in by_name.items():
-        for function in _faces(name):
+        for function in _callers(name):
             if rule.emulation is not None:  # of the function that is called: a method's arguments may be others
                 base = families[name].name
-                own = emulation(function, name, low=policy.storage.name, family=base, float8=None)
-                rule = CastRule(rule.precision, own)
-            found[function] = rule
-    return found
+                emulated = emulation(function, name, low=policy.storage.name, family=base, float8=None)
+                rule = CastRule(rule.precision, emulated)
+            rules[function] = rule
+    return rules
 
 
-def _faces(name: str) -> Iterator[Function]:
+def _callers(name: str) -> Iterator[Function]:
     """Yield the compiled functions and methods that call the operation ``name``; Python functions are entered instead."""
     others = [other for other, listed in _OTHER_NAMES.items() if listed == name]
     for face in (name, *others):

@@ -76,7 +76,7 @@ FIRST_IN_PLACE = [
 
 BANNED = {
     "F.binary_cross_entropy": (
-        "amp does not take an FP16 input of torch.nn.functional.binary_cross_entropy or torch.nn.BCELoss: near 0 and 1 the "
+        "amp does not accept an FP16 input to torch.nn.functional.binary_cross_entropy or torch.nn.BCELoss: near 0 and 1 the "
         "logarithms of FP16 probabilities are infinite. Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss and "
         "leave out the sigmoid, or call amp.register_float_function(torch, 'sigmoid') before amp.initialize."
     )

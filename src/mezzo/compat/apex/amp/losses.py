@@ -30,7 +30,7 @@ def scale_loss(
 
     Args:
         loss: of any format and shape.
-        optimizers: the optimizer or optimizers that the backward pass makes gradients for, from ``initialize``.
+        optimizers: the optimizer or optimizers, from ``initialize``, that the backward pass computes gradients for.
         loss_id: which of the ``num_losses`` loss scales to use.
         model: unused, as in Apex.
         delay_unscale: whether to leave gradients scaled for a later backward pass to unscale with its own.

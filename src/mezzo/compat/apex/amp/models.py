@@ -31,8 +31,8 @@ def refuse_wrapped(models: Iterable[nn.Module]) -> None:
         if isinstance(model, _WRAPPERS):
             kind = f"{type(model).__module__}.{type(model).__qualname__}"
             raise RuntimeError(
-                f"Incoming model is an instance of {kind}. Pass the bare model: parallel wrappers are applied to what "
-                "amp.initialize returned, after it."
+                f"Incoming model is an instance of {kind}. Pass the bare model, and wrap the one that "
+                "amp.initialize returns."
             )
 
 
@@ -53,7 +53,7 @@ def refuse_half(models: Iterable[nn.Module]) -> None:
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: bool) -> None:
-    """Cast a model's floating-point parameters and buffers in place, batch norms with weights left out if asked."""
+    """Cast a model's floating-point parameters and buffers in place, except batch norms with weights under ``keep_batchnorm_fp32``."""
     for module in model.modules():
         if keep_batchnorm_fp32 and isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
             continue
@@ -62,10 +62,10 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm_fp32: b
 
 def cast_ends(model: nn.Module, into: torch.dtype | None, out: torch.dtype, casting: Casting | None) -> None:
     """Cast a model's inputs to ``into`` and its outputs to ``out``; run it under ``casting``."""
-    wrap(model, _between, model, into, out, None if casting is None else ModelRegion(casting.policy, casting))
+    wrap(model, _cast_around, model, into, out, None if casting is None else ModelRegion(casting.policy, casting))
 
 
-def _between(
+def _cast_around(
     call: Callable[..., Any],
     model: nn.Module,
     into: torch.dtype | None,

@@ -1,7 +1,7 @@
 """Optimizers under a level: gradients set aside and unscaled, FP32 masters, skipped steps.
 
-Masters are made at the first backward pass, from the weights as they are then: a checkpoint that was loaded or a
-broadcast that was done after ``initialize`` is in them. From then on the optimizer's groups contain the masters.
+Masters are created at the first backward pass, from the weights at that time, so they include a checkpoint that was loaded
+or a broadcast that was done after ``initialize``. From then on the optimizer's groups contain the masters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mezzo.compat.apex.amp.handle import clear_cache, disable_casts
 from mezzo.compat.apex.amp.scaler import LossScaler
 from mezzo.compat.apex.amp.state import maybe_print
 from mezzo.engine.casts.half import HALF
-from mezzo.engine.gradients import put_back, set_aside
+from mezzo.engine.gradients import put_back, set_aside, trained_by
 from mezzo.engine.optimizers.master_weights import MasterWeights
 from mezzo.formats import FP32
 
@@ -34,9 +34,9 @@ class HalfMasters(MasterWeights):
 
     def add(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return ``parameters`` with new masters in place of those in 16 bits."""
-        given = list(parameters)
-        self._master_of.update(HalfMasters(given)._master_of)
-        return [self._master_of.get(p, p) for p in given]
+        listed = list(parameters)
+        self._master_of.update(HalfMasters(listed)._master_of)
+        return [self._master_of.get(p, p) for p in listed]
 
     def pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Return the parameters, each with its master."""
@@ -61,7 +61,7 @@ class AmpOptimizer:
         """The parameters in 16 bits: those of the model that have masters, or else the optimizer's own."""
         if self.keeps_masters:
             return [half for half, _ in self._masters.pairs()]
-        return [p for p in self._held() if p.dtype in HALF]
+        return [p for p in trained_by([self.optimizer]) if p.dtype in HALF]
 
     @property
     def all_fp32_from_fp16_params(self) -> list[nn.Parameter]:
@@ -71,18 +71,15 @@ class AmpOptimizer:
     @property
     def all_fp32_from_fp32_params(self) -> list[nn.Parameter]:
         """The FP32 parameters that are their own masters."""
-        return [p for p in self._own() if p.dtype is FP32.dtype]
+        return [p for p in self._without_masters() if p.dtype is FP32.dtype]
 
-    def _held(self) -> list[nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def _own(self) -> list[nn.Parameter]:
+    def _without_masters(self) -> list[nn.Parameter]:
         """Return the parameters that are updated themselves, without a master."""
         masters = {id(master) for _, master in self._masters.pairs()}
-        return [p for p in self._held() if id(p) not in masters]
+        return [p for p in trained_by([self.optimizer]) if id(p) not in masters]
 
     def begin(self) -> None:
-        """Check the parameters and make the masters, once.
+        """Check the parameters and create the masters, once.
 
         Raises:
             TypeError: a parameter is in neither FP32 nor 16 bits.
@@ -90,9 +87,9 @@ class AmpOptimizer:
         if self.lazy_init_called:
             return
         self.lazy_init_called = True
-        _check_formats(self._held())
+        _check_formats(trained_by([self.optimizer]))
         if self.keeps_masters:
-            self._masters = HalfMasters(self._held())
+            self._masters = HalfMasters(trained_by([self.optimizer]))
             self._masters.begin([self.optimizer])
             self.optimizer.load_state_dict(self.optimizer.state_dict())  # casts state to the format of the masters
 
@@ -101,7 +98,7 @@ class AmpOptimizer:
         self.begin()
         for half, _ in self._masters.pairs():
             half.grad = None
-        self._aside = set_aside(self._own())
+        self._aside = set_aside(self._without_masters())
 
     def restore(self) -> None:
         """Restore the gradients that were set aside, after a backward pass that failed."""
@@ -111,7 +108,7 @@ class AmpOptimizer:
     def finish(self, scaler: LossScaler) -> None:
         """Unscale the gradients of a backward pass and add those that were set aside."""
         self.begin()
-        scaler.unscale_([p.grad for p in self._own() if p.grad is not None])
+        scaler.unscale_([p.grad for p in self._without_masters() if p.grad is not None])
         pairs = [(half, master) for half, master in self._masters.pairs() if half.grad is not None]
         fresh = scaler.unscaled([half.grad for half, _ in pairs if half.grad is not None])
         for (_, master), gradient in zip(pairs, fresh, strict=True):
@@ -145,7 +142,7 @@ class AmpOptimizer:
     def clear_gradients(self, *, set_to_none: bool) -> None:
         """Clear the gradients of the model and of the masters."""
         self.begin()
-        for parameter in [*self.all_fp16_params, *self._own()]:
+        for parameter in [*self.all_fp16_params, *self._without_masters()]:
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
@@ -159,10 +156,10 @@ class AmpOptimizer:
             TypeError: a parameter is in neither FP32 nor 16 bits, or the parameters are a set, which has no order.
         """
         self.begin()
-        given = group["params"]
-        if isinstance(given, set):
+        group_params = group["params"]
+        if isinstance(group_params, set):
             raise TypeError("optimizer parameters are in a set, whose order changes between runs; pass a list")
-        params: list[Any] = [given] if isinstance(given, Tensor) else list(given)
+        params: list[Any] = [group_params] if isinstance(group_params, Tensor) else list(group_params)
         _check_formats(params)
         return {**group, "params": self._masters.add(params) if self.keeps_masters else params}
 
@@ -175,7 +172,7 @@ def process(optimizer: Any, *, keeps_masters: bool) -> None:
     """
     if hasattr(optimizer, "_amp_stash"):
         raise RuntimeError(
-            "A given optimizer should only be passed through amp.initialize once. Build a new one, or pass it one time only."
+            "A given optimizer should only be passed through amp.initialize once. Build a new one, or pass it only once."
         )
     optimizer._amp_stash = AmpOptimizer(optimizer, keeps_masters=keeps_masters)
     optimizer.step = types.MethodType(_step(optimizer.step), optimizer)

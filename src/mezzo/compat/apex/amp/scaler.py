@@ -1,7 +1,7 @@
 """Apex's loss scaler over the engine's scales.
 
 The scale is on the CPU: whether ``optimizer.step`` is skipped is decided in Python after every backward pass, so the
-overflow flag has to come to the CPU anyway. One wait per backward pass; Apex without its CUDA extension had one per
+overflow flag has to reach the CPU anyway. One wait per backward pass; Apex without its CUDA extension had one per
 parameter.
 
 A static scale checks nothing and skips nothing, as in Apex.
@@ -101,11 +101,11 @@ class LossScaler:
         Args:
             gradients: in any formats, sparse ones included.
         """
-        self._divide(self._noted(gradients))
+        self._divide(self._recorded(gradients))
 
     def unscaled(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Return 16-bit gradients in FP32 without the scale, and record whether one is not finite."""
-        self._noted(gradients)
+        self._recorded(gradients)
         wide = [g.float() for g in gradients]
         self._divide(wide)
         return wide
@@ -114,7 +114,7 @@ class LossScaler:
         if gradients and self.loss_scale() != 1.0:
             torch._foreach_mul_(gradients, 1.0 / self.loss_scale())
 
-    def _noted(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def _recorded(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         values = [g._values() if g.is_sparse else g for g in gradients]
         if self.dynamic and values:
             self._flags.append(any_not_finite(values))

@@ -21,7 +21,7 @@ class AmpState:
     opt_properties: Properties
 
     def __init__(self) -> None:
-        self.gives_way = False
+        self.replaced_by_policy = False
         """Whether ``initialize`` does nothing, since a precision policy replaces amp."""
         self.handle: AmpHandle | None = None
         """The casts of O1; None before ``initialize`` and under other levels."""

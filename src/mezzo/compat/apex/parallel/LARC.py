@@ -14,7 +14,7 @@ class LARC:
     """An optimizer around another that limits each parameter's update to a fraction of the parameter's norm.
 
     The local rate of a parameter ``w`` with gradient ``g`` is ``trust_coefficient * |w| / (|g| + weight_decay * |w| + eps)``. Weight
-    decay is added to the gradient here and disabled in the optimizer meanwhile, so that the rate covers it.
+    decay is added to the gradient here and disabled in the optimizer during the step, so that the rate covers it.
 
     Args:
         optimizer: the optimizer that makes the updates.

@@ -13,7 +13,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Args:
         module: the model, from ``amp.initialize``.
-        message_size: without effect, as all that follow: torch chooses its buckets itself and reduces while the backward pass runs.
+        message_size: without effect, like all that follow: torch chooses its buckets itself and reduces while the backward pass runs.
         delay_allreduce: as above.
         settings: as above: ``shared_param``, ``allreduce_trigger_params``, ``retain_allreduce_buffers`` and the others.
     """
@@ -26,12 +26,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
-    """Return the model with batch norms that take their statistics over all processes.
+    """Return the model with batch norms that compute their statistics over all processes.
 
     Args:
         module: the model.
         process_group: the processes; None for all.
-        channel_last: without effect: torch takes either layout.
+        channel_last: without effect: torch accepts either layout.
     """
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group)
     return converted

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from mezzo.engine.snapshots.position import generators_of, leave_out
+from mezzo.engine.snapshots.position import generators_of, skip_batches
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
@@ -116,7 +116,7 @@ class Passes:
         if not self.is_target(loader_pass):
             loader_pass.over = loader_pass.delivered > 0
             return
-        loader_pass.delivered = leave_out(iterator, resume["delivered"], following=original)
+        loader_pass.delivered = skip_batches(iterator, resume["delivered"], following=original)
         if loader_pass.delivered < resume["delivered"]:
             raise _other_loader(f"it ended after {loader_pass.delivered} batches of {resume['delivered']}")
 

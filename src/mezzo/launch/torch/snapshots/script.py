@@ -138,7 +138,7 @@ class ScriptSnapshots:
                 "save", "no snapshot: the script's processes form no group, so they cannot save together"
             )
             return False
-        due, self._sigterm_received = map(bool, self._agreement.reached(updates, [due, self._sigterm_received]))
+        due, self._sigterm_received = map(bool, self._agreement.exchange(updates, [due, self._sigterm_received]))
         return due
 
     def _return_to_snapshot(self, guard: ScriptGuard) -> None:

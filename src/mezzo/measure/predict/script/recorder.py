@@ -278,7 +278,7 @@ class ScriptRecorder:
             parameter_ids = {id(p) for model in self._models for p in model.parameters()}
             for masters in self._masters:
                 masters.begin([optimizer])
-                master_weights = (masters.held(p) for model in self._models for p in model.parameters())
+                master_weights = (masters.master_or_self(p) for model in self._models for p in model.parameters())
                 self.recorder.add_existing((p for p in master_weights if id(p) not in parameter_ids), "optimizer")
         for group in optimizer.param_groups:
             if group.get("foreach", False) is None and not group.get("fused"):
