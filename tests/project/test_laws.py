@@ -459,6 +459,25 @@ def test_no_two_test_files_have_one_name() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
+def unknown_tests(script: str, tests: dict[str, str]) -> list[str]:
+    """Return the test files, and the tests in them, that a shell script names and that are not among ``tests``."""
+    named = re.findall(r"\btests/([\w/]+\.py)(?:::(\w+))?", script)
+    return [
+        f"{path}::{name}" if name else path
+        for path, name in named
+        if path not in tests or (name and f"def {name}(" not in tests[path])
+    ]
+
+
+def test_scripts_name_tests_that_exist() -> None:
+    root = TESTS.parent
+    scripts = [path for path in [root / "Makefile", *(root / ".ci").glob("*")] if path.is_file()]
+    tests = {path.relative_to(TESTS).as_posix(): path.read_text(encoding="utf-8") for path in TESTS.rglob("*.py")}
+    assert {path.name: unknown_tests(path.read_text(encoding="utf-8"), tests) for path in scripts} == {
+        path.name: [] for path in scripts
+    }
+
+
 # --- 10. plain English ---------------------------------------------------------------------------
 
 ORDERS = re.compile(
@@ -680,6 +699,12 @@ def test_a_test_that_mirrors_nothing_is_found() -> None:
         "engine/test_loops.py",
         "motor/test_session.py",
     ]
+
+
+def test_a_test_that_a_script_names_and_that_does_not_exist_is_found() -> None:
+    tests = {"engine/test_session.py": "def test_a_step() -> None:\n    ...\n"}
+    script = "pytest tests/engine/test_session.py::test_a_step tests/engine/test_session.py::test_a tests/test_gone.py"
+    assert unknown_tests(script, tests) == ["engine/test_session.py::test_a", "test_gone.py"]
 
 
 def test_a_full_folder_is_found() -> None:
