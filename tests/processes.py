@@ -38,12 +38,7 @@ def in_processes(
     """
     if program[0].endswith(".py"):
         program = [str(SCRIPTS / "as_rank.py"), *program]
-    shared = {
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    shared = rank_variables(size)
     started = [
         subprocess.Popen(
             [sys.executable, *program, *words],
@@ -66,6 +61,16 @@ def in_processes(
             process.kill()
             process.wait()
     return [Ended(process.returncode, text) for process, text in zip(started, printed, strict=True)]
+
+
+def rank_variables(size: int) -> dict[str, str]:
+    """Return the variables of torchrun that all processes of a job share."""
+    return {
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
 
 
 def leave_process_group() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
+from forked_processes import in_forks
 from mezzo import cli
 from mezzo.cli import ranks
 from mezzo.records import AuditRecord, CompareRecord, FallbackRecord, RangesRecord, Rewind, RunRecord, read_record
@@ -73,7 +74,7 @@ def test_paddles_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pyt
 )
 def test_an_overflow_in_one_rank_skips_the_same_steps_in_all(kind: str, policy: str, size: int, tmp_path: Path) -> None:
     words = ["run", "--policy", policy, "--out", "out", RANKS, kind, "230", "overflow"]
-    ended = in_processes(words, size=size, folder=tmp_path)
+    ended = in_forks(words, size=size, folder=tmp_path)
     assert [one.code for one in ended] == [0] * size, ended
     assert len(weights(ended)) == 1
     injected = {m[1]: int(m[2]) for one in ended for m in _SAID.finditer(one.printed)}
@@ -143,7 +144,7 @@ def test_a_rank_that_hangs_ends_the_run_at_its_limit_and_is_found(tmp_path: Path
 @pytest.mark.slow
 def test_all_processes_stop_after_the_same_step_because_of_an_alarm_of_one(tmp_path: Path) -> None:
     words = ["run", "--policy", "fp32", "--guard", "stop", "--out", "out", str(SCRIPTS / "going_wrong_ranks.py")]
-    ended = in_processes([*words, "spike", "2000"], folder=tmp_path)
+    ended = in_forks([*words, "spike", "2000"], folder=tmp_path)
     assert [one.code for one in ended] == [10, 10], ended
     record = read(tmp_path / "out")
     steps = {rank.num_steps for rank in record.ranks}
@@ -159,7 +160,7 @@ def test_all_processes_stop_after_the_same_step_because_of_an_alarm_of_one(tmp_p
 def rewound(policy: str, fault: str, num_steps: int, folder: Path) -> tuple[list[Rewind], list[Ended]]:
     """Return the step that a training returned to, and what both processes printed; all steps ran, on the same weights."""
     words = ["run", "--policy", policy, "--guard", "rewind", "--snapshot", "1s", "--out", "out"]
-    ended = in_processes([*words, str(SCRIPTS / "going_wrong_ranks.py"), fault, str(num_steps)], folder=folder)
+    ended = in_forks([*words, str(SCRIPTS / "going_wrong_ranks.py"), fault, str(num_steps)], folder=folder)
     record = read(folder / "out")
     assert [one.code for one in ended] == [0, 0], ended
     assert [rank.num_steps for rank in record.ranks] == [num_steps, num_steps]
@@ -192,7 +193,7 @@ def test_all_processes_fall_back_to_the_same_policy(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_runs_of_a_comparison_follow_one_another_in_all_processes(tmp_path: Path) -> None:
     words = ["compare", "--policies", "fp32,fp16", "--seeds", "2", "--gpu", "none", "--out", "out", RANKS, "ddp", "40"]
-    ended = in_processes(words, folder=tmp_path, timeout_s=400)
+    ended = in_forks(words, folder=tmp_path, timeout_s=400)
     assert [one.code for one in ended] == [0, 0], ended
     record = read(tmp_path / "out")
     assert isinstance(record, CompareRecord)
@@ -207,7 +208,7 @@ def test_the_runs_of_a_comparison_follow_one_another_in_all_processes(tmp_path: 
 def test_what_one_process_finds_is_what_two_find(tmp_path: Path) -> None:
     """The ranks' histograms add up; every other figure here is that of each rank."""
     for words in (["audit", "--steps", "2"], ["ranges", "--steps", "2"], ["fallback", "--fresh", "0"]):
-        ended = in_processes(
+        ended = in_forks(
             [*words, "--out", words[0], RANKS, "fsdp" if words[0] == "ranges" else "ddp", "4"], folder=tmp_path
         )
         assert [one.code for one in ended] == [0, 0], ended

@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
+from forked_processes import in_forks
 from mezzo import SessionError
 from mezzo.compat.driven import Driven
 from paths import SCRIPTS
-from processes import in_processes
 
 
 def weights(library: str, size: int) -> list[float]:
@@ -20,7 +20,7 @@ def weights(library: str, size: int) -> list[float]:
 
 def printed(script: str, library: str, size: int) -> str:
     """Return what a script printed in ``size`` processes."""
-    ended = in_processes([library], program=[str(SCRIPTS / script)], size=size, launched=size > 1)
+    ended = in_forks([library], program=[str(SCRIPTS / script)], size=size, launched=size > 1)
     assert [one.code for one in ended] == [0] * size, ended
     return "".join(one.printed for one in ended)
 

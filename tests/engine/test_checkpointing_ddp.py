@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
-from processes import in_processes
+from forked_processes import in_forks
 
 POLICIES = ["fp32", "fp16", "bf16", "bf16-master", "fp8"]
 PLANS = ["none", "full", "selective", "5KiB"]
@@ -71,7 +71,7 @@ def main(folder: str) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[list[Tensor], int]]]:
     folder = tmp_path_factory.mktemp("ddp")
-    ended = in_processes([str(folder)], program=[__file__], size=WORLD, timeout_s=300)
+    ended = in_forks([str(folder)], program=[__file__], size=WORLD, timeout_s=300)
     assert [one.code for one in ended] == [0] * WORLD, ended
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
 

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import mezzo
+from forked_processes import in_forks
 from helpers_audit import audited
 from helpers_launch import children_in_this_process
 from mezzo import cli
 from mezzo.records import AuditRecord, RunRecord, read_record
 from paths import SCRIPTS
-from processes import in_processes
 
 ONCE = 2 * 8 * 6 * 16 + 2 * 8 * 16 * 2  # the two layers of mlp(6, 16, 2) on a batch of 8
 FIRST = 2 * 8 * 6 * 16  # the first one has no gradient for its input
@@ -170,7 +170,7 @@ def test_daemon_threads_of_a_script_that_is_ended(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_of_distributed_data_parallel(tmp_path: Path) -> None:
     words = ["audit", "--out", str(tmp_path), str(SCRIPTS / "distributed.py")]
-    ended = in_processes(words, folder=tmp_path)
+    ended = in_forks(words, folder=tmp_path)
     assert [one.code for one in ended] == [0, 0], ended
     record = read(tmp_path)
     assert record.flops_by_phase == {

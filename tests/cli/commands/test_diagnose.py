@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mezzo
+from forked_processes import in_forks
 from helpers_backward import BOTH_WAYS
 from helpers_launch import children_in_this_process
 from mezzo import ScriptError, SessionError, cli
@@ -23,7 +24,6 @@ from mezzo.report.html import render_html
 from mezzo.report.sheets.diagnose import diagnose_sheet
 from mezzo.report.text import render
 from paths import FAULTS, SCRIPTS
-from processes import in_processes
 
 FAULTY = str(FAULTS / "faults.py")
 PARALLEL = str(FAULTS / "parallel.py")
@@ -126,7 +126,7 @@ def test_a_script_that_trains_in_a_thread_is_healthy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_end_together_and_name_the_one_at_fault(tmp_path: Path) -> None:
-    ended = in_processes(["diagnose", "--out", str(tmp_path), PARALLEL, "3"], folder=tmp_path)
+    ended = in_forks(["diagnose", "--out", str(tmp_path), PARALLEL, "3"], folder=tmp_path)
     assert [one.code for one in ended] == [1, 1], ended
     first = read_record(tmp_path / "record.json")
     assert isinstance(first, DiagnoseRecord)

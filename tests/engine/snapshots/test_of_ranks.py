@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from forked_processes import in_forks
 from mezzo.engine.snapshots.of_ranks import complete_snapshots, folder_of, last_number
 from paths import SCRIPTS
-from processes import in_processes
 
 _END = re.compile(r"RANK (\d+) made (\d+) weights (\S+) updates (\d+) rewinds (\[.*?\]) ended (.*)")
 _SCRIPT = str(SCRIPTS / "session_ranks.py")
@@ -37,7 +37,7 @@ def test_a_snapshot_is_whole_if_every_process_has_it(tmp_path: Path) -> None:
 
 def ends(folder: Path, size: int, kind: str, mode: str) -> list[tuple[str, ...]]:
     """Run the script in ``size`` processes; return what each said, in order."""
-    printed = [one.printed for one in in_processes([kind, str(folder), mode], program=[_SCRIPT], size=size)]
+    printed = [one.printed for one in in_forks([kind, str(folder), mode], program=[_SCRIPT], size=size)]
     found = [_END.search(text) for text in printed]
     assert all(found), printed
     return [one.groups() for one in found if one is not None]

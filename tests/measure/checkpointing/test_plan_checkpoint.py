@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import mezzo
+from forked_processes import in_forks
 from mezzo.engine import checkpointing
 from mezzo.errors import UsageError
 from mezzo.measure.checkpointing.costs import Costs
 from mezzo.measure.checkpointing.plan import CheckpointPlan, bytes_of_text, bytes_text
-from processes import in_processes
 
 WIDTH = 16
 
@@ -334,7 +334,7 @@ dist.destroy_process_group()
 def test_under_distributed_data_parallel(tmp_path: Path) -> None:
     script = tmp_path / "two.py"
     script.write_text(TWO)
-    ended = in_processes([str(Path(__file__).parent)], program=[str(script)])
+    ended = in_forks([str(Path(__file__).parent)], program=[str(script)])
     assert [one.code for one in ended] == [0, 0], ended
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import mezzo
 import record_builders as build
+from forked_processes import in_forks
 from helpers_backward import BOTH_WAYS
 from helpers_launch import as_script, children_in_this_process
 from mezzo import Policy, PolicyError, ScriptError, SessionError, cli
@@ -24,7 +25,6 @@ from mezzo.observe.ranges.casts import SCALES
 from mezzo.observe.settings import RangesSettings
 from mezzo.records import Histogram, RangesRecord, read_record
 from paths import SCRIPTS
-from processes import in_processes
 
 BATCHES = [torch.randn(8, 6, generator=torch.Generator().manual_seed(k)) for k in range(12)]
 
@@ -414,7 +414,7 @@ def test_the_command_runs_a_script_unedited_and_leaves_a_record_and_a_page(
 @pytest.mark.slow
 def test_two_processes_of_a_distributed_run_have_one_record_of_all_their_values(tmp_path: Path) -> None:
     words = ["ranges", "--steps", "3", "--out", "out", str(SCRIPTS / "ranks.py"), "ddp", "3"]
-    ended = in_processes(words, folder=tmp_path)
+    ended = in_forks(words, folder=tmp_path)
     assert [one.code for one in ended] == [0, 0], ended
     record = read_record(tmp_path / "out" / "record.json")
     assert isinstance(record, RangesRecord)

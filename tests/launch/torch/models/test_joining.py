@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from forked_processes import in_forks
 from mezzo.records import RunRecord, read_record
 from paths import SCRIPTS
-from processes import in_processes
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ _REFUSED = "in several processes, and the script trains under join(), "
 
 
 def ran(folder: Path, how: str, *options: str) -> RunRecord:
-    in_processes(["run", "--policy", "fp16", *options, "--out", "out", str(SCRIPTS / "uneven.py"), how], folder=folder)
+    in_forks(["run", "--policy", "fp16", *options, "--out", "out", str(SCRIPTS / "uneven.py"), how], folder=folder)
     record = read_record(folder / "out" / "record.json")
     assert isinstance(record, RunRecord)
     return record
