@@ -44,8 +44,10 @@ copybutton_prompt_text = "$ "
 
 CONTENTS: dict[str, list[str]] = {
     "Start": ["tutorial", "check", "choosing-a-policy", "troubleshooting", "tuning", "formats", "migrating"],
-    "Commands": ["commands", "scripts", "watch", "guardrails", "resume-check", "compare", "patch", "predict", "tune", "diagnose", "audit", "ranges", "fallback"]
-    + ["hardware", "h100", "exit-codes"],
+    "Commands": [
+        *("commands", "scripts", "watch", "guardrails", "resume-check", "compare", "patch", "predict", "tune"),
+        *("diagnose", "audit", "ranges", "fallback", "hardware", "h100", "exit-codes"),
+    ],
     "Library": ["library", "session", "policies", "optimizers", "checkpointing", "snapshots", "distributed", "fast-path"],
     "Frameworks": ["lightning", "accelerate", "transformers", "apex", "keras", "paddle"],
     "Results": ["report", "records", "tracking", "notebook", "agents", "findings/README"],

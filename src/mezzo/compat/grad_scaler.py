@@ -1,7 +1,7 @@
 """``torch.amp.GradScaler`` with a floor, a ceiling, a hysteresis and a count of skips, for hand-written loops.
 
 It derives from torch's class, with the same numbers, order of calls and refusals, so ``isinstance`` holds and other libraries find
-the attributes that they read. In addition the scale has a floor (torch's reaches 0 after two hundred overflows) and optionally a
+the attributes that they read. In addition the scale has a floor (torch's reaches 0 after 166 overflows) and optionally a
 ceiling and a hysteresis; ``skipped`` counts. Where torch asserts, errors here say what to do.
 
 A step of an optimizer that is not fused reads one flag from the device, as torch's does; a ``mezzo.Session`` reads none.

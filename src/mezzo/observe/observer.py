@@ -41,8 +41,8 @@ class ObservedRun(Protocol):
     """Whether the script has called torch.compile."""
     before_compiling: list[Callable[[], Any]]
     """Callbacks to run once, before the script first compiles code."""
-    inside: str | None
-    """Name of the outermost graph node that is running a backward pass of its own."""
+    inside: Any
+    """The outermost graph node that is running a backward pass of its own."""
     device_type: str | None
     recorder: StepRecorder
     scale: Scale

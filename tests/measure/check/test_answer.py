@@ -222,7 +222,7 @@ def test_tf32_is_no_gain_over_itself() -> None:
 def test_no_policy_trains_alike() -> None:
     found = answered(case(trained("fp32"), broken("bf16"), trained("fp16", times=1.8), gpu=None))
     assert (found.decision, found.policy) == ("stay", "fp32")
-    assert found.why == "no other policy trains like fp32: bf16 diverged and fp16 trains to another result"
+    assert found.why == "no other policy trains like fp32: bf16 diverged and fp16 trains to a different result"
     assert found.next_command == "mezzo diagnose --policy bf16 train.py --lr 0.1"
     assert found.memory_saved is None
 

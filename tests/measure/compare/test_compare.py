@@ -199,7 +199,7 @@ def test_a_failed_run_keeps_its_place_among_runs_without_a_seed() -> None:
         (
             run("fp32", falling(NAN)),
             "baseline",
-            "1 of 1 run diverged: with seed 0, 2 of the last 2 values of the loss are NaN; no run of it can serve for comparison",
+            "the only run diverged: with seed 0, 2 of the last 2 values of the loss are NaN; no run of it can serve for comparison",
         ),
     ],
 )
@@ -318,7 +318,7 @@ def test_a_run_that_found_its_training_done_depends_on_the_one_that_did_it() -> 
     row = row_of([timed_run("fp32", 0, began=0.0), idle])
     assert (row.verdict, row.num_failed) == ("undecided", 1)
     assert row.reason.startswith("its runs are not independent: the run of bf16 with seed 0 read /out/last.pt")
-    assert row.reason.endswith("; 1 of 1 run failed: with seed 0, it never called backward()")
+    assert row.reason.endswith("; the only run failed: with seed 0, it never called backward()")
 
 
 def test_the_numbers_of_dependent_runs_are_not_explained() -> None:

@@ -41,7 +41,7 @@ BASE = runs("fp32", [learning(seed) for seed in range(3)])
 )
 def test_a_loss_that_is_not_finite_at_the_end_diverged(loss: list[float], how: str) -> None:
     row = row_of([run("fp32", falling(1.0)), run("bf16", loss)])
-    assert (row.verdict, row.reason) == ("diverged", f"1 of 1 run diverged: with seed 0, {how}")
+    assert (row.verdict, row.reason) == ("diverged", f"the only run diverged: with seed 0, {how}")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_loss_that_recovers_did_not(loss: list[float]) -> None:
 def test_a_metric_that_is_lost_diverged() -> None:
     row = row_of([run("fp32", falling(1.0), metric=0.5), run("bf16", falling(1.0), metric=NAN)])
     assert row.verdict == "diverged"
-    assert row.reason == "1 of 1 run diverged: with seed 0, the last perplexity is nan, where the baseline's is 0.5"
+    assert row.reason == "the only run diverged: with seed 0, the last perplexity is nan, where the baseline's is 0.5"
 
 
 # --- real faults, in one of three seeds ---------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a_run_that_ends_in_skipped_updates_stopped_learning(skipped: list[bool]
     loss = falling(1.0, num_steps=len(skipped))
     row = row_of([run("fp32", loss), run("bf16", loss, skipped=skipped)])
     assert row.verdict == "stopped_learning"
-    assert row.reason.startswith(f"1 of 1 run stopped learning: with seed 0, {words}")
+    assert row.reason.startswith(f"the only run stopped learning: with seed 0, {words}")
 
 
 @pytest.mark.parametrize("skipped", [[False] * 18 + [True] * 2, [False] * 46 + [True] * 4])

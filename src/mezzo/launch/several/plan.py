@@ -331,5 +331,5 @@ def _search_s(known: CheckState) -> float:
 
 
 def _what_went_wrong(verdict: str) -> str:
-    words = {"different": "trains to another result", "failed": "failed", "diverged": "diverged"}
+    words = {"different": "trains to a different result", "failed": "failed", "diverged": "diverged"}
     return words.get(verdict, "stopped learning")

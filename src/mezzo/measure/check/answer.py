@@ -359,7 +359,7 @@ def _none_trains_alike(case: Case) -> str:
         return f"mixed precision changes nothing here: {_why_not(case, case.rows[0])}"
     words = {"diverged": "diverged", "stopped_learning": "stopped learning", "failed": "failed"}
     tried = [row for row in case.rows if not _is_void(case, row)]
-    outcomes = [f"{row.policy} {words.get(row.verdict, 'trains to another result')}" for row in tried]
+    outcomes = [f"{row.policy} {words.get(row.verdict, 'trains to a different result')}" for row in tried]
     return f"no other policy trains like {case.baseline}: {listed(outcomes)}"
 
 

@@ -190,20 +190,20 @@ def _describe_faults(faults: Mapping[Key, Fault], group: Group, *, base: Baselin
         found = [(key, fault) for key, fault in faults.items() if fault.verdict == verdict]
         if found:
             key, fault = found[0]
-            sentences.append(f"{len(found)} of {_runs(group.num_runs)} {verb}: with {key}, {fault.text}")
+            sentences.append(f"{_share(len(found), group)} {verb}: with {key}, {fault.text}")
     if sentences and base is not None and base.faults:
-        sentences.append(f"{len(base.faults)} of {_runs(base.group.num_runs)} under {base.group.name} went wrong too")
+        sentences.append(f"{_share(len(base.faults), base.group)} under {base.group.name} went wrong too")
     return sentences
 
 
 def _describe_failures(group: Group, keys: Sequence[Key], *, where: str = "") -> list[str]:
     if not keys:
         return []
-    return [f"{len(keys)} of {_runs(group.num_runs)} failed{where}: with {keys[0]}, {group.failed[keys[0]]}"]
+    return [f"{_share(len(keys), group)} failed{where}: with {keys[0]}, {group.failed[keys[0]]}"]
 
 
-def _runs(number: int) -> str:
-    return f"{number} run" if number == 1 else f"{number} runs"
+def _share(number: int, group: Group) -> str:
+    return "the only run" if group.num_runs == 1 else f"{number} of {group.num_runs} runs"
 
 
 def _describe_seeds(quantities: Sequence[Quantity], num_seeds: int, needed: int | None) -> str:
