@@ -7,14 +7,20 @@ A command is a fork, and so is each run that it starts. Signals, guards and proc
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import random
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -55,48 +61,94 @@ def in_forks(
     folder: Path | None = None,
     timeout_s: float = 200.0,
 ) -> list[Ended]:
-    """Do what ``processes.in_processes`` does, without its imports; ``program`` is a script, Mezzo or one of its runs."""
+    """Do what ``processes.in_processes`` does, without its imports; ``program`` is a script or Mezzo."""
     shared = {"OMP_NUM_THREADS": "1", **(rank_variables(size) if launched else {})}
-    with tempfile.TemporaryDirectory() as logs:
+    with tempfile.TemporaryDirectory() as logs, _Forks() as forks:
         outputs = [Path(logs, f"rank{rank}") for rank in range(size)]
-        started = []
         for rank, output in enumerate(outputs):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if launched else {}
             env = {**os.environ, **shared, **own}
-            started.append(_start(_Task(program, words, env, str(folder or Path.cwd()), str(output))))
+            forks.start(_Task(program, words, env, str(folder or Path.cwd()), str(output)))
+        codes = forks.wait(timeout_s)
+        assert codes is not None, [output.read_text() for output in outputs]
+        return [Ended(code, output.read_text()) for code, output in zip(codes, outputs, strict=True)]
+
+
+class _Forks:
+    """Commands as forks, and the runs that they ask for: a fork cannot ask the server of forks itself."""
+
+    def __init__(self) -> None:
+        self._commands: list[tuple[Any, Connection]] = []
+        self._runs: dict[Any, tuple[Any, Connection]] = {}
+        """By what tells that it has ended: a run, and the command to tell."""
+
+    def __enter__(self) -> _Forks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, _ in (*self._commands, *self._runs.values()):
+            process.kill()
+
+    def start(self, task: _Task) -> None:
+        """Start a command."""
+        ours, theirs = _CONTEXT.Pipe()
+        self._commands.append((self._fork(task, theirs), ours))
+        theirs.close()
+
+    def wait(self, timeout_s: float) -> list[int] | None:
+        """Return the commands' exit codes, and start the runs that they ask for meanwhile; None if they take too long."""
+        end_s = time.monotonic() + timeout_s
+        asking = [connection for _, connection in self._commands]
+        while running := [process.sentinel for process, _ in self._commands if process.exitcode is None]:
+            ready = connection.wait([*running, *asking, *self._runs], max(end_s - time.monotonic(), 0.0))
+            if not ready:
+                return None
+            for one in ready:
+                if one in self._runs:
+                    self._tell_end(*self._runs.pop(one))
+                elif one in asking and not self._answer(one):
+                    asking.remove(one)
+        return [process.exitcode for process, _ in self._commands]
+
+    def _answer(self, command: Connection) -> bool:
+        """Start the run that a command asks for; return False if it has ended."""
         try:
-            for process in started:
-                process.join(timeout_s)
-                assert process.exitcode is not None, [output.read_text() for output in outputs]
-        finally:
-            for process in started:
-                process.kill()
-        return [Ended(p.exitcode, output.read_text()) for p, output in zip(started, outputs, strict=True)]
+            task = command.recv()
+        except EOFError:
+            return False
+        process = self._fork(task, None)
+        self._runs[process.sentinel] = process, command
+        command.send(process.pid)
+        return True
+
+    def _tell_end(self, process: Any, command: Connection) -> None:
+        process.join()
+        with suppress(BrokenPipeError):  # the command did not wait for it
+            command.send((process.pid, process.exitcode))
+
+    def _fork(self, task: _Task, asks: Connection | None) -> Any:
+        process = _CONTEXT.Process(target=_be, args=(task, asks))
+        process.start()
+        return process
 
 
-def _start(task: _Task) -> Any:
-    process = _CONTEXT.Process(target=_be, args=(task,))
-    process.start()
-    return process
-
-
-def _be(task: _Task) -> None:
+def _be(task: _Task, asks: Connection | None) -> None:
     """Become the process of ``task``, and end with its exit code, without the interpreter's own end: gloo has threads."""
     import numpy as np
     import torch
 
+    os.chdir(task.folder)
     descriptor = os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.environ.clear()
     os.environ.update(task.env)
-    os.chdir(task.folder)
     torch.set_num_threads(1)
     for seed in (random.seed, np.random.seed, torch.seed):  # all forks would draw the same numbers
         seed()
     code = 1
     try:
-        code = _run(task)
+        code = _run(task, asks)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
@@ -107,7 +159,7 @@ def _be(task: _Task) -> None:
         os._exit(code)
 
 
-def _run(task: _Task) -> int:
+def _run(task: _Task, asks: Connection | None) -> int:
     program, words = list(task.program), list(task.words)
     if program == ["-m", "mezzo.launch.child"]:
         from mezzo.launch.child import main
@@ -118,7 +170,7 @@ def _run(task: _Task) -> int:
         from mezzo import cli
         from mezzo.launch import runner
 
-        with mock.patch.object(runner, "Guarded", _Child), mock.patch.object(_Child, "output", task.output):
+        with mock.patch.object(runner, "Guarded", functools.partial(_Child, asks, task.output)):
             return cli.main(words)
     sys.argv[:] = [*program, *words]
     sys.path[0] = str(Path(program[0]).parent)
@@ -127,23 +179,26 @@ def _run(task: _Task) -> int:
 
 
 class _Child:
-    """A run that a command starts: a fork, with what ``Guarded`` has."""
+    """A run that a command starts: a fork, with the interface of ``Guarded``."""
 
-    output = ""
-    """The file that the command prints to."""
-
-    def __init__(self, command: Sequence[str], *, stdout: Any, stderr: Any) -> None:
-        output = getattr(stdout, "name", self.output)
-        self._process = _start(_Task(command[1:3], command[3:], dict(os.environ), os.getcwd(), output))
+    def __init__(self, asks: Connection, output: str, command: Sequence[str], *, stdout: Any, stderr: Any) -> None:
+        output = getattr(stdout, "name", output)
+        self._asked = asks
+        asks.send(_Task(command[1:3], command[3:], dict(os.environ), os.getcwd(), output))
+        self.pid: int = asks.recv()
+        self._code: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a run", timeout or 0.0)
-        return int(self._process.exitcode)
+        if self._code is None:
+            if not self._asked.poll(timeout):
+                raise subprocess.TimeoutExpired("a run", timeout or 0.0)
+            pid, self._code = self._asked.recv()
+            assert pid == self.pid
+        assert self._code is not None
+        return self._code
 
     def pass_on(self, number: int, *, kill_after_s: float = 0.0) -> None:
-        os.kill(self._process.pid, number)
+        os.kill(self.pid, number)
 
     def kill(self) -> None:
-        self._process.kill()
+        os.kill(self.pid, signal.SIGKILL)
