@@ -49,14 +49,17 @@ EXAMPLES = [
 """The examples that run in Mezzo's own environment; those of timm, Keras and Paddle have theirs."""
 
 
-def compare(
-    example: Example, data: Path, out: Path, *, seeds: int, policies: Sequence[str] | None = None
-) -> CompareRecord:
-    """Return the comparison of an example's policies; its exit code is ignored, because the rows have the reason."""
+def comparison_of(example: Example, data: Path, out: Path, *, seeds: int, policies: Sequence[str]) -> list[str]:
+    """Return the words after ``mezzo`` that compare an example's policies."""
+    options = ["--policies", ",".join(policies), "--seeds", str(seeds), "--gpu", "none", "--out", str(out)]
     arguments = [argument.format(data=data) for argument in example.arguments]
-    chosen = ",".join(policies or example.policies)
-    options = ["--policies", chosen, "--seeds", str(seeds), "--gpu", "none", "--out", str(out), "--fail-on", "failed"]
-    command = [sys.executable, "-m", "mezzo", "compare", *options, f"examples/{example.script}", *arguments]
+    return ["compare", *options, "--fail-on", "failed", f"examples/{example.script}", *arguments]
+
+
+def compare(example: Example, data: Path, out: Path, *, seeds: int) -> CompareRecord:
+    """Return the comparison of an example's policies; its exit code is ignored, because the rows have the reason."""
+    words = comparison_of(example, data, out, seeds=seeds, policies=example.policies)
+    command = [sys.executable, "-m", "mezzo", *words]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
     record = out / "record.json"
     if not record.is_file():

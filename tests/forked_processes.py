@@ -17,11 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -40,6 +42,8 @@ _CONTEXT.set_forkserver_preload(
         "mezzo.report.html",
     ]
 )
+_VARIABLES: ContextVar[Mapping[str, str]] = ContextVar("variables", default=MappingProxyType({}))
+"""The environment variables that a command gives its runs beside its own."""
 
 
 class _Task(NamedTuple):
@@ -72,6 +76,32 @@ def in_forks(
         codes = forks.wait(timeout_s)
         assert codes is not None, [output.read_text() for output in outputs]
         return [Ended(code, output.read_text()) for code, output in zip(codes, outputs, strict=True)]
+
+
+@contextmanager
+def forked_runs() -> Iterator[None]:
+    """Fork the runs of commands that the test itself calls."""
+    with _runs_as(_Run):
+        yield
+
+
+@contextmanager
+def _runs_as(starts: Callable[..., Any]) -> Iterator[None]:
+    """Start runs by ``starts``, without a server of the command's own."""
+    from mezzo.launch import runner
+
+    with mock.patch.multiple(runner, Guarded=starts, shared_imports=_without_server):
+        yield
+
+
+@contextmanager
+def _without_server(*, prints_why_not: bool = True, variables: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Stand in for ``shared_imports``."""
+    before = _VARIABLES.set(variables or {})
+    try:
+        yield
+    finally:
+        _VARIABLES.reset(before)
 
 
 class _Forks:
@@ -143,7 +173,7 @@ def _be(task: _Task, asks: Connection | None) -> None:
     os.dup2(descriptor, 2)
     os.environ.clear()
     os.environ.update(task.env)
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(task.env["OMP_NUM_THREADS"]))
     for seed in (random.seed, np.random.seed, torch.seed):  # all forks would draw the same numbers
         seed()
     code = 1
@@ -168,9 +198,8 @@ def _run(task: _Task, asks: Connection | None) -> int:
         return main(words)
     if program == ["-m", "mezzo"]:
         from mezzo import cli
-        from mezzo.launch import runner
 
-        with mock.patch.object(runner, "Guarded", functools.partial(_Child, asks, task.output)):
+        with _runs_as(functools.partial(_AskedRun, asks, task.output)):
             return cli.main(words)
     sys.argv[:] = [*program, *words]
     sys.path[0] = str(Path(program[0]).parent)
@@ -178,13 +207,12 @@ def _run(task: _Task, asks: Connection | None) -> int:
     return 0
 
 
-class _Child:
-    """A run that a command starts: a fork, with the interface of ``Guarded``."""
+class _AskedRun:
+    """A run that a forked command asks for: a fork, with the interface of ``Guarded``."""
 
     def __init__(self, asks: Connection, output: str, command: Sequence[str], *, stdout: Any, stderr: Any) -> None:
-        output = getattr(stdout, "name", output)
         self._asked = asks
-        asks.send(_Task(command[1:3], command[3:], dict(os.environ), os.getcwd(), output))
+        asks.send(_task_of(command, getattr(stdout, "name", output)))
         self.pid: int = asks.recv()
         self._code: int | None = None
 
@@ -202,3 +230,30 @@ class _Child:
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
+
+
+class _Run:
+    """A run that the test's own process starts: a fork, with the interface of ``Guarded``."""
+
+    def __init__(self, command: Sequence[str], *, stdout: Any, stderr: Any) -> None:
+        output = getattr(stdout, "name", f"/proc/{os.getpid()}/fd/{stdout or 1}")
+        self._process = _CONTEXT.Process(target=_be, args=(_task_of(command, output), None))
+        self._process.start()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a run", timeout or 0.0)
+        return self._process.exitcode
+
+    def pass_on(self, number: int, *, kill_after_s: float = 0.0) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _task_of(command: Sequence[str], output: str) -> _Task:
+    """Return the task of a command's line that starts a run."""
+    return _Task(command[1:3], command[3:], {**os.environ, **_VARIABLES.get()}, os.getcwd(), output)

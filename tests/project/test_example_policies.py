@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from forked_processes import in_forks
+from mezzo.records import CompareRecord, read_record
 from paths import ROOT
 
 if not (ROOT / "benchmarks").is_dir():
@@ -16,7 +18,7 @@ if not (ROOT / "benchmarks").is_dir():
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import examples
-from benchmarks.examples import EXAMPLES, POLICIES, Example, compare, make_data
+from benchmarks.examples import EXAMPLES, POLICIES, Example, comparison_of, make_data
 
 OTHER_ENVIRONMENTS = {"imagenet_mobilenetv3.py", "keras_mobilenetv3.py", "paddle_mobilenetv3.py"}
 """These need timm, Keras and Paddle."""
@@ -67,7 +69,10 @@ def test_an_example_trains_under_fp16_and_one_policy_more(
 ) -> None:
     """``make examples`` runs every example under every policy, for its page."""
     policies = ("fp32", "fp16", third)
-    record = compare(example, data, tmp_path / "out", seeds=1, policies=policies)
+    words = comparison_of(example, data, tmp_path / "out", seeds=1, policies=policies)
+    (ended,) = in_forks(words, size=1, launched=False, folder=ROOT)
+    record = read_record(tmp_path / "out" / "record.json")
+    assert isinstance(record, CompareRecord), ended.printed
     steps = {run.policy_shown: len(run.steps) for run in record.runs}
     assert set(steps) == set(policies) <= set(example.policies)
     assert len(set(steps.values())) == 1, steps

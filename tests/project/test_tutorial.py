@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from forked_processes import in_forks
 from paths import ROOT
 
 BLOCKS = re.findall(r"^```\n(.*?)^```", (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8"), re.S | re.M)
@@ -27,17 +25,17 @@ def masked(line: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shown", [part for part in SHOWN if not part.startswith((*LONG, *OF_THE_MACHINE))])
-def test_a_command_of_the_tutorial_prints_what_the_page_shows(shown: str, tmp_path: Path) -> None:
+def test_a_command_of_the_tutorial_prints_what_the_page_shows(
+    shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command, *lines = shown.rstrip().splitlines()
-    words = command.split()
-    words[1:2] = [words[1], "--out", str(tmp_path / "out")]
-    env = os.environ | {"COLUMNS": "110", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, "-m", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=500
-    )
-    printed = iter([masked(line) for line in done.stdout.splitlines()])
+    words = command.split()[1:]
+    words[1:1] = ["--out", str(tmp_path / "out")]
+    monkeypatch.setenv("COLUMNS", "110")
+    (ended,) = in_forks(words, size=1, launched=False, folder=ROOT)
+    printed = iter([masked(line) for line in ended.printed.splitlines()])
     missing = [line for line in map(masked, lines) if line not in ("", "...") and line not in printed]
-    assert missing[:1] == [], f"exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+    assert missing[:1] == [], f"exit code {ended.code}:\n{ended.printed}"
 
 
 def test_the_tutorial_shows_what_commands_print() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from forked_processes import forked_runs
 from helpers_launch import children_in_this_process
 from mezzo.launch.request import Request, policy_text
 from mezzo.launch.several.patched import COMPARED_STEPS, PatchOutcome, judged, largest_difference, mirror, try_patch
@@ -303,6 +304,7 @@ def test_a_closure_is_refused_with_fp16() -> None:
     ],
 )
 def test_trainers_in_processes_of_their_own(name: str, policy: str, tried_as: str, tmp_path: Path) -> None:
-    _, outcome = tried(SCRIPTS / f"{name}.py", policy, tmp_path)
+    with forked_runs():
+        _, outcome = tried(SCRIPTS / f"{name}.py", policy, tmp_path)
     assert outcome.may_be_offered, outcome.reasons
     assert (outcome.tried_as, outcome.reasons[-1].value) == (tried_as, SAME)

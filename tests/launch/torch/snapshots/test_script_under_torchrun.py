@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from forked_processes import in_forks
 from paths import SCRIPTS
 
 pytestmark = pytest.mark.slow
@@ -24,9 +25,8 @@ Ends = set[tuple[str, ...]]
 def start(folder: Path, how: str, kind: str, *words: str, restarts: int = 0) -> subprocess.Popen[str]:
     """Start a training in two processes under ``mezzo run``."""
     launch = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), "-m", "mezzo", "run"]
-    script = [str(SCRIPTS / "restarted.py"), how, "marker", kind]
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *launch, "--policy", "fp16", *words, *script],
+        [sys.executable, "-m", "torch.distributed.run", *launch, "--policy", "fp16", *words, *script(how, kind)],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -35,18 +35,30 @@ def start(folder: Path, how: str, kind: str, *words: str, restarts: int = 0) -> 
     )
 
 
+def script(how: str, kind: str) -> list[str]:
+    return [str(SCRIPTS / "restarted.py"), how, "marker", kind]
+
+
+def ends_of(printed: str) -> Ends:
+    """Return what each process ended with."""
+    ends = {found.groups() for found in _ENDS.finditer(printed)}
+    assert len(ends) == 2, printed
+    return ends
+
+
 def ended(job: subprocess.Popen[str]) -> tuple[Ends, str]:
     """Wait for a job that ends well; return what each process ended with, and the output."""
     printed, _ = job.communicate(timeout=300)
     assert job.returncode == 0, printed
-    return {found.groups() for found in _ENDS.finditer(printed)}, printed
+    return ends_of(printed), printed
 
 
 @pytest.fixture(scope="module")
 def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Ends]:
-    ends, _ = ended(start(tmp_path_factory.mktemp("undisturbed"), "no", request.param, "--out", "out"))
-    assert len(ends) == 2
-    return request.param, ends
+    words = ["run", "--policy", "fp16", "--out", "out", *script("no", request.param)]
+    ranks = in_forks(words, folder=tmp_path_factory.mktemp("undisturbed"))
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    return request.param, ends_of("".join(rank.printed for rank in ranks))
 
 
 # How weights lie in the processes and how a process is lost do not touch each other: each of both is there, and not each pair.
