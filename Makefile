@@ -42,9 +42,9 @@ test: $(READY)
 test-slow: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
-# Both in one run, which imports once and waits for a last test once.
+# Both in one run, which imports once and waits for a last test once. A third worker, because some tests wait: for limits, browsers, processes.
 test-all: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 # Some two minutes: a small training killed 200 times, while it saves too; each run must end with the bits of the undisturbed one. KILLS=20 for less.
 KILLS ?= 200
