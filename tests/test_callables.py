@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
+from mezzo import callables
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,15 @@ def test_gradients_of_an_earlier_training_are_not_weighed() -> None:
 
     record = mezzo.diagnose(train, policy="fp16:loss_scale=static:init_scale=16", steps=1)
     assert record.verdict == "silent_saturation"
+
+
+@pytest.mark.parametrize(("warmup", "device_type"), [(0, "meta"), (1, "cpu")])
+def test_without_a_warmup_the_optimizers_know_the_device(warmup: int, device_type: str) -> None:
+    """What ran in the warmup decides; before anything ran, an optimizer on another device than the CPU does."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, device="meta"))])
+    model = _model()
+    assert callables._warmed_up(lambda: _loss(model), warmup) == device_type
+    del optimizer
 
 
 def test_weights_that_are_updated_by_hand_still_are() -> None:

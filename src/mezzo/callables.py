@@ -251,7 +251,10 @@ def _run_record(
 
 
 def _warmed_up(step: Callable[[], Any], times: int) -> str:
-    """Call ``step``; return the device type of the modules that it calls: of several, an accelerator's."""
+    """Call ``step``; return the device type of the modules that it calls, or of existing optimizers if it is not called.
+
+    Of several, an accelerator's.
+    """
     device_types: dict[str, None] = {}
 
     def note(module: nn.Module, args: Any) -> None:
@@ -260,6 +263,9 @@ def _warmed_up(step: Callable[[], Any], times: int) -> str:
     with register_module_forward_pre_hook(note):
         for _ in range(times):
             step()
+    if not times:  # no module has run: the optimizers that exist know the device
+        groups = (group for optimizer in find_premade(torch.optim.Optimizer)[0] for group in optimizer.param_groups)
+        device_types.update(dict.fromkeys(p.device.type for group in groups for p in group["params"]))
     return next((device_type for device_type in device_types if device_type != "cpu"), "cpu")
 
 

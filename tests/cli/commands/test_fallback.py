@@ -28,7 +28,8 @@ def test_a_script_gets_a_policy_file(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert code == 0, shown.err
     assert isinstance(record, FallbackRecord)
     assert json.loads(shown.out)["kind"] == "fallback"  # and nothing that the script prints
-    assert "0 kept in FP32" in shown.err
+    assert "mezzo: nothing in FP32: " in shown.err
+    assert "mezzo: 1 module in FP32: " in shown.err
     assert (record.verdict, record.kept) == ("found", ["4.last"])
     assert [(t.kept, t.passed, t.steps) for t in record.verifications] == [
         ([], False, record.verifications[0].steps),

@@ -275,7 +275,8 @@ def _verify(state: SearchState, kept: Names, *, operations: Names = (), all_step
         passed=error <= state.tolerance,
     )
     state.trials.append(trial)
-    what = f"{len(operations)} operations in FP32" if operations else f"{len(kept)} kept in FP32"
+    num, kind = (len(operations), "operation") if operations else (len(kept), "module")
+    what = f"{num} {kind}{'' if num == 1 else 's'} in FP32" if num else "nothing in FP32"
     state.note(f"{what}: {tensor} is off by {error:.2g}" if tensor else f"{what}: it fails")
     return error
 
