@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from forked_processes import forked_runs
 from helpers_compare import row_of, run
 from mezzo import cli
 from mezzo.cli import compare_runs
@@ -143,7 +144,8 @@ def compared(
         "--out",
         "out",
     ]  # of an option given twice the last one counts
-    code = cli.main(["compare", *asked, "train.py", *arguments])
+    with forked_runs():
+        code = cli.main(["compare", *asked, "train.py", *arguments])
     record = read_record(Path("out/record.json"))
     assert isinstance(record, CompareRecord)
     assert code == any(row.verdict in ("diverged", "stopped_learning", "failed") for row in record.rows)

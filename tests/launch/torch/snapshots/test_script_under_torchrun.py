@@ -99,10 +99,12 @@ def test_a_job_that_is_told_to_end_saves_the_same_step_in_all_processes(
     assert job.returncode != 0
     assert "stopped by SIGTERM" in printed
 
-    resumed = start(tmp_path, "told", kind, "--snapshot", "5m", "--resume", "out", "--out", "out")
-    ends, again = ended(resumed)
+    words = ["run", "--policy", "fp16", "--snapshot", "5m", "--resume", "out", "--out", "out", *script("told", kind)]
+    ranks = in_forks(words, folder=tmp_path)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
+    again = "".join(rank.printed for rank in ranks)
     assert again.count("mezzo: resuming from") == 2, again
-    assert ends == expected
+    assert ends_of(again) == expected
 
 
 def _below(process: int) -> Iterator[int]:
