@@ -45,6 +45,8 @@ class Tapes:
     _derived: dict[int, TrainingTape] = field(default_factory=dict, repr=False, compare=False)
     largest: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
     """The largest batch by memory, workspace, matrix formats, headroom and job: GPUs and policies with equal values share it."""
+    peaks: dict[tuple[object, ...], PredictedMemory] = field(default_factory=dict, repr=False, compare=False)
+    """The memory without a limit by batch, workspace, matrix formats and job, shared in the same way."""
 
     def at(self, batch: int) -> TrainingTape:
         """Return the tape at ``batch``."""
@@ -119,11 +121,8 @@ def predict(
     has_tf32 = gpu.tf32_flops_per_s is not None
     over_tf32 = conditions.step(fp32_tape, "tf32").seconds / step.seconds if has_tf32 else None
     is_fp32 = policy == "tf32" and not has_tf32
-    rank = job.tape_of_rank(tape)
-    memory, rate = (
-        memory_on(rank, gpu, policy),
-        conditions.throughput(tape, policy, num_batches=policy_tapes.num_batches),
-    )
+    memory = _unlimited(policy_tapes, batch, conditions, policy)
+    rate = conditions.throughput(tape, policy, num_batches=policy_tapes.num_batches)
     largest = _largest_batch(policy_tapes, conditions, policy, headroom)
     low, high = conditions.band
     largest_throughput, sentence = None, ""
@@ -132,7 +131,7 @@ def predict(
             policy_tapes.at(largest), policy, num_batches=policy_tapes.num_batches
         )
     if not is_fp32:
-        share = memory.reserved_bytes / memory_on(job.tape_of_rank(fp32_tape), gpu, "fp32").reserved_bytes
+        share = memory.reserved_bytes / _unlimited(tapes["fp32"], batch, conditions, "fp32").reserved_bytes
         over_bf16 = conditions.step(tape, "bf16").seconds / step.seconds if policy == "fp8" else None
         sentence = verdict(policy, over_fp32, over_tf32, share, over_bf16=over_bf16)
     return Prediction(
@@ -154,7 +153,7 @@ def predict(
         reserved_bytes=memory.reserved_bytes,
         device_bytes=memory.reserved_bytes + DRIVER_BYTES,
         memory_bytes=memory.by_kind_bytes,
-        fits=memory_on(rank, gpu, policy, headroom=0.0).fits,
+        fits=_fits(policy_tapes, batch, conditions, policy, headroom=0.0),
         largest_batch=largest,
         largest_throughput=largest_throughput,
         over_fp32=over_fp32,
@@ -227,9 +226,33 @@ def verdict(
 
 def memory_on(tape: TrainingTape, gpu: Gpu, policy: str, *, headroom: float | None = None) -> PredictedMemory:
     """Return the memory of ``tape`` under ``policy`` on ``gpu``, of which ``headroom`` stays free; None for unlimited memory."""
-    limit = None if headroom is None else int((gpu.memory_bytes - DRIVER_BYTES) * (1 - headroom))
+    limit = None if headroom is None else _limit_bytes(gpu, headroom)
     formats = matrix_formats(gpu, policy)
     return predict_memory(tape, limit_bytes=limit, workspace_bytes=_workspace_bytes(gpu), matrix_formats=formats)
+
+
+def _limit_bytes(gpu: Gpu, headroom: float) -> int:
+    return int((gpu.memory_bytes - DRIVER_BYTES) * (1 - headroom))
+
+
+def _unlimited(tapes: Tapes, batch: int, conditions: Conditions, policy: str) -> PredictedMemory:
+    """Return the memory at ``batch`` of a GPU without a limit."""
+    gpu, job = conditions.gpu, conditions.job
+    key = batch, _workspace_bytes(gpu), matrix_formats(gpu, policy), job
+    if key not in tapes.peaks:
+        tapes.peaks[key] = memory_on(job.tape_of_rank(tapes.at(batch)), gpu, policy)
+    return tapes.peaks[key]
+
+
+def _fits(tapes: Tapes, batch: int, conditions: Conditions, policy: str, *, headroom: float) -> bool:
+    """Return whether ``batch`` fits.
+
+    It does if a replay without a limit reserves less. Otherwise it may still, by returning free segments: a replay with the limit tells.
+    """
+    gpu = conditions.gpu
+    if _unlimited(tapes, batch, conditions, policy).reserved_bytes <= _limit_bytes(gpu, headroom):
+        return True
+    return memory_on(conditions.job.tape_of_rank(tapes.at(batch)), gpu, policy, headroom=headroom).fits
 
 
 def matrix_formats(gpu: Gpu, policy: str) -> tuple[str, ...]:
@@ -249,7 +272,7 @@ def _largest_batch(tapes: Tapes, conditions: Conditions, policy: str, headroom: 
     gpu, job = conditions.gpu, conditions.job
 
     def fits(batch: int) -> bool:
-        return memory_on(job.tape_of_rank(tapes.at(batch)), gpu, policy, headroom=headroom).fits
+        return _fits(tapes, batch, conditions, policy, headroom=headroom)
 
     if tapes.second is None:
         return None
