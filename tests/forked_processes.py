@@ -1,8 +1,7 @@
-"""Processes of a job, forked from one process that has imported PyTorch and its compiler.
+"""Commands and their runs as forks of one process that has imported PyTorch and its compiler.
 
 A new process needs some three seconds of a core for imports, and ``mezzo run`` in two processes four times as much; a fork needs none.
-A command is a fork, and so is each run that it starts. Signals, guards and processes that die need real processes:
-``processes.in_processes`` starts those.
+Tests of signals, guards and processes that die need new processes: ``processes.in_processes`` starts them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
 
-from processes import Ended, rank_variables
+from processes import Ended, environments
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -65,17 +64,20 @@ def in_forks(
     folder: Path | None = None,
     timeout_s: float = 200.0,
 ) -> list[Ended]:
-    """Do what ``processes.in_processes`` does, without its imports; ``program`` is a script or Mezzo."""
-    shared = {"OMP_NUM_THREADS": "1", **(rank_variables(size) if launched else {})}
+    """Do what ``processes.in_processes`` does, without the imports; ``program`` is a script or Mezzo."""
     with tempfile.TemporaryDirectory() as logs, _Forks() as forks:
         outputs = [Path(logs, f"rank{rank}") for rank in range(size)]
-        for rank, output in enumerate(outputs):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if launched else {}
-            env = {**os.environ, **shared, **own}
+        for env, output in zip(environments(size, launched=launched), outputs, strict=True):
             forks.start(_Task(program, words, env, str(folder or Path.cwd()), str(output)))
         codes = forks.wait(timeout_s)
         assert codes is not None, [output.read_text() for output in outputs]
         return [Ended(code, output.read_text()) for code, output in zip(codes, outputs, strict=True)]
+
+
+def in_fork(words: Sequence[str], *, folder: Path) -> Ended:
+    """Run Mezzo with ``words`` in one process, without a launcher."""
+    (ended,) = in_forks(words, size=1, launched=False, folder=folder)
+    return ended
 
 
 @contextmanager
@@ -105,7 +107,7 @@ def _without_server(*, prints_why_not: bool = True, variables: Mapping[str, str]
 
 
 class _Forks:
-    """Commands as forks, and the runs that they ask for: a fork cannot ask the server of forks itself."""
+    """Forked commands and the runs that they ask for: in a fork, ``multiprocessing`` would start another server, with all imports."""
 
     def __init__(self) -> None:
         self._commands: list[tuple[Any, Connection]] = []
@@ -128,7 +130,7 @@ class _Forks:
     def wait(self, timeout_s: float) -> list[int] | None:
         """Return the commands' exit codes, and start the runs that they ask for meanwhile; None if they take too long."""
         end_s = time.monotonic() + timeout_s
-        asking = [connection for _, connection in self._commands]
+        asking = [ours for _, ours in self._commands]
         while running := [process.sentinel for process, _ in self._commands if process.exitcode is None]:
             ready = connection.wait([*running, *asking, *self._runs], max(end_s - time.monotonic(), 0.0))
             if not ready:
@@ -163,7 +165,7 @@ class _Forks:
 
 
 def _be(task: _Task, asks: Connection | None) -> None:
-    """Become the process of ``task``, and end with its exit code, without the interpreter's own end: gloo has threads."""
+    """Become the process of ``task``, and end with its exit code; skip the interpreter's shutdown, which gloo's threads may abort."""
     import numpy as np
     import torch
 

@@ -38,21 +38,16 @@ def in_processes(
     """
     if program[0].endswith(".py"):
         program = [str(SCRIPTS / "as_rank.py"), *program]
-    shared = rank_variables(size)
     started = [
         subprocess.Popen(
             [sys.executable, *program, *words],
             cwd=folder,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                **(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if launched else {}),
-            },
+            env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(size)
+        for env in environments(size, launched=launched)
     ]
     try:
         printed = [process.communicate(timeout=timeout_s)[0] for process in started]
@@ -63,14 +58,14 @@ def in_processes(
     return [Ended(process.returncode, text) for process, text in zip(started, printed, strict=True)]
 
 
-def rank_variables(size: int) -> dict[str, str]:
-    """Return the variables of torchrun that all processes of a job share."""
-    return {
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+def environments(size: int, *, launched: bool) -> list[dict[str, str]]:
+    """Return the environment of each process, with torchrun's variables if ``launched``."""
+    common = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if not launched:
+        return [common] * size
+    common |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
 
 
 def leave_process_group() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forked_processes import in_forks
+from forked_processes import in_fork
 from mezzo.records import RunRecord, read_record
 from mezzo.records.run import COMPILED
 from paths import ROOT
@@ -72,8 +72,7 @@ def test_an_example_trains_compiled_by_inductor(data: Path, tmp_path: Path) -> N
     losses = {}
     for name, options in {"eager": (), "compiled": ("--compile",)}.items():
         words = ["run", "--policy", "bf16", *options, "--out", str(tmp_path / name), *arguments]
-        (ended,) = in_forks(words, size=1, launched=False, folder=ROOT)
-        losses[name] = last_loss(ended.printed)
+        losses[name] = last_loss(in_fork(words, folder=ROOT).printed)
     assert losses["compiled"] == pytest.approx(losses["eager"], rel=0.02)
     compiled, eager = run_record(tmp_path / "compiled"), run_record(tmp_path / "eager")
     assert len(compiled.steps) == len(eager.steps) == 6

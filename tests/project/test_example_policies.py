@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forked_processes import in_forks
+from forked_processes import in_fork
 from mezzo.records import CompareRecord, read_record
 from paths import ROOT
 
@@ -70,9 +70,10 @@ def test_an_example_trains_under_fp16_and_one_policy_more(
     """``make examples`` runs every example under every policy, for its page."""
     policies = ("fp32", "fp16", third)
     words = comparison_of(example, data, tmp_path / "out", seeds=1, policies=policies)
-    (ended,) = in_forks(words, size=1, launched=False, folder=ROOT)
+    ended = in_fork(words, folder=ROOT)
+    assert (tmp_path / "out" / "record.json").is_file(), ended.printed
     record = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(record, CompareRecord), ended.printed
+    assert isinstance(record, CompareRecord)
     steps = {run.policy_shown: len(run.steps) for run in record.runs}
     assert set(steps) == set(policies) <= set(example.policies)
     assert len(set(steps.values())) == 1, steps

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forked_processes import in_forks
+from forked_processes import in_fork
 from paths import ROOT
 
 BLOCKS = re.findall(r"^```\n(.*?)^```", (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8"), re.S | re.M)
@@ -32,7 +32,7 @@ def test_a_command_of_the_tutorial_prints_what_the_page_shows(
     words = command.split()[1:]
     words[1:1] = ["--out", str(tmp_path / "out")]
     monkeypatch.setenv("COLUMNS", "110")
-    (ended,) = in_forks(words, size=1, launched=False, folder=ROOT)
+    ended = in_fork(words, folder=ROOT)
     printed = iter([masked(line) for line in ended.printed.splitlines()])
     missing = [line for line in map(masked, lines) if line not in ("", "...") and line not in printed]
     assert missing[:1] == [], f"exit code {ended.code}:\n{ended.printed}"

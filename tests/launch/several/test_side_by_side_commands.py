@@ -1,4 +1,4 @@
-"""``--jobs 2`` of the commands that choose their next run by the last, with processes: the answer is that of one run at a time."""
+"""``--jobs 2`` of the commands that choose their next run by the last, with forked runs: the answer is that of one run at a time."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mezzo.errors import UsageError
 from mezzo.gpus import gpu_named
-from mezzo.measure.predict.memory.of_tape import DRIVER_BYTES
+from mezzo.measure.predict import plan
+from mezzo.measure.predict.memory.of_tape import DRIVER_BYTES, PredictedMemory, predict_memory
 from mezzo.measure.predict.plan import (
     Tapes,
     check_policies,
@@ -94,6 +95,30 @@ def test_the_largest_batch_fits_and_a_larger_one_does_not(tapes: dict[str, Tapes
     assert found is not None
     for batch, fits in ((found, True), (found + found // 20, False)):
         assert memory_on(tapes["fp32"].at(batch), gpu, "fp32", headroom=0.13).fits == fits
+
+
+@pytest.mark.parametrize("spare_bytes", [-MIB, -1, 0, 1])
+def test_a_batch_fits_as_in_a_replay_with_the_limit(tapes: dict[str, Tapes], spare_bytes: int) -> None:
+    reserved = memory_on(tapes["fp32"].at(64), gpu_named("t4"), "fp32").reserved_bytes
+    gpu = dataclasses.replace(gpu_named("t4"), memory_bytes=DRIVER_BYTES + reserved + spare_bytes)
+    found = predict(tapes, gpu, "fp32", batch=64, channels_last=False)
+    assert found.fits == memory_on(tapes["fp32"].at(64), gpu, "fp32", headroom=0.0).fits
+
+
+def test_gpus_of_other_memory_share_the_replays_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays: list[tuple[int, bool]] = []
+
+    def counted(tape: TrainingTape, *, limit_bytes: int | None, **how: Any) -> PredictedMemory:
+        replays.append((tape.batch, limit_bytes is None))
+        return predict_memory(tape, limit_bytes=limit_bytes, **how)
+
+    monkeypatch.setattr(plan, "predict_memory", counted)
+    both = {"fp32": Tapes.record(partial(_tape, "fp32"), 64)}
+    for memory_bytes in (400 * MIB, 800 * MIB):
+        gpu = dataclasses.replace(gpu_named("t4"), memory_bytes=DRIVER_BYTES + memory_bytes)
+        predict(both, gpu, "fp32", batch=64, channels_last=False)
+    unlimited = [batch for batch, without_limit in replays if without_limit]
+    assert len(unlimited) == len(set(unlimited)) > 10
 
 
 def test_a_model_that_never_fits_has_largest_batch_0(tapes: dict[str, Tapes]) -> None:

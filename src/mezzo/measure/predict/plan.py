@@ -247,7 +247,8 @@ def _unlimited(tapes: Tapes, batch: int, conditions: Conditions, policy: str) ->
 def _fits(tapes: Tapes, batch: int, conditions: Conditions, policy: str, *, headroom: float) -> bool:
     """Return whether ``batch`` fits.
 
-    It does if a replay without a limit reserves less. Otherwise it may still, by returning free segments: a replay with the limit tells.
+    It does if a replay without a limit stays below the limit. If not, the allocator may still make room by returning free segments, so
+    the step is replayed with the limit.
     """
     gpu = conditions.gpu
     if _unlimited(tapes, batch, conditions, policy).reserved_bytes <= _limit_bytes(gpu, headroom):

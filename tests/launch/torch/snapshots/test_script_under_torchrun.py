@@ -36,6 +36,7 @@ def start(folder: Path, how: str, kind: str, *words: str, restarts: int = 0) -> 
 
 
 def script(how: str, kind: str) -> list[str]:
+    """Return the script, and the arguments that ``restarted.py`` explains."""
     return [str(SCRIPTS / "restarted.py"), how, "marker", kind]
 
 
