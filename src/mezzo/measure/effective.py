@@ -10,19 +10,19 @@ from mezzo.policy import Policy
 from mezzo.records import NOT_COUNTED, Effective, Reason
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Counted:
     """Counts over one step, or over several."""
 
-    by_format: Mapping[str, int]
+    by_format: dict[str, int] = field(default_factory=dict)
     """FLOPs of all products."""
-    num_lowered: int | None
+    num_lowered: int | None = None
     """Operations, products or not, that read or wrote numbers below 32 bits; None if they were not counted."""
-    outside: int
+    outside: int = 0
     """FLOPs of forward code outside modules, autocast regions and compiled functions."""
-    switched_off: int
+    switched_off: int = 0
     """FLOPs of forward code inside those, where autocast was turned off again."""
-    step: int | None
+    step: int | None = None
     """The first counted step."""
     uncounted: Mapping[str, str] = field(default_factory=dict)
     """Why FLOPs are missing from ``by_format``, by the operation's name."""

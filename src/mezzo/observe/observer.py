@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.scaling import Scale
+from mezzo.measure.effective import Counted, effective
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.module_names import ModuleTree
 from mezzo.observe.one_module import OneModule
@@ -215,6 +216,14 @@ class Observer(ABC):
         self._remove_first_call()
         if self._observing is not None:
             self._end()
+
+    def with_formats(self, run: RunRecord, counted: Counted) -> RunRecord:
+        """Return ``run`` with the formats that were counted in inspected steps, if any step was inspected."""
+        if counted.step is None:
+            return run
+        left_alone = run.effective.left_alone
+        formats = effective(counted, self.run.applied, emulates=self.run.emulates, left_alone=left_alone)
+        return run.model_copy(update={"effective": formats})
 
     # --- when observation begins and ends ------------------------------------------------------------------------------------------
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+
+from mezzo.formats import FP32
+from mezzo.measure.effective import Counted
+from mezzo.measure.flops import lowered
 
 Meta: TypeAlias = tuple[int, torch.dtype, int]
 """The address of a tensor's storage, its dtype and its size in bytes."""
@@ -133,3 +137,22 @@ class Trace:
 def nearest(numbers: Sequence[int], number: int) -> int:
     """Return the first of sorted ``numbers`` that is not below ``number``, else the last one."""
     return numbers[min(bisect.bisect_left(numbers, number), len(numbers) - 1)]
+
+
+def count_formats(counted: Counted, operations: Iterable[tuple[Any, ...]], step: int) -> None:
+    """Add to ``counted`` in which formats the operations of one step ran."""
+    counted.step = counted.step or step
+    counted.num_lowered = counted.num_lowered or 0
+    for raw in map(RawOperation._make, operations):
+        dtypes = [dtype for _, dtype, _ in (*raw.ins, *raw.outs)]
+        counted.num_lowered += any(d.is_floating_point and d.itemsize < FP32.dtype.itemsize for d in dtypes)
+        product, calls = raw.product, raw.entry.calls
+        if product is None:
+            continue
+        counted.by_format[product.format] = counted.by_format.get(product.format, 0) + product.flops
+        if raw.node is not None or raw.stepping or lowered({product.format: 1}):
+            continue
+        if not product.nesting:  # neither in a region nor in the script's own autocast
+            counted.outside += product.flops
+        elif calls and product.nesting > calls[-1].nesting:
+            counted.switched_off += product.flops

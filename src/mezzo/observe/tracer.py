@@ -34,7 +34,16 @@ from mezzo.measure.flops import COUNTS, OperandFormats
 from mezzo.observe.backward_nodes import BackwardNodes, ThreadNodes
 from mezzo.observe.source_lines import caller, script_line
 from mezzo.observe.tensors import region
-from mezzo.observe.trace import CASTS, LAST_NUMBER, NOWHERE, GraphNode, Meta, RunningCall, Trace, TracedProduct
+from mezzo.observe.trace import (
+    CASTS,
+    LAST_NUMBER,
+    NOWHERE,
+    GraphNode,
+    Meta,
+    RunningCall,
+    Trace,
+    TracedProduct,
+)
 
 _node_running = torch._C._current_autograd_node
 _next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr

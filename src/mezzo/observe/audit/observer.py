@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from torch import nn
 
 from mezzo.devices import this_device
+from mezzo.measure.effective import Counted
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit import kernels, merged, totals
 from mezzo.observe.audit.findings import AuditedSteps, findings
 from mezzo.observe.audit.layers import FIXES
 from mezzo.observe.audit.operations import TracedOperation, interpret, weights_of
-from mezzo.observe.effective import Lowering
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.settings import AuditSettings
-from mezzo.observe.trace import Trace
+from mezzo.observe.trace import Trace, count_formats
 from mezzo.observe.tracer import Tracer
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, Reason, RunRecord
@@ -119,11 +119,10 @@ class Audit(Observer):
             forced_eager=self.forced_eager,
             gave_way=self._kernels.gave_way,
         )
-        lowering = Lowering()
+        counted = Counted()
         for trace, step in zip(self._traces, self.watched, strict=False):  # the last step may not have ended
-            lowering.add(trace.operations, step)
-        effective = lowering.effective(run.effective, self.run.applied, emulates=self.run.emulates)
-        return audited.model_copy(update={"run": run.model_copy(update={"effective": effective})})
+            count_formats(counted, trace.operations, step)
+        return audited.model_copy(update={"run": self.with_formats(run, counted)})
 
     def _keep(self, trace: Trace) -> None:
         self._traces.append(trace)

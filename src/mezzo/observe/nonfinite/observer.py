@@ -21,8 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.engine.gradients import parameters_of, trained_by
 from mezzo.engine.processes.agreement import are_several
 from mezzo.engine.scaling import DynamicScale, StaticScale
+from mezzo.measure.effective import Counted
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.effective import Lowering
 from mezzo.observe.limits import HARMLESS_LISTED
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite import ranks
@@ -34,6 +34,7 @@ from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.observe.skips import SkipRule, Skips, Update
 from mezzo.observe.stopping import StopScript
+from mezzo.observe.trace import count_formats
 from mezzo.records import RunRecord
 
 
@@ -68,7 +69,7 @@ class NonFinite(Observer):
         self._inspected: InspectedStep | None = None
         self._pending: _ClosedStep | None = None
         self._skips = Skips()
-        self._formats_seen = Lowering()
+        self._formats = Counted()
         self.bad_steps: list[int] = []
         self.faults: list[Located] = []
         """The places to blame, in the order of their steps."""
@@ -131,7 +132,7 @@ class NonFinite(Observer):
         """Keep the step and continue with the next one."""
         assert self._tracer is not None
         self._inspected = inspected_step(self._tracer, self._marked)
-        self._formats_seen.add(self._tracer.trace.operations[: self._marked], step - 1)
+        count_formats(self._formats, self._tracer.trace.operations[: self._marked], step - 1)
         self._tracer.keep_after(self._marked)
         self._marked = 0
 
@@ -141,7 +142,7 @@ class NonFinite(Observer):
         self._tracer.stop()
         if self._observing is not None and self._num_closed >= self._observing:
             self._inspected = inspected_step(self._tracer, self._marked)
-            self._formats_seen.add(self._tracer.trace.operations[: self._marked], self._observing)
+            count_formats(self._formats, self._tracer.trace.operations[: self._marked], self._observing)
         else:  # including an operation that raised, which is not in the trace
             self._inspected = inspected_step(self._tracer, len(self._tracer.trace.operations) + 1)
 
@@ -353,9 +354,7 @@ class NonFinite(Observer):
         """Write the evidence if the settings have a path; return the run's own record, with the formats of inspected steps."""
         if self._settings.evidence_path:
             write_evidence(self.evidence(run), self._settings.evidence_path)
-        applied, emulates = self.run.applied, self.run.emulates
-        effective = self._formats_seen.effective(run.effective, applied, emulates=emulates)
-        return run.model_copy(update={"effective": effective})
+        return self.with_formats(run, self._formats)
 
 
 def _set_scale(scaler: Any, value: float) -> None:

@@ -35,9 +35,6 @@ from mezzo.records import Effective, Memory
 _UPDATES_MEASURED = 2  # the first successful update creates the optimizer's state
 
 
-_NOTHING_COUNTED = Counted(by_format={}, num_lowered=None, outside=0, switched_off=0, step=None)
-
-
 class CountedStep:
     """The counts of one step's operations and bytes."""
 
@@ -59,7 +56,7 @@ class CountedStep:
         self._num_measured: Counter[int] = Counter()
         """Number of updates at which bytes were measured, by the identity of the optimizer; skipped updates do not count."""
         self._when_over: list[Callable[[], Any]] = []
-        self._counted = _NOTHING_COUNTED
+        self._counted = Counted()
         self._bytes: dict[str, int] = {}
         """Bytes by kind; empty until the first update."""
 
@@ -77,7 +74,7 @@ class CountedStep:
         self._due = self._over = self._compiled = self._forced_eager = False
         self._counted_step, self._num_timed, self._bytes = None, 0, {}
         self._num_measured.clear()
-        self._counted = _NOTHING_COUNTED
+        self._counted = Counted()
 
     def when_over(self, action: Callable[[], Any]) -> None:
         """Call ``action`` once nothing more is to be counted in this run."""
