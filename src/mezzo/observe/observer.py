@@ -14,7 +14,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -27,10 +27,18 @@ from mezzo.measure.effective import Counted, effective
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.module_names import ModuleTree
 from mezzo.observe.one_module import OneModule
-from mezzo.observe.skips import Update
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RunRecord
+
+
+class Update(NamedTuple):
+    """The part of an update that one optimizer makes."""
+
+    scaler: int
+    """Identity of the GradScaler; 0 for the policy's loss scale."""
+    optimizer: int
+    skipped: bool
 
 
 class ObservedRun(Protocol):

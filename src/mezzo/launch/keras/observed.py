@@ -33,10 +33,9 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.observers import observer_for
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.module_names import ModuleTree
-from mezzo.observe.observer import Observer
+from mezzo.observe.observer import Observer, Update
 from mezzo.observe.one_module import OneModule
 from mezzo.observe.settings import AnySettings, RangesSettings
-from mezzo.observe.skips import Update
 from mezzo.policy import Policy
 
 Call = Callable[..., Any]

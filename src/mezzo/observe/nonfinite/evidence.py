@@ -1,22 +1,30 @@
 """The evidence of one run about values that left their format: facts, no verdict. Imports no torch.
 
-The process that runs the script writes it next to the run's record; ``mezzo.observe.nonfinite.verdict`` judges the evidence of all runs.
+While the script runs, every place where a step lost values is a ``Source``, which knows modules and earlier sources. What is written names
+them: a ``LostValues`` for the source to blame. The process that runs the script writes its evidence next to the run's record;
+``mezzo.observe.nonfinite.verdict`` judges the evidence of all runs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from mezzo.formats import FORMATS
+from mezzo.observe.limits import FADED
 from mezzo.records import Operand, Value
 from mezzo.records.files import write_whole
 
 Kind: TypeAlias = Literal["made", "entered", "constant", "refused", "vanished"]
 """``made`` from finite values; ``entered`` the step from outside; a ``constant`` of the script; ``refused``: a number too large for
 the format, for which torch raises an error; ``vanished``: too small for the format, so 0."""
+_MAX_SOURCES = 6
+"""Most sources at the lower end of the range that a tensor keeps; at the upper end twice as many."""
+
+# --- what is written -------------------------------------------------------------------------------------------------------------
 
 
 class LostValues(Value):
@@ -128,6 +136,138 @@ class Evidence(Value):
     problems: dict[str, str] = {}
     """Operations that could not be inspected, and why."""
     harmless: list[Harmless] = []
+
+
+# --- what is found while the script runs -----------------------------------------------------------------------------------------
+
+
+class ModelNames(Protocol):
+    """The names that a script's modules, or layers, and their parameters have in their model."""
+
+    def of(self, module: Any) -> str:
+        """Return the name to show."""
+
+    def pattern(self, module: Any) -> str:
+        """Return the name for ``fp32_modules``; empty if it has none."""
+
+    def parameter(self, parameter: Any) -> str:
+        """Return the name of a parameter."""
+
+
+@dataclass(eq=False)
+class Source:
+    """One place where values stopped being finite, or became zero."""
+
+    index: int
+    """Number of the operation within its step."""
+    kind: Kind
+    op: str
+    module: Any
+    """The module or layer that was called; None for code outside all of them."""
+    line: str
+    backward: bool
+    format: str
+    operands: list[Operand]
+    wide: float | None
+    """The largest magnitude of the result in FP32, or of what vanished; None if it is not finite in FP32 either."""
+    scale: float
+    """The loss scale."""
+    parameter: bool = False
+    """Whether it entered as a weight."""
+    share: float = 0.0
+    """Share of the result's norm that vanished."""
+    because: tuple[Source, ...] = ()
+    """Earlier sources without which the operation would have a finite result."""
+    swallowed: dict[str, None] = field(default_factory=dict)
+    """Operations that turned it into wrong finite numbers."""
+    absorbed: dict[str, None] = field(default_factory=dict)
+    """Operations that return the same for it as for the true value."""
+
+    def as_record(self, names: ModelNames) -> LostValues:
+        """Return the place as it is recorded."""
+        return LostValues(
+            kind=self.kind,
+            op=self.op,
+            module=names.of(self.module),
+            pattern=names.pattern(self.module),
+            line=self.line,
+            backward=self.backward,
+            format=self.format,
+            largest=self.wide,
+            loss_scale=self.scale,
+            operands=self.operands,
+            parameter=self.parameter,
+            swallowed_by=list(self.swallowed),
+        )
+
+
+@dataclass
+class NonFiniteResult:
+    """One operation whose result was not finite."""
+
+    index: int
+    backward: bool
+    sources: tuple[Source, ...]
+
+
+def merge_sources(sources: Iterable[Source]) -> tuple[Source, ...]:
+    """Return ``sources``, each once: the first few of those that are not finite, and those that lost the largest shares."""
+    unique = sorted(dict.fromkeys(sources), key=lambda s: s.index)
+    vanished = [s for s in unique if s.kind == "vanished"]
+    if len(vanished) > _MAX_SOURCES:
+        vanished = sorted(sorted(vanished, key=lambda s: -s.share)[:_MAX_SOURCES], key=lambda s: s.index)
+    return (*[s for s in unique if s.kind != "vanished"][: 2 * _MAX_SOURCES], *vanished)
+
+
+@dataclass(frozen=True)
+class WrongGradient:
+    """One parameter whose gradient is wrong."""
+
+    parameter: Any
+    error: float
+    """The norm of the difference over the true gradient's."""
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class GradientErrors:
+    """The gradients of a step that a format's range made wrong."""
+
+    above: tuple[WrongGradient, ...]
+    """Those that are wrong because values became too large."""
+    below: tuple[WrongGradient, ...]
+    """Those that are wrong because values became too small."""
+    num_gradients: int
+    zeros: float
+    """Share of the truly non-zero elements that are 0."""
+    norm: float
+    """The norm of the true gradients, with the loss scale."""
+    index: int = 0
+    """Number of operations recorded before the comparison."""
+
+    @property
+    def nothing(self) -> bool:
+        """Whether no gradient is wrong."""
+        return not (self.above or self.below)
+
+    def faded(self, largest_before: float) -> bool:
+        """Return whether the gradients are negligible compared with those of earlier steps: the training has converged."""
+        return self.norm < FADED * largest_before
+
+    def as_record(self, names: ModelNames, *, below: bool) -> WrongGradients:
+        """Return the wrong gradients of one end of the range as they are recorded."""
+        wrong = self.below if below else self.above
+        worst = max(wrong, key=lambda gradient: gradient.error)
+        return WrongGradients(
+            parameter=names.parameter(worst.parameter),
+            error=worst.error,
+            count=len(wrong),
+            total=self.num_gradients,
+            zeros=self.zeros if below else 0.0,
+        )
+
+
+# --- files -----------------------------------------------------------------------------------------------------------------------
 
 
 def write_evidence(evidence: Evidence, path: str) -> None:

@@ -4,7 +4,7 @@ After every step two flags are read: whether the loss and the gradients are fini
 (``mezzo.observe.nonfinite.propagation``). A step that was not finite and was not inspected is a suspect: the script runs again, and that
 step is inspected. If it is finite this time, all later steps are inspected.
 
-A skipped update is no fault if dynamic loss scaling skips it on purpose (``mezzo.observe.skips``).
+Which steps are faulty, and where each fault began, is decided without torch (``mezzo.observe.nonfinite.faults``).
 """
 
 from __future__ import annotations
@@ -23,23 +23,21 @@ from mezzo.engine.processes.agreement import are_several
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.measure.effective import Counted
 from mezzo.measure.flops import OperandFormats
-from mezzo.observe.limits import HARMLESS_LISTED
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite import ranks
-from mezzo.observe.nonfinite.blame import InspectedStep, inspected_step, place_to_blame
-from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, write_evidence
+from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, NonFiniteResult, Source, write_evidence
+from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule
 from mezzo.observe.nonfinite.keep_fp32 import keep_fp32
 from mezzo.observe.nonfinite.propagation import InfinityTracer
-from mezzo.observe.observer import ObservedRun, Observer
+from mezzo.observe.observer import ObservedRun, Observer, Update
 from mezzo.observe.settings import DiagnoseSettings
-from mezzo.observe.skips import SkipRule, Skips, Update
 from mezzo.observe.stopping import StopScript
-from mezzo.observe.trace import count_formats
+from mezzo.observe.trace import RawOperation, count_formats
 from mezzo.records import RunRecord
 
 
 @dataclass
-class _ClosedStep:
+class _Pending:
     """A step that is over; its flags may not have arrived from the device yet."""
 
     step: int
@@ -61,32 +59,18 @@ class NonFinite(Observer):
         self._fp32_hook: RemovableHandle | None = None
         self._unfinished: InspectedStep | None = None
         """The record of the last step, if it never ended."""
-        self._suspects_done = False
-        """Whether every suspect was inspected."""
-        self._suspects = list(settings.suspects)
         self._tracer: InfinityTracer | None = None
         self._marked = 0
         self._inspected: InspectedStep | None = None
-        self._pending: _ClosedStep | None = None
-        self._skips = Skips()
+        self._pending: _Pending | None = None
+        self._faults = Faults(self, settings.suspects)
         self._formats = Counted()
-        self.bad_steps: list[int] = []
-        self.faults: list[Located] = []
-        """The places to blame, in the order of their steps."""
-        self._skipped_faults: list[Located] = []
-        """Overflows in updates that the loss scale skipped: faults only if those skips are not normal."""
-        self._harmless: dict[str, Harmless] = {}
-        """Values that left their format and made no difference, by line."""
         self._problems: dict[str, str] = {}
         """Operations that could not be inspected, and why."""
-        self._must_stop = False
-        """Whether a step was bad for a reason that no later step can cure."""
         self._remote_fault: tuple[int, Located | None] = (-1, None)
         """The rank of another process where a fault began, and the place to blame there."""
         self._first_inspected = 0
         """The number of the first inspected step; 0 before that."""
-        self._lost_step: int | None = None
-        """The step whose loss was not finite."""
 
     # --- inspection --------------------------------------------------------------------------------------------------------------
 
@@ -96,7 +80,7 @@ class NonFinite(Observer):
         formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
         self._tracer = InfinityTracer(
-            formats, device_type=device_type, flags=self.run, scale=self._loss_scale, weights=self._weights
+            formats, device_type=device_type, flags=self.run, scale=self.loss_scale, weights=self._weights
         )
         self._tracer.problems = self._problems
         self._marked = 0
@@ -131,7 +115,7 @@ class NonFinite(Observer):
     def turn(self, step: int) -> None:
         """Keep the step and continue with the next one."""
         assert self._tracer is not None
-        self._inspected = inspected_step(self._tracer, self._marked)
+        self._inspected = _inspected_step(self._tracer, self._marked)
         count_formats(self._formats, self._tracer.trace.operations[: self._marked], step - 1)
         self._tracer.keep_after(self._marked)
         self._marked = 0
@@ -141,10 +125,10 @@ class NonFinite(Observer):
         assert self._tracer is not None
         self._tracer.stop()
         if self._observing is not None and self._num_closed >= self._observing:
-            self._inspected = inspected_step(self._tracer, self._marked)
+            self._inspected = _inspected_step(self._tracer, self._marked)
             count_formats(self._formats, self._tracer.trace.operations[: self._marked], self._observing)
         else:  # including an operation that raised, which is not in the trace
-            self._inspected = inspected_step(self._tracer, len(self._tracer.trace.operations) + 1)
+            self._inspected = _inspected_step(self._tracer, len(self._tracer.trace.operations) + 1)
 
     def start(self) -> None:
         """Prepare; step 1 begins with the script's first line, or inside the first call of a module."""
@@ -192,7 +176,7 @@ class NonFinite(Observer):
         except StopScript:
             over = True
         self._judge(num_steps)
-        over = over or self._must_stop or self._suspects_done or bool(self.faults)
+        over = over or self._faults.are_enough
         if are_several():
             over = self._agree(over)
         if over:
@@ -202,7 +186,7 @@ class NonFinite(Observer):
         """Return whether any process is to end; adopt the fault of the process where it began."""
         if not ranks.any_process(over, self.run.device_type or "cpu"):
             return False
-        own = self._fault()
+        own = self._faults.first()
         rank, first = ranks.first_of_all(own, arrived=own is not None and own.arrived)
         if rank != dist.get_rank():
             self._remote_fault = rank, first
@@ -223,7 +207,7 @@ class NonFinite(Observer):
         recorder = self.run.recorder
         flags = recorder.finite_flags()
         self._decide_pending()
-        closed = _ClosedStep(step, flags, recorder.last_skipped(), list(self.run.updates), self._inspected)
+        closed = _Pending(step, flags, recorder.last_skipped(), list(self.run.updates), self._inspected)
         if self._inspected is None and flags.device.type == "cuda":
             # The flags are read when the next step ends: the copy has finished long before, so nothing waits.
             closed.flags, closed.arrived = flags.to("cpu", non_blocking=True), torch.cuda.Event()
@@ -238,39 +222,18 @@ class NonFinite(Observer):
             pending.arrived.synchronize()
             self._decide(pending)
 
-    def _decide(self, closed: _ClosedStep) -> None:
-        step = closed.step
+    def _decide(self, closed: _Pending) -> None:
         loss_finite, gradients_finite = (bool(f) for f in closed.flags.tolist())
-        bad = not (loss_finite and gradients_finite) or closed.skipped
-        fault = None
-        if closed.inspected is not None:
-            loss_bad = not loss_finite
-            fault = place_to_blame(
-                closed.inspected, step, self._names(), loss_bad=loss_bad, bad=bad, before=self._largest_norm
-            )
-        if fault is not None:
-            curable = closed.skipped and loss_finite and fault.gradients is None and fault.fits_fp32
-            (self._skipped_faults if curable else self.faults).append(fault)
-        elif closed.inspected is not None and not bad:
-            self._harmless |= {value.line: value for value in closed.inspected.harmless}
-        if loss_finite:  # a loss that is infinite is not skipped because of its scale
-            self._skips.closed(step, closed.updates, skipped=closed.skipped, rule=self._rule())
-        if bad:
-            self.bad_steps.append(step)
-            self._lost_step = step if not loss_finite else self._lost_step
-            self._must_stop |= not loss_finite or not closed.skipped or self._endless() or not self._rule().dynamic
-        if self._suspects and step == self._suspects[0]:
-            self._suspects.pop(0)
-            self._suspects_done = not self._suspects and (bad or fault is not None)
-            if not bad and fault is None:  # the script does not repeat the same steps: inspect all later ones
-                self._suspects = []
-                self._waiting = list(range(max(step + 1, self._waiting[0] if self._observing else 0), self._until + 1))
+        parts = {(update.scaler, update.optimizer): update.skipped for update in closed.updates}
+        step = ClosedStep(closed.step, loss_finite, gradients_finite, closed.skipped, closed.inspected, parts)
+        if self._faults.close(step):  # the script does not repeat the same steps
+            begun = self._waiting[0] if self._observing else 0
+            self._waiting = list(range(max(closed.step + 1, begun), self._until + 1))
 
-    def _endless(self) -> bool:
-        """Return whether no update succeeded even at a scale below 1: then the scale is not the cause."""
-        return not self._skips.settled() and self._loss_scale() < 1
+    # --- what is known of the training (``faults.TrainingFacts``) -------------------------------------------------------------------
 
-    def _rule(self) -> SkipRule:
+    def skip_rule(self) -> SkipRule:
+        """Return the settings of the loss scale in use."""
         scaler, scale = self.run.script_scaler, self.run.scale
         if scaler is not None:
             dynamic = getattr(scaler, "dynamic", True)  # torch's always are
@@ -280,12 +243,18 @@ class NonFinite(Observer):
             return SkipRule(dynamic=True, growth_interval=scale.growth_interval, hysteresis=scale.hysteresis)
         return SkipRule(dynamic=not isinstance(scale, StaticScale))
 
-    def _names(self) -> Names:
+    def loss_scale(self) -> float:
+        """Return the current loss scale."""
+        scaler = self.run.script_scaler
+        return float(scaler.get_scale()) if scaler is not None else self.run.scale.value()
+
+    def names(self) -> Names:
+        """Return the names of modules and parameters."""
         traced = () if self._tracer is None else self._tracer.trace.roots
         return Names([*self.run.roots, *traced], self.run.tree)
 
-    def _largest_norm(self) -> float:
-        """Return the largest gradient norm of the steps so far, at the current loss scale."""
+    def largest_norm(self) -> float:
+        """Return the largest gradient norm of the steps before the one that just closed, at the current loss scale."""
         norms = self.run.recorder.steps().grad_norm[:-1]
         scale = self.run.gradient_scale
         return max((norm * scale for norm in norms if 0 < norm < float("inf")), default=0.0)
@@ -300,54 +269,32 @@ class NonFinite(Observer):
     def _weights(self) -> list[nn.Parameter]:
         return trained_by(self.run.optimizers) or parameters_of(self.run.roots)
 
-    def _loss_scale(self) -> float:
-        scaler = self.run.script_scaler
-        return float(scaler.get_scale()) if scaler is not None else self.run.scale.value()
-
     # --- the evidence ----------------------------------------------------------------------------------------------------------------
-
-    def _fault(self) -> Located | None:
-        """Return the place to blame in the steps so far; an overflow that the loss scale skipped counts only if the skip is not normal."""
-        if self.faults:
-            return self.faults[0]
-        wanted = {*self._skips.steps(), *self._settings.suspects}
-        return next((fault for fault in self._skipped_faults if fault.step in wanted), None)
 
     def _missed_start(self) -> bool:
         return self._settings.steps[:1] == (1,) and self._first_inspected != 1
 
     def too_short(self) -> bool:
         """Return whether nothing was inspected, and another run would have nothing to inspect."""
-        return not (self.watched or self.bad_steps or self._missed_start())
-
-    def _faulty_steps(self, run: RunRecord) -> list[int]:
-        """Return the bad steps that are not normal skips."""
-        unskipped = [step for step in self.bad_steps if not run.steps.skipped[step - 1]]
-        return sorted({*self._skips.steps(), *unskipped, *([self._lost_step] if self._lost_step else [])})
+        return not (self.watched or self._faults.bad_steps or self._missed_start())
 
     def evidence(self, run: RunRecord) -> Evidence:
         """Return the evidence of the run."""
-        fault, watched, last = self._fault(), list(self.watched), len(run.steps) + 1
-        faulty = self._faulty_steps(run)
-        if fault is None and run.error is not None and self._unfinished is not None and not faulty:
-            fault = place_to_blame(self._unfinished, last, self._names(), loss_bad=True, bad=True, before=None)
-            watched.append(last)
+        found = self._faults.evidence(run, watched=self.watched, unfinished=self._unfinished)
         rank, remote = self._remote_fault
-        return Evidence(
-            located=remote or fault,
-            found_by_rank=None if remote is None else rank,
-            watched=watched,
-            bad_steps=self.bad_steps,
-            missed_start=self._missed_start(),
-            faulty_steps=faulty,
-            unexplained_skips=[step for step in self._skips.unexplained if step not in faulty],
-            lost_step=self._lost_step,
-            own_scaler=self.run.script_scaler is not None,
-            session_policy=self.run.session_policy,
-            scaled=self.run.scale.checks or self.run.script_scaler is not None,
-            forced_eager=self.forced_eager,
-            problems=self._problems,
-            harmless=list(self._harmless.values())[:HARMLESS_LISTED],
+        unexplained = [step for step in self._faults.skips.unexplained if step not in found.faulty_steps]
+        return found.model_copy(
+            update={
+                "located": remote or found.located,
+                "found_by_rank": None if remote is None else rank,
+                "missed_start": self._missed_start(),
+                "unexplained_skips": unexplained,
+                "own_scaler": self.run.script_scaler is not None,
+                "session_policy": self.run.session_policy,
+                "scaled": self.run.scale.checks or self.run.script_scaler is not None,
+                "forced_eager": self.forced_eager,
+                "problems": self._problems,
+            }
         )
 
     def record(self, run: RunRecord) -> RunRecord:
@@ -359,3 +306,27 @@ class NonFinite(Observer):
 
 def _set_scale(scaler: Any, value: float) -> None:
     scaler.load_state_dict({**scaler.state_dict(), "scale": value})
+
+
+def _inspected_step(tracer: InfinityTracer, marked: int) -> InspectedStep:
+    """Return what the operations before the mark showed."""
+    sources = [s for s in tracer.sources if s.index < marked]
+    results = [result for result in tracer.nonfinite_results if result.index < marked]
+    of_loss: list[Source] = []
+    for result in results:
+        later = next((r for r in results if r.index > result.index and not r.backward), None)
+        if not result.backward and (later is None or _backward_between(tracer, result, later)):
+            of_loss += result.sources
+    backward = [s for result in results if result.backward for s in result.sources]
+    harmless = [
+        Harmless(op=s.op, line=s.line, format=s.format, largest=s.wide, absorbed_by=list(s.absorbed))
+        for s in sources
+        if s.absorbed and s.wide and not s.swallowed
+    ]
+    errors = next((errors for errors in reversed(tracer.gradient_errors) if errors.index <= marked), None)
+    return InspectedStep(sources, list(dict.fromkeys(of_loss)), list(dict.fromkeys(backward)), errors, harmless)
+
+
+def _backward_between(tracer: InfinityTracer, first: NonFiniteResult, last: NonFiniteResult) -> bool:
+    between = map(RawOperation._make, tracer.trace.operations[first.index : last.index])
+    return any(operation.node is not None for operation in between)

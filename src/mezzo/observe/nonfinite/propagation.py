@@ -27,12 +27,17 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite import recomputing
-from mezzo.observe.nonfinite.evidence import Kind
-from mezzo.observe.nonfinite.gradient_error import GradientErrors, measure_errors, measure_gradients
+from mezzo.observe.nonfinite.evidence import GradientErrors, Kind, NonFiniteResult, Source, merge_sources
 from mezzo.observe.nonfinite.location import PlacingTracer
 from mezzo.observe.nonfinite.operation_names import public_name
-from mezzo.observe.nonfinite.shadows import RangeEnd, Shadows, Storages, rounded
-from mezzo.observe.nonfinite.sources import NonFiniteResult, Source, merge_sources
+from mezzo.observe.nonfinite.shadows import (
+    RangeEnd,
+    Shadows,
+    Storages,
+    measure_errors,
+    measure_gradients,
+    rounded,
+)
 from mezzo.observe.tensors import (
     by_design,
     floats,

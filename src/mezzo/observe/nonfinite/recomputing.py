@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.formats import FP16, FP32
+from mezzo.observe.nonfinite.evidence import Source
 from mezzo.observe.nonfinite.shadows import RangeEnd
-from mezzo.observe.nonfinite.sources import Source
 from mezzo.observe.tensors import floats, is_finite, largest
 
 Change = Callable[[Tensor], Tensor]

@@ -4,7 +4,8 @@ A value that leaves a format's range becomes infinite or zero. Whether that matt
 -1e9, but ``x / norm`` differs between an infinite norm and 1e5. So wherever values are lost, their true values are kept as shadows. Every
 operation that reads them runs a second time in FP32 on the true values, and its results are rounded to the format's precision. The two
 computations differ only in their range: values that agree again are dropped, and a difference that remains in a gradient is the effect of
-the range.
+the range. It alone decides whether a lost value matters (``measure_errors``). Gradients are compared tensor by tensor, because a single
+lost gradient would not show in a norm over all of them. One that is only rounding noise (a bias before a norm) is not judged.
 
 Each end of the range has its own true values (``RangeEnd``). Those for the lower end have no upper limit either, because a division by a
 small number is often undone by a multiplication. Only the elements that differ are kept, by storage, so that views share them. Cost: a
@@ -14,7 +15,8 @@ second run of each operation that reads such elements, and 16 bytes per element.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -23,8 +25,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzo.engine.casts.half import HALF
-from mezzo.formats import BF16, FP16, FP32
-from mezzo.observe.tensors import storage
+from mezzo.formats import BF16, FORMATS, FP16, FP32
+from mezzo.observe.limits import LOST_BELOW, ROUNDOFFS, SHARE_BELOW
+from mezzo.observe.nonfinite.evidence import GradientErrors, Source, WrongGradient
+from mezzo.observe.tensors import difference, is_finite, norm, storage
 
 T = TypeVar("T")
 
@@ -165,6 +169,62 @@ class Shadows(Generic[T]):
         """Accept the values of ``tensor`` as true."""
         if self._shadows.get(tensor) is not None:
             self.write(tensor, _wide(tensor.detach()), ())
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------------------
+
+
+def measure_errors(
+    index: int, weights: Iterable[Tensor], shadows: Mapping[RangeEnd, Shadows[Source]]
+) -> GradientErrors:
+    """Return the errors of the gradients of ``weights``; waits for the device."""
+    unique = {id(p): p for p in weights}.values()
+    return measure_gradients(index, [(p, p.grad.detach()) for p in unique if p.grad is not None], shadows)
+
+
+def measure_gradients(
+    index: int, gradients: Sequence[tuple[Tensor, Tensor]], shadows: Mapping[RangeEnd, Shadows[Source]]
+) -> GradientErrors:
+    """Return the errors of ``gradients``, each with its parameter; waits for the device."""
+    comparable = [(p, g) for p, g in gradients if g.layout is torch.strided and g.numel() and is_finite(g)]
+    above, _, _ = _off(comparable, shadows[RangeEnd.ABOVE])
+    below, zeros, true_norm = _off(comparable, shadows[RangeEnd.BELOW])
+    size = sum(g.numel() for _, g in comparable)
+    lost = [off for off in below if off.error > LOST_BELOW]
+    enough = sum(off.parameter.numel() for off in lost) > SHARE_BELOW * size
+    return GradientErrors(tuple(above), tuple(lost) if enough else (), len(comparable), zeros, true_norm, index)
+
+
+def _off(gradients: list[tuple[Tensor, Tensor]], shadows: Shadows[Source]) -> tuple[list[WrongGradient], float, float]:
+    """Return the gradients that differ from the true ones, the share of elements that became 0, and the norm of the true gradients."""
+    if not shadows:
+        return [], 0.0, 0.0
+    found: list[tuple[WrongGradient, float]] = []
+    densities, zeros, others, norms = [0.0], 0, 0, [0.0]
+    for parameter, gradient in gradients:
+        truth = shadows.read(gradient)
+        true = gradient if truth is None else truth[0]
+        whole = norm(true)
+        norms.append(whole)
+        densities.append(whole / math.sqrt(true.numel()))
+        others += int((true != 0).sum())
+        if truth is None:
+            continue
+        zeros += int(((gradient == 0) & (true != 0)).sum())
+        error = difference(gradient, true)
+        if whole > 0 and error > tolerance(truth[1]) * whole:
+            found.append((WrongGradient(parameter, error / whole, truth[1]), error / math.sqrt(true.numel())))
+    noise = FP16.eps * max(densities)
+    kept = [off for off, density in found if density > noise or shadows.end is RangeEnd.BELOW]
+    return kept, zeros / others if others else 0.0, math.hypot(*norms)
+
+
+def tolerance(sources: Iterable[Source]) -> float:
+    """Return the largest relative error of a gradient that rounding alone explains."""
+    return max((ROUNDOFFS * FORMATS[s.format].eps / 2 for s in sources if s.format in FORMATS), default=0.0)
+
+
+# --- elements --------------------------------------------------------------------------------------------------------------------
 
 
 def rounded(wide: Tensor, dtype: torch.dtype, end: RangeEnd) -> Tensor:

@@ -1,6 +1,6 @@
 """Which gradients of a Paddle step a format's range made wrong, from replays of the step.
 
-The thresholds are those of PyTorch's diagnosis (``mezzo.observe.nonfinite.gradient_error``): gradients are judged tensor by tensor, and
+The thresholds are those of PyTorch's diagnosis (``mezzo.observe.nonfinite.shadows``): gradients are judged tensor by tensor, and
 one that contains only rounding noise (a bias before a norm) is not judged.
 """
 
@@ -8,62 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from mezzo.formats import FP16, Format
-from mezzo.launch.paddle.layer_names import LayerNames
 from mezzo.launch.paddle.nonfinite.replay import KEPT, NO_UPPER, NONE, Limits, NotRepeated, ReplayedPass, gradients
 from mezzo.launch.paddle.tape import TapedOperation
-from mezzo.observe.limits import FADED, LOST_BELOW, ROUNDOFFS, SHARE_BELOW
-from mezzo.observe.nonfinite.evidence import WrongGradients
-
-
-@dataclass(frozen=True)
-class WrongGradient:
-    """One parameter whose gradient is wrong."""
-
-    parameter: Any
-    error: float
-    """The norm of the difference over the true gradient's."""
-
-
-@dataclass(frozen=True)
-class GradientErrors:
-    """The gradients of a step that a format's range made wrong."""
-
-    above: tuple[WrongGradient, ...]
-    """Those that are wrong because values became too large."""
-    below: tuple[WrongGradient, ...]
-    """Those that are wrong because values became too small."""
-    num_gradients: int
-    zeros: float
-    """The share of elements that are 0 but should not be."""
-    norm: float
-    """The norm of the true gradients, including the loss scale."""
-
-    def faded(self, largest_before: float) -> bool:
-        """Return whether the gradients' norm is negligible compared with those of earlier steps."""
-        return self.norm < FADED * largest_before
-
-    def wrong(self, gradients: Sequence[WrongGradient], names: LayerNames, zeros: float = 0.0) -> WrongGradients:
-        """Return wrong gradients in the form of the evidence."""
-        worst = max(gradients, key=lambda gradient: gradient.error)
-        return WrongGradients(
-            parameter=names.parameter(worst.parameter),
-            error=worst.error,
-            count=len(gradients),
-            total=self.num_gradients,
-            zeros=zeros,
-        )
+from mezzo.observe.limits import LOST_BELOW, ROUNDOFFS, SHARE_BELOW
+from mezzo.observe.nonfinite.evidence import GradientErrors, Source, WrongGradient
 
 
 def gradient_errors(
-    operations: Sequence[TapedOperation], passes: Sequence[ReplayedPass], weights: Sequence[Any], fmt: Format
+    operations: Sequence[TapedOperation],
+    passes: Sequence[ReplayedPass],
+    weights: Sequence[Any],
+    fmt: Format,
+    sources: tuple[Source, ...],
 ) -> GradientErrors | None:
     """Return which gradients of ``weights`` the range of ``fmt`` made wrong; None if the step has no finite gradients.
+
+    Args:
+        operations: the operations of the step.
+        passes: its backward passes.
+        weights: its trained parameters.
+        fmt: the format that the policy rounds to.
+        sources: where the step lost values; a replay of the whole step does not show which of them a gradient depends on.
 
     Raises:
         NotRepeated: the step cannot be computed again.
@@ -79,8 +49,8 @@ def gradient_errors(
     if not all(np.isfinite(true[key]).all() for key in actual):
         raise NotRepeated("without the format's limits its gradients are beyond FP32")
     by_id = {id(weight): weight for weight in weights}
-    below, zeros, norm = _compared(actual, true, by_id, fmt)
-    above = _compared(actual, replayed(NO_UPPER), by_id, fmt)[0] if below else []
+    below, zeros, norm = _compared(actual, true, by_id, fmt, sources)
+    above = _compared(actual, replayed(NO_UPPER), by_id, fmt, sources)[0] if below else []
     noise = FP16.eps * max((_root_mean_square(g) for g in true.values()), default=0.0)
     above = [wrong for wrong in above if wrong.error * _root_mean_square(true[id(wrong.parameter)]) > noise]
     lost = [wrong for wrong in below if wrong.error > LOST_BELOW]
@@ -90,7 +60,7 @@ def gradient_errors(
 
 
 def _compared(
-    actual: dict[int, Any], true: dict[int, Any], weights: dict[int, Any], fmt: Format
+    actual: dict[int, Any], true: dict[int, Any], weights: dict[int, Any], fmt: Format, sources: tuple[Source, ...]
 ) -> tuple[list[WrongGradient], float, float]:
     """Return the gradients that are wrong, the share of elements that became 0, and the norm of the true gradients."""
     wrong, num_zeros, num_nonzero, norms = [], 0, 0, [0.0]
@@ -101,7 +71,7 @@ def _compared(
         num_zeros += int(((gradient == 0) & nonzero).sum())
         difference = _norm(gradient.astype(np.float64) - true[key])
         if norm > 0 and difference > ROUNDOFFS * fmt.eps / 2 * norm:
-            wrong.append(WrongGradient(weights[key], difference / norm))
+            wrong.append(WrongGradient(weights[key], difference / norm, sources))
     return wrong, num_zeros / num_nonzero if num_nonzero else 0.0, math.hypot(*norms)
 
 

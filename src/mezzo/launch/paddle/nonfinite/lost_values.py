@@ -20,8 +20,7 @@ from mezzo.formats import FORMATS, FP32, Format
 from mezzo.launch.paddle.state import PaddleRun, mapped
 from mezzo.launch.paddle.surveys import Survey, array_of, finite, format_name, is_half, operand, survey
 from mezzo.launch.paddle.tape import Tape, TapedOperation, tensors
-from mezzo.observe.nonfinite.evidence import Kind
-from mezzo.observe.nonfinite.sources import Source
+from mezzo.observe.nonfinite.evidence import Kind, Source
 
 _CAST = "cast"
 _PUBLIC_NAMES = {

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engine.gradients import all_finite, not_finite, total_norm, trained_leaves
-from mezzo.observe.skips import Update
+from mezzo.observe.observer import Update
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.state import Run

@@ -32,7 +32,7 @@ from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.steady_state import EVERY_NORM
 from mezzo.measure.step_clock import STEPS_PER_CPU_READING
 from mezzo.measure.steps import STEPS_BETWEEN_NORMS
-from mezzo.observe.skips import Update
+from mezzo.observe.observer import Update
 
 Optimizer = torch.optim.Optimizer
 _MAX_EVALUATIONS = 64  # halving from 2**24 reaches the smallest floor sooner

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from mezzo.observe.skips import SkipRule, Skips, Update
+from mezzo.observe.nonfinite.faults import SkipRule, Skips
 
 DYNAMIC, STATIC = SkipRule(dynamic=True, growth_interval=10), SkipRule(dynamic=False)
 
@@ -16,7 +16,7 @@ def faulty(pattern: str, rule: SkipRule = DYNAMIC) -> list[int]:
     """Return the faulty steps of a run whose updates are made (``.``) or skipped (``x``)."""
     skips = Skips()
     for step, mark in enumerate(pattern, 1):
-        skips.closed(step, [], skipped=mark == "x", rule=rule)
+        skips.closed(step, {}, skipped=mark == "x", rule=rule)
     return skips.steps()
 
 
@@ -66,19 +66,19 @@ def test_each_optimizer_has_to_find_the_scale_for_itself() -> None:
     skips = Skips()
     for step in range(1, 13):  # critic and generator in turn; the generator's gradients need four halvings
         optimizer = step % 2
-        update = Update(scaler=0, optimizer=optimizer, skipped=optimizer == 0 and step <= 8)
-        skips.closed(step, [update], skipped=update.skipped, rule=DYNAMIC)
+        skipped = optimizer == 0 and step <= 8
+        skips.closed(step, {(0, optimizer): skipped}, skipped=skipped, rule=DYNAMIC)
     assert skips.steps() == []
-    skips.closed(14, [Update(0, 0, True)], skipped=True, rule=DYNAMIC)
-    skips.closed(16, [Update(0, 0, True)], skipped=True, rule=DYNAMIC)
+    skips.closed(14, {(0, 0): True}, skipped=True, rule=DYNAMIC)
+    skips.closed(16, {(0, 0): True}, skipped=True, rule=DYNAMIC)
     assert skips.steps() == [14, 16]
 
 
 def test_an_optimizer_that_never_makes_an_update_is_a_fault_beside_one_that_does() -> None:
     skips = Skips()
     for step in range(1, 9):
-        update = Update(scaler=0, optimizer=step % 2, skipped=step % 2 == 0)
-        skips.closed(step, [update], skipped=update.skipped, rule=DYNAMIC)
+        skipped = step % 2 == 0
+        skips.closed(step, {(0, step % 2): skipped}, skipped=skipped, rule=DYNAMIC)
     assert skips.steps() == [2, 4, 6, 8]
     assert skips.settled()
 
@@ -98,5 +98,5 @@ def test_torchs_own_scaler_on_gradients_that_fit_never_makes_a_fault() -> None:
             before = scaler.get_scale()
             scaler.step(optimizer)
             scaler.update()
-            skips.closed(step, [], skipped=scaler.get_scale() < before, rule=SkipRule(dynamic=True, growth_interval=12))
+            skips.closed(step, {}, skipped=scaler.get_scale() < before, rule=SkipRule(dynamic=True, growth_interval=12))
         assert skips.steps() == [], magnitude

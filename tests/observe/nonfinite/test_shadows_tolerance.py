@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.observe.nonfinite.gradient_error import tolerance
-from mezzo.observe.nonfinite.sources import Source
+from mezzo.observe.nonfinite.evidence import Source
+from mezzo.observe.nonfinite.shadows import tolerance
 
 
 def source(form: str) -> Source:

@@ -1,0 +1,239 @@
+"""What a run's steps are judged to be, step by step, without a framework."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from mezzo.observe.nonfinite.evidence import GradientErrors, Harmless, Kind, Source, WrongGradient
+from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule
+from mezzo.records import RunRecord, Steps
+from record_builders import environment
+
+DYNAMIC, STATIC = SkipRule(dynamic=True, growth_interval=10), SkipRule(dynamic=False)
+
+
+class Named:
+    """Names that are what they name."""
+
+    def of(self, module: Any) -> str:
+        return str(module)
+
+    def pattern(self, module: Any) -> str:
+        return str(module)
+
+    def parameter(self, parameter: Any) -> str:
+        return str(parameter)
+
+
+class Told(NamedTuple):
+    """A training with known answers."""
+
+    rule: SkipRule = DYNAMIC
+    scale: float = 65536.0
+    norm: float = 1.0
+
+    def names(self) -> Named:
+        return Named()
+
+    def skip_rule(self) -> SkipRule:
+        return self.rule
+
+    def loss_scale(self) -> float:
+        return self.scale
+
+    def largest_norm(self) -> float:
+        return self.norm
+
+
+def source(
+    kind: Kind = "made", *, index: int = 3, wide: float | None = 1e5, scale: float = 1.0, **known: Any
+) -> Source:
+    whole: dict[str, Any] = {
+        "op": f"{kind}{index}",
+        "module": "fc",
+        "line": f"train.py:{index}",
+        "backward": False,
+        "format": "fp16",
+    }
+    return Source(index, kind, operands=[], wide=wide, scale=scale, **(whole | known))
+
+
+def showed(
+    *sources: Source, of_loss: tuple[Source, ...] = (), in_backward: tuple[Source, ...] = (), **known: Any
+) -> InspectedStep:
+    return InspectedStep(
+        list(sources), list(of_loss), list(in_backward), known.get("errors"), known.get("harmless", [])
+    )
+
+
+def errors(*, above: tuple[Source, ...] = (), below: tuple[Source, ...] = (), norm: float = 1.0) -> GradientErrors:
+    def wrong(sources: tuple[Source, ...]) -> tuple[WrongGradient, ...]:
+        return tuple(WrongGradient(f"w{k}", 0.1 * (k + 1), (one,)) for k, one in enumerate(sources))
+
+    return GradientErrors(wrong(above), wrong(below), 4, 0.5, norm)
+
+
+def steps_of(pattern: str) -> list[ClosedStep]:
+    """Return steps: ``.`` healthy, ``x`` skipped, ``l`` with an infinite loss, ``g`` with infinite gradients that were used."""
+    return [ClosedStep(n, mark != "l", mark not in "xg", mark == "x", None) for n, mark in enumerate(pattern, 1)]
+
+
+def run_of(steps: list[ClosedStep], error: str | None = None) -> RunRecord:
+    count = len(steps)
+    recorded = Steps(
+        loss=[0.5] * count, loss_scale=[4.0] * count, grad_norm=[1.0] * count, skipped=[step.skipped for step in steps]
+    )
+    return RunRecord(
+        command=["mezzo"],
+        script="train.py",
+        script_sha256="",
+        policy="fp16",
+        environment=environment(),
+        steps=recorded,
+        error=error,
+    )
+
+
+PATTERNS: list[tuple[str, Told, bool, list[int], list[int], int | None]] = [
+    # the steps; the training; whether that is enough; the bad and the faulty steps, and that of a lost loss
+    ("....", Told(), False, [], [], None),
+    ("xx..", Told(), False, [1, 2], [], None),  # the search for a scale
+    ("xx..", Told(rule=STATIC), True, [1, 2], [1, 2], None),
+    ("xx", Told(), False, [1, 2], [1, 2], None),  # never made
+    ("xx", Told(scale=0.5), True, [1, 2], [1, 2], None),  # and no scale would cure it
+    (".x...x", Told(), False, [2, 6], [2, 6], None),
+    ("..l", Told(), True, [3], [3], 3),
+    (".g.l", Told(), True, [2, 4], [2, 4], 4),
+]
+
+
+@pytest.mark.parametrize(("pattern", "training", "enough", "bad", "faulty", "lost"), PATTERNS)
+def test_steps_that_were_not_inspected(
+    pattern: str, training: Told, enough: bool, bad: list[int], faulty: list[int], lost: int | None
+) -> None:
+    faults, steps = Faults(training, ()), steps_of(pattern)
+    assert [faults.close(step) for step in steps] == [False] * len(steps)
+    evidence = faults.evidence(run_of(steps), watched=[1], unfinished=None)
+    assert faults.are_enough is enough
+    assert (evidence.bad_steps, evidence.faulty_steps, evidence.lost_step) == (bad, faulty, lost)
+    assert (evidence.located, evidence.watched) == (None, [1])
+
+
+MADE, BACKWARD = source(), source(index=7, backward=True, scale=1024.0)
+CONSTANT, ENTERED = source("constant", index=1), source("entered", index=2, wide=None)
+VANISHED = source("vanished", index=4, share=0.5)
+LIGHT = source("vanished", index=2, share=0.01)
+CAUSED = source(index=9, wide=None, because=(MADE,))
+ZERO_DIVISOR = source(index=8, wide=None, because=(VANISHED,))
+BLAMED: list[tuple[InspectedStep, str, str | None, dict[str, Any]]] = [
+    # what a step showed; how it ended (as above); the operation to blame; what else is known of it
+    (showed(MADE), ".", None, {}),
+    (showed(MADE, of_loss=(MADE,)), "l", "made3", {"arrived": False}),
+    (showed(CONSTANT, MADE, of_loss=(CONSTANT, MADE)), "l", "made3", {}),  # a mask of infinities comes after all others
+    (showed(CONSTANT, of_loss=(CONSTANT,)), "l", "constant1", {}),
+    (showed(MADE, BACKWARD, in_backward=(BACKWARD,)), "l", "made7", {}),  # nothing known of the loss
+    (showed(MADE, of_loss=(MADE,)), "g", None, {}),  # its loss was finite
+    (showed(ENTERED, in_backward=(ENTERED,)), "g", "entered2", {"arrived": True}),
+    (showed(CAUSED, of_loss=(CAUSED,)), "l", "made3", {"symptom": "made9"}),
+    (showed(ZERO_DIVISOR, of_loss=(ZERO_DIVISOR,)), "l", "made8", {"vanished": "vanished4"}),
+    (showed(MADE, errors=errors(above=(MADE,))), ".", "made3", {"gradient": "w0", "zeros": 0.0}),
+    (showed(MADE, BACKWARD, errors=errors(above=(BACKWARD, MADE))), ".", "made3", {"gradient": "w1"}),
+    (showed(VANISHED, errors=errors(below=(VANISHED,))), ".", "vanished4", {"gradient": "w0", "zeros": 0.5}),
+    (showed(LIGHT, VANISHED, errors=errors(below=(LIGHT, VANISHED))), ".", "vanished4", {}),  # the first of any weight
+    (showed(LIGHT, errors=errors(below=(LIGHT,))), ".", "vanished2", {}),
+    (showed(VANISHED, errors=errors(below=(VANISHED,), norm=2.0**-11)), ".", None, {}),  # the training has converged
+    # an overflow that only the loss scale causes hides one of the forward pass
+    (showed(MADE, BACKWARD, in_backward=(BACKWARD,), errors=errors(above=(MADE,))), "g", "made3", {"gradient": "w0"}),
+    (showed(BACKWARD, in_backward=(BACKWARD,), errors=errors(above=(BACKWARD,))), "g", "made7", {"gradient": None}),
+]
+
+
+@pytest.mark.parametrize(("inspected", "mark", "op", "known"), BLAMED)
+def test_the_place_to_blame(inspected: InspectedStep, mark: str, op: str | None, known: dict[str, Any]) -> None:
+    faults = Faults(Told(), ())
+    (step,) = steps_of(mark)
+    faults.close(step._replace(inspected=inspected))
+    found = faults.first()
+    assert (None if found is None else found.source.op) == op
+    if found is None:
+        return
+    shown = {
+        "arrived": found.arrived,
+        "symptom": None if found.symptom is None else found.symptom.op,
+        "vanished": None if found.vanished is None else found.vanished.op,
+        "gradient": None if found.gradients is None else found.gradients.parameter,
+        "zeros": None if found.gradients is None else found.gradients.zeros,
+    }
+    assert {name: shown[name] for name in known} == known
+    assert faults.are_enough
+
+
+def test_an_overflow_that_the_scale_skipped_is_a_fault_only_if_the_skip_is() -> None:
+    inspected = showed(BACKWARD, in_backward=(BACKWARD,))
+    for pattern, expected in [("x.........", None), (".x...x....", 2)]:
+        faults, steps = Faults(Told(), ()), steps_of(pattern)
+        for step in steps:
+            faults.close(step._replace(inspected=inspected if step.skipped else None))
+        found = faults.first()
+        assert (None if found is None else found.step) == expected, pattern
+        assert not faults.are_enough
+
+
+@pytest.mark.parametrize(
+    ("pattern", "suspects", "inspect_all", "enough"),
+    [
+        ("..g.", (3,), [False] * 4, True),
+        ("....", (3,), [False, False, True, False], False),  # the script does not repeat the same steps
+        ("x.x.", (1, 3), [False] * 4, True),
+        ("x...", (1, 3), [False, False, True, False], False),
+        ("....", (), [False] * 4, False),
+    ],
+)
+def test_suspects(pattern: str, suspects: tuple[int, ...], inspect_all: list[bool], enough: bool) -> None:
+    faults = Faults(Told(), suspects)
+    assert [faults.close(step) for step in steps_of(pattern)] == inspect_all
+    assert faults.are_enough is enough
+
+
+def test_harmless_values_count_once_a_line_and_only_in_healthy_steps() -> None:
+    values = [
+        Harmless(op="masked_fill", line=f"m.py:{n}", format="fp16", largest=1e9, absorbed_by=["softmax"])
+        for n in (1, 1, 2)
+    ]
+    faults = Faults(Told(), ())
+    for step, value in zip(steps_of("..x"), values, strict=True):
+        faults.close(step._replace(inspected=showed(harmless=[value])))
+    assert faults.evidence(run_of(steps_of("..x")), watched=[], unfinished=None).harmless == values[:1]
+
+
+@pytest.mark.parametrize(
+    ("error", "pattern", "op", "watched"),
+    [
+        ("RuntimeError: overflow", "..", "made3", [1, 3]),
+        (None, "..", None, [1]),  # the script ended by itself
+        ("RuntimeError: overflow", ".l", None, [1]),  # a step that ended explains it
+    ],
+)
+def test_a_step_that_never_ended(error: str | None, pattern: str, op: str | None, watched: list[int]) -> None:
+    faults, steps = Faults(Told(), ()), steps_of(pattern)
+    for step in steps:
+        faults.close(step)
+    unfinished = showed(MADE, of_loss=(MADE,))
+    evidence = faults.evidence(run_of(steps, error=error), watched=[1], unfinished=unfinished)
+    assert (None if evidence.located is None else evidence.located.source.op) == op
+    assert evidence.watched == watched
+
+
+def test_a_number_that_torch_refuses_is_to_blame_only_if_the_step_never_ended() -> None:
+    refused = source("refused", index=5)
+    inspected = showed(MADE, refused, of_loss=(MADE,))
+    faults = Faults(Told(), ())
+    faults.close(steps_of("l")[0]._replace(inspected=inspected))
+    first = faults.first()
+    assert first is not None
+    assert first.source.op == "made3"
+    evidence = Faults(Told(), ()).evidence(run_of([], error="no"), watched=[], unfinished=inspected)
+    assert evidence.located is not None
+    assert evidence.located.source.op == "refused5"
