@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mezzo.errors import NonFiniteLossError, ScaleFloorError, ScriptError
+from mezzo.observe.limits import FITTING
 from mezzo.observe.settings import FallbackSettings
+from mezzo.policy import Policy
 from mezzo.records import ModuleError, RunRecord, Value
 from mezzo.records.run import leaves_range, refuses_format
 
@@ -55,6 +58,62 @@ def fitting_scale(largest: float, most: float) -> float:
     if not 0 < largest < math.inf:
         return most
     return min(most, 2.0 ** (_TOP_EXPONENT - math.ceil(math.log2(largest))))
+
+
+def scale_alone(policy: Policy, largest: Iterable[float]) -> float:
+    """Return the loss scale for modules on their own: if it is dynamic, one at which the gradients of most of them fit.
+
+    ``largest`` are the largest gradients of the modules, which are read only then.
+    """
+    if policy.loss_scale == "none":
+        return 1.0
+    finite = sorted(top for top in largest if 0 < top < math.inf) if policy.loss_scale == "dynamic" else []
+    return fitting_scale(finite[int(FITTING * (len(finite) - 1))], policy.init_scale) if finite else policy.init_scale
+
+
+class Measurements:
+    """What one run measures: the errors of the gradients step by step, and of the modules on their own."""
+
+    def __init__(
+        self, settings: FallbackSettings, *, norm: Callable[[Any], float], distance: Callable[[Any, Any], float]
+    ) -> None:
+        """Begin without any; gradients are compared by their ``norm``, and by the norm of their difference."""
+        self._settings, self._norm, self._distance = settings, norm, distance
+        self.steps: list[StepErrors] = []
+        self.local: list[LocalError] = []
+        self._problem = ""
+
+    def add_reference(self, step: int, finite: Mapping[str, bool]) -> None:
+        """Add a step of the reference itself, of whose gradients these are finite."""
+        self.steps.append(StepErrors(step=step, errors={name: 0.0 if ok else math.inf for name, ok in finite.items()}))
+
+    def add(self, step: int, found: Mapping[str, Any], reference: Mapping[str, Any]) -> None:
+        """Add the relative error of every gradient that is in the reference and not zero there."""
+        errors = {}
+        for name, exact in reference.items():
+            if name in self._settings.ignored:
+                continue
+            if name not in found or found[name].shape != exact.shape:
+                errors[name] = math.inf
+            elif (whole := self._norm(exact)) > 0:
+                error = self._distance(found[name], exact) / whole
+                errors[name] = error if math.isfinite(error) else math.inf
+        self.steps.append(StepErrors(step=step, errors=errors))
+
+    def closure_met(self, optimizer: str) -> None:
+        """Record that an optimizer of this class evaluates the loss itself, so that the gradients cannot be compared."""
+        self._problem = f"{optimizer} moves the weights inside its step, which calls a closure"
+
+    @property
+    def enough(self) -> bool:
+        """Whether a check needs no further steps: one that overflowed is not conclusive, and is repeated with a smaller scale."""
+        one_suffices = self._settings.role == "check" and not self._settings.all_steps
+        return one_suffices and math.isfinite(self.steps[-1].worst[0])
+
+    def write(self) -> None:
+        """Write the measurements to the folder of the search."""
+        measured = Measured(local=self.local, steps=self.steps, problem=self._problem)
+        measured_path(self._settings).write_text(measured.model_dump_json(), encoding="utf-8")
 
 
 def measured_path(settings: FallbackSettings) -> Path:

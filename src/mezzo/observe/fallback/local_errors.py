@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mezzo.engine.casts.conversion import to_format
 from mezzo.measure.flops import FlopCounter
-from mezzo.observe.fallback.evidence import LocalError, fitting_scale
-from mezzo.observe.limits import FITTING
+from mezzo.observe.fallback.evidence import LocalError, scale_alone
 from mezzo.observe.one_module import OneModule
 from mezzo.observe.tensors import norm
 from mezzo.policy import Policy
@@ -139,22 +138,12 @@ class Bench:
             calls: calls of modules, each with its inputs and gradients.
             names: each module's name, and whether it is a whole model, which a pattern cannot name.
         """
-        self._choose_scale(calls)
+        self._scale = scale_alone(self._policy, map(self._largest, calls))
         found = []
         for call in calls:
             name, unnamed = names.get(call.module, (type(call.module).__name__, True))
             found.append(self._local(call, name).model_copy(update={"unnamed": unnamed}))
         return found
-
-    def _choose_scale(self, calls: Sequence[FirstCall]) -> None:
-        if self._policy.loss_scale == "none":
-            return
-        self._scale = self._policy.init_scale
-        if self._policy.loss_scale != "dynamic":
-            return
-        finite = sorted(top for call in calls if 0 < (top := self._largest(call)) < math.inf)
-        if finite:
-            self._scale = fitting_scale(finite[int(FITTING * (len(finite) - 1))], self._scale)
 
     def _largest(self, call: FirstCall) -> float:
         """Return the largest magnitude of the gradients that a module reads or computes; 0 if it cannot run on its own."""

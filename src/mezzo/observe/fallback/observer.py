@@ -12,7 +12,6 @@ precision. A ``check`` is in lower precision and is compared with the reference.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from mezzo.engine.gradients import put_back, set_aside, trained_by
 from mezzo.engine.processes.shards import is_shared
 from mezzo.formats import FP32
-from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors, measured_path
+from mezzo.observe.fallback.evidence import Measurements
 from mezzo.observe.fallback.local_errors import Bench, Calls
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.settings import FallbackSettings
@@ -49,11 +48,9 @@ class Fallback(Observer):
         """Gradients of the observed step, by parameter."""
         self._recorded: dict[int, dict[str, Tensor]] = {}
         self._reference: dict[int, dict[str, Tensor]] = {}
-        self._compared: list[StepErrors] = []
-        self._local: list[LocalError] = []
+        self._measured = Measurements(settings, norm=norm, distance=lambda found, exact: difference(found.cpu(), exact))
         self._calls = Calls()
         self._signs: dict[torch.device, torch.Generator] = {}
-        self._problem = ""
         self._probing = False
 
     # --- observation ------------------------------------------------------------------------------------------------------------------
@@ -89,9 +86,7 @@ class Fallback(Observer):
     def turn(self, step: int) -> None:
         """Keep the step's gradients; end the script if no more are needed."""
         self._keep(step - 1)
-        # A step that overflowed is not conclusive: it is repeated with a smaller scale.
-        conclusive = math.isfinite(self._compared[-1].worst[0])
-        if self._settings.role == "check" and not self._settings.all_steps and conclusive:
+        if self._measured.enough:
             self.close()
             raise StopScript
 
@@ -107,11 +102,9 @@ class Fallback(Observer):
 
     def record(self, run: RunRecord) -> RunRecord:
         """Write the measurements to the folder; return the run's own record."""
-        folder = Path(self._settings.folder)
         if self._settings.role == "reference":
-            torch.save(self._recorded, folder / REFERENCE)
-        measured = Measured(local=self._local, steps=self._compared, problem=self._problem)
-        measured_path(self._settings).write_text(measured.model_dump_json(), encoding="utf-8")
+            torch.save(self._recorded, Path(self._settings.folder) / REFERENCE)
+        self._measured.write()
         return run
 
     # --- gradients -------------------------------------------------------------------------------------------------------------
@@ -145,17 +138,16 @@ class Fallback(Observer):
         fresh, self._current = self._current, {}
         if self._settings.role == "reference":
             self._recorded[step] = {name: gradient.cpu() for name, gradient in fresh.items()}
-            errors = {name: 0.0 if bool(g.isfinite().all()) else math.inf for name, g in fresh.items()}
-            if not self._compared:
+            if not self._measured.steps:
                 self._measure_modules()
+            self._measured.add_reference(step, {name: bool(g.isfinite().all()) for name, g in fresh.items()})
         else:
-            errors = _errors(fresh, self._reference.get(step, {}), without=self._settings.ignored)
-        self._compared.append(StepErrors(step=step, errors=errors))
+            self._measured.add(step, fresh, self._reference.get(step, {}))
 
     def _suppress_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         closures = [a for a in (*args[1:], *kwargs.values()) if callable(a)]
         if any(not getattr(closure, "evaluated", False) for closure in closures):
-            self._problem = f"{type(optimizer).__name__} moves the weights inside its step, which calls a closure"
+            self._measured.closure_met(type(optimizer).__name__)
         self._aside += set_aside(trained_by([optimizer]))
         self.run.skips = True
 
@@ -166,11 +158,11 @@ class Fallback(Observer):
     # --- modules ---------------------------------------------------------------------------------------------------------------
 
     def _entering(self, module: nn.Module, args: Any) -> None:
-        if not (self._probing or self._compared or torch.compiler.is_compiling()):
+        if not (self._probing or self._measured.steps or torch.compiler.is_compiling()):
             self._calls.entering(module, args)
 
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not (self._probing or self._compared or torch.compiler.is_compiling()):
+        if not (self._probing or self._measured.steps or torch.compiler.is_compiling()):
             self._calls.returned(module, args, kwargs, output)
 
     def _measure_modules(self) -> None:
@@ -188,7 +180,7 @@ class Fallback(Observer):
         self.run.in_backward = self._probing = True
         try:
             bench = Bench(self._settings.policy, self.run.one_module(self._settings.policy))
-            self._local = bench.measure(calls, names)
+            self._measured.local = bench.measure(calls, names)
         finally:
             self.run.in_backward, self._probing = was_backward, False
             for added in [root for root in self.run.roots if root not in roots]:
@@ -220,18 +212,3 @@ def _plain(gradient: Any, *, scale: float) -> Tensor:
         gradient = gradient.full_tensor()
     dense: Tensor = gradient.detach().to_dense() if gradient.layout is not torch.strided else gradient.detach().clone()
     return dense.float() if scale == 1.0 else dense.float() / scale
-
-
-def _errors(found: dict[str, Tensor], reference: dict[str, Tensor], *, without: tuple[str, ...]) -> dict[str, float]:
-    """Return the relative error of every gradient that is in the reference and not zero there; waits for the device."""
-    errors = {}
-    for name, exact in reference.items():
-        if name in without:
-            continue
-        if name not in found or found[name].shape != exact.shape:
-            errors[name] = math.inf
-            continue
-        if (whole := norm(exact)) > 0:
-            error = difference(found[name].cpu(), exact) / whole
-            errors[name] = error if math.isfinite(error) else math.inf
-    return errors

@@ -23,8 +23,7 @@ from mezzo.launch.paddle.nonfinite.replay import KEPT, NONE, Twins
 from mezzo.launch.paddle.operations import flops_of, is_product, operands_that_need_gradients
 from mezzo.launch.paddle.surveys import array_of
 from mezzo.launch.paddle.tape import TapedOperation, tensors
-from mezzo.observe.fallback.evidence import LocalError, fitting_scale
-from mezzo.observe.limits import FITTING
+from mezzo.observe.fallback.evidence import LocalError, scale_alone
 from mezzo.policy import Policy
 
 
@@ -73,28 +72,18 @@ def measured(
         names: the layers' names; a whole model has no name that a pattern could match.
         policy: the policy to judge.
     """
-    bench = _Bench(operations, policy)
-    bench.choose_scale(calls)
+    largest = (_largest(g for g in call.gradients if g is not None) for call in calls)
+    bench = _Bench(operations, policy, scale_alone(policy, largest))
     return [bench.local(call, names.pattern(call.layer)) for call in calls]
 
 
 class _Bench:
     """Runs layers on their own."""
 
-    def __init__(self, operations: Sequence[TapedOperation], policy: Policy) -> None:
-        self._operations, self._policy, self._scale = operations, policy, 1.0
+    def __init__(self, operations: Sequence[TapedOperation], policy: Policy, scale: float) -> None:
+        self._operations, self._policy, self._scale = operations, policy, scale
         chosen = paddle_ops.precisions(paddle_ops.for_scripts(policy))
         self._lower = {op for op, precision in chosen.items() if precision == "lower"}
-
-    def choose_scale(self, calls: Sequence[FirstCall]) -> None:
-        """Choose the loss scale that fits most layers."""
-        if self._policy.loss_scale == "none":
-            return
-        self._scale = self._policy.init_scale
-        maxima = [_largest(g for g in call.gradients if g is not None) for call in calls]
-        finite = sorted(maximum for maximum in maxima if 0 < maximum < math.inf)
-        if self._policy.loss_scale == "dynamic" and finite:
-            self._scale = fitting_scale(finite[int(FITTING * (len(finite) - 1))], self._scale)
 
     def local(self, call: FirstCall, pattern: str) -> LocalError:
         """Return the error of one layer; ``pattern`` is its name, empty for a whole model."""

@@ -10,7 +10,7 @@ every layer on its own; ``noise``, in FP32 with every layer's output moved by on
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from mezzo.launch.paddle.state import PaddleRun, dense, mapped
 from mezzo.launch.paddle.surveys import array_of
 from mezzo.launch.paddle.tape import Listener, Tape
 from mezzo.launch.patches import Patches
-from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors, measured_path
+from mezzo.observe.fallback.evidence import Measurements
 from mezzo.observe.settings import FallbackSettings
 from mezzo.records import RunRecord
 
@@ -46,18 +46,17 @@ class Fallback(StepObserver, Listener):
         self._tape = Tape(run, self)
         self._calls: dict[int, FirstCall] = {}
         self._gradients: dict[str, Any] = {}
-        self._reference: dict[str, Any] = {}
-        self._compared: list[StepErrors] = []
-        self._local: list[LocalError] = []
+        self._reference: dict[int, dict[str, Any]] = defaultdict(dict)
+        self._measured = Measurements(settings, norm=_norm, distance=_distance)
         self._of_step: dict[str, Any] = {}
         """The gradients of the open step, by parameter."""
-        self._problem = ""
-        self._generator = np.random.Generator(
-            np.random.PCG64(0)
-        )  # its own, so the script's random numbers stay the same
+        # Its own, so the script's random numbers stay the same.
+        self._generator = np.random.Generator(np.random.PCG64(0))
         if settings.role != "reference":
             with np.load(Path(settings.folder) / REFERENCE_GRADIENTS) as saved:
-                self._reference = dict(saved)
+                for key, gradient in saved.items():
+                    number, _, name = key.partition(" ")
+                    self._reference[int(number)][name] = gradient
 
     def install(self, patches: Patches) -> None:
         """Wrap layers, and record operations, until ``patches`` are undone."""
@@ -66,7 +65,7 @@ class Fallback(StepObserver, Listener):
 
     def begin(self) -> None:
         """Record the first step of the reference, to measure layers."""
-        self._tape.on = self._settings.role == "reference" and not self._compared
+        self._tape.on = self._settings.role == "reference" and not self._measured.steps
 
     def end(self) -> None:
         """Stop recording."""
@@ -80,41 +79,24 @@ class Fallback(StepObserver, Listener):
         parameters = [p for root in names.outermost for p in root.parameters() if not p.stop_gradient]
         with self.run.own_work(), self._tape.paused():
             self._of_step = {names.parameter(p): array_of(dense(p.grad)) for p in parameters if p.grad is not None}
-            if self._settings.role == "reference" and not self._compared:
+            if self._settings.role == "reference" and not self._measured.steps:
                 calls = [call for call in self._calls.values() if any(g is not None for g in call.gradients)]
-                self._local = measured(calls, self._tape.operations, names, self._settings.policy)
+                self._measured.local = measured(calls, self._tape.operations, names, self._settings.policy)
 
     def decide(self, step: int, *, loss_finite: bool, gradients_finite: bool, skipped: bool) -> None:
         """Compare the step's gradients with the reference's; end the script if no more steps are needed."""
         gradients, self._of_step = self._of_step, {}
         if self._settings.role == "reference":
             self._gradients |= {f"{step} {name}": gradient for name, gradient in gradients.items()}
-            errors = {name: 0.0 if np.isfinite(g).all() else math.inf for name, g in gradients.items()}
+            self._measured.add_reference(step, {name: bool(np.isfinite(g).all()) for name, g in gradients.items()})
         else:
-            errors = self._errors(step, gradients)
-        self._compared.append(StepErrors(step=step, errors=errors))
-        one_is_enough = self._settings.role == "check" and not self._settings.all_steps
-        if one_is_enough and math.isfinite(self._compared[-1].worst[0]):
+            self._measured.add(step, gradients, self._reference[step])
+        if self._measured.enough:
             self._waiting = []
-
-    def _errors(self, step: int, gradients: dict[str, Any]) -> dict[str, float]:
-        """Return the relative error of every gradient that is in the reference and not zero there."""
-        errors = {}
-        for key, exact in self._reference.items():
-            number, _, name = key.partition(" ")
-            if int(number) != step or name in self._settings.ignored:
-                continue
-            norm = float(np.linalg.norm(exact.astype(np.float64)))
-            if name not in gradients or gradients[name].shape != exact.shape:
-                errors[name] = math.inf
-            elif norm > 0:
-                difference = float(np.linalg.norm(gradients[name].astype(np.float64) - exact))
-                errors[name] = difference / norm if math.isfinite(difference) else math.inf
-        return errors
 
     def closure_met(self, optimizer: str) -> None:
         """Record that the gradients cannot be compared."""
-        self._problem = f"{optimizer} moves the weights inside its step, which calls a closure"
+        self._measured.closure_met(optimizer)
 
     # --- layers --------------------------------------------------------------------------------------------------------------------------
 
@@ -142,12 +124,19 @@ class Fallback(StepObserver, Listener):
 
     def too_short(self) -> bool:
         """Return whether no gradient was compared."""
-        return not self._compared
+        return not self._measured.steps
 
     def record(self, run: RunRecord) -> RunRecord:
         """Write the measurements to the folder; return the run's own record."""
         if self._settings.role == "reference":
             np.savez(Path(self._settings.folder) / REFERENCE_GRADIENTS, **self._gradients)
-        measurements = Measured(local=self._local, steps=self._compared, problem=self._problem)
-        measured_path(self._settings).write_text(measurements.model_dump_json(), encoding="utf-8")
+        self._measured.write()
         return run
+
+
+def _norm(gradient: Any) -> float:
+    return float(np.linalg.norm(gradient.astype(np.float64)))
+
+
+def _distance(found: Any, exact: Any) -> float:
+    return _norm(found.astype(np.float64) - exact)
