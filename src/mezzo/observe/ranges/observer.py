@@ -14,7 +14,6 @@ Cost, in observed steps only: one pass over each of these tensors, and a copy of
 from __future__ import annotations
 
 import functools
-import itertools
 from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
@@ -32,6 +31,7 @@ from mezzo.engine.gradients import trained_by
 from mezzo.engine.kernels import exponents
 from mezzo.engine.processes.shards import local
 from mezzo.formats import BF16, FP16
+from mezzo.observe.nested_names import free_title
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.casts import Counts
 from mezzo.observe.ranges.counts_file import write_values
@@ -319,9 +319,7 @@ class Ranges(Observer):
             module = children[0][1]
             children = list(module.named_children())
             inside = bool(children)
-        title = self.run.tree.title(module)
-        numbered = (f"{title}#{number}" for number in itertools.count(2))
-        label = next(name for name in itertools.chain([title], numbered) if name not in self._labels)
+        label = free_title(self.run.tree.title(module), self._labels)
         self._labels[label] = inside
         return label
 

@@ -17,7 +17,7 @@ import numpy as np
 import paddle
 
 from mezzo.formats import BF16, FP16
-from mezzo.launch.paddle.layer_names import bare_name, free_title
+from mezzo.launch.paddle.layer_names import bare_name
 from mezzo.launch.paddle.nonfinite.replay import KEPT, rounded_within
 from mezzo.launch.paddle.observing import StepObserver
 from mezzo.launch.paddle.ranges.listed_formats import ListedFormats
@@ -26,6 +26,7 @@ from mezzo.launch.paddle.state import PaddleRun, dense, parameters_of
 from mezzo.launch.paddle.surveys import array_of
 from mezzo.launch.paddle.tape import Tape, tensors
 from mezzo.launch.patches import Patches
+from mezzo.observe.nested_names import free_title
 from mezzo.observe.ranges.casts import Counts
 from mezzo.observe.ranges.table import ObservedValues, ranges_record
 from mezzo.observe.settings import RangesSettings
@@ -168,7 +169,7 @@ class Ranges(StepObserver):
         """Name a new layer and all layers inside it; return whether it is an outermost one."""
         if layer in self._names:
             return self._names[layer] in self._labels
-        label = free_title(layer, self._labels)
+        label = free_title(type(layer).__name__, self._labels)
         self._labels[label] = bool(layer.sublayers())
         for name, inner in layer.named_sublayers(include_self=True):
             self._names.setdefault(inner, ".".join(part for part in (label, bare_name(name)) if part))
