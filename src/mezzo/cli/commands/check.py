@@ -140,7 +140,7 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
     offers = _offers(opts, machine)
     _say_offers(budget, opts, machine, offers)
     settings = _settings(opts, offers)
-    finished = _finished(opts, folder, settings)
+    finished = _finished(opts, folder)
     waves = Waves(engine, finished.identity)
     checking = Check(settings=settings, folder=folder, finished=finished, waves=waves, say=budget.say, keep=write)
     checking.run()
@@ -198,7 +198,7 @@ def _settings(opts: CheckOptions, offers: list[Reason]) -> CheckSettings:
     )
 
 
-def _finished(opts: CheckOptions, folder: Path, settings: CheckSettings) -> Finished:
+def _finished(opts: CheckOptions, folder: Path) -> Finished:
     """Return what an interrupted check of the same script left in the folder."""
     finished = finished_before(opts.script, folder, "check", say=opts.budget.say, metric=opts.metric or "")
     if len(finished):

@@ -185,9 +185,9 @@ class WeightCasts:
             kept = self.kept[key] = (weight, version, weight.to(low))
         return kept[2]
 
-    def clear(self, weight: Tensor | None = None) -> None:
-        """Drop all casts, or those of one weight."""
-        self.kept = {} if weight is None else {k: v for k, v in self.kept.items() if v[0] is not weight}
+    def clear(self) -> None:
+        """Drop all casts."""
+        self.kept = {}
 
     def keys(self) -> set[tuple[int, bool, torch.dtype]]:
         """Return the keys of all casts."""

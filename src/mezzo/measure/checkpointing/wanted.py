@@ -19,7 +19,7 @@ def is_plan(text: str) -> bool:
     return text in NAMED or EVERY.fullmatch(text) is not None
 
 
-def check_wanted(text: str, *, option: str = "--checkpoint") -> str:
+def check_wanted(text: str) -> str:
     """Return ``text`` without spaces around it: the name of a plan, or bytes such as ``12GiB``.
 
     Raises:
@@ -32,8 +32,8 @@ def check_wanted(text: str, *, option: str = "--checkpoint") -> str:
     allowed = "allowed: full, every-K with a number, selective, or bytes"
     near = nearest(wanted, plans) if wanted.isidentifier() else allowed
     raise UsageError(
-        f"{option} {text!r}; {near}",
-        hint=f"type: {option} full, or {option} 12GiB for the least recomputation that keeps within 12 GiB",
+        f"--checkpoint {text!r}; {near}",
+        hint="type: --checkpoint full, or --checkpoint 12GiB for the least recomputation that keeps within 12 GiB",
     )
 
 

@@ -44,7 +44,7 @@ class Tapes:
     """Batches that one update accumulates."""
     _derived: dict[int, TrainingTape] = field(default_factory=dict, repr=False, compare=False)
     largest: dict[tuple[object, ...], int] = field(default_factory=dict, repr=False, compare=False)
-    """The largest batch by memory, workspace, matrix formats, headroom and job: GPUs and policies with equal values share it."""
+    """The largest batch by memory, workspace, matrix formats and job: GPUs and policies with equal values share it."""
     peaks: dict[tuple[object, ...], PredictedMemory] = field(default_factory=dict, repr=False, compare=False)
     """The memory without a limit by batch, workspace, matrix formats and job, shared in the same way."""
 
@@ -92,7 +92,6 @@ def predict(
     *,
     batch: int,
     channels_last: bool,
-    headroom: float = HEADROOM,
     job: GpuGroup = ALONE,
     calibration: Calibration | None = None,
     refused: Mapping[str, str] | None = None,
@@ -105,7 +104,6 @@ def predict(
         policy: one of ``PREDICTED``.
         batch: the batch size.
         channels_last: whether images are stored channels-last.
-        headroom: share of the memory that the largest batch leaves free.
         job: how many GPUs train together; ``batch`` is that of each.
         calibration: rates measured on a GPU of this kind; None for the constants that ship.
         refused: the script's error, by recorded policy, where it fails and there is no tape.
@@ -123,7 +121,7 @@ def predict(
     is_fp32 = policy == "tf32" and not has_tf32
     memory = _unlimited(policy_tapes, batch, conditions, policy)
     rate = conditions.throughput(tape, policy, num_batches=policy_tapes.num_batches)
-    largest = _largest_batch(policy_tapes, conditions, policy, headroom)
+    largest = _largest_batch(policy_tapes, conditions, policy)
     low, high = conditions.band
     largest_throughput, sentence = None, ""
     if largest:
@@ -268,16 +266,16 @@ def _workspace_bytes(gpu: Gpu) -> int:
     return CUBLAS_WORKSPACE_HOPPER_BYTES if gpu.compute_capability == "9.0" else CUBLAS_WORKSPACE_BYTES
 
 
-def _largest_batch(tapes: Tapes, conditions: Conditions, policy: str, headroom: float) -> int | None:
+def _largest_batch(tapes: Tapes, conditions: Conditions, policy: str) -> int | None:
     """Return the largest batch size that fits, 0 if none does; by doubling and bisection, with a replay each time."""
     gpu, job = conditions.gpu, conditions.job
 
     def fits(batch: int) -> bool:
-        return _fits(tapes, batch, conditions, policy, headroom=headroom)
+        return _fits(tapes, batch, conditions, policy, headroom=HEADROOM)
 
     if tapes.second is None:
         return None
-    key = gpu.memory_bytes, _workspace_bytes(gpu), matrix_formats(gpu, policy), headroom, job
+    key = gpu.memory_bytes, _workspace_bytes(gpu), matrix_formats(gpu, policy), job
     if key in tapes.largest:
         return tapes.largest[key]
     low, high = 0, 1

@@ -35,7 +35,6 @@ def real_gpus(
     gpus: Sequence[Gpu],
     *,
     as_module: bool = False,
-    scaled: bool = True,
     limit_s: float | None = None,
 ) -> RealGpus:
     """Return the predictions, or why there are none; never raises.
@@ -46,7 +45,6 @@ def real_gpus(
         policies: the text of each policy by the name to show.
         gpus: the GPUs.
         as_module: whether ``script`` is a module's name.
-        scaled: whether to find the largest batch as well.
         limit_s: time after which tracing ends; None for no limit.
     """
     wanted = {shown: name for shown, text in policies.items() if (name := priced_as(text))}
@@ -63,9 +61,7 @@ def real_gpus(
     if not wanted:
         return nothing
     try:
-        plan = script_plan(
-            script, arguments, to_record(list(wanted.values())), as_module=as_module, scaled=scaled, limit_s=limit_s
-        )
+        plan = script_plan(script, arguments, to_record(list(wanted.values())), as_module=as_module, limit_s=limit_s)
         found = [
             predict(
                 plan.tapes,

@@ -87,11 +87,11 @@ class Counts:
             return None
         return _last(_SEARCHED, lambda scale: self.overflowed(target, scale) == 0)
 
-    def lowest(self, target: Format, *, little: float = LITTLE) -> int | None:
-        """Return the exponent of the smallest scale at which at most the share ``little`` becomes zero."""
+    def lowest(self, target: Format) -> int | None:
+        """Return the exponent of the smallest scale at which at most the share ``LITTLE`` becomes zero."""
         if not self.nonzero:
             return None
-        return -_last(_SEARCHED, lambda scale: self.lost(target, -scale) <= little)
+        return -_last(_SEARCHED, lambda scale: self.lost(target, -scale) <= LITTLE)
 
     def casts(self, target: Format) -> Casts:
         """Return the effect of casts to ``target`` at each of ``SCALES``."""

@@ -30,9 +30,9 @@ _NAME, _CUDA, _CUDNN = "GPU of mezzo predict", "12.8", 91002
 _GPU = torch.device("cuda")
 
 
-def called_by_script(depth: int = 2) -> bool:
-    """Return whether the function ``depth`` frames up belongs to the script or a library, and not to torch or Mezzo."""
-    return not sys._getframe(depth).f_code.co_filename.startswith(_NOT_THE_SCRIPT)
+def called_by_script() -> bool:
+    """Return whether the caller's own caller belongs to the script or a library, and not to torch or Mezzo."""
+    return not sys._getframe(2).f_code.co_filename.startswith(_NOT_THE_SCRIPT)
 
 
 def always(answer: Any) -> Callable[..., Any]:
