@@ -3,7 +3,7 @@
 A dispatch mode sees every operation below autograd and autocast. Hooks on every module keep a stack of the running modules. The forward
 operation behind a graph node has the node's sequence number, so an operation of a backward pass is assigned to the module of its node's
 forward operation, without hooks on tensors or changes to the graph. A node created inside a backward pass has an identity instead of a
-number (``mezzo.observe.backward_nodes``). A node without a forward operation of its own is assigned that of the next node; the nodes that
+number (``mezzo.observe.trace``). A node without a forward operation of its own is assigned that of the next node; the nodes that
 accumulate into ``.grad`` have a parameter instead.
 
 While the step runs, each operation is recorded as a tuple without tensors, since those would keep memory alive; it is interpreted
@@ -31,16 +31,17 @@ from mezzo.engine.casts.autocast_kernels import flat_tensors
 from mezzo.engine.matrix_units.emulation import Emulation
 from mezzo.formats import BF16, FP16, FP32, FP64, TF32
 from mezzo.measure.flops import COUNTS, OperandFormats
-from mezzo.observe.backward_nodes import BackwardNodes, ThreadNodes
 from mezzo.observe.source_lines import caller, script_line
 from mezzo.observe.tensors import region
 from mezzo.observe.trace import (
     CASTS,
     LAST_NUMBER,
     NOWHERE,
+    BackwardNodes,
     GraphNode,
     Meta,
     RunningCall,
+    ThreadNodes,
     Trace,
     TracedProduct,
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -115,3 +116,19 @@ def _refuse_newer(path: Path | str, version: object) -> None:
             f"{str(path)!r} has schema version {version}; this Mezzo reads up to {SCHEMA_VERSION}",
             hint="update mezzo: pip install --upgrade mezzo",
         )
+
+
+# --- files of several processes --------------------------------------------------------------------------------------------------
+
+
+def file_of_rank(path: Path, rank: int) -> Path:
+    """Return a rank's own file, next to the file ``path`` of rank 0."""
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def files_of_ranks(path: Path) -> list[Path]:
+    """Return rank 0's file ``path``, and those of other ranks next to it, in order."""
+    name = re.compile(rf"{re.escape(path.stem)}\.rank(\d+){re.escape(path.suffix)}")
+    candidates = path.parent.glob(f"*{path.suffix}")
+    others = [(int(match[1]), other) for other in candidates if (match := name.fullmatch(other.name))]
+    return [path, *(other for _, other in sorted(others))]

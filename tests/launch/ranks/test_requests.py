@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mezzo.launch.ranks.requests import files_of_ranks, for_rank
+from mezzo.launch.ranks.requests import for_rank
 from mezzo.launch.request import Request
 from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.policy import Policy
@@ -40,19 +40,3 @@ def test_no_two_ranks_write_one_file(tmp_path: Path) -> None:
     ranges = asked(RangesSettings(), 1, tmp_path)
     assert ranges.kind == "ranges"
     assert ranges.counts_path == str(tmp_path / "run-4.counts.json")
-
-
-def test_the_files_of_ranks_are_found_in_order(tmp_path: Path) -> None:
-    own = tmp_path / "run.evidence.json"
-    for name in (
-        "run.evidence.rank10.json",
-        "run.evidence.rank2.json",
-        "other.evidence.rank1.json",
-        "run.evidence.rankx.json",
-    ):
-        (tmp_path / name).write_text("{}")
-    assert [place.name for place in files_of_ranks(own)] == [
-        "run.evidence.json",
-        "run.evidence.rank2.json",
-        "run.evidence.rank10.json",
-    ]

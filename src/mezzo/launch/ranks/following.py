@@ -11,10 +11,11 @@ from mezzo.launch.ranks.leading import POLL_S
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.merged import error_of
 from mezzo.launch.ranks.positions import take_position
-from mezzo.launch.ranks.requests import file_of_rank, for_rank, record_path
+from mezzo.launch.ranks.requests import for_rank, record_path
 from mezzo.launch.ranks.torchrun_error import REASON
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_alone, shared_imports
+from mezzo.records.files import file_of_rank
 
 _WITHOUT_LEADER = 1
 """Exit code of a process whose rank 0 is gone."""

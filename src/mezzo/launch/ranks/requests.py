@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from mezzo.launch.request import Request
+from mezzo.records.files import file_of_rank
 
 
 def record_path(folder: Path, number: int) -> Path:
@@ -45,19 +45,6 @@ def for_rank(request: Request, rank: int, *, folder: Path, number: int, ranks: i
     return request.model_copy(update={"rank": rank, "observe": observe, "snapshots": snapshots, "guard": guard})
 
 
-def file_of_rank(path: Path, rank: int) -> Path:
-    """Return a rank's own file, next to the file ``path`` of rank 0."""
-    return path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
-
-
 def folder_of_rank(folder: Path, rank: int) -> Path:
     """Return a rank's own folder, inside that of rank 0."""
     return folder / f"rank{rank}"
-
-
-def files_of_ranks(path: Path) -> list[Path]:
-    """Return an observer's file of rank 0, and those of other ranks next to it, in order."""
-    name = re.compile(rf"{re.escape(path.stem)}\.rank(\d+){re.escape(path.suffix)}")
-    candidates = path.parent.glob(f"*{path.suffix}")
-    others = [(int(match[1]), other) for other in candidates if (match := name.fullmatch(other.name))]
-    return [path, *(other for _, other in sorted(others))]

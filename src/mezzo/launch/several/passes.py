@@ -24,7 +24,6 @@ from typing import Any
 from mezzo.errors import NonFiniteLossError, ScaleFloorError
 from mezzo.frameworks.paddle_lines import in_paddle
 from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
-from mezzo.launch.ranks.requests import files_of_ranks
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.launch.several.caller import caller_of
@@ -35,6 +34,7 @@ from mezzo.observe.nonfinite.where import where_to_write
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord, RunRecord
+from mezzo.records.files import files_of_ranks
 
 _MAX_SUSPECTS = 3
 _RAISED = (1, ScaleFloorError.exit_code, NonFiniteLossError.exit_code)

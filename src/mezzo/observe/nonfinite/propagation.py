@@ -28,8 +28,7 @@ from torch.utils._pytree import tree_leaves
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite import recomputing
 from mezzo.observe.nonfinite.evidence import GradientErrors, Kind, NonFiniteResult, Source, merge_sources
-from mezzo.observe.nonfinite.location import PlacingTracer
-from mezzo.observe.nonfinite.operation_names import public_name
+from mezzo.observe.nonfinite.location import PlacingTracer, public_name
 from mezzo.observe.nonfinite.shadows import (
     RangeEnd,
     Shadows,
