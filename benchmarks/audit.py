@@ -16,6 +16,7 @@ from benchmarks.harness import interleave, median_ms, ratio, report, spread
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit.operations import interpret, weights_of
 from mezzo.observe.module_names import Names
+from mezzo.observe.observer import ModuleTree
 from mezzo.observe.tracer import Tracer
 
 ROUNDS = 15
@@ -69,7 +70,7 @@ def _counted(step: Callable[[], None]) -> None:
 
 
 def _meaning(tracers: list[Tracer], optimizer: torch.optim.Optimizer) -> None:
-    names = Names(tracers[0].trace.roots)
+    names = Names(tracers[0].trace.roots, ModuleTree())
     interpret(tracers[0].trace, names, weights_of(names.roots, [optimizer]))
 
 

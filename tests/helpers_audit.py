@@ -15,6 +15,7 @@ from mezzo.measure.environment import environment
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit.operations import TracedOperation, interpret, weights_of
 from mezzo.observe.module_names import Names
+from mezzo.observe.observer import ModuleTree
 from mezzo.observe.settings import AuditSettings
 from mezzo.observe.tracer import Tracer
 from mezzo.policy import Policy
@@ -52,5 +53,5 @@ def traced_step(
         step()
     finally:
         tracer.stop()
-    names = Names(tracer.trace.roots)
+    names = Names(tracer.trace.roots, ModuleTree())
     return interpret(tracer.trace, names, weights_of(names.roots, optimizers)), names

@@ -35,6 +35,7 @@ from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.observer import NonFinite
 from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis
 from mezzo.observe.nonfinite.where import where_to_write
+from mezzo.observe.observer import ModuleTree
 from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.observe.stopping import StopScript
 from mezzo.observe.tracer import Tracer
@@ -72,7 +73,7 @@ def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
             finally:
                 launches = profiler.stop() if profiler is not None else []
                 tracer.stop()
-    names = Names(tracer.trace.roots)
+    names = Names(tracer.trace.roots, ModuleTree())
     return audit_record(
         _run_record(step, None, started, environment(device_type)),
         [warmup + 1],

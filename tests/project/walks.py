@@ -4,7 +4,8 @@ forward     a module's forward pass in the script's own torch.autocast region, u
 update      ``Session.step``, backward pass and optimizer included, under FP16
 diagnosis   what ``mezzo diagnose`` of a script that overflows runs beyond ``mezzo run`` of the same script, children included
 
-These are the files that somebody reads who follows the call; files that only define values are not among them.
+These are the files that somebody reads who follows the call; files that only define values are not among them. A file that is started as a
+program of its own counts as run, though it may import nothing that could trace it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ class Files:
         function = code.co_flags & 2 and not code.co_name.startswith("<")  # no module's or class's body
         if event == "call" and function and code.co_filename.startswith(self.root) and code.co_filename not in self.seen:
             self.seen.add(code.co_filename)
-            with open(os.environ["WALKED"], "a") as kept:
-                kept.write(code.co_filename[len(self.root):] + chr(10))
+            self.keep(code.co_filename)
+    def keep(self, path):
+        with open(os.environ["WALKED"], "a") as kept:
+            kept.write(path[len(self.root):] + chr(10))
+    def started(self, event, args):
+        for path in args[1] if event == "subprocess.Popen" else ():
+            if str(path).startswith(self.root) and str(path).endswith(".py"):
+                self.keep(str(path))
     def of(self, call):
         before = sys.getprofile()
         sys.setprofile(self)
@@ -37,7 +44,9 @@ class Files:
         finally:
             sys.setprofile(before)
 """
-WHOLE_PROCESS = PROFILE + "sys.setprofile(Files()); threading.setprofile(sys.getprofile())\n"
+WHOLE_PROCESS = (
+    PROFILE + "files = Files(); sys.setprofile(files); threading.setprofile(files); sys.addaudithook(files.started)\n"
+)
 MODEL = (
     PROFILE
     + """

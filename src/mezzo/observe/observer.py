@@ -10,10 +10,11 @@ Compiled code runs eagerly in observed steps: operations inside compiled kernels
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,14 +23,41 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.engine.casts.casting import Casting
+from mezzo.engine.casts.conversion import in_fp32, module_names, wrap
 from mezzo.engine.scaling import Scale
 from mezzo.measure.effective import Counted, effective
 from mezzo.measure.steps import StepRecorder
-from mezzo.observe.module_names import ModuleTree
 from mezzo.observe.one_module import OneModule
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RunRecord
+
+_WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")
+
+
+class ModuleTree:
+    """The modules inside a model, as PyTorch knows them; a framework on top of PyTorch may know them by other names."""
+
+    def title(self, root: nn.Module) -> str:
+        """Return the name of a model."""
+        return type(root).__name__
+
+    def modules(self, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """Yield every module with its path, which is empty for ``root`` and for wrappers around it."""
+        for path, module in root.named_modules():
+            yield _WRAPPERS.sub("", f"{path}.").rstrip("."), module
+
+    def named(self, root: nn.Module) -> dict[str, nn.Module]:
+        """Return the modules inside ``root`` by the names that ``fp32_modules`` patterns are matched with."""
+        return module_names(root)
+
+    def parameters(self, module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of ``module`` itself, without those of modules inside it, with their names."""
+        yield from module.named_parameters(recurse=False)
+
+    def keep_fp32(self, module: nn.Module, device_type: str) -> None:
+        """Make ``module`` compute in FP32 from its next call on."""
+        wrap(module, in_fp32, device_type)
 
 
 class Update(NamedTuple):

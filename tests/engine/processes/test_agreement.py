@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from mezzo.engine.processes import agreement
-from mezzo.engine.processes.agreement import Agreement, are_several
+from mezzo.engine.processes.agreement import Agreement
+from mezzo.engine.processes.shards import are_several
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from mezzo.errors import SessionError
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit.operations import TracedOperation, interpret, listed_precision, weights_of
 from mezzo.observe.module_names import Names
+from mezzo.observe.observer import ModuleTree
 from mezzo.observe.trace import RawOperation
 from mezzo.observe.tracer import Tracer
 from mezzo.records import AuditRecord
@@ -182,7 +183,7 @@ def traced(make: Callable[[], tuple[nn.Module, Tensor, Tensor]]) -> list[tuple[T
     with tracer.tracker:
         model(x, y).backward()
     tracer.stop()
-    names = Names(tracer.trace.roots)
+    names = Names(tracer.trace.roots, ModuleTree())
     seen = interpret(tracer.trace, names, weights_of(names.roots, []))
     once = {id(one.raw): one for one in seen}
     assert len(once) == len(tracer.said)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mezzo.observe.fallback.search import Names, search
-from mezzo.observe.nested_names import covered, outermost
+from mezzo.observe.module_names import covered, outermost
 
 TOLERANCE = 0.02
 

@@ -10,7 +10,7 @@ from mezzo.errors import ScriptError
 from mezzo.observe.fallback.evidence import LocalError, Measured, StepErrors, checked
 from mezzo.observe.fallback.find import find
 from mezzo.observe.fallback.trials import Ahead, name_of
-from mezzo.observe.nested_names import covered
+from mezzo.observe.module_names import covered
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import RunRecord

@@ -22,6 +22,7 @@ from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit import kernels, totals
 from mezzo.observe.audit.operations import TracedOperation, interpret, weights_of
 from mezzo.observe.module_names import Names
+from mezzo.observe.observer import ModuleTree
 from mezzo.observe.trace import RawOperation
 from mezzo.observe.tracer import Tracer
 from mezzo.records import AS_IS, AuditRecord, Cause, Finding, Operation, WideProduct
@@ -247,7 +248,7 @@ def call(name: str, start: int, kernel: str) -> list[Event]:
 
 def test_kernels_reach_the_products_that_launched_them() -> None:
     tracer, _ = traced(Net())
-    names = Names(tracer.trace.roots)
+    names = Names(tracer.trace.roots, ModuleTree())
     seen: list[TracedOperation] = interpret(tracer.trace, names, weights_of(names.roots, []))
     order = [one.op for one in {id(one.raw): one for one in seen if one.product is not None}.values()]
     products = [f"{op}_s16816" if op != "convolution" else "sgemm_simt" for op in order]
@@ -295,7 +296,7 @@ def test_a_kernel_counts_once_though_the_profilers_overhead_has_the_operations_n
 
 def test_without_kernels_nothing_is_proven() -> None:
     tracer, _ = traced(Net())
-    seen = interpret(tracer.trace, Names(tracer.trace.roots), set())
+    seen = interpret(tracer.trace, Names(tracer.trace.roots, ModuleTree()), set())
     assert all(p.on_tensor_cores is None for p in kernels.prove(totals.products(seen), seen, []))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable
 
 from torch import Tensor, nn
 
-from mezzo.observe.module_names import ModuleTree
+from mezzo.observe.observer import ModuleTree
 from mezzo.observe.ranges.off_regions import OffRegions
 from mezzo.policy import Policy
 

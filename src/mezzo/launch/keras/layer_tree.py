@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from mezzo.launch.keras.layers import inner_layers, keep_fp32
-from mezzo.observe.module_names import ModuleTree
+from mezzo.observe.observer import ModuleTree
 
 
 class LayerTree(ModuleTree):

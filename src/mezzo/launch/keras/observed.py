@@ -32,8 +32,7 @@ from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.observers import observer_for
 from mezzo.measure.steps import StepRecorder
-from mezzo.observe.module_names import ModuleTree
-from mezzo.observe.observer import Observer, Update
+from mezzo.observe.observer import ModuleTree, Observer, Update
 from mezzo.observe.one_module import OneModule
 from mezzo.observe.settings import AnySettings, RangesSettings
 from mezzo.policy import Policy

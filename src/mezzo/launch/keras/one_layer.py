@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.frameworks.keras import dtype_policy_name
-from mezzo.observe.module_names import ModuleTree
+from mezzo.observe.observer import ModuleTree
 from mezzo.observe.one_module import for_single_modules, same_random_numbers
 from mezzo.policy import Policy
 

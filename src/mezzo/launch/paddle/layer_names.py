@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mezzo.observe.nested_names import PathNames
+from mezzo.observe.module_names import Names
 
 _WRAPPERS = re.compile(r"^(_layers\.)+")
 
@@ -17,7 +17,7 @@ def bare_name(name: str) -> str:
 
 
 class SublayerTree:
-    """The layers inside a model (``mezzo.observe.nested_names.NamedTree``)."""
+    """The layers inside a model (``mezzo.observe.module_names.NamedTree``)."""
 
     def title(self, root: Any) -> str:
         """Return the name of a model."""
@@ -33,7 +33,7 @@ class SublayerTree:
         yield from module.named_parameters(include_sublayers=False)
 
 
-class LayerNames(PathNames):
+class LayerNames(Names):
     """The path of every layer, and of every parameter."""
 
     no_path = "a weight outside any layer"

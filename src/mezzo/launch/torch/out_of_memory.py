@@ -20,6 +20,7 @@ from mezzo.launch.torch.state import Run
 from mezzo.measure.memory import optimizer_bytes, total_bytes
 from mezzo.measure.memory_settings import ACTIVATIONS, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS, memory_settings
 from mezzo.observe.module_names import Names
+from mezzo.observe.observer import ModuleTree
 from mezzo.records import HeldModule, Memory, OutOfMemory, Reason
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -97,7 +98,7 @@ def _frames(error: BaseException) -> Iterator[list[Any]]:
 def _largest(
     modules: list[nn.Module], parameters: list[Tensor], optimizers: list[torch.optim.Optimizer]
 ) -> list[HeldModule]:
-    names, sizes = Names(modules), Counter[str]()
+    names, sizes = Names(modules, ModuleTree()), Counter[str]()
     for parameter in parameters:
         states = [optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state]
         moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]

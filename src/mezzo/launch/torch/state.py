@@ -28,8 +28,7 @@ from mezzo.launch.torch.updates.left_out import LeftOutUpdates
 from mezzo.launch.torch.updates.owners import OptimizerOwners
 from mezzo.measure.steps import STEPS_BETWEEN_NORMS, StepRecorder
 from mezzo.observe.lint.observer import Lint
-from mezzo.observe.module_names import ModuleTree
-from mezzo.observe.observer import Observer, Update
+from mezzo.observe.observer import ModuleTree, Observer, Update
 from mezzo.observe.one_module import OneModule, TorchModule
 from mezzo.policy import Policy
 from mezzo.records import OWN_16_BITS, Reason

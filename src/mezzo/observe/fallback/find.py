@@ -24,7 +24,7 @@ from mezzo.observe.fallback.operations import in_fp32, needed
 from mezzo.observe.fallback.search import Names, search
 from mezzo.observe.fallback.trials import Measure, expected, guesses_for, name_of
 from mezzo.observe.limits import ROUNDOFFS
-from mezzo.observe.nested_names import covered
+from mezzo.observe.module_names import covered
 from mezzo.observe.settings import FallbackSettings
 from mezzo.policy import Policy
 from mezzo.records import FallbackRecord, FallbackVerdict, ModuleError, Reason, RunRecord, Verification

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from mezzo.observe.nested_names import covered, outermost
+from mezzo.observe.module_names import covered, outermost
 
 Names: TypeAlias = tuple[str, ...]
 Verify: TypeAlias = Callable[[Names], float]

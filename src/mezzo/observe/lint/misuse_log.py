@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mezzo.observe.limits import MOST_LISTED
 from mezzo.observe.lint.rules import BY_CODE
 from mezzo.observe.module_names import Names
-from mezzo.observe.observer import ObservedRun
+from mezzo.observe.observer import ModuleTree, ObservedRun
 from mezzo.observe.source_lines import running_line
 from mezzo.records import Finding
 
@@ -82,7 +82,7 @@ def _named(roots: Iterable[nn.Module], parameters: Iterable[Tensor], modules: It
     """Return the names of modules; for a model whose parameters are all among ``parameters``, only its class."""
     models, listed = list(roots), [id(p) for p in parameters]
     concerned = set(listed)
-    names = Names(models)
+    names = Names(models, ModuleTree())
     whole = [model for model in models if (ids := [id(p) for p in model.parameters()]) and concerned.issuperset(ids)]
     covered = {id(p) for model in whole for p in model.parameters()}
     named = [type(getattr(model, "_orig_mod", model)).__name__ for model in whole]  # the class inside torch.compile's

@@ -14,9 +14,8 @@ from mezzo import oplists
 from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS, FP16
 from mezzo.observe.limits import HEADROOM
-from mezzo.observe.nested_names import outermost
+from mezzo.observe.module_names import outermost
 from mezzo.observe.nonfinite.keras_fixes import in_keras
-from mezzo.observe.nonfinite.offers import Offer
 from mezzo.observe.nonfinite.words import ITSELF
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand
@@ -38,6 +37,30 @@ _MAX_MODULES = 3
 RUN_AGAIN = "set the script's seeds and run it again, so that the step can be inspected"
 """The fix of a fault whose operation was not inspected."""
 DIVERGES = "lower the learning rate, or clip the gradients"
+
+
+class Offer(NamedTuple):
+    """A possible fix, and how to try it."""
+
+    advice: str
+    line: str
+    policy: Policy | None = None
+    """The policy under which to try it; None for the run's own."""
+    loss_scale: float | None = None
+    """The loss scale to begin with, if the script has its own scaler."""
+    fp32_modules: tuple[str, ...] = ()
+    """Modules to keep in FP32 if the script keeps its own precision."""
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a run can try it; a change to the script's own lines cannot be tried."""
+        return self.policy is not None or self.loss_scale is not None or bool(self.fp32_modules)
+
+    def kept_beyond(self, policy: Policy | None) -> tuple[str, ...]:
+        """Return the modules that it keeps in FP32 and ``policy``, the one of the script's run, does not."""
+        before = () if policy is None else policy.fp32_modules
+        after = () if self.policy is None else self.policy.fp32_modules
+        return tuple(name for name in dict.fromkeys((*self.fp32_modules, *after)) if name not in before)
 
 
 class Tried(NamedTuple):
@@ -68,10 +91,16 @@ def offers_for(record: DiagnoseRecord) -> list[Offer]:
 
 
 def _in_its_terms(offers: list[Offer], record: DiagnoseRecord) -> list[Offer]:
-    """Return the offers as a script of its framework writes them."""
+    """Return the offers as a script of its framework writes them, without those that it cannot apply."""
     if not record.run.framework.startswith("keras"):
         return offers
-    return in_keras(offers, _policy(record))
+    own, terms = _policy(record), []
+    for offer in offers:
+        words = in_keras(
+            offer.advice, offer.line, own, policy=offer.policy, scale=offer.loss_scale, kept=offer.kept_beyond(own)
+        )
+        terms += [] if words is None else [offer._replace(advice=words[0], line=words[1])]
+    return terms
 
 
 def _policy(record: DiagnoseRecord) -> Policy | None:

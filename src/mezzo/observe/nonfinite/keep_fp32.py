@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.observe.module_names import ModuleTree
+from mezzo.observe.observer import ModuleTree
 
 
 def keep_fp32(patterns: Sequence[str], tree: ModuleTree) -> RemovableHandle:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mezzo.observe.nonfinite.offers import Offer
 from mezzo.policy import Policy
 
 _WIDER = "bf16"
@@ -35,32 +34,35 @@ _LINES = {
 """The lines that fixes show for PyTorch, and their counterparts in Keras."""
 
 
-def in_keras(offers: Sequence[Offer], policy: Policy | None) -> list[Offer]:
-    """Return the offers as a Keras script would write them, without those that Keras cannot apply.
+def in_keras(
+    advice: str, line: str, own: Policy | None, *, policy: Policy | None, scale: float | None, kept: Sequence[str]
+) -> tuple[str, str] | None:
+    """Return a fix's advice and line as a Keras script would write them; None if Keras cannot apply it.
 
     Args:
-        offers: the offers for PyTorch.
-        policy: the run's policy; None for the script's own precision.
+        advice: the advice for PyTorch.
+        line: the line for PyTorch.
+        own: the run's policy; None for the script's own precision.
+        policy: the policy with the fix; None for the run's own.
+        scale: the loss scale to begin with, under the script's own precision.
+        kept: the layers that the fix keeps in FP32, and the run does not.
     """
-    own = None if policy is None else policy.fp32
-    return [_written(o, policy) for o in offers if own is None or o.policy is None or o.policy.fp32 == own]
-
-
-def _written(offer: Offer, policy: Policy | None) -> Offer:
-    kept, lines = offer.kept_beyond(policy), []
-    if offer.policy is not None and offer.policy.compute == _WIDER and (policy is None or policy.compute != _WIDER):
+    if own is not None and policy is not None and policy.fp32 != own.fp32:
+        return None
+    lines = []
+    if policy is not None and policy.compute == _WIDER and (own is None or own.compute != _WIDER):
         lines.append('keras.config.set_dtype_policy("mixed_bfloat16")')
-    elif (scale := _new_scale(offer, policy)) is not None:
-        lines.append(f"optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale={scale})")
+    elif (initial := _new_scale(scale, policy, own)) is not None:
+        lines.append(f"optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale={initial})")
     if kept:
         lines.append(f'dtype="float32"  # argument of the layer{"s" * (len(kept) > 1)} {" and ".join(kept)}')
-    advice = f"keep {' and '.join(kept)} in FP32" if offer.fp32_modules else offer.advice
-    return offer._replace(advice=advice, line="; ".join(lines) or _LINES.get(offer.line, offer.line))
+    instead = f"keep {' and '.join(kept)} in FP32" if kept and policy is None else advice
+    return instead, "; ".join(lines) or _LINES.get(line, line)
 
 
-def _new_scale(offer: Offer, policy: Policy | None) -> float | None:
-    """Return the loss scale that an offer begins with; None if it leaves the scale alone."""
-    if offer.loss_scale is not None or offer.policy is None or offer.policy.loss_scale != "dynamic":
-        return offer.loss_scale
-    scaled = policy is not None and (policy.loss_scale, policy.init_scale) == ("dynamic", offer.policy.init_scale)
-    return None if scaled else offer.policy.init_scale
+def _new_scale(scale: float | None, policy: Policy | None, own: Policy | None) -> float | None:
+    """Return the loss scale that a fix begins with; None if it leaves the scale alone."""
+    if scale is not None or policy is None or policy.loss_scale != "dynamic":
+        return scale
+    scaled = own is not None and (own.loss_scale, own.init_scale) == ("dynamic", policy.init_scale)
+    return None if scaled else policy.init_scale

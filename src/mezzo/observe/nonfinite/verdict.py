@@ -22,8 +22,7 @@ from typing import Literal, TypeAlias
 from mezzo.formats import FP16
 from mezzo.observe.nonfinite import fixes, words
 from mezzo.observe.nonfinite.evidence import Evidence, Located
-from mezzo.observe.nonfinite.fixes import Tried
-from mezzo.observe.nonfinite.offers import Offer
+from mezzo.observe.nonfinite.fixes import Offer, Tried
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, Diagnosed, DiagnoseRecord, Pass, RunRecord, TrendStep

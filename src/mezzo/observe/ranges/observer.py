@@ -31,7 +31,7 @@ from mezzo.engine.gradients import trained_by
 from mezzo.engine.kernels import exponents
 from mezzo.engine.processes.shards import local
 from mezzo.formats import BF16, FP16
-from mezzo.observe.nested_names import free_title
+from mezzo.observe.module_names import free_title
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.casts import Counts
 from mezzo.observe.ranges.counts_file import write_values

@@ -26,7 +26,7 @@ from mezzo.launch.paddle.state import PaddleRun, dense, parameters_of
 from mezzo.launch.paddle.surveys import array_of
 from mezzo.launch.paddle.tape import Tape, tensors
 from mezzo.launch.patches import Patches
-from mezzo.observe.nested_names import free_title
+from mezzo.observe.module_names import free_title
 from mezzo.observe.ranges.casts import Counts
 from mezzo.observe.ranges.table import ObservedValues, ranges_record
 from mezzo.observe.settings import RangesSettings
