@@ -303,7 +303,13 @@ class Observer(ABC):
 
     def _eager_from_here(self) -> None:
         if self._observing is not None:
-            self._eager, self.forced_eager = torch.compiler.set_stance("force_eager"), True
+            self.forced_eager = True
+            self._run_eagerly()
+
+    def _run_eagerly(self) -> None:
+        """Let compiled code run eagerly, once: a second stance would be left in place at the end."""
+        if self._eager is None:
+            self._eager = torch.compiler.set_stance("force_eager")
 
     def _begin_at_first_call(self) -> bool:
         """Begin at the first call of a module, and again at the first call with gradients in another thread.
@@ -333,7 +339,7 @@ class Observer(ABC):
         self._observing = self._waiting[0]
         if "torch._dynamo" in sys.modules:
             self.forced_eager = self.forced_eager or self.run.compiles
-            self._eager = torch.compiler.set_stance("force_eager")
+            self._run_eagerly()
         self.begin(self._observing)
 
     def _end(self) -> None:

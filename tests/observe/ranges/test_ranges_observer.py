@@ -383,6 +383,16 @@ def test_hard_scripts(words: list[str], name: str, count: int, said: str) -> Non
     assert said or not [n for n in record.notes if n.what in ("updates", "activations", "torch.compile")]
 
 
+def test_code_that_is_compiled_after_an_observation_runs_compiled() -> None:
+    # The compiler is imported before the script imports it, as in a notebook.
+    from torch._dynamo.testing import CompileCounter
+
+    of_script("compiled", "module", "eager")
+    counted = CompileCounter()
+    torch.compile(torch.sin, backend=counted)(torch.ones(3))
+    assert counted.frame_count == 1
+
+
 def test_every_optimizer_s_updates_are_counted() -> None:
     record = of_script("two_optimizers")
     names = {t.name for t in record.tensors if t.kind == "weights"}
