@@ -227,7 +227,7 @@ def evidence(run: Run) -> object:
 def measured(run: Run) -> object:
     assert isinstance(run.observer, Fallback)
     kept = {step: {name: g.tolist() for name, g in found.items()} for step, found in run.observer._recorded.items()}
-    return run.observer.watched, kept, [(one.module, one.output, one.flops) for one in run.observer._local]
+    return run.observer.watched, kept, [(one.module, one.output, one.flops) for one in run.observer._measured.local]
 
 
 OBSERVED: dict[str, tuple[AnySettings, Callable[[Run], object]]] = {
