@@ -307,7 +307,7 @@ class Observer(ABC):
             self._run_eagerly()
 
     def _run_eagerly(self) -> None:
-        """Let compiled code run eagerly, once: a second stance would be left in place at the end."""
+        """Let compiled code run eagerly. Only one stance is set, because only one is undone at the end."""
         if self._eager is None:
             self._eager = torch.compiler.set_stance("force_eager")
 

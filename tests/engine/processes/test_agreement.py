@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from mezzo.engine.processes import agreement
-from mezzo.engine.processes.agreement import Agreement
-from mezzo.engine.processes.shards import are_several
+from mezzo.engine.processes.agreement import Agreement, are_several
 
 
 @pytest.fixture(autouse=True)

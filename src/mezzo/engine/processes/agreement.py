@@ -115,3 +115,8 @@ def _timeout() -> timedelta | None:
         if isinstance(found := getattr(options, "_timeout", None), timedelta):
             return found
     return None
+
+
+def are_several() -> bool:
+    """Return whether this process belongs to a group of several."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -20,11 +20,6 @@ from mezzo.formats import FP32, FP64
 _WHOLE = (Tensor, nn.Parameter)
 
 
-def are_several() -> bool:
-    """Return whether this process belongs to a group of several."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def is_shared(tensor: Tensor) -> bool:
     """Return whether several processes share ``tensor``."""
     return type(tensor) not in _WHOLE and hasattr(tensor, "to_local")

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from mezzo.engine.guardrails.alarms import Alarms, UpdateNumbers
-from mezzo.engine.processes.agreement import Agreement
-from mezzo.engine.processes.shards import are_several
+from mezzo.engine.processes.agreement import Agreement, are_several
 from mezzo.errors import GuardError
 from mezzo.launch.request_parts import GuardRequest
 from mezzo.launch.torch.state import Run

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.engine.gradients import parameters_of, trained_by
-from mezzo.engine.processes.shards import are_several
+from mezzo.engine.processes.agreement import are_several
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.measure.effective import Counted
 from mezzo.measure.flops import OperandFormats

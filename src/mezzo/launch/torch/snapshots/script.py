@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from mezzo.engine.gradients import trained_leaves
-from mezzo.engine.processes.agreement import EVERY_S, Agreement
-from mezzo.engine.processes.shards import are_several
+from mezzo.engine.processes.agreement import EVERY_S, Agreement, are_several
 from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.folder import Folder
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
