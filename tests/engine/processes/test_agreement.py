@@ -12,9 +12,13 @@ from mezzo.engine.processes import agreement
 from mezzo.engine.processes.agreement import Agreement, are_several
 
 
+def form_group() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+
+
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+    form_group()
     try:
         yield
     finally:
@@ -45,6 +49,15 @@ def test_what_one_process_learns_of_itself() -> None:
     assert together.any_of(1, None) is None
     assert together.any_of(2, "alarm") == (0, "alarm")
     assert (together.rank, together.size, are_several()) == (0, 1, False)
+
+
+def test_a_script_may_form_its_group_again() -> None:
+    together = Agreement()
+    assert together.largest([3]) == [3]
+    dist.destroy_process_group()
+    form_group()
+    assert (together.rank, together.size, together.of_each("value")) == (0, 1, ["value"])
+    assert together.largest([4]) == [4]
 
 
 def test_a_process_that_hangs_times_out_by_the_scripts_own_limit() -> None:

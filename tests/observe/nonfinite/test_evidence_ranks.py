@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues, of_all
+from mezzo.observe.nonfinite.faults import where_it_began
 
 
 def located(step: int) -> Located:
@@ -37,3 +38,22 @@ def test_of_all(by_rank: list[Evidence | None], found: dict[str, Any] | None) ->
         return
     assert evidence is not None
     assert {name: getattr(evidence, name) for name in found} == found
+
+
+NONE, OWN, ARRIVED = None, located(2), located(2).model_copy(update={"arrived": True})
+BEGAN: list[tuple[list[Located | None], int]] = [
+    # the place that each process found, by rank; the rank where the fault began
+    ([NONE, NONE], -1),
+    ([OWN, NONE], 0),
+    ([ARRIVED, OWN], 1),  # the other process saw it first
+    ([ARRIVED, ARRIVED, OWN], 2),
+    ([NONE, ARRIVED], 1),
+    ([OWN, OWN], 0),
+]
+
+
+@pytest.mark.parametrize(("found", "rank"), BEGAN)
+def test_a_fault_is_that_of_the_process_where_it_began(found: list[Located | None], rank: int) -> None:
+    began, place = where_it_began(found)
+    assert began == rank
+    assert place is (None if rank < 0 else found[rank])

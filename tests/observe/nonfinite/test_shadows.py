@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mezzo.observe.nonfinite.ranks import where_it_began
 from mezzo.observe.nonfinite.shadows import RangeEnd, Shadows, Storages, differs, rounded
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -109,20 +108,3 @@ def test_a_storage_in_the_memory_of_a_dead_one_has_nothing() -> None:
     assert len(numbers) < 2000  # memory was used again
     assert len(kept) < 1000  # dead ones do not pile up
 
-
-BEGAN: list[tuple[list[tuple[bool, str | None]], tuple[int, str | None]]] = [
-    # what each process found, and whether it may have arrived with the gradients of all
-    ([(False, None), (False, None)], (-1, None)),
-    ([(False, "mine"), (False, None)], (0, "mine")),
-    ([(True, "arrived"), (False, "mine")], (1, "mine")),  # the other process saw it first
-    ([(True, "arrived"), (True, "arrived"), (False, "mine")], (2, "mine")),
-    ([(True, "arrived"), (False, None)], (0, "arrived")),
-    ([(False, "first"), (False, "second")], (0, "first")),
-]
-
-
-@pytest.mark.parametrize(("values", "expected"), BEGAN)
-def test_a_fault_is_that_of_the_process_where_it_began(
-    values: list[tuple[bool, str | None]], expected: tuple[int, str | None]
-) -> None:
-    assert where_it_began(values) == expected

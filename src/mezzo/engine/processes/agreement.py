@@ -34,6 +34,8 @@ class Agreement:
         """
         self._every_s, self._within = every_s, within
         self._group: Any = None
+        self._world: Any = None
+        """The group of all processes when the own group was created: a script may destroy it and form another."""
         self._interval = 1
         self._last = (0, time.monotonic())
         self.next = 1
@@ -80,12 +82,15 @@ class Agreement:
         """The number of processes."""
         return dist.get_world_size(self._own_group())
 
+    def of_each(self, value: T) -> list[T]:
+        """Return the values of all processes, by rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._own_group())
+        return values
+
     def first_of(self, value: T | None) -> tuple[int, T] | None:
         """Return the lowest rank that passed a value, and the value; None if no process did."""
-        group = self._own_group()
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return next(((rank, one) for rank, one in enumerate(values) if one is not None), None)
+        return next(((rank, one) for rank, one in enumerate(self.of_each(value)) if one is not None), None)
 
     def any_of(self, updates: int, value: T | None) -> tuple[int, T] | None:
         """Exchange like ``exchange``, and return the result of ``first_of``."""
@@ -98,7 +103,8 @@ class Agreement:
         return max(1, min(int(self._every_s / max(per_update_s, 1e-6)), 2 * self._interval, _MOST_UPDATES))
 
     def _own_group(self) -> Any:
-        if self._group is None:
+        if self._group is None or (self._within is None and self._world is not dist.group.WORLD):
+            self._world = dist.group.WORLD
             ranks = None if self._within is None else dist.get_process_group_ranks(self._within)
             # With only some of the processes, the others take no part in creating the group.
             self._group = dist.new_group(

@@ -19,14 +19,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.engine.gradients import parameters_of, trained_by
-from mezzo.engine.processes.agreement import are_several
+from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.scaling import DynamicScale, StaticScale
 from mezzo.measure.effective import Counted
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.module_names import Names
-from mezzo.observe.nonfinite import ranks
 from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, NonFiniteResult, Source, write_evidence
-from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule
+from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule, where_it_began
 from mezzo.observe.nonfinite.keep_fp32 import keep_fp32
 from mezzo.observe.nonfinite.propagation import InfinityTracer
 from mezzo.observe.observer import ObservedRun, Observer, Update
@@ -67,6 +66,8 @@ class NonFinite(Observer):
         self._formats = Counted()
         self._problems: dict[str, str] = {}
         """Operations that could not be inspected, and why."""
+        self._agreement: Agreement | None = None
+        """The exchanges with other processes, once the script has formed a group."""
         self._remote_fault: tuple[int, Located | None] = (-1, None)
         """The rank of another process where a fault began, and the place to blame there."""
         self._first_inspected = 0
@@ -177,18 +178,22 @@ class NonFinite(Observer):
             over = True
         self._judge(num_steps)
         over = over or self._faults.are_enough
-        if are_several():
+        if dist.is_available() and dist.is_initialized():
             over = self._agree(over)
         if over:
             raise StopScript
 
     def _agree(self, over: bool) -> bool:
-        """Return whether any process is to end; adopt the fault of the process where it began."""
-        if not ranks.any_process(over, self.run.device_type or "cpu"):
+        """Return whether any process is to end; adopt the fault of the process where it began.
+
+        All end at the same step: a process that continued alone would wait for the others forever.
+        """
+        if self._agreement is None:
+            self._agreement = Agreement()
+        if not any(self._agreement.largest([over])):
             return False
-        own = self._faults.first()
-        rank, first = ranks.first_of_all(own, arrived=own is not None and own.arrived)
-        if rank != dist.get_rank():
+        rank, first = where_it_began(self._agreement.of_each(self._faults.first()))
+        if rank != self._agreement.rank:
             self._remote_fault = rank, first
         return True
 
