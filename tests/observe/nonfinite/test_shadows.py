@@ -107,4 +107,3 @@ def test_a_storage_in_the_memory_of_a_dead_one_has_nothing() -> None:
     gc.collect()
     assert len(numbers) < 2000  # memory was used again
     assert len(kept) < 1000  # dead ones do not pile up
-
