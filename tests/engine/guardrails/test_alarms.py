@@ -222,6 +222,14 @@ def test_an_alarm_says_since_when_and_by_what_limit() -> None:
     assert "1.4826 MAD 0." in found[0].evidence
 
 
+def test_a_storm_of_skips_began_with_the_first_of_the_row() -> None:
+    calm = [UpdateNumbers(step, 1.0, 1.0, False, 65536.0) for step in range(1, 5)]
+    row = [UpdateNumbers(step, 1.0, math.inf, True, 2.0 ** (20 - step)) for step in range(5, 35)]
+    (alarm,) = Alarms().inspect([*calm, *row])
+    assert (alarm.kind, alarm.step, alarm.since) == ("skip storm", 34, 5)
+    assert alarm.evidence == "30 updates in a row were skipped; the loss scale is 6.10352e-05, from 65536"
+
+
 def test_after_forgetting_a_kind_is_raised_again() -> None:
     watch = Alarms()
     bad = UpdateNumbers(1, math.nan, math.nan, False, None)

@@ -28,8 +28,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.rnn = nn.{kind}(5, 6, batch_first=True)
-        self.head = nn.Linear(6, 2)
+        self.rnn = nn.{kind}(5, 6, batch_first=True, bidirectional={directions} == 2)
+        self.head = nn.Linear(6 * {directions}, 2)
 
     def forward(self, x, lengths):
         packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
@@ -78,9 +78,9 @@ def test_results_and_gradients_have_the_shapes_of_the_layer(
         assert run(fake, mode.from_tensor(x)) == expected
 
 
-def _taped(tmp_path: Path, kind: str, policy: str) -> ScriptTape:
+def _taped(tmp_path: Path, kind: str, policy: str, directions: int) -> ScriptTape:
     path = tmp_path / "train.py"
-    path.write_text(SCRIPT.replace("{kind}", kind))
+    path.write_text(SCRIPT.replace("{kind}", kind).replace("{directions}", str(directions)))
     return record_script(TapeRequest(script=str(path), arguments=(), policy=policy, steps=2))
 
 
@@ -92,8 +92,11 @@ def _products(tape: TrainingTape, *formats: str) -> Counter[tuple[int, int]]:
 
 @pytest.mark.parametrize(("kind", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
 @pytest.mark.parametrize("policy", ["fp32", "fp16", "bf16"])
-def test_a_layer_is_cudnns_products_in_every_format(tmp_path: Path, kind: str, gates: int, policy: str) -> None:
-    made = _taped(tmp_path, kind, policy)
+@pytest.mark.parametrize("directions", [1, 2])
+def test_a_layer_is_cudnns_products_in_every_format(
+    tmp_path: Path, kind: str, gates: int, policy: str, directions: int
+) -> None:
+    made = _taped(tmp_path, kind, policy, directions)
     assert made.tape is not None
     width, positions = gates * HIDDEN, BATCH * STEPS
     expected = Counter({(positions * width, WIDTH): 1})  # the inputs of all positions
@@ -101,5 +104,5 @@ def test_a_layer_is_cudnns_products_in_every_format(tmp_path: Path, kind: str, g
     expected[(BATCH * HIDDEN, width)] += STEPS  # its gradient
     expected[(width * WIDTH, positions)] += 1  # the gradients of the weights
     expected[(width * HIDDEN, positions)] += 1
-    assert _products(made.tape, policy) == expected
+    assert _products(made.tape, policy) == Counter({shape: directions * count for shape, count in expected.items()})
     assert made.sized_at == ["train.py:13"]

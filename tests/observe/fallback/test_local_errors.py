@@ -97,6 +97,14 @@ def test_a_container_answers_for_what_it_computes_itself() -> None:
 
 
 @BOTH_WAYS
+def test_what_has_no_gradient_has_no_error_of_one() -> None:
+    no_weights, no_gradient = measured(Squeezing(), normal(8, 4)), measured(nn.Linear(4, 4), normal(8, 4, grad=False))
+    assert (no_weights.wgrad, no_gradient.dgrad) == (None, None)
+    assert no_weights.dgrad is not None
+    assert no_gradient.wgrad is not None
+
+
+@BOTH_WAYS
 def test_what_a_run_by_itself_leaves_behind() -> None:
     module = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5))
     call = called(module, normal(8, 4))

@@ -21,7 +21,7 @@ from mezzo.observe.nonfinite.evidence import (
     read_evidence,
     write_evidence,
 )
-from mezzo.observe.nonfinite.fixes import next_offer
+from mezzo.observe.nonfinite.fixes import Offer, Tried, next_offer, settled
 from mezzo.observe.nonfinite.verdict import Role, ScriptRun, diagnosis, known, tried, verdict_on
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
@@ -328,6 +328,29 @@ def test_lost_updates_are_counted_where_the_scale_is_to_blame(
     detail = diagnosis([ran("first", evidence, run=run)]).detail
     assert ("updates were skipped" in detail) == bool(said)
     assert said in detail
+
+
+@pytest.mark.parametrize(
+    ("located", "untried"),
+    [
+        (at(), ""),
+        (
+            at(kind="refused", largest=1e9),
+            "; writing torch.finfo(x.dtype).min or max in place of the number in the script was not tried",
+        ),
+        (
+            at(largest=None, vanished=values(kind="vanished", largest=1e-9)),
+            "; keeping the value that becomes 0 above 6e-08 in the script was not tried",
+        ),
+        (at(kind="vanished", largest=1e-9, gradients=WRONG), ""),
+    ],
+)
+def test_a_fix_that_helped_says_what_else_may_help_in_the_script(located: Located, untried: str) -> None:
+    record = diagnosis([ran("first", Evidence(located=located))])
+    healthy = DiagnoseRecord(run=record_of(), verdict="healthy")
+    fixed = settled(record, [Tried(Offer("train in BF16", 'policy = "bf16"', Policy.parse("bf16")), healthy)], last=4)
+    assert (fixed.fix, fixed.fix_tried) == ("train in BF16", True)
+    assert fixed.fix_note == f"tried: the script ran 4 steps under bf16, and nothing is wrong{untried}"
 
 
 # --- further runs ----------------------------------------------------------------------------------------------------------------

@@ -261,6 +261,7 @@ def test_modules_that_the_policy_keeps_in_fp32_set_no_limit() -> None:
     assert {t.name for t in kept.tensors if t.kept_fp32} >= {"head.0", "head.1", "head.0.weight", "head.1.bias"}
     assert not any(t.kept_fp32 for t in kept.tensors if t.name.startswith("body") or t.name == "Two (input)")
     assert {t.name for t in free.tensors if t.kept_fp32} == {"Two"}  # a sum is FP32 by the op lists
+    assert not any("every gradient" in window.reason for window in (*free.windows, *kept.windows))
     highest = [record.windows[0].highest for record in (free, kept)]
     assert highest[0] is not None
     assert highest[1] is not None
@@ -289,6 +290,11 @@ def test_notes_say_what_a_loss_scale_cannot_help_and_where_the_policy_begins_wro
     assert "65536 overflows; the window ends at" in note(record, "policy's loss scale")
     quiet = mezzo.ranges(lambda: train(1e-17), policy="fp16:init_scale=2")
     assert "2 is too small; the window begins at" in note(quiet, "policy's loss scale")
+    lowest = mezzo.ranges(lambda: train(1e-10)).windows[0].lowest
+    assert lowest is not None
+    assert 1 < lowest < 24
+    fits = mezzo.ranges(lambda: train(1e-10), policy=f"fp16:init_scale={2.0**lowest}")
+    assert note(fits, "policy's loss scale") == ""
     endless = nn.Sequential(nn.Linear(6, 4), _Endless(), nn.Hardtanh())
     broken = mezzo.ranges(lambda: plain(endless, torch.optim.SGD(endless.parameters())))
     assert "in FP32 already: 1 (activations)" in note(broken, "not finite")

@@ -29,6 +29,10 @@ OWN = """with torch.autocast("cpu", dtype=torch.float16):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)
     scaler.update()"""
+OFF = """with torch.autocast("cpu", enabled=False):
+        target = torch.zeros(8, 4)
+    (model(torch.randn(8, 8)) - target).square().mean().backward()
+    optimizer.step()"""
 SESSION = """with session.autocast():
         loss = model(torch.randn(8, 8)).square().mean()
     session.step(loss)"""
@@ -39,6 +43,7 @@ SESSION = """with session.autocast():
     [
         ("scaler = torch.amp.GradScaler('cpu')", OWN),
         ("scaler = torch.amp.GradScaler('cpu', 65536.0, 2.0, 0.5, 2000, True)", OWN),
+        ("", OFF),
         ("session = mezzo.Session(model, optimizer, policy='fp16')", SESSION),
     ],
 )
