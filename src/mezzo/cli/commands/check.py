@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli.budget import Budget, seconds_of
+from mezzo.cli.budget import Budget
 from mezzo.cli.check_record import CheckOptions, check_record, formats_of
+from mezzo.cli.durations import seconds_of
 from mezzo.cli.machines import Machine, machine_of, name_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
@@ -76,7 +77,7 @@ def check(
     named = {} if policies is None else _named(policies)
     opts = CheckOptions(
         script=script,
-        budget=Budget(seconds_of(budget)),
+        budget=Budget(seconds_of(budget, option="--budget", example="10m")),
         gpu=None if gpu is None else gpu_named(gpu),
         policies=None if policies is None else list(named),
         seeds=seeds or _DEFAULT_SEEDS,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli.budget import Budget, clock, seconds_of
+from mezzo.cli.budget import Budget
+from mezzo.cli.durations import clock, seconds_of
 from mezzo.cli.machines import check_times, how_placed, machine_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
@@ -94,7 +95,8 @@ def tune(
     from mezzo.measure.checkpointing.wanted import bytes_of_text
     from mezzo.measure.tune.configurations import grid
 
-    time_left, varied, changed = Budget(seconds_of(budget)), _varied(vary or []), _changes(changes)
+    time_left = Budget(seconds_of(budget, option="--budget", example="10m"))
+    varied, changed = _varied(vary or []), _changes(changes)
     limit_bytes, plans = None if memory is None else bytes_of_text(memory, option="--memory"), _plans(checkpoint)
     target_gpu = gpu if gpu in (None, NONE) else gpu_named(str(gpu))
     named = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]

@@ -1,0 +1,32 @@
+"""Durations as users type and read them: ``90s``, ``10m``, ``1h``; ``9:56``."""
+
+from __future__ import annotations
+
+import re
+
+from mezzo.errors import UsageError
+
+_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh]?)", re.IGNORECASE)
+
+
+def seconds_of(text: str, *, option: str, example: str) -> float:
+    """Return the seconds in an option's value, such as ``90s``, ``10m`` or ``1h``; a number without a unit is in seconds.
+
+    Raises:
+        UsageError: the value is not a duration above 0.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    seconds = float(match[1]) * _UNITS_S[match[2].lower()] if match else 0.0
+    if seconds <= 0:
+        raise UsageError(
+            f"{option} {text!r}; allowed: a time above 0, such as 30s, 5m or 1h", hint=f"type: {option} {example}"
+        )
+    return seconds
+
+
+def clock(seconds: float) -> str:
+    """Return a duration as a clock shows it: ``9:56``, ``1:00:00``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
