@@ -67,6 +67,7 @@ def _operations(made: ScriptTape) -> list[tuple[object, ...]]:
         {"begin": JOIN, "run": "torch.multiprocessing.spawn(train, args=(4,), nprocs=4)"},
         {"wrap": "model = nn.DataParallel(model)"},
         {"wrap": "net = model; model = lambda x: nn.parallel.data_parallel(net, x, range(1))"},
+        {"wrap": "net = model; model = lambda x: nn.parallel.data_parallel(net, (x,), range(1))"},
     ],
 )
 def test_one_process_runs_what_a_script_for_one_gpu_runs(parts: dict[str, str], tmp_path: Path) -> None:
