@@ -47,6 +47,8 @@ SCENARIOS: dict[str, tuple[str, tuple[str, ...], int, set[str]]] = {
     "by hand from .grad": ("by_hand", ("backward",), 12, {"one", "shifts", "pure"}),
     "by hand from autograd.grad": ("by_hand", ("grad",), 12, {"one", "shifts", "pure"}),
     "optimizer fed by autograd.grad": ("by_hand", ("optimizer",), 12, {"one", "shifts", "pure"}),
+    "gradients of weights inside a backward pass": ("adjoint", ("function",), 8, {"one", "shifts", "pure"}),
+    "gradients inside a hook": ("adjoint", ("equilibrium",), 8, {"one", "shifts", "pure"}),
     "probabilities": ("probabilities", (), 8, {"one", "pure"}),
     "code outside modules": ("functional", (), 8, {"one", "shifts", "pure"}),
     "torch.func": ("transformed", (), 8, {"one"}),
@@ -178,6 +180,12 @@ def test_a_summed_loss_far_outside_16_bits_trains_at_a_scale_below_one() -> None
     assert found.steps.loss[0] > 65504 * 1000
     assert found.steps.loss_scale[-1] == 2.0 ** (16 - skipped) < 1
     assert_close(found.losses[skipped:], expected.losses[: 40 - skipped], 4 * UNIT["fp16"])
+
+
+@pytest.mark.parametrize("way", ["function", "equilibrium"])
+def test_products_inside_a_backward_pass_count_for_the_format_that_they_emulate(way: str) -> None:
+    ((_, flops),) = ran("adjoint", "fp32", way).effective.flops_by_format.items()
+    assert ran("adjoint", "fp16", way).effective.flops_by_format == {"fp16": flops}
 
 
 def test_float64_models_are_left_alone_with_the_reason() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from mezzo.formats import FP32
 
 _FP32 = FP32.dtype
 _ZERO_GRAD = torch.optim.Optimizer.zero_grad
+_LEAF: Any = torch.ones((), requires_grad=True, device="cpu")
+ACCUMULATES = type(_LEAF.expand(1).grad_fn.next_functions[0][0])
+"""The type of the graph nodes that accumulate into a leaf's gradient."""
 
 
 def parameters_of(models: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -79,7 +79,7 @@ class ObservedRun(Protocol):
     before_compiling: list[Callable[[], Any]]
     """Callbacks to run once, before the script first compiles code."""
     inside: Any
-    """The outermost graph node that is running a backward pass of its own."""
+    """The emulated graph node that is running a backward pass of its own, if any."""
     device_type: str | None
     recorder: StepRecorder
     scale: Scale

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mezzo.engine.casts.half import HALF
+from mezzo.engine.gradients import ACCUMULATES
 from mezzo.formats import BF16, FP16, FP32
 
 Op = Callable[..., Any]
@@ -35,6 +36,21 @@ def stands_for(node: Any) -> str | None:
 def is_recomputed(node: Any) -> bool:
     """Return whether a node's backward pass recomputes its forward pass, which a device with the format would not."""
     return getattr(node, "_forward_cls", None) is Recomputed
+
+
+def wants(ctx: Any, place: int) -> bool:
+    """Return whether the running backward pass needs the gradient of the operand at ``place``, counted among tensors.
+
+    ``torch.autograd.grad`` of other inputs does not, and torch's own nodes then do not compute it.
+    """
+    if not ctx.needs_input_grad[place] or torch.compiler.is_compiling():  # a compiler removes what nobody reads
+        return bool(ctx.needs_input_grad[place])
+    return _is_run(ctx.next_functions[place][0])
+
+
+def _is_run(node: Any) -> bool:
+    # torch does not say so of a leaf under torch.autograd.grad.
+    return type(node) is ACCUMULATES or torch._C._will_engine_execute_node(node)
 
 
 class Linear(torch.autograd.Function):
@@ -55,11 +71,11 @@ class Linear(torch.autograd.Function):
         wide = grad.float()
         rows = wide.reshape(-1, wide.shape[-1])
         grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
+        if wants(ctx, 0):
             grad_x = (wide @ weight.float()).to(weight.dtype)
-        if ctx.needs_input_grad[1]:
+        if wants(ctx, 1):
             grad_weight = (rows.mT @ x.float().reshape(-1, x.shape[-1])).to(x.dtype)
-        if ctx.has_bias and ctx.needs_input_grad[2]:
+        if ctx.has_bias and wants(ctx, 2):
             grad_bias = rows.sum(0).to(grad.dtype)
         return grad_x, grad_weight, grad_bias
 
@@ -72,9 +88,9 @@ def _read_by_gradients(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor | None, T
 def _linear_gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradients of a linear layer with operations that are emulated and differentiable themselves."""
     rows = grad.reshape(-1, grad.shape[-1])
-    grad_x = matmul(grad, weight) if ctx.needs_input_grad[0] else None
-    grad_weight = matmul(rows.mT, x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
-    wants_bias = ctx.has_bias and ctx.needs_input_grad[2]
+    grad_x = matmul(grad, weight) if wants(ctx, 0) else None
+    grad_weight = matmul(rows.mT, x.reshape(-1, x.shape[-1])) if wants(ctx, 1) else None
+    wants_bias = ctx.has_bias and wants(ctx, 2)
     return grad_x, grad_weight, rows.float().sum(0).to(grad.dtype) if wants_bias else None
 
 
@@ -95,9 +111,9 @@ class MatMul(torch.autograd.Function):
             return _matmul_gradients(ctx, grad, a, b)
         wide = grad.float()
         grad_a = grad_b = None
-        if ctx.needs_input_grad[0]:
+        if wants(ctx, 0):
             grad_a = (wide @ b.float().mT).sum_to_size(shape_a).to(b.dtype)
-        if ctx.needs_input_grad[1]:
+        if wants(ctx, 1):
             if len(shape_b) == 2:  # fold the batch into the rows: one product instead of a batch of them and a sum
                 grad_b = a.float().reshape(-1, a.shape[-1]).mT @ wide.reshape(-1, wide.shape[-1])
             else:
@@ -109,8 +125,8 @@ class MatMul(torch.autograd.Function):
 def _matmul_gradients(ctx: Any, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Compute the gradients of a product with operations that are emulated and differentiable themselves."""
     shape_a, shape_b = ctx.shapes
-    grad_a = matmul(grad, b.mT).sum_to_size(shape_a) if ctx.needs_input_grad[0] else None
-    if not ctx.needs_input_grad[1]:
+    grad_a = matmul(grad, b.mT).sum_to_size(shape_a) if wants(ctx, 0) else None
+    if not wants(ctx, 1):
         return grad_a, None
     if len(shape_b) == 2:  # one product and one rounding, as without create_graph
         return grad_a, matmul(a.reshape(-1, a.shape[-1]).mT, grad.reshape(-1, grad.shape[-1]))
@@ -132,7 +148,7 @@ class Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        mask = [*ctx.needs_input_grad[:2], ctx.bias_sizes is not None and ctx.needs_input_grad[2]]
+        mask = [wants(ctx, 0), wants(ctx, 1), ctx.bias_sizes is not None and wants(ctx, 2)]
         backward = torch.ops.aten.convolution_backward
         if torch.is_grad_enabled():
             grads = general(backward, grad, x, weight, ctx.bias_sizes, *ctx.settings, mask)
@@ -190,7 +206,9 @@ class Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors[: ctx.num_tensors]
         create_graph = torch.is_grad_enabled()  # the backward pass runs with create_graph
-        needed = [i for i, wants in enumerate(ctx.needs_input_grad[4:]) if wants]
+        needed = [
+            i for i in range(ctx.num_tensors) if ctx.needs_input_grad[4 + i] and _is_run(ctx.next_functions[i][0])
+        ]
         with torch.enable_grad():
             if not create_graph:
                 saved = [t.detach().requires_grad_(i in needed) for i, t in enumerate(saved)]

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mezzo.engine.matrix_units.emulation_nodes import wants
 from mezzo.formats import FP8_PAIRS, Format
 
 
@@ -68,10 +69,10 @@ class _Float8Linear(torch.autograd.Function):
         recipe: Recipe = ctx.recipe
         rows, columns = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
+        if wants(ctx, 0):
             wide = recipe.rounded(rows, recipe.gradients, along=-1) @ recipe.rounded(weight, recipe.values, along=0)
             grad_x = wide.to(x.dtype).reshape(x.shape)
-        if ctx.needs_input_grad[1]:
+        if wants(ctx, 1):
             wide = recipe.rounded(rows, recipe.gradients, along=0).mT @ recipe.rounded(columns, recipe.values, along=0)
             grad_weight = wide.to(x.dtype).to(weight.dtype)  # a GPU's product gives BF16 for an FP32 weight, too
         return grad_x, grad_weight, None

@@ -75,7 +75,7 @@ class Run:
         self.recomputing = False
         """Whether activation checkpointing is recomputing a forward pass."""
         self.inside: Any = None
-        """The outermost graph node that is running a backward pass of its own."""
+        """The emulated graph node that is running a backward pass of its own, if any."""
         self.left_alone: dict[str, Reason] = {}
         # Weak, so that the models of a script that trains one after the other are not all kept.
         self.roots: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()

@@ -26,12 +26,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.casts.transforms import unwrapped
 from mezzo.engine.direct_pass import DirectPasses
-from mezzo.engine.gradients import all_finite, trained_leaves
+from mezzo.engine.gradients import ACCUMULATES, all_finite, trained_leaves
+from mezzo.engine.matrix_units.emulation_nodes import stands_for
 from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.direct_calls import WITHOUT_MODE_CHECK
-from mezzo.launch.torch.gradients.batched_unscaling import ACCUMULATES
 from mezzo.launch.torch.gradients.gradient_views import UnscaledViews
 from mezzo.launch.torch.gradients.passed import given_gradients, listed, reusable, weighted
 from mezzo.launch.torch.models.communication import Communication
@@ -165,7 +165,7 @@ class BackwardPasses:
             roots, leaves = listed(outputs), listed(inputs)
             tracing = torch._guards.TracingContext.try_get() is not None  # torch.compile is deriving a backward pass
             if tracing or self._run.in_backward or not all(isinstance(t, Tensor) for t in (*roots, *leaves)):
-                with self._inside_node():
+                with self._inside_pass():
                     return run_engine(outputs, inputs, grad_outputs, *args, **kwargs)
             if self._run.premade:
                 self._run.premade.reached(leaves_of(roots), self._run.num_updates)
@@ -260,15 +260,20 @@ class BackwardPasses:
             watcher.backward_ended()
 
     @contextmanager
-    def _inside_node(self) -> Iterator[None]:
-        """Note the outermost graph node that is running a backward pass of its own, for watchers."""
-        node = torch._C._current_autograd_node()
-        before = self._run.inside
-        self._run.inside = node if before is None else before
+    def _inside_pass(self) -> Iterator[None]:
+        """Compute gradients inside a backward pass, as a solver with an adjoint does: they continue into that pass.
+
+        So they stay scaled, also those of leaves. An emulated node that computes them for itself is noted for watchers.
+        """
+        run, node = self._run, torch._C._current_autograd_node()
+        before, inverse = run.inside, self._inverse
+        if before is None and stands_for(node) is not None:
+            run.inside = node
+        self._inverse = None
         try:
             yield
         finally:
-            self._run.inside = before
+            run.inside, self._inverse = before, inverse
 
     def _begin(self, outputs: Sequence[Tensor], given: Any) -> None:
         """Begin an update: record the losses, each times the gradient passed for it, since WGANs start from -1."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import _HookMixin
 
-from mezzo.engine.gradients import trained_leaves
+from mezzo.engine.gradients import ACCUMULATES, trained_leaves
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from mezzo.launch.torch.state import Run
 
 _FP32 = FP32.dtype
-_LEAF: Any = torch.ones((), requires_grad=True, device="cpu")
-ACCUMULATES = type(_LEAF.expand(1).grad_fn.next_functions[0][0])
-"""The type of the graph nodes that accumulate into a leaf's gradient."""
 
 
 class BatchedUnscaling:
