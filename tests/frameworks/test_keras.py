@@ -76,6 +76,7 @@ ON_TF: list[Run] = [
     ("compiled_by_xla", "fp16", None),
     ("traced_loop", "fp16", None),
 ]
+ON_TORCH: list[Run] = [("inside_loop", "fp16", None)]
 
 
 class Runs:
@@ -87,7 +88,7 @@ class Runs:
 
     def __call__(self, case: str, policy: str, seed: int | None = None) -> dict[str, Any]:
         if not self._found:
-            wanted = ON_BOTH + (ON_TF if self.backend == TF else [])
+            wanted = ON_BOTH + (ON_TF if self.backend == TF else ON_TORCH)
             self._found = dict(zip(wanted, self._run(wanted), strict=True))
         found: dict[str, Any] = self._found[case, policy, seed]
         return found
@@ -281,6 +282,12 @@ def test_own_loop_sees_true_losses_and_gradients(runs: Runs) -> None:
     assert close(found["steps"]["loss"], found["script"]["losses"], 1e-6)
     assert close(found["steps"]["grad_norm"], [0.5] * STEPS, 1e-5)  # clipped by the script
     assert found["steps"]["loss_scale"] == [65536.0] * STEPS
+
+
+def test_gradients_of_weights_inside_a_backward_pass_are_unscaled_once() -> None:
+    found, expected = RUNS[TORCH]("inside_loop", "fp16"), RUNS[TORCH]("loop", "fp16")
+    for name in ("losses", "norms", "weights"):
+        assert close(found["script"][name], expected["script"][name], 1e-6), name
 
 
 def test_overflow_in_a_loop_is_skipped(runs: Runs) -> None:

@@ -3,7 +3,7 @@
 ``plain`` in place of a policy trains without Mezzo. The runs share one process: importing TensorFlow takes seconds.
 """
 
-# ruff: noqa: ANN001, ANN003, ANN201, ANN202, ANN204, E402
+# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202, ANN204, ANN205, E402
 import json
 import sys
 from contextlib import nullcontext
@@ -205,8 +205,8 @@ def own_step():
     return result(model.inner)
 
 
-def loop(traced=False, overflow_at=None):
-    """Train by hand, with clipping: the script reads its gradients."""
+def loop(traced=False, overflow_at=None, inside=False):
+    """Train by hand, with clipping: the script reads its gradients, which may be computed inside the backward pass."""
     x, y = data()
     model, optimizer, loss_of = net(), keras.optimizers.SGD(0.1), loss_function()
     norms, losses = [], []
@@ -217,7 +217,8 @@ def loop(traced=False, overflow_at=None):
                 loss = loss_of(b, model(a, training=True)) * factor
             return loss, tape.gradient(loss, model.trainable_variables)
         model.zero_grad()
-        loss = loss_of(torch.tensor(b), model(torch.tensor(a), training=True)) * factor
+        out = recomputed(model, torch.tensor(a)) if inside else model(torch.tensor(a), training=True)
+        loss = loss_of(torch.tensor(b), out) * factor
         loss.backward()
         return loss.detach(), [v.value.grad for v in model.trainable_variables]
 
@@ -239,6 +240,27 @@ def loop(traced=False, overflow_at=None):
         losses.append(float(loss))
         norms.append(float(norm))
     return result(model, norms=norms, losses=losses, iterations=[int(optimizer.iterations)])
+
+
+def recomputed(model, x):
+    """Call a model that keeps no activations: its gradients are computed inside the backward pass."""
+
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *weights):
+            ctx.save_for_backward(*weights)
+            return model(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch.enable_grad():
+                return torch.autograd.grad(model(x), ctx.saved_tensors, gradient)
+
+    return Recomputed.apply(*[v.value for v in model.trainable_variables])
+
+
+def inside_loop():
+    return loop(inside=True)
 
 
 def traced_loop():

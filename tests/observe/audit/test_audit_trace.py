@@ -21,7 +21,7 @@ from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit.operations import TracedOperation, interpret, listed_precision, weights_of
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ModuleTree
-from mezzo.observe.trace import RawOperation
+from mezzo.observe.trace import LAST_NUMBER, NOWHERE, GraphNode, RawOperation, Trace
 from mezzo.observe.tracer import Tracer
 from mezzo.records import AuditRecord
 
@@ -352,3 +352,63 @@ def test_audit_refuses_what_is_no_step() -> None:
     ) as caught:
         mezzo.audit(3)  # type: ignore[arg-type]
     assert "mezzo.audit(lambda: train(batch))" in caught.value.hint
+
+
+# --- memory that is used again ---------------------------------------------------------------------------------------------------
+
+USED_AGAIN: dict[str, tuple[list[tuple[str, int | None, str, str]], list[str]]] = {
+    # operations: name, number of the graph node, the memory that it reads and writes; the phases of those in backward passes
+    "by another result of an operation": (
+        [
+            ("mse_loss_backward", 3, "o", "a"),
+            ("native_batch_norm_backward", 2, "a", "xab"),
+            ("detach", LAST_NUMBER, "a", "a"),
+        ],
+        ["dgrad", "dgrad", "wgrad"],
+    ),
+    "by a gradient that is unscaled": (
+        [
+            ("tanh_backward", 3, "o", "a"),
+            ("sum", 2, "a", "g"),
+            ("mul", LAST_NUMBER, "gs", "a"),
+            ("detach", LAST_NUMBER, "a", "a"),
+        ],
+        ["dgrad", "wgrad", "wgrad", "wgrad"],
+    ),
+    "by the script, between two passes": (
+        [("tanh_backward", 3, "o", "a"), ("add", None, "o", "a"), ("detach", LAST_NUMBER, "a", "a")],
+        ["dgrad", "wgrad"],
+    ),
+    "through a cast": (
+        [
+            ("sum", 3, "o", "a"),
+            ("_to_copy", 2, "a", "b"),
+            ("tanh_backward", 1, "o", "a"),
+            ("add_", LAST_NUMBER, "pb", "p"),
+        ],
+        ["wgrad", "wgrad", "dgrad", "wgrad"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("operations", "phases"), USED_AGAIN.values(), ids=USED_AGAIN)
+def test_memory_that_is_used_again_makes_no_gradient_of_a_weight(
+    operations: list[tuple[str, int | None, str, str]], phases: list[str]
+) -> None:
+    def metas(places: str) -> list[tuple[int, torch.dtype, int]]:
+        return [(ord(place), torch.float32, 64) for place in places]
+
+    traced = []
+    for name, number, reads, writes in operations:
+        node = None if number is None else GraphNode(number, 0)
+        packet = getattr(torch.ops.aten, name)
+        func = packet.default if "default" in packet.overloads() else packet.Tensor
+        traced.append(
+            tuple(
+                RawOperation(
+                    func, NOWHERE, node, metas(reads), metas(writes), False, False, None, "", False, False, (), ""
+                )
+            )
+        )
+    seen = interpret(Trace(traced, {1: NOWHERE}), Names([], ModuleTree()), set())
+    assert [one.phase for one in seen if one.raw.node is not None] == phases

@@ -49,6 +49,7 @@ class TorchBackend(Backend):
         variable = importlib.import_module("keras.src.backend.torch.core").Variable
         if self._run.scales:
             patches.around(variable, "_initialize", self._initialize)
+            patches.around(torch.autograd, "grad", self._grad)
         policy = self._run.policy
         if policy is not None and not policy.lowers:
             keep_fp32_products(policy, patches, self._run.note_left_alone)
@@ -145,6 +146,14 @@ class TorchBackend(Backend):
         original(variable, value)
         if variable._value.requires_grad and variable._value.is_floating_point():
             variable._value.register_hook(self._divided)
+
+    def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute gradients, which stay scaled if they continue into a running backward pass."""
+        divisor, self._divisor = self._divisor, None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._divisor = divisor
 
     def _divided(self, gradient: Tensor) -> Tensor:
         return gradient if self._divisor is None else gradient / self._divisor.to(gradient.dtype)

@@ -287,16 +287,14 @@ def _parameter_gradients(operations: list[RawOperation]) -> set[int]:
     found: set[int] = set()
     for index in range(len(operations) - 1, -1, -1):
         raw = operations[index]
-        if raw.node is None:
-            continue
-        if raw.node.number == LAST_NUMBER:
-            gradients.update(meta[0] for meta in (*raw.ins, *raw.outs))
+        accumulates = raw.node is not None and raw.node.number == LAST_NUMBER
+        becomes_one = raw.node is not None and bool(raw.outs) and raw.outs[0][0] in gradients
+        # Before this operation, the memory of all its results held other values: what read it there was no gradient of a parameter.
+        gradients.difference_update(meta[0] for meta in raw.outs)
+        if accumulates or becomes_one:
             found.add(index)
-        elif raw.outs and raw.outs[0][0] in gradients:
-            found.add(index)
-            gradients.discard(raw.outs[0][0])
-            if raw.func.overloadpacket.__name__ in (*CASTS, "clone"):
-                gradients.update(meta[0] for meta in raw.ins)
+        if accumulates or (becomes_one and raw.func.overloadpacket.__name__ in (*CASTS, "clone")):
+            gradients.update(meta[0] for meta in raw.ins)
     return found
 
 
