@@ -30,6 +30,8 @@ from paths import SCRIPTS
         ("with session.autocast(): f(x)\nsession = mezzo.Session(model, optimizer)", "mezzo.Session"),
         ("from mezzo import Session\nsession = Session(model, optimizer)", "mezzo.Session"),
         ("session = requests.Session()", ""),
+        ("from requests import Session\nsession = Session()", ""),
+        ("from mezzo import Policy\npolicy = Policy.parse('fp16')", ""),
         ("def f(:", ""),
     ],
 )

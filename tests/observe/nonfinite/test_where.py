@@ -140,6 +140,7 @@ KERAS = "keras 3.15.1 on torch 2.13.0"
             "with paddle.amp.auto_cast(enable=False):  # in their forward",
             "in the forward of head, around its operations",
         ),
+        ("paddle 3.3.0", POLICY, TYPED),
         ("paddle 3.3.0", "y = paddle.sqrt(x + 1e-12)", "at train.py:12"),
     ],
 )
