@@ -181,6 +181,7 @@ def test_a_cell_with_lines_for_ipython_says_which(shell: Any, capfd: pytest.Capt
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 def test_a_cell_that_needs_a_variable_of_the_notebook_says_so(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
     shell.run_cell("%load_ext mezzo")
     shell.run_cell("width = 3")

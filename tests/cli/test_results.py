@@ -76,6 +76,7 @@ def test_a_metric_that_matches_nothing_is_said(tmp_path: Path, capsys: pytest.Ca
     assert f"mezzo: --metric 'accuracy=([0-9.]+)' matched nothing in the output of {PLAIN}\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_gone_costs_nothing(tmp_path: Path) -> None:
     write_record(run_record("fp16"), tmp_path / "record.json")
     code = "import sys; from mezzo.cli import main; sys.stdin.read(); sys.exit(main(['doctor', '--out', 'out']))"

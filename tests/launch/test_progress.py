@@ -111,6 +111,7 @@ DIES = "import os, torch\nw = torch.nn.Linear(2, 1)\no = torch.optim.SGD(w.param
 )
 
 
+@pytest.mark.slow
 def test_a_forked_run_reports_and_a_killed_one_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "dies.py").write_text(DIES)
     display = Display()

@@ -55,6 +55,7 @@ def test_a_closed_standard_input_is_left_alone() -> None:
     assert subprocess.run([sys.executable, "-c", words], stdout=subprocess.PIPE, check=True).stdout == b"''\n"
 
 
+@pytest.mark.slow
 def test_a_message_says_what_the_command_waits_for() -> None:
     words = [sys.executable, "-c", PARENT, "input()", ""]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -525,6 +525,7 @@ ENDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ends", "code", "rows"), ENDS)
 def test_supervisor(tmp_path: Path, ends: list[Any], code: int, rows: list[tuple[str, str, str]]) -> None:
     results = Results(tmp_path / "rows.jsonl")

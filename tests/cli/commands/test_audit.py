@@ -143,6 +143,7 @@ def test_a_script_that_crashes(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "No step of crash.py was audited" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_leaves_the_record_of_a_run(tmp_path: Path) -> None:
     script = tmp_path / "die.py"
     script.write_text("import os\nos._exit(3)\n", encoding="utf-8")

@@ -168,6 +168,7 @@ def test_another_script_starts_anew_and_says_why(
     assert "starting over: the script's text changed since" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_long_script_is_judged_by_its_first_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     for name in ("torch", "mezzo.launch.several.check", "mezzo.launch.child"):  # the budget is for the runs

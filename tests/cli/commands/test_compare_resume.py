@@ -127,6 +127,7 @@ for step in range(6):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saves", [True, False])
 def test_what_a_stopped_attempt_left_bars_the_verdict_unless_it_carries_no_training(train: Path, saves: bool) -> None:
     train.write_text(ATTEMPT, encoding="utf-8")

@@ -55,6 +55,7 @@ def test_a_prediction_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert "Input: 16 tokens. Optimizer: adamw" in page
 
 
+@pytest.mark.slow
 def test_prices_masters_fp8_and_slurm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "predict --model transformers:tiny --gpus h100 --policies fp32,bf16-master,fp8 --price 3.6 --slurm --out"
     assert cli.main([*words.split(), str(tmp_path)]) == 0
@@ -242,6 +243,7 @@ def test_a_calibration_is_kept_and_named(
     assert [one.value for one in record.assumptions if one.what == "rates of cpu"] == [str(kept)]
 
 
+@pytest.mark.slow
 def test_checkpointing_shows_what_it_costs_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "predict --model transformers:tiny --batch 64 --gpus a100-80gb --policies fp16 --checkpoint full,selective --out"
     assert cli.main([*words.split(), str(tmp_path)]) == 0

@@ -11,6 +11,7 @@ from mezzo import cli
 from paths import SCRIPTS
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:tensorboard")  # of TensorBoard itself
 def test_a_sleeping_script_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = str(SCRIPTS / "bottlenecks" / "planted.py")

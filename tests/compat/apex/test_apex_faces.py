@@ -310,6 +310,7 @@ WITHOUT = [
 ]
 
 
+@pytest.mark.slow
 def test_under_a_policy_amp_gives_way(tmp_path: Path) -> None:
     """A script with Apex trains as one that never had it."""
     plain = WITH_AMP

@@ -597,6 +597,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_ten_thousand_updates_follow_grad_scaler_and_float64() -> None:
     generator = torch.Generator().manual_seed(1)

@@ -204,6 +204,7 @@ def test_a_script_sees_what_it_sees_in_a_process_of_its_own(place: Path, starter
     assert own.seen["depth"][0] > 3
 
 
+@pytest.mark.slow
 def test_no_two_runs_draw_the_same(place: Path, starter: Starter) -> None:
     drawn = []
     with forking(starter):
@@ -301,6 +302,7 @@ runpy.run_module("mezzo.launch.process.fork_server", run_name="__main__", alter_
 """
 
 
+@pytest.mark.slow
 def test_a_fork_that_would_break_cuda_becomes_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -181,6 +181,7 @@ FAMILY = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda n: n.name)
 def test_what_a_run_has_started_ends_with_it(tmp_path: Path, number: signal.Signals) -> None:
     kind = STUBBORN if number == signal.SIGTERM else GENTLE  # one that is waited for is enough
@@ -390,6 +391,7 @@ def mezzo(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"])
 def test_a_run_with_workers_that_load_data(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with mezzo(tmp_path, "run", "--policy", "fp32", "--out", "out", "train.py") as process:

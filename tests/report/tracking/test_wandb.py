@@ -89,6 +89,7 @@ def log(record: Any, folder: Path, *, to: str = "wandb") -> int:
     return cli.main(["report", str(folder / "record.json"), "--log-to", to])
 
 
+@pytest.mark.slow
 def test_a_comparison_is_a_group_of_runs(offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = build.compare_record(num_seeds=1, num_steps=4)
     assert log(record, offline / "runs" / "first") == 0
