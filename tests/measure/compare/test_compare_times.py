@@ -58,3 +58,21 @@ def test_a_cluster_without_gpus_may_have_run_other_work() -> None:
     on_gpu = placement.model_copy(update={"gpus": "0"})
     runs = [timed("fp32", 0, 10.0, placement=on_gpu), timed("bf16", 0, 5.0, placement=on_gpu)]
     assert judge(runs).rows[1].speedup == 2.0
+
+
+@pytest.mark.parametrize(
+    ("formats", "speedup"),
+    [
+        ({"fp32": 8}, None),  # a device without TF32: any difference is noise
+        ({"tf32": 8}, 2.0),
+        ({}, 2.0),  # not counted
+    ],
+)
+def test_tf32_has_a_speed_only_where_products_ran_in_it(formats: dict[str, int], speedup: float | None) -> None:
+    def counted(record: RunRecord, by_format: dict[str, int]) -> RunRecord:
+        effective = record.effective.model_copy(update={"flops_by_format": by_format})
+        return record.model_copy(update={"effective": effective})
+
+    runs = [counted(timed("fp32", 0, 10.0), {"fp32": 8} if formats else {}), counted(timed("tf32", 0, 5.0), formats)]
+    row = judge(runs).rows[1]
+    assert (row.speedup, "no product ran in TF32" in row.reason) == (speedup, speedup is None)

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from mezzo.formats import FP32, TF32
 from mezzo.measure.compare.pairing import Pair
 from mezzo.records import RunRecord
 
@@ -32,6 +33,8 @@ def why_unlike(run: RunRecord, baseline: RunRecord, name: object) -> str:
     """Return why the times of two runs are not compared; ``name`` is the name of the pair. Empty if they are compared."""
     if replays := run.replays or baseline.replays:
         return f"times are not compared, because {replays} of a CUDA graph are not timed"
+    if _differ_in_nothing(run, baseline):
+        return "times are not compared, because no product ran in TF32: both compute the same"
     if any(_shared_cpu_unknown(one) for one in (run, baseline)):
         return "times are not compared, because the cluster may have run other work on the same CPU"
     for (what, ours), (_, theirs) in zip(_timing_conditions(run), _timing_conditions(baseline), strict=True):
@@ -39,6 +42,13 @@ def why_unlike(run: RunRecord, baseline: RunRecord, name: object) -> str:
             here = f"{name}: {what} {ours}, the baseline's {theirs}"
             return f"times are not compared, because the runs were not timed under the same conditions ({here})"
     return ""
+
+
+def _differ_in_nothing(run: RunRecord, baseline: RunRecord) -> bool:
+    """Return whether one policy is ``tf32`` and the other ``fp32`` on a device without TF32: any speed-up between them is noise."""
+    formats = [set(one.effective.flops_by_format) for one in (run, baseline)]
+    policies = {one.policy.split(":")[0] for one in (run, baseline)}
+    return policies == {FP32.name, TF32.name} and bool(formats[0]) and formats[0] == formats[1]
 
 
 def _shared_cpu_unknown(run: RunRecord) -> bool:
