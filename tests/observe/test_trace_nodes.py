@@ -7,8 +7,6 @@ import pytest
 from mezzo.observe.trace import nearest
 
 
-@pytest.mark.parametrize(
-    ("number", "found"), [(0, 2), (2, 2), (3, 5), (5, 5), (6, 9), (9, 9), (10, 9)], ids=lambda n: str(n)
-)
+@pytest.mark.parametrize(("number", "found"), [(0, 2), (2, 2), (3, 5), (5, 5), (6, 9), (9, 9), (10, 9)])
 def test_the_nearest_number_is_the_next_one_or_the_last(number: int, found: int) -> None:
     assert nearest([2, 5, 9], number) == found

@@ -38,18 +38,21 @@ def is_recomputed(node: Any) -> bool:
     return getattr(node, "_forward_cls", None) is Recomputed
 
 
-def wants(ctx: Any, place: int) -> bool:
-    """Return whether the running backward pass needs the gradient of the operand at ``place``, counted among tensors.
+def wants(ctx: Any, operand: int, *, first: int = 0) -> bool:
+    """Return whether the running backward pass needs the gradient of an operand of a node.
 
-    ``torch.autograd.grad`` of other inputs does not, and torch's own nodes then do not compute it.
+    ``torch.autograd.grad`` with other inputs does not, and torch's own nodes then skip it. Limit: torch does not tell for a leaf,
+    whose gradient is always computed.
+
+    Args:
+        ctx: the node.
+        operand: the number of the operand among the tensors.
+        first: the place of the first tensor among the arguments; only tensors come after it.
     """
-    if not ctx.needs_input_grad[place] or torch.compiler.is_compiling():  # a compiler removes what nobody reads
-        return bool(ctx.needs_input_grad[place])
-    return _is_run(ctx.next_functions[place][0])
-
-
-def _is_run(node: Any) -> bool:
-    # torch does not say so of a leaf under torch.autograd.grad.
+    needed = bool(ctx.needs_input_grad[first + operand])
+    if not needed or torch.compiler.is_compiling():  # a compiler removes what nothing reads
+        return needed
+    node = ctx.next_functions[operand][0]
     return type(node) is ACCUMULATES or torch._C._will_engine_execute_node(node)
 
 
@@ -206,9 +209,7 @@ class Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors[: ctx.num_tensors]
         create_graph = torch.is_grad_enabled()  # the backward pass runs with create_graph
-        needed = [
-            i for i in range(ctx.num_tensors) if ctx.needs_input_grad[4 + i] and _is_run(ctx.next_functions[i][0])
-        ]
+        needed = [i for i in range(ctx.num_tensors) if wants(ctx, i, first=4)]
         with torch.enable_grad():
             if not create_graph:
                 saved = [t.detach().requires_grad_(i in needed) for i, t in enumerate(saved)]

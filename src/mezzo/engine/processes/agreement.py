@@ -1,8 +1,9 @@
 """Decisions that the processes of a training run make together, at the same update: to save a snapshot, to end, to stop at an alarm.
 
 If one process saved, ended or rewound on its own, the others would wait in their next reduction. So all processes exchange a few numbers at
-the same updates, about once a second; the first process measures how many updates that is. No other update communicates. The numbers are
-sent over gloo in a separate group, which leaves the training's reductions and streams alone.
+the same updates, about once a second; the first process measures how many updates that is. No other update communicates, except under
+a diagnosis, which may end at any step and so exchanges after each. The numbers are sent over gloo in a separate group, which leaves the
+training's reductions and streams alone.
 """
 
 from __future__ import annotations

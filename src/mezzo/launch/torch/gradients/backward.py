@@ -263,7 +263,8 @@ class BackwardPasses:
     def _inside_pass(self) -> Iterator[None]:
         """Compute gradients inside a backward pass, as a solver with an adjoint does: they continue into that pass.
 
-        So they stay scaled, also those of leaves. An emulated node that computes them for itself is noted for watchers.
+        So they stay scaled, also those of leaves. An emulated node that computes them for itself is noted for watchers. Limit: a
+        gradient that the outer pass accumulates meanwhile, in the thread of another device, stays scaled, too.
         """
         run, node = self._run, torch._C._current_autograd_node()
         before, inverse = run.inside, self._inverse
