@@ -195,7 +195,6 @@ def test_a_comparison_interleaves_runs_and_judges_them(tmp_path: Path) -> None:
     assert len(read_values((tmp_path / logs[0]).read_text())["losses"]) == 4
 
 
-@pytest.mark.slow
 def test_a_comparison_whose_baseline_fails_says_where_to_look(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise SystemError('broken')\n")
     done = mezzo("compare", "--policies", "fp32", "--seeds", "1", "--out", "out", "fails.py", cwd=tmp_path)
