@@ -30,7 +30,7 @@ from mezzo.launch.keras.one_layer import OneLayer
 from mezzo.launch.keras.scales import LayerScale
 from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.patches import Patches
-from mezzo.launch.torch.observers import observer_for
+from mezzo.launch.torch import observer_for
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.observer import ModuleTree, Observer, Update
 from mezzo.observe.one_module import OneModule
