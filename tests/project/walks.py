@@ -2,7 +2,8 @@
 
 forward     a module's forward pass in the script's own torch.autocast region, under ``mezzo run --policy bf16``
 update      ``Session.step``, backward pass and optimizer included, under FP16
-diagnosis   what ``mezzo diagnose`` of a script that overflows runs beyond ``mezzo run`` of the same script, children included
+diagnosis   what ``mezzo diagnose`` of a script that overflows runs beyond ``mezzo run`` of the same script, children included:
+            beyond a run under FP16, and beyond one in FP32, which the diagnosis makes to compare
 
 These are the files that somebody reads who follows the call; files that only define values are not among them. A file that is started as a
 program of its own counts as run, though it may import nothing that could trace it.
@@ -114,11 +115,14 @@ def main(revision: str) -> None:
         archive = subprocess.run(["git", "archive", revision, "src"], cwd=ROOT, capture_output=True, check=True)
         subprocess.run(["tar", "-x", "-C", place], input=archive.stdout, check=True)
         source = Path(place).resolve() / "src"
-        ran, diagnosed = (walked(source, OVERFLOWS, name, "--policy", "fp16") for name in ("run", "diagnose"))
+        diagnosed = walked(source, OVERFLOWS, "diagnose", "--policy", "fp16")
+        diagnosed -= {
+            file for policy in ("fp16", "fp32") for file in walked(source, OVERFLOWS, "run", "--policy", policy)
+        }
         ways = {
             "forward": walked(source, FORWARD, "run", "--policy", "bf16"),
             "update": walked(source, UPDATE),
-            "diagnosis": {name for name in diagnosed - ran if name.endswith(".py")},
+            "diagnosis": {name for name in diagnosed if name.endswith(".py")},
         }
         for name, files in ways.items():
             print(f"{name}: {len(files)} files\n    " + "\n    ".join(sorted(files)))
