@@ -19,6 +19,8 @@ Fp8Formats = Literal["ocp", "fnuz"]
 Exchanged = Literal["auto", "fp32", "bf16", "fp16"]
 ReduceOrder = Literal["ring", "tree"]
 
+DYNAMIC_SCALE = ("growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale", "max_scale")
+"""The fields that say how a dynamic loss scale changes."""
 COUNTS = ("growth_interval", "hysteresis", "world")
 SEPARATORS = ":+, "
 NAMES = ("lower", "fp32", "widest", "fp32_modules")

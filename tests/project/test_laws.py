@@ -518,6 +518,46 @@ def test_no_phrase_reads_as_translated() -> None:
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
+# --- 11. nothing is written twice ----------------------------------------------------------------
+
+MAX_SAME_LINES = 5
+"""Longest run of lines that may stand in two places; import statements, comments and lines without a word do not count."""
+
+
+def lines_written_twice(sources: dict[str, str]) -> list[str]:
+    """Return the places at which a longer run of lines begins that stands elsewhere too, both places of each run."""
+    first_at: dict[tuple[str, ...], tuple[str, int]] = {}
+    found, continued = [], set[tuple[tuple[str, int], tuple[str, int]]]()
+    for path, source in sources.items():
+        lines = _counted_lines(source)
+        for at in range(len(lines) - MAX_SAME_LINES):
+            run = lines[at : at + MAX_SAME_LINES + 1]
+            here = path, at
+            before = first_at.setdefault(tuple(text for _, text in run), here)
+            if before == here:
+                continue
+            continued.add(((before[0], before[1] + 1), (path, at + 1)))
+            if (before, here) not in continued:
+                other = _counted_lines(sources[before[0]])
+                found.append(f"{before[0]}:{other[before[1]][0]} = {path}:{run[0][0]}")
+    return found
+
+
+def _counted_lines(source: str) -> list[tuple[int, str]]:
+    imports = {
+        line
+        for node in nodes_of(source)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    texts = ((number, " ".join(line.split())) for number, line in enumerate(source.splitlines(), 1))
+    return [(n, text) for n, text in texts if n not in imports and re.search(r"\w", text) and not text.startswith("#")]
+
+
+def test_no_run_of_lines_is_written_twice() -> None:
+    assert lines_written_twice(SOURCES) == []
+
+
 # --- 8. torch is imported late -------------------------------------------------------------------
 
 IMPORT_EACH = """
@@ -673,6 +713,18 @@ def test_a_constant_defined_twice_is_found() -> None:
         "AS_IS = 'as-is'": ["a.py", "b.py"]
     }
     assert constants_defined_twice({"a.py": "LIMIT = 1\nOTHER = 2\n", "b.py": "LIMIT = 2\nx = 1\n"}) == {}
+
+
+def test_lines_written_twice_are_found() -> None:
+    body = "".join(f"x{n} = f({n})\n" for n in range(6))
+    assert lines_written_twice({"a.py": f"import os\n{body}", "b.py": f"y = 1\n\n# why\n{body}z = 1\n"}) == [
+        "a.py:2 = b.py:4"
+    ]
+    assert lines_written_twice({"a.py": f"{body}x6 = 1\n", "b.py": f"{body}x6 = 1\n"}) == ["a.py:1 = b.py:1"]
+    assert lines_written_twice({"a.py": f"{body}y = 1\n{body}"}) == ["a.py:1 = a.py:8"]
+    five = body.partition("\n")[2]
+    imported = "from a import (\n" + "".join(f"    b{n},\n" for n in range(8)) + ")\n"
+    assert lines_written_twice({"a.py": f"{imported}y = 1\n{five}", "b.py": f"{imported}{five}"}) == []
 
 
 def test_a_class_name_with_two_meanings_is_found() -> None:

@@ -35,6 +35,7 @@ from mezzo.engine.descriptions import number_of
 from mezzo.errors import PolicyError
 from mezzo.formats import FP32
 from mezzo.policy import Policy
+from mezzo.policyfields import DYNAMIC_SCALE
 
 
 class NoScale:
@@ -223,7 +224,7 @@ class DynamicScale(StaticScale):
                 f"the state of a loss scale has no 'scale', only {', '.join(sorted(map(str, state)))}",
                 hint="pass what state_dict() of a mezzo scale or of torch.amp.GradScaler returned",
             )
-        for name in _SETTINGS:
+        for name in DYNAMIC_SCALE:
             setattr(self, name, state.get(name, getattr(self, name)))
         self._scale.fill_(state["scale"])
         self._growth_tracker.fill_(state.get("_growth_tracker", 0))
@@ -329,15 +330,6 @@ def apply_hysteresis(found_inf: Tensor, left: Tensor, growth_tracker: Tensor, hy
     return (~tolerated).to(found_inf.dtype)
 
 
-_SETTINGS = (
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "hysteresis",
-    "min_scale",
-    "max_scale",
-)
-
 Scale: TypeAlias = NoScale | StaticScale | DynamicScale
 
 
@@ -353,13 +345,5 @@ def scale_for(policy: Policy, device: torch.device | str, *, known: bool = False
         return NoScale()
     if policy.loss_scale == "static":
         return StaticScale(policy.init_scale, device)
-    return (KnownScale if known else DynamicScale)(
-        policy.init_scale,
-        growth_factor=policy.growth_factor,
-        backoff_factor=policy.backoff_factor,
-        growth_interval=policy.growth_interval,
-        hysteresis=policy.hysteresis,
-        min_scale=policy.min_scale,
-        max_scale=policy.max_scale,
-        device=device,
-    )
+    settings = {name: getattr(policy, name) for name in DYNAMIC_SCALE}
+    return (KnownScale if known else DynamicScale)(policy.init_scale, **settings, device=device)

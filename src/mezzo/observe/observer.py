@@ -15,7 +15,7 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from mezzo.observe.one_module import OneModule
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RunRecord
+
+if TYPE_CHECKING:
+    from mezzo.observe.tracer import Tracer
 
 _WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")
 
@@ -136,6 +139,8 @@ class Observer(ABC):
         """Numbers of the steps that were observed until they ended."""
         self.forced_eager = False
         """Whether compiled code ran eagerly, so that observed steps differ from the others."""
+        self._tracer: Tracer | None = None
+        """Records the operations of the observed step; None between observed steps, and where only values are recorded."""
         self._waiting = sorted(set(steps))
         self._observing: int | None = None
         self._num_closed = 0
@@ -222,16 +227,20 @@ class Observer(ABC):
     def steps_discarded(self) -> None:  # noqa: B027 - a new observer has seen nothing
         """Record that the steps so far were no training steps."""
 
-    def stepping(self) -> None:  # noqa: B027 - most observers have nothing to do here
-        """Record that an optimizer's update begins."""
+    def stepping(self) -> None:
+        """Record that an optimizer's update begins: the following operations belong to it."""
+        if self._tracer is not None:
+            self._tracer.stepping(True)
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Record an optimizer's update."""
         self.update_ended()
         self._advance()
 
-    def update_ended(self) -> None:  # noqa: B027 - most observers do nothing here
+    def update_ended(self) -> None:
         """Record that the operations of an optimizer's update are over."""
+        if self._tracer is not None:
+            self._tracer.stepping(False)
 
     def step_closed(self, num_steps: int) -> None:
         """Record that a step is over; end the script after the last observed one."""

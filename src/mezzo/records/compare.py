@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from mezzo.records.predict import RealGpus
 from mezzo.records.run import Memory, RunRecord
-from mezzo.records.values import Environment, Value, WholeRecord, varied
+from mezzo.records.values import Environment, NamedByPolicy, Value, WholeRecord
 
 Verdict: TypeAlias = Literal[
     "baseline", "equivalent", "different", "diverged", "stopped_learning", "undecided", "failed"
@@ -44,7 +44,7 @@ class SharedFile(Value):
     read_by: str
 
 
-class Row(Value):
+class Row(Value, NamedByPolicy):
     """One policy of a comparison, over the seeds that trained under both it and the baseline."""
 
     policy: str
@@ -77,16 +77,6 @@ class Row(Value):
     reason: str
     seeds_needed: int | None = None
     """For an undecided row: how many seeds would decide it with a probability of 80%; None if more than 1000."""
-
-    @property
-    def policy_shown(self) -> str:
-        """The policy's name for people: as they typed it, and how its runs are checkpointed."""
-        return varied(self.policy_typed or self.policy, self.checkpoint)
-
-    @property
-    def compared_as(self) -> str:
-        """What identifies the row's runs in a comparison: their policy, and how they are checkpointed."""
-        return varied(self.policy, self.checkpoint)
 
 
 class CompareRecord(WholeRecord):

@@ -11,7 +11,7 @@ from mezzo.records.bottleneck import Bottleneck
 from mezzo.records.findings import Finding
 from mezzo.records.guardrails import Guardrails, OutOfMemory
 from mezzo.records.ranks import RankRun
-from mezzo.records.values import Environment, Reason, Value, WholeRecord, varied
+from mezzo.records.values import Environment, NamedByPolicy, Reason, Value, WholeRecord
 
 AS_IS = "as-is"
 """Takes the place of a policy if the script keeps its own precision."""
@@ -218,7 +218,7 @@ class Placement(Value):
     """2 if the first attempt was lost with its worker."""
 
 
-class RunRecord(WholeRecord):
+class RunRecord(WholeRecord, NamedByPolicy):
     """One run of a script under one policy: its steps, memory, formats and findings."""
 
     kind: Literal["run"] = "run"
@@ -284,16 +284,6 @@ class RunRecord(WholeRecord):
     def summary(self) -> str:
         """The script, the policy, the losses and any error, in one line."""
         return f"{self.where}: {self.steps.summary}" + (f"; {self.error}" if self.error else "")
-
-    @property
-    def policy_shown(self) -> str:
-        """The policy's name for people: as they typed it, and how the run is checkpointed."""
-        return varied(self.policy_typed or self.policy, self.checkpoint)
-
-    @property
-    def compared_as(self) -> str:
-        """What identifies the run in a comparison: its policy, and how it is checkpointed."""
-        return varied(self.policy, self.checkpoint)
 
     @property
     def final_scale(self) -> float | None:

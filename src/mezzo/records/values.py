@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
@@ -72,6 +73,25 @@ class Environment(Value):
     """Environment variables that change what a training computes or where it runs, as the shell set them; never secrets."""
     folder: str = ""
     """The folder in which the command was typed."""
+
+
+class NamedByPolicy:
+    """The names of runs that differ in their policy and in how they are checkpointed."""
+
+    if TYPE_CHECKING:  # fields of the record itself, which decides their place in its JSON
+        policy: str
+        policy_typed: str
+        checkpoint: str
+
+    @property
+    def policy_shown(self) -> str:
+        """The policy's name for people: as they typed it, and how its runs are checkpointed."""
+        return varied(self.policy_typed or self.policy, self.checkpoint)
+
+    @property
+    def compared_as(self) -> str:
+        """What identifies the runs in a comparison: their policy, and how they are checkpointed."""
+        return varied(self.policy, self.checkpoint)
 
 
 def varied(policy: str, checkpoint: str) -> str:

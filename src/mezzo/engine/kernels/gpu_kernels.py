@@ -103,20 +103,10 @@ def begin_kernel(table, found_inf, count, ADAMW: tl.constexpr, TILE: tl.constexp
 
 @unspecialized
 def adamw_kernel(
-    table,
-    chunks,
-    factor,
-    found_inf,
-    count,
-    WEIGHT: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    MOMENT: tl.constexpr,
-    KIND: tl.constexpr,
-    AMSGRAD: tl.constexpr,
-    MOSTLY_OLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    table, chunks, factor, found_inf, count,
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, MOMENT: tl.constexpr, KIND: tl.constexpr, AMSGRAD: tl.constexpr,
+    MOSTLY_OLD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Update a chunk by AdamW; the settings are sign, lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2 and eps."""
     if tl.load(found_inf) == 0:
         column, first, size = place(table, chunks, count)
@@ -169,20 +159,10 @@ def _adamw(
 
 @unspecialized
 def sgd_kernel(
-    table,
-    chunks,
-    factor,
-    found_inf,
-    count,
-    WEIGHT: tl.constexpr,
-    GRADIENT: tl.constexpr,
-    MOMENT: tl.constexpr,
-    KIND: tl.constexpr,
-    MOMENTUM: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    table, chunks, factor, found_inf, count,
+    WEIGHT: tl.constexpr, GRADIENT: tl.constexpr, MOMENT: tl.constexpr, KIND: tl.constexpr, MOMENTUM: tl.constexpr,
+    NESTEROV: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Update a chunk by SGD; the settings are sign, weight_decay, lr, momentum and 1 - dampening."""
     if tl.load(found_inf) == 0:
         column, first, size = place(table, chunks, count)

@@ -51,7 +51,7 @@ class AdamW(OnePass):
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
@@ -108,7 +108,7 @@ class SGD(OnePass):
     def __init__(
         self,
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -151,7 +151,7 @@ def _rate(group: dict[str, Any]) -> float:
     return float(lr)
 
 
-def _check_range(**settings: tuple[float, float, float | None]) -> None:
+def _check_range(**settings: tuple[float | Tensor, float, float | None]) -> None:
     for name, (value, low, high) in settings.items():
         if not value >= low or (high is not None and not value < high):
             allowed = f"{low} or more" if high is None else f"from {low} to below {high}"

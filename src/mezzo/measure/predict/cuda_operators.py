@@ -8,7 +8,7 @@ keeps all scores on a CPU; a GPU uses flash attention in 16 bits, and the memory
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,19 +44,24 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *settings: Any, enable_gqa: bool = False, **named: Any
 ) -> Tensor:
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         repeat = query.shape[-3] // key.shape[-3]
         key, value = (t.repeat_interleave(repeat, -3) for t in (key, value))
-    query, key, value = _cast(query, key, value)
+    return _attention_kernel(_cast(query, key, value), *settings, **named)
+
+
+def _attention_kernel(
+    operands: Sequence[Tensor],
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Call the operator that CUDA chooses: FlashAttention in 16 bits without a mask, else the memory-efficient one."""
+    query, key, value = operands
     scale = scale if scale is not None else 1 / math.sqrt(query.shape[-1])
     if attn_mask is None and query.dtype in HALF and query.shape[-1] <= _FLASH_HEAD:
         result: Tensor = aten._scaled_dot_product_flash_attention(

@@ -10,21 +10,12 @@ from mezzo.measure.predict.calibration.calibrate import calibration_of, rates_us
 from mezzo.measure.predict.plan import PREDICTED, predict, to_record
 from mezzo.measure.predict.script.plan import script_plan
 from mezzo.policy import Policy
+from mezzo.policyfields import DYNAMIC_SCALE
 from mezzo.records import AS_IS, RealGpus, Reason
 
 USUAL = ("t4", "a100-80gb", "h100-sxm", "rtx-4090")
 """The GPUs to predict if none is named."""
-_SCALE_FIELDS = (
-    "loss_scale",
-    "init_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "hysteresis",
-    "min_scale",
-    "max_scale",
-    "arithmetic",
-)
+_NOT_PRICED = ("loss_scale", "init_scale", *DYNAMIC_SCALE, "arithmetic")
 """Fields of a policy that change neither its casts nor its storage."""
 
 
@@ -94,7 +85,7 @@ def priced_as(text: str) -> str:
     if name not in PREDICTED:
         return ""
     preset = Policy.parse(name)
-    same = Policy.parse(text).replace(**{field: getattr(preset, field) for field in _SCALE_FIELDS})
+    same = Policy.parse(text).replace(**{field: getattr(preset, field) for field in _NOT_PRICED})
     return name if same == preset else ""
 
 

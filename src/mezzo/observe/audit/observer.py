@@ -27,7 +27,6 @@ class Audit(Observer):
 
     def __init__(self, settings: AuditSettings, run: ObservedRun) -> None:
         super().__init__(run, steps=settings.steps)
-        self._tracer: Tracer | None = None
         self._marked = 0
         self._first_optimizer_at: tuple[int, int] | None = None
         """The tracer's position when the script created its first optimizer."""
@@ -52,16 +51,6 @@ class Audit(Observer):
         self._tracer.leave_behind()
         self._kernels.stop()
         self.begin(step)
-
-    def stepping(self) -> None:
-        """Notify the tracer that the following operations belong to an update."""
-        if self._tracer is not None:
-            self._tracer.stepping(True)
-
-    def update_ended(self) -> None:
-        """Notify the tracer that the update is over."""
-        if self._tracer is not None:
-            self._tracer.stepping(False)
 
     def restart(self) -> None:
         """Discard what was recorded."""

@@ -91,17 +91,10 @@ class NonFinite(Observer):
             self._scale_hook = register_module_forward_pre_hook(lambda *_: self._set_scale_of_script())
 
     def stepping(self) -> None:
-        """Notify the tracer that an update begins; compare the gradients that the update uses."""
-        if self._tracer is None:
-            return
-        if self._observing is not None and not self.run.skips:
+        """Compare the gradients that the update uses; the following operations belong to it."""
+        if self._tracer is not None and self._observing is not None and not self.run.skips:
             self._tracer.compare_gradients()
-        self._tracer.stepping(True)
-
-    def update_ended(self) -> None:
-        """Notify the tracer that the update is over."""
-        if self._tracer is not None:
-            self._tracer.stepping(False)
+        super().stepping()
 
     def restart(self) -> None:
         """Discard what was recorded."""

@@ -130,18 +130,11 @@ def _init_reporting(lint: Lint, as_is: bool, original: Listener) -> Listener:
     """Record the region that the script requests: a policy may open another one instead."""
 
     @functools.wraps(original)
-    def init(
-        self: Any,
-        device_type: str,
-        dtype: Any = None,
-        enabled: bool = True,
-        cache_enabled: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **named: Any) -> None:
         # On a CPU the default is BF16, and FP16 on the device that the script is meant for.
         default = None if device_type == "cpu" else torch.get_autocast_dtype(device_type)
         self._mezzo_requested = default if dtype is None else dtype, enabled
-        original(self, device_type, dtype, enabled, cache_enabled, **kwargs)
+        original(self, device_type, dtype, enabled, *rest, **named)
         if lint.over and (as_is or not lint.regions_matter):
             _restore(autocast, "__init__", init, original)
 

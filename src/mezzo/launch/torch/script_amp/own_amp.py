@@ -57,18 +57,11 @@ def _in_policy(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     dtype_under = _dtype_under(run)
 
     @functools.wraps(original)
-    def init(
-        self: Any,
-        device_type: str,
-        dtype: Any = None,
-        enabled: bool = True,
-        cache_enabled: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **named: Any) -> None:
         lowered = dtype_under()
         on = enabled and lowered is not None
         self._mezzo_turned_off, self._mezzo_left_off = enabled and not on, not enabled
-        original(self, device_type, dtype=lowered if on else dtype, enabled=on, cache_enabled=cache_enabled, **kwargs)
+        original(self, device_type, lowered if on else dtype, on, *rest, **named)
 
     return init
 
