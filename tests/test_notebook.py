@@ -158,6 +158,7 @@ def test_a_line_runs_a_file_or_prints_help(shell: Any, capsys: pytest.CaptureFix
     assert "Usage: mezzo report" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_folder_of_records_and_several_records_have_no_record_of_their_own(
     shell: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -106,7 +106,9 @@ def plain(policy: str, compiled: str | None = None, depth: int = 2) -> list[Tens
 
 
 @pytest.mark.filterwarnings("ignore::mezzo.PrecisionWarning")
-@pytest.mark.parametrize("before", [True, False], ids=["before the session", "after it"])
+@pytest.mark.parametrize(
+    "before", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["before the session", "after it"]
+)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("policy", [*POLICIES, *NATIVE])
 def test_training_is_the_same_to_the_bit(policy: str, plan: str, before: bool) -> None:

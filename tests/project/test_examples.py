@@ -25,7 +25,7 @@ RUNS = {
 PLAIN = sorted(path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith("session_"))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "stdlib_gpt.py" else n for n in RUNS])
 def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, figures = RUNS[name]
     monkeypatch.setattr(sys, "argv", [name, *arguments])

@@ -55,6 +55,7 @@ def run(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_it_would_do(tmp_path: Path) -> None:
     done = run(tmp_path, stubs={}, PYTHON=sys.executable)

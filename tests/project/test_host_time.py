@@ -197,6 +197,7 @@ def test_rows_of_builds() -> None:
     }
 
 
+@pytest.mark.slow
 @no_gpu
 def test_it_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_time, "BUILDS", 1)

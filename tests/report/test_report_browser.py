@@ -34,8 +34,8 @@ KINDS = {  # with the number of charts that have lines
     "together": 0,
     "index": 1,
 }
-VARIANTS = ("real-gpus", "emulated", "large")
-"""Pages of a comparison with other contents."""
+USUAL = ("compare", "check", "run", "audit", "ranges", "index")
+"""Pages that are opened in every width without ``-m slow``, too: they have every part that a page can have."""
 WIDTHS = (400, 800, 1400)
 
 
@@ -50,7 +50,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         yield found
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in VARIANTS else k for k in KINDS])
+@pytest.mark.parametrize("kind", [k if k in USUAL else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_a_page_passes_the_checks_at_every_width_in_light_and_dark(
     kind: str, pages: dict[str, Path], page: Page, tmp_path: Path
 ) -> None:
@@ -68,6 +68,7 @@ def test_a_page_passes_the_checks_at_every_width_in_light_and_dark(
             assert page.requests() == [address]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 640, 641, 760, 761, 860, 861, 1120, 2000])
 def test_pages_fit_between_the_widths_at_which_they_change(width: int, pages: dict[str, Path], page: Page) -> None:
     for kind in ("long-names", "audit", "index"):

@@ -131,7 +131,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "optimizer", "settings"), CASES)
+@pytest.mark.parametrize(
+    ("policy", "optimizer", "settings"),
+    [pytest.param(*case, marks=pytest.mark.slow) if "8bit" in case[1] else case for case in CASES],
+)
 def test_replayed_steps_are_the_eager_ones(
     tape: None, monkeypatch: pytest.MonkeyPatch, policy: str, optimizer: str, settings: dict[str, Any]
 ) -> None:

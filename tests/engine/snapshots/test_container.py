@@ -203,7 +203,9 @@ def rewritten(data: bytearray, draw: random.Random) -> bytes:
 DAMAGES: list[Callable[[bytearray, random.Random], bytes]] = [torn, with_zeros, flipped, spliced, rewritten]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", [torn, rewritten, *(pytest.param(d, marks=pytest.mark.slow) for d in (with_zeros, flipped, spliced))]
+)
 def test_of_a_thousand_damaged_files_none_loads_and_the_previous_one_does(
     damage: Callable[[bytearray, random.Random], bytes], tmp_path: Path
 ) -> None:

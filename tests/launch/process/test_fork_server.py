@@ -28,7 +28,10 @@ from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child, shared_imports
 from mezzo.records import Reason, RunRecord
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
+pytestmark = [
+    pytest.mark.slow,  # they start and kill processes
+    pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere"),
+]
 
 
 LOOKS = """
@@ -187,7 +190,6 @@ def looks(place: Path) -> Looks:
     return Looks(json.loads((place / "seen.json").read_text()), (place / "output.log").read_text(), record)
 
 
-@pytest.mark.slow
 def test_a_script_sees_what_it_sees_in_a_process_of_its_own(place: Path, starter: Starter) -> None:
     own = looks(place)
     with forking(starter):
@@ -204,7 +206,6 @@ def test_a_script_sees_what_it_sees_in_a_process_of_its_own(place: Path, starter
     assert own.seen["depth"][0] > 3
 
 
-@pytest.mark.slow
 def test_no_two_runs_draw_the_same(place: Path, starter: Starter) -> None:
     drawn = []
     with forking(starter):
@@ -302,7 +303,6 @@ runpy.run_module("mezzo.launch.process.fork_server", run_name="__main__", alter_
 """
 
 
-@pytest.mark.slow
 def test_a_fork_that_would_break_cuda_becomes_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,10 @@ from mezzo.launch.process.group import Guarded
 from mezzo.records import CompareRecord, DiagnoseRecord, FallbackRecord, RunRecord, read_record
 from paths import FAULTS
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the whole tree of a run is known on Linux only")
+pytestmark = [
+    pytest.mark.slow,  # they start and kill processes
+    pytest.mark.skipif(sys.platform != "linux", reason="the whole tree of a run is known on Linux only"),
+]
 
 
 def runs(process: int) -> bool:
@@ -181,7 +184,6 @@ FAMILY = """
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL], ids=lambda n: n.name)
 def test_what_a_run_has_started_ends_with_it(tmp_path: Path, number: signal.Signals) -> None:
     kind = STUBBORN if number == signal.SIGTERM else GENTLE  # one that is waited for is enough
@@ -391,7 +393,6 @@ def mezzo(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"])
 def test_a_run_with_workers_that_load_data(tmp_path: Path, number: signal.Signals, code: int) -> None:
     with mezzo(tmp_path, "run", "--policy", "fp32", "--out", "out", "train.py") as process:
@@ -410,7 +411,6 @@ def test_a_run_with_workers_that_load_data(tmp_path: Path, number: signal.Signal
         assert (tmp_path / "out" / "report.html").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)], ids=["SIGINT", "SIGKILL"])
 def test_a_comparison_keeps_the_runs_that_have_ended(tmp_path: Path, number: signal.Signals, code: int) -> None:
     (tmp_path / "hangs only if this has a record").touch()

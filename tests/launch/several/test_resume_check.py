@@ -94,7 +94,9 @@ PLANTED = {
 }
 
 
-@pytest.mark.parametrize("lacks", PLANTED)
+@pytest.mark.parametrize(
+    "lacks", [*list(PLANTED)[:4], *(pytest.param(name, marks=pytest.mark.slow) for name in list(PLANTED)[4:])]
+)
 def test_what_is_missing_is_named_and_nothing_else(tmp_path: Path, lacks: str) -> None:
     found = checked(tmp_path, "--without", lacks)
     assert found is not None

@@ -367,7 +367,7 @@ def recorded(
         (None, True),
         pytest.param(None, False, marks=pytest.mark.slow),
         pytest.param("bf16:op_lists=device", True, marks=pytest.mark.slow),
-        ("bf16:op_lists=device", False),
+        pytest.param("bf16:op_lists=device", False, marks=pytest.mark.slow),
         *((policy, False) for policy in SCALED),
     ],
 )

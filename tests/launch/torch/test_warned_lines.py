@@ -25,7 +25,8 @@ for step in range(12):
 WARNED = re.compile(r"^(\S+):(\d+): UserWarning: (std|Using)", re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", [["run", "--policy", "bf16"], pytest.param(["audit"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["run", "--policy", "bf16"], ["audit"]])
 def test_a_warning_names_the_scripts_line(command: list[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -129,7 +129,7 @@ def test_the_spread_is_the_median_distance_of_pairs(places: list[float], spread:
     assert spread_of(np.array(places)) == spread == (float(np.median(distances)) if distances else 0.0)
 
 
-@pytest.mark.parametrize("num_seeds", [2, 3, 4, 6, 9, 14, 25])
+@pytest.mark.parametrize("num_seeds", [2, 3, 4, 6, 9, 14, pytest.param(25, marks=pytest.mark.slow)])
 def test_the_error_of_the_spread_is_that_of_simulated_seeds(num_seeds: int) -> None:
     rng = np.random.default_rng(num_seeds)
     first, second = np.triu_indices(num_seeds, 1)

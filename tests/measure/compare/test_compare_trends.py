@@ -101,7 +101,7 @@ def test_nearly_frozen_weights_are_found_with_three_seeds(progress: float) -> No
 # --- what only looks like it --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_steps", [5, 50, 400])
+@pytest.mark.parametrize("num_steps", [5, *(pytest.param(n, marks=pytest.mark.slow) for n in (50, 400))])
 @pytest.mark.parametrize("autocorrelation", [0.0, 0.95])
 def test_noise_without_a_trend_is_no_divergence(num_steps: int, autocorrelation: float) -> None:
     rng = np.random.default_rng(num_steps)

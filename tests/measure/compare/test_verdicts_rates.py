@@ -39,6 +39,7 @@ def test_equivalence_is_found_where_it_is() -> None:
     assert differences.share_of(beyond, "different", num=2000, seed=0) >= 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_seeds", SEEDS)
 @pytest.mark.parametrize(("num_examples", "counted"), [(100, False), (1000, False), (10_000, False), (360, True)])
 def test_metrics_in_steps_at_the_margin(num_seeds: int, num_examples: int, counted: bool) -> None:
@@ -52,6 +53,7 @@ def test_metrics_in_steps_at_the_margin(num_seeds: int, num_examples: int, count
             assert metrics.share_of(setting, verdict, num=150, seed=1) <= above(0.05, 150)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [5, 20, 100])
 @pytest.mark.parametrize("autocorrelation", courses.AUTOCORRELATIONS)
 def test_no_false_alarms_on_noise(num_steps: int, autocorrelation: float) -> None:
@@ -66,7 +68,7 @@ def test_faults_are_found(fault: str) -> None:
     assert courses.share_found(courses.healthy, 0.1, num=40, num_wrong=3) == 0.0
 
 
-@pytest.mark.parametrize("num_seen", [3, 5])
+@pytest.mark.parametrize("num_seen", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_as_many_seeds_as_promised_decide(num_seen: int) -> None:
     rng = np.random.default_rng(num_seen)
     settings = [(difference, deviation) for difference in (0.0, 0.5, 2.0) for deviation in (0.5, 1.0, 2.0)]

@@ -229,6 +229,7 @@ BY_FAMILY = [
 ]
 
 
+@pytest.mark.slow
 @in_ways("planted", BY_FAMILY, both=thread_matters, ids=lambda p: f"{p.name}-{p.policy}")
 def test_a_fault_of_a_family_is_found_and_a_fix_is_tried(planted: InFamily, tmp_path: Path) -> None:
     record = diagnosed(planted.name, planted.policy, tmp_path, steps=40)

@@ -77,6 +77,7 @@ def many() -> Tensor:
     return magnitude * torch.where(torch.rand(magnitude.shape, generator=generator) < 0.4, sign, 1.0)
 
 
+@pytest.mark.slow
 @every_counter
 @every_format
 def test_counts_of_4_m_values_are_those_of_real_casts_at_8_scales(

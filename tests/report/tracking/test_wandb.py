@@ -116,6 +116,7 @@ def test_a_comparison_is_a_group_of_runs(offline: Path, capsys: pytest.CaptureFi
     assert curve == list(enumerate(own.steps.loss, start=1))
 
 
+@pytest.mark.slow
 def test_two_commands_stay_apart_and_the_environment_is_honoured(
     offline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def kinds() -> set[str]:
     return _kinds()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
