@@ -346,6 +346,19 @@ def test_the_size_is_found_in_the_files_that_the_script_reads(
     assert _cost(plan.tapes["fp32"].at(96)) == _cost(wanted)
 
 
+def test_a_library_s_own_files_are_no_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "fonts.json").write_text('{"batch": 48}', encoding="utf-8")
+    (tmp_path / "c.json").write_text('{"rows": 48}', encoding="utf-8")
+    text = READS.format(imports="json", settings="json.loads(read('c.json'))", size="settings['rows']")
+    (tmp_path / "train.py").write_text(f"open('cache/fonts.json').close()\n{text}", encoding="utf-8")
+    assert _said(script_plan("train.py", [], ["fp32"]), "other batch sizes").startswith(
+        "do not follow: neither a DataLoader nor a number in the script, nor in c.json sets the size of its batch"
+    )
+
+
 def test_the_side_of_an_image_is_no_batch(tmp_path: Path) -> None:
     body = HEAD.format(samples=256).replace("nn.Flatten(), nn.Linear(144, 2)", "nn.AdaptiveAvgPool2d(1), nn.Flatten()")
     body = body.replace("nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)", "nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)")

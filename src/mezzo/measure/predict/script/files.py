@@ -94,8 +94,9 @@ class ScriptFiles:
 
 
 def _is_configuration(path: str) -> bool:
-    if not path.endswith(_CONFIGURATION) or "site-packages" in path:
-        return False
+    cache = os.path.realpath(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if not path.endswith(_CONFIGURATION) or "site-packages" in path or path.startswith(cache + os.sep):
+        return False  # a library's own, such as Matplotlib's list of fonts
     try:
         return os.path.getsize(path) <= _MOST_BYTES
     except OSError:
