@@ -206,6 +206,24 @@ def test_a_script_sees_what_it_sees_in_a_process_of_its_own(place: Path, starter
     assert own.seen["depth"][0] > 3
 
 
+TRAINS = """
+    import torch
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(8, 4)).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_what_mezzo_sets_for_the_compiler_is_not_reported_as_the_scripts(place: Path, starter: Starter) -> None:
+    with forking(starter):
+        record = run(place, TRAINS)
+    assert record.effective.passes_by_format == {"fp16": 1.0}
+    assert record.effective.left_alone == []
+
+
 def test_no_two_runs_draw_the_same(place: Path, starter: Starter) -> None:
     drawn = []
     with forking(starter):

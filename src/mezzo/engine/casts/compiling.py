@@ -30,9 +30,10 @@ def keep_roundings() -> None:
     """Keep the roundings of an emulation in what Inductor compiles.
 
     Importing Inductor takes over a second, so if the script has not imported it, the setting is left in the environment
-    for Inductor to read.
+    for Inductor to read. After its import it would read nothing there.
     """
-    os.environ["TORCHINDUCTOR_EMULATE_PRECISION_CASTS"] = "1"
     config = sys.modules.get("torch._inductor.config")
-    if config is not None:
+    if config is None:
+        os.environ["TORCHINDUCTOR_EMULATE_PRECISION_CASTS"] = "1"
+    else:
         config.emulate_precision_casts = True  # type: ignore[attr-defined]
