@@ -84,6 +84,13 @@ WRONG: list[Wrong] = [
         "mezzo run --help lists its options; the script's own options go after the script",
     ),
     ("run", "Missing argument 'SCRIPT'", "type: mezzo run train.py"),
+    ("run -m", "Missing argument 'SCRIPT'", "type: mezzo run -m train"),
+    ("run --resume runs/a", "Missing argument 'SCRIPT'", "type: mezzo run --resume runs/a train.py"),
+    (
+        "run --policy train.py",
+        "--policy took 'train.py' as its value, so there is no script",
+        "type: mezzo run --policy VALUE train.py",
+    ),
     ("report", "Missing argument 'RECORD...'", "type: mezzo report runs/demo/record.json"),
     ("run --seed", "Option '--seed' requires an argument", "mezzo run --help lists its options"),
     # values

@@ -30,13 +30,22 @@ def usage_error(error: Any) -> UsageError | None:
     if context is not None and hasattr(error, "possibilities"):
         return _unknown_option(error.option_name, context)
     if message.startswith("Missing argument"):
-        hint = f"type: {path} {_EXAMPLES.get(path.rpartition(' ')[2], 'train.py')}"
+        return _missing_argument(message, path)
     option = next(iter(getattr(getattr(error, "param", None), "opts", [])), "")
     if option.startswith("-"):
         reason = re.sub(r"^Invalid value for [^:]+: ", "", message)
         allowed = re.sub(r"^Input should be ([^,]*).*", r"allowed: \1", reason)
         message = f"{option} {value_after(option, typed()) or ''!r}; {allowed[:1].lower()}{allowed[1:]}"
     return UsageError(message, hint=hint)
+
+
+def _missing_argument(message: str, path: str) -> UsageError:
+    *before, last = typed()
+    if before[2:] and before[-1].startswith("-") and last.endswith(".py"):
+        what = f"{before[-1]} took {last!r} as its value, so there is no script"
+        return UsageError(what, hint=f"type: {shlex.join([*before, 'VALUE', last])}")
+    example = _EXAMPLES.get(path.rpartition(" ")[2], "train" if last == "-m" else "train.py")
+    return UsageError(message, hint=f"type: {shlex.join([*typed(), example])}")
 
 
 def _unknown_command(context: Any) -> UsageError:
