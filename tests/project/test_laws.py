@@ -51,11 +51,12 @@ def _trees_are_forgotten() -> Iterator[None]:
 
 # --- the laws as data: change them deliberately --------------------------------------------------
 
-FACTS = "errors version formats devices gpus oplists policyfields policy explain records"
+FACTS = "errors version library_files formats devices gpus oplists policyfields policy explain records"
 MAY_IMPORT = {
     # room: the rooms of mezzo that its files may import, also inside functions; a room names itself for its own files
     "errors": "",
     "version": "",
+    "library_files": "",
     "formats": "",
     "devices": "formats",
     "gpus": "errors devices",
@@ -525,7 +526,7 @@ MAX_SAME_LINES = 5
 
 
 def lines_written_twice(sources: dict[str, str]) -> list[str]:
-    """Return the places at which a longer run of lines begins that stands elsewhere too, both places of each run."""
+    """Return where each longer run of lines that stands in two places begins, in both."""
     first_at: dict[tuple[str, ...], tuple[str, int]] = {}
     found, continued = [], set[tuple[tuple[str, int], tuple[str, int]]]()
     for path, source in sources.items():

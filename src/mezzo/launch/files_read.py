@@ -14,10 +14,8 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-import re
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,22 +23,12 @@ from typing import Any
 
 from mezzo.launch.import_hooks import after_import
 from mezzo.launch.patches import Patches
+from mezzo.library_files import is_library_file
 from mezzo.records import FILE_CLOCK_TICK_S, FileRead
 
 _MAX_PATHS = 100_000
 """Most inspected paths that are remembered: a data set may have millions."""
 _MAX_FOUND = 100
-_CACHES = (
-    "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
-    "TORCH_EXTENSIONS_DIR",
-    "MPLCONFIGDIR",
-    "HF_HOME",
-    "NUMBA_CACHE_DIR",
-)
-_CARRIES_NO_TRAINING = re.compile(
-    r"[/\\](?:__pycache__|site-packages|dist-packages|mlruns|wandb|\.triton|\.nv)[/\\]|\.pyc$|[/\\]mlflow\.db$"
-)
 
 
 class FilesRead:
@@ -69,7 +57,7 @@ class FilesRead:
             status = os.stat(path)
         except (OSError, TypeError, ValueError):  # missing, a descriptor, or a stream: opening it is up to the script
             return
-        if self._is_of_another_run(status) and len(self._found) < _MAX_FOUND and not _is_cache(path):
+        if self._is_of_another_run(status) and len(self._found) < _MAX_FOUND and not is_library_file(path):
             self._found[path] = status.st_mtime
 
     def _is_of_another_run(self, status: os.stat_result) -> bool:
@@ -80,19 +68,6 @@ class FilesRead:
         coarse = written == int(written)
         earliest = self._since_s - (2.0 if coarse else FILE_CLOCK_TICK_S)
         return earliest <= written < (int(self._before_s) if coarse else self._before_s)
-
-
-def _is_cache(path: str) -> bool:
-    if _CARRIES_NO_TRAINING.search(path):
-        return True
-    folders = [
-        *(os.environ.get(name) for name in _CACHES),
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
-        sys.prefix,
-        sys.base_prefix,
-    ]
-    below = tuple(os.path.join(os.path.abspath(folder), "") for folder in folders if folder)
-    return path.startswith((*below, os.path.join(tempfile.gettempdir(), "torchinductor_")))
 
 
 _watching: FilesRead | None = None

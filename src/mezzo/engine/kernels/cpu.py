@@ -26,6 +26,7 @@ from mezzo.devices import this_device
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.layout import dense
 from mezzo.formats import BF16, FP16, FP32
+from mezzo.library_files import cache_home
 
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _HEADERS = tuple(Path(__file__).with_name(f"cpu_{part}.h") for part in ("blocks", "exponents", "formats"))
@@ -105,9 +106,9 @@ def _build(compiler: str) -> Path:
 def _cache_folder() -> Path:
     """Return the user's cache folder, or a temporary one for this process if that cannot be written."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mezzo"
+        folder = cache_home() / "mezzo"
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # pathlib raises RuntimeError for a user without a home
+    except (OSError, RuntimeError):  # the user has no home, or one that cannot be written
         return Path(tempfile.mkdtemp(prefix="mezzo-"))
     return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="mezzo-"))
 

@@ -8,7 +8,6 @@ timed without a recorder, show the time between operations. The rates are in the
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,6 +22,7 @@ import torch
 from mezzo.devices import cpu_name, this_device
 from mezzo.formats import BF16, FP16
 from mezzo.gpus import GPUS, Gpu, find_gpu
+from mezzo.library_files import cache_home
 from mezzo.measure.predict.calibration.probes import Probe, loss_of, probes
 from mezzo.measure.predict.calibration.rates import CostLine, MachineRates, TimedOperation
 from mezzo.measure.predict.operations import operations_of
@@ -68,7 +68,7 @@ class Calibration:
 
 def path_of(device: str) -> Path:
     """Return the file of the device with that name."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mezzo" / "calibration"
+    folder = cache_home() / "mezzo" / "calibration"
     return folder / ("-".join("".join(c if c.isalnum() else " " for c in device.lower()).split()) + ".json")
 
 

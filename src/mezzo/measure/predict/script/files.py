@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from mezzo.library_files import is_library_file
+
 _CONFIGURATION = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf")
 _MOST_BYTES = 1 << 20
 """Larger files are data."""
@@ -94,9 +96,8 @@ class ScriptFiles:
 
 
 def _is_configuration(path: str) -> bool:
-    cache = os.path.realpath(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if not path.endswith(_CONFIGURATION) or "site-packages" in path or path.startswith(cache + os.sep):
-        return False  # a library's own, such as Matplotlib's list of fonts
+    if not path.endswith(_CONFIGURATION) or is_library_file(path):  # such as Matplotlib's list of fonts
+        return False
     try:
         return os.path.getsize(path) <= _MOST_BYTES
     except OSError:
