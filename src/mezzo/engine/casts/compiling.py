@@ -30,7 +30,7 @@ def keep_roundings() -> None:
     """Keep the roundings of an emulation in what Inductor compiles.
 
     Importing Inductor takes over a second, so if the script has not imported it, the setting is left in the environment
-    for Inductor to read. After its import it would read nothing there.
+    for Inductor to read. Once imported, it no longer reads the environment.
     """
     config = sys.modules.get("torch._inductor.config")
     if config is None:
