@@ -20,9 +20,12 @@ Importing this module imports no torch; the functions do.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 import platform
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -228,6 +231,29 @@ def device_kinds() -> list[str]:
     found = ["cuda"] if torch.cuda.is_available() else []
     other = torch.accelerator.current_accelerator(check_available=True)
     return [*found, *([other.type] if other is not None and other.type not in found else []), "cpu"]
+
+
+def lacks_cuda() -> bool:
+    """Return whether this machine has no CUDA device that torch could use (imports torch).
+
+    The driver is not asked: it reads ``CUDA_VISIBLE_DEVICES`` when it is first called, and a script may still set that.
+    """
+    import torch
+
+    if torch.version.cuda is None and torch.version.hip is None:
+        return True
+    if torch.version.hip is not None:
+        return not Path("/dev/kfd").exists()
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return hidden in ("", "-1") or not _has_cuda_driver()
+
+
+def _has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def cpu_name() -> str:

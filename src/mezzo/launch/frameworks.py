@@ -94,6 +94,9 @@ class Training(Protocol):
     not_resumed: MezzoError | None
     """Why a run that was to be resumed was not; known after ``end_snapshots``."""
 
+    def begin_stand_in(self) -> None:
+        """Let the CPU stand in for CUDA from now on, if this machine has no CUDA device; only of PyTorch scripts."""
+
     def begin_snapshots(self, request: SnapshotRequest | None) -> None:
         """Save the script's state from now on as requested, or restore a saved one; None for neither.
 

@@ -25,7 +25,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import (  # torch's own, also where a launcher has replaced what a script finds under these names
+    Tensor,
+    get_autocast_dtype,
+    is_autocast_enabled,
+    nn,
+    set_autocast_dtype,
+    set_autocast_enabled,
+)
 
 from mezzo.engine.casts import compiling, registration
 from mezzo.engine.casts.half import HALF
@@ -241,23 +248,23 @@ class AutocastRegion:
         """
         kind, table = self._device_type, self._table
         outer = _LOCAL.open
-        before = torch.get_autocast_dtype(kind)
-        self._before = outer, torch.is_autocast_enabled(kind), before
+        before = get_autocast_dtype(kind)
+        self._before = outer, is_autocast_enabled(kind), before
         if table is not outer.table:
             _encode(table)
         node = None if table is None else torch._C._current_autograd_node()  # only a table's operations need it
         inner = (table, outer.depth + 1, torch.autocast_increment_nesting(), node)
         _LOCAL.open = tuple.__new__(_Open, inner)  # _Open(...) would be a Python call
-        torch.set_autocast_enabled(kind, self._enabled)
+        set_autocast_enabled(kind, self._enabled)
         if before is not self._dtype:
-            torch.set_autocast_dtype(kind, self._dtype)
+            set_autocast_dtype(kind, self._dtype)
 
     def __exit__(self, *error: object) -> None:
         """Restore the previous state."""
         kind = self._device_type
         outer, enabled, dtype = self._before
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
+        set_autocast_enabled(kind, enabled)
+        set_autocast_dtype(kind, dtype)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
         if self._table is not outer.table:
@@ -315,8 +322,8 @@ def _encode(table: CastTable | None) -> None:
     number = 0 if table is None else table.number
     for kind in _DIGITS:
         number, digit = divmod(number, len(_DTYPES))
-        torch.set_autocast_enabled(kind, table is not None)
-        torch.set_autocast_dtype(kind, _DTYPES[digit])
+        set_autocast_enabled(kind, table is not None)
+        set_autocast_dtype(kind, _DTYPES[digit])
 
 
 def _is_backward() -> bool:
@@ -333,9 +340,9 @@ def _is_backward() -> bool:
 
 
 def _table_of_state() -> CastTable | None:
-    if not torch.is_autocast_enabled(_DIGITS[0]):
+    if not is_autocast_enabled(_DIGITS[0]):
         return None
     number = 0
     for kind in reversed(_DIGITS):
-        number = number * len(_DTYPES) + _VALUE[torch.get_autocast_dtype(kind)]
+        number = number * len(_DTYPES) + _VALUE[get_autocast_dtype(kind)]
     return _TABLES[number]

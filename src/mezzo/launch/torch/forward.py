@@ -1,7 +1,8 @@
 """Put a script's forward passes under a policy, transparently to the script.
 
 A module called from outside any module begins a region, and its return ends it: optimizer arithmetic, data preparation
-and metrics stay unchanged. The outputs of a region are FP32 again. The hooks skip code that ``torch.compile`` traces,
+and metrics stay unchanged. The outputs of a region are FP32 again; inside the script's own autocast they keep their format, as in
+torch. The hooks skip code that ``torch.compile`` traces,
 because the module or function around it has already begun the region. A script's own ``torch.autocast`` is
 a region as well.
 
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, is_autocast_enabled, nn
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_leaves
@@ -67,7 +68,8 @@ class ForwardRegions:
 
     def _convert_output(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Convert the outermost module's output while watchers still attribute that to the module."""
-        if torch.compiler.is_compiling() or self._run.local.outermost is not module:
+        local = self._run.local
+        if torch.compiler.is_compiling() or local.outermost is not module or local.keeps_format:
             return None
         return _half_to_fp32(output)
 
@@ -77,7 +79,7 @@ class ForwardRegions:
             return True
         device_type = self._run.device_type
         # A kernel of Mezzo has turned autocast off around itself; its table is still open.
-        return open_table() is not None or (device_type is not None and torch.is_autocast_enabled(device_type))
+        return open_table() is not None or (device_type is not None and is_autocast_enabled(device_type))
 
     def _call(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Begin a region before a module that is called from outside any module, and end it after.
@@ -117,19 +119,23 @@ class ForwardRegions:
                 or parameter.device != root.device
             ):
                 root = run.root_of(module, args)
+            region, casting = root.region, root.casting
+            if casting is not None and local.own_switch is not None and not run.switched_on(module, casting):
+                region = None
+            local.keeps_format = casting is not None and is_autocast_enabled(casting.device_type)
             local.depth, local.outermost, local.root = 1, module, None  # a nested call must not enter the region again
             direct = is_torch_call and not run.compiles and module._compiled_call_impl is None
             forward = module._call_impl if direct else functools.partial(original, module)
             try:
                 if run.changed_models is not None:
                     run.changed_models.checkpoint(module, args, kwargs, root.casting)
-                if root.region is None:
+                if region is None:
                     return forward(*args, **kwargs)
-                with root.region:
+                with region:
                     output = forward(*args, **kwargs)
             finally:
                 local.depth, local.outermost, local.root = 0, None, root
-            if type(output) is Tensor and output.dtype not in HALF:
+            if local.keeps_format or (type(output) is Tensor and output.dtype not in HALF):
                 return output
             return to_format(output, _FP32)
 
@@ -193,6 +199,7 @@ class ForwardRegions:
                 return compiled(*args, **kwargs)
             self._run.lint.compiled_called()
             casting = self._casting_of(function, [args, kwargs])
+            keeps_format = casting is not None and is_autocast_enabled(casting.device_type)
             self._run.in_compiled = True
             try:
                 with self._at_depth(1), nullcontext() if casting is None else casting.region():
@@ -201,7 +208,7 @@ class ForwardRegions:
                 self._run.in_compiled = False
                 for watcher in self._run.watchers:
                     watcher.compiled_ended()
-            return result if casting is None else _half_to_fp32(result)
+            return result if casting is None or keeps_format else _half_to_fp32(result)
 
         return call
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mezzo.devices import lacks_cuda
 from mezzo.engine.casts import conversion
 from mezzo.engine.casts.casting import Casting
 from mezzo.engine.gradients import not_finite, trained_leaves
@@ -20,6 +22,7 @@ from mezzo.errors import ScaleFloorError, UnsupportedFormatError
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.applied_policy import for_scripts
 from mezzo.launch.torch.counting.script_graphs import ScriptGraphs
+from mezzo.launch.torch.cuda_stand_in import CudaStandIn
 from mezzo.launch.torch.premade import PremadeOptimizers
 from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
 from mezzo.launch.torch.thread_state import Root, ThreadState
@@ -37,6 +40,11 @@ if TYPE_CHECKING:
     from mezzo.launch.torch.guarding import ScriptGuard
     from mezzo.launch.torch.models.model_changes import ChangedModels
 
+_OWN_AMP_OFF = Reason(
+    what="own autocast",
+    value="the script's autocast is off",
+    reason="it is for CUDA, which this machine does not have, so the script trains in FP32",
+)
 _GONE = ref(nn.Parameter())  # to a parameter that no longer exists
 
 
@@ -52,6 +60,10 @@ class Run:
 
     compiles = False
     """Whether the script has called torch.compile."""
+    own_autocast_on = False
+    """Whether the script has turned an outermost autocast on."""
+    own_amp_off = False
+    """Whether the script has turned autocast on for CUDA, as-is, on a machine without it: torch leaves it off."""
     autocasts_off = False
     """Whether the policy has turned an autocast of the script off, in any thread."""
     in_compiled = False
@@ -66,6 +78,8 @@ class Run:
         """Begin a run; ``policy`` is None if the script keeps its own precision."""
         self.policy = self.current = policy  # the current one until the run falls back to another
         self.applied = None if policy is None else for_scripts(policy)
+        self.stand_in = CudaStandIn() if lacks_cuda() else None
+        """The CPU in place of CUDA; None if this machine has CUDA."""
         self.recorder = StepRecorder()
         self.scale: Scale = NoScale()
         self.inner_scale: Scale = NoScale()
@@ -152,6 +166,19 @@ class Run:
         except UnsupportedFormatError:  # the error with which the script's first region ended
             return False
         return casting is not None and casting.emulates
+
+    def switched_on(self, module: nn.Module, casting: Casting) -> bool:
+        """Return whether a module that is called inside an outermost autocast that is off runs under the policy.
+
+        So it does if the autocast is the script's own switch: the region is on from now until its end.
+        """
+        switch = self.local.own_switch
+        trains = any(p.requires_grad for p in module.parameters())
+        if switch is None or self.own_autocast_on or not trains:
+            return False
+        switch.turn_on(casting)
+        self.local.own_switch = None
+        return True
 
     def root_of(self, module: nn.Module, args: Any) -> Root:
         """Record a module called from outside any module; return what its calls need."""
@@ -242,6 +269,22 @@ class Run:
     def note_left_alone(self, what: str, value: str, reason: str) -> None:
         """Record something that the policy left alone."""
         self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
+
+    def note_own_amp_off(self) -> None:
+        """Note that torch leaves the script's autocast off, for want of a CUDA device, and say so the first time."""
+        if not self.own_amp_off:
+            self.own_amp_off = True
+            print(
+                f"mezzo: {_OWN_AMP_OFF.value}: {_OWN_AMP_OFF.reason}; --policy fp16 computes as a GPU would",
+                file=sys.stderr,
+            )
+
+    def surroundings(self) -> list[Reason]:
+        """Return what this machine does otherwise than the script says, with reasons."""
+        return [
+            *(self.stand_in.explanation() if self.stand_in is not None else []),
+            *([_OWN_AMP_OFF] if self.own_amp_off else []),
+        ]
 
     def begin_transformed(self) -> None:
         """Begin the update of the gradients that ``torch.func`` has returned, as a backward pass would."""

@@ -28,6 +28,20 @@ class Root(NamedTuple):
     region: AbstractContextManager[Any] | None
 
 
+class OwnSwitch(NamedTuple):
+    """The script's outermost autocast, which is off: its own switch if it calls a model that it trains inside."""
+
+    device_type: str
+    regions: list[AbstractContextManager[Any] | None]
+    """The regions that the autocast closes at its end, one for each time that it was entered."""
+
+    def turn_on(self, casting: Casting) -> None:
+        """Open the policy's region until the autocast ends."""
+        region = casting.region()
+        region.__enter__()
+        self.regions[-1] = region
+
+
 class ThreadState(threading.local):
     """The state of one thread."""
 
@@ -39,5 +53,9 @@ class ThreadState(threading.local):
     """The module that was last called from outside any module: usually the next call is of the same one."""
     stepping = False
     """Whether an optimizer is stepping."""
+    own_switch: OwnSwitch | None = None
+    """The script's outermost autocast, if that is off."""
+    keeps_format = False
+    """Whether the result of the outermost module keeps its format, because the script's own autocast is on around it."""
     autocasts_off = 0
     """Number of the script's open autocasts that the policy turned off."""

@@ -92,6 +92,11 @@ class TorchTraining:
         """Stop the script at ``limit``."""
         self._run.limit = limit
 
+    def begin_stand_in(self) -> None:
+        """Let the CPU stand in for CUDA from now on, if this machine has no CUDA device."""
+        if self._run.stand_in is not None:
+            self._run.stand_in.install(self._patches, self._run.before_compiling)
+
     def begin_snapshots(self, request: SnapshotRequest | None) -> None:
         """Save the script's state from now on, and restore a saved one first, as requested."""
         if request is not None:
@@ -179,7 +184,11 @@ class TorchTraining:
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""
         run = self._run
-        changed = [*run.measured(), *([] if run.changed_models is None else run.changed_models.explanation())]
+        changed = [
+            *run.surroundings(),
+            *run.measured(),
+            *([] if run.changed_models is None else run.changed_models.explanation()),
+        ]
         changed += [] if run.changed_policy is None else [run.changed_policy]
         if run.policy is None:
             return changed

@@ -1,8 +1,14 @@
 """Replace a script's own mixed precision: its ``torch.autocast`` and its ``GradScaler``.
 
-Under ``fp32`` both are turned off. Under another policy, the script's ``autocast`` becomes a region of that policy, an
-``autocast(enabled=False)`` stays as it is, and the scaler is turned off, because the policy scales the loss itself.
-A scaler that is off passes losses and steps through, so the script's calls stay valid. With ``as-is`` both are only recorded.
+Under ``fp32`` both are turned off. Under another policy the script decides where a region is, and the policy its format: an
+``autocast`` that is on becomes a region of the policy, whatever dtype it names. One that is off inside a module or a region opts out:
+FP32. One that is off around a whole model is the script's own switch (``enabled=use_amp``), which the policy replaces: the region goes
+on when the model is called. If the script also has regions that are on, those that are off are no switch, and opt out.
+
+The scaler is turned off, because the policy scales the loss itself. A scaler that is off passes losses and steps through, so the
+script's calls stay valid. With ``as-is`` both are only recorded.
+
+Where the CPU stands in for CUDA (``cuda_stand_in``), what the script says to CUDA's autocast is said to the CPU's, and queries agree.
 
 Inside an autocast that was turned off, modules get their 16-bit arguments in FP32: a library that turns autocast on may also cast the
 inputs (Lightning's Fabric does), and FP32 weights would not accept them.
@@ -12,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,8 +28,12 @@ from torch.amp.grad_scaler import GradScaler
 
 from mezzo.engine.casts.autocast_kernels import open_table
 from mezzo.launch.patches import Patches
+from mezzo.launch.torch.cuda_stand_in import replace_builtin
 from mezzo.launch.torch.script_amp.steady_scaler import found_on_device
 from mezzo.launch.torch.state import Run
+from mezzo.launch.torch.thread_state import OwnSwitch
+
+_CPU, _CUDA = "cpu", "cuda"
 
 
 def replace_amp(run: Run, patches: Patches) -> None:
@@ -31,11 +42,66 @@ def replace_amp(run: Run, patches: Patches) -> None:
         for name, recording in (("scale", _record_scale), ("step", _record_step), ("update", _record_update)):
             patches.around(GradScaler, name, functools.partial(recording, run))
         patches.wrap(GradScaler, "_maybe_opt_step", _record_decision)
+        if run.stand_in is not None:
+            patches.around(autocast, "__init__", functools.partial(_note_without_device, run))
         return
+    if run.stand_in is not None:
+        _use_state_of_cpu(patches)
     patches.wrap(autocast, "__init__", functools.partial(_in_policy, run))
     patches.wrap(autocast, "__enter__", functools.partial(_with_table, run))
     patches.wrap(autocast, "__exit__", functools.partial(_without_table, run))
     patches.around(GradScaler, "__init__", _turned_off)
+
+
+def _note_without_device(
+    run: Run,
+    original: Callable[..., Any],
+    self: Any,
+    device_type: str,
+    dtype: Any = None,
+    enabled: bool = True,
+    *rest: Any,
+    **named: Any,
+) -> None:
+    """Note that the script turns autocast on for CUDA, where torch then leaves it off."""
+    if enabled and device_type == _CUDA:
+        run.note_own_amp_off()
+    original(self, device_type, dtype, enabled, *rest, **named)
+
+
+def _use_state_of_cpu(patches: Patches) -> None:
+    """Make torch's functions for the state of CUDA's autocast use the CPU's, also those that ``custom_fwd`` and checkpointing call."""
+    is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+    set_enabled, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
+
+    def enabled(device_type: str = _CUDA) -> bool:
+        return is_enabled(_CPU if device_type == _CUDA else device_type)
+
+    def dtype(device_type: str) -> torch.dtype:
+        return dtype_of(_CPU if device_type == _CUDA else device_type)
+
+    def enable(*args: Any) -> None:  # without a device type: CUDA's
+        kind, value = args if len(args) > 1 else (_CUDA, *args)
+        set_enabled(_CPU if kind == _CUDA else kind, value)
+
+    def choose(device_type: str, dtype: torch.dtype) -> None:
+        set_dtype(_CPU if device_type == _CUDA else device_type, dtype)
+
+    def cast(original: Callable[..., Any], value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return original(value, _CPU if device_type == _CUDA else device_type, dtype)
+
+    patches.on_undo(functools.partial(set_dtype, _CPU, dtype_of(_CPU)))
+    set_dtype(_CPU, dtype_of(_CUDA))  # what a query outside any region answers
+    for name, substitute in (
+        ("is_autocast_enabled", enabled),
+        ("get_autocast_dtype", dtype),
+        ("set_autocast_enabled", enable),
+        ("set_autocast_dtype", choose),
+    ):
+        replace_builtin(patches, name, substitute)
+    patches.replace(torch, "get_autocast_gpu_dtype", functools.partial(dtype, _CUDA))
+    patches.replace(torch, "set_autocast_gpu_dtype", functools.partial(choose, _CUDA))
+    patches.around(torch.amp.autocast_mode, "_cast", cast)
 
 
 def _dtype_under(run: Run) -> Callable[[], torch.dtype | None]:
@@ -56,10 +122,13 @@ def _dtype_under(run: Run) -> Callable[[], torch.dtype | None]:
 def _in_policy(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     dtype_under = _dtype_under(run)
 
+    absent = None if run.stand_in is None else _CUDA
+
     @functools.wraps(original)
     def init(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *rest: Any, **named: Any) -> None:
         lowered = dtype_under()
         on = enabled and lowered is not None
+        device_type = _CPU if device_type == absent else device_type
         self._mezzo_turned_off, self._mezzo_left_off = enabled and not on, not enabled
         original(self, device_type, lowered if on else dtype, on, *rest, **named)
 
@@ -75,31 +144,49 @@ def _with_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
             dtype = dtype_under()  # the region may have been created under an earlier policy
             self._enabled, self._mezzo_turned_off = dtype is not None, dtype is None
             self.fast_dtype = dtype or self.fast_dtype
+        off = getattr(self, "_mezzo_left_off", not self._enabled)
+        local = run.local
+        compiling = torch.compiler.is_compiling()
+        outermost = not compiling and _is_outermost(run, self.device)
         result = original(self)
-        self._mezzo_region = None
+        regions: list[AbstractContextManager[Any] | None] = self.__dict__.setdefault("_mezzo_regions", [])
+        regions.append(None)
         if getattr(self, "_mezzo_turned_off", False):
             run.autocasts_off = True
-            run.local.autocasts_off += 1
+            local.autocasts_off += 1
         if run.observer is not None and self.device == (run.device_type or self.device):
-            off = getattr(self, "_mezzo_left_off", not self._enabled)
-            self._mezzo_entered = run.observer.autocast_entered(off=off, in_module=run.local.depth > 0)
-        if self._enabled and not torch.compiler.is_compiling():
+            self._mezzo_entered = run.observer.autocast_entered(off=off, in_module=local.depth > 0)
+        if self._enabled and not compiling:
+            run.own_autocast_on = run.own_autocast_on or outermost
             casting = run.casting(self.device)
             if casting is not None and casting.table is not None and open_table() is None:
-                self._mezzo_region = casting.region()
-                self._mezzo_region.__enter__()
+                regions[-1] = region = casting.region()
+                region.__enter__()
+        elif off and outermost and local.own_switch is None:
+            local.own_switch = OwnSwitch(self.device, regions)
         return result
 
     return enter
 
 
+def _is_outermost(run: Run, device_type: str) -> bool:
+    """Return whether no module, region or backward pass is around the running code."""
+    if run.local.depth or run.recomputing or torch.is_autocast_enabled(device_type):
+        return False
+    return open_table() is None and torch._C._current_autograd_node() is None
+
+
 def _without_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def leave(self: Any, *error: Any) -> Any:
-        region = getattr(self, "_mezzo_region", None)
+        regions = self.__dict__.get("_mezzo_regions")
+        region = regions.pop() if regions else None
         if region is not None:
             region.__exit__(None, None, None)
-        run.local.autocasts_off -= getattr(self, "_mezzo_turned_off", False)
+        local = run.local
+        if local.own_switch is not None and local.own_switch.regions is regions and not regions:
+            local.own_switch = None
+        local.autocasts_off -= getattr(self, "_mezzo_turned_off", False)
         if run.observer is not None and hasattr(self, "_mezzo_entered"):
             run.observer.autocast_left(self.__dict__.pop("_mezzo_entered"))
         return original(self, *error)

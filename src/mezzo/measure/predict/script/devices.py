@@ -21,7 +21,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from mezzo.measure.predict.script.gpu import called_by_script, nothing, simulated_gpu
+from mezzo.measure.cuda_answers import nothing
+from mezzo.measure.predict.script.gpu import called_by_script, simulated_gpu
 
 _CPU = torch.device("cpu")
 _ACCELERATORS = {kind: torch.device(kind, 0) for kind in ("cuda", "xpu", "mps")}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,10 +16,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.cuda.graphs
-import torch.cuda.nvtx
-import torch.cuda.profiler
 import torch.distributed
+
+from mezzo.measure.cuda_answers import ANSWERS, Idle, always, answers_everywhere, each, none_of_each, nothing, zero
 
 _NOT_THE_SCRIPT = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[3]))
 MEMORY_BYTES, CAPABILITY = 80 * 2**30, (8, 0)
@@ -35,56 +33,8 @@ def called_by_script() -> bool:
     return not sys._getframe(2).f_code.co_filename.startswith(_NOT_THE_SCRIPT)
 
 
-def always(answer: Any) -> Callable[..., Any]:
-    """Return a function that returns ``answer`` for any arguments."""
-    return lambda *args, **kwargs: answer
-
-
-nothing = always(None)
-
-
-def first(what: Any, *args: object, **kwargs: object) -> Any:
-    """Return the first argument."""
-    return what
-
-
-class Idle:
-    """A stream, an event, a graph or a context of an idle GPU: its methods do nothing, and what a block runs runs once."""
-
-    device = torch.device("cuda", 0)
-    cuda_stream = cuda_event = stream_id = priority = 0
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        """Accept the arguments of the classes of ``torch.cuda``."""
-
-    def __enter__(self) -> Idle:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def elapsed_time(self, other: object) -> float:
-        """Return 1 ms: a script may divide by it."""
-        return 1.0
-
-    def query(self) -> bool:
-        """Return True: nothing is under way."""
-        return True
-
-    def record_event(self, event: Idle | None = None) -> Idle:
-        """Return the event, or a new one."""
-        return event or Idle()
-
-    record = synchronize = wait_stream = wait_event = wait = nothing
-    capture_begin = capture_end = replay = reset = pool = enable_debug_mode = debug_dump = nothing
-
-
-_zero, _one, _true, _false, _no_text = always(0), always(1), always(True), always(False), always("")
+_one, _true, _no_text = always(1), always(True), always("")
 _capability, _memory = always(CAPABILITY), always((MEMORY_BYTES, MEMORY_BYTES))
-
-
-def _none_of_each(*args: object, **kwargs: object) -> dict[str, int]:
-    return defaultdict(int)
 
 
 def _properties(*args: object, **kwargs: object) -> SimpleNamespace:
@@ -94,39 +44,8 @@ def _properties(*args: object, **kwargs: object) -> SimpleNamespace:
     )
 
 
-def _all(names: str, answer: Any) -> dict[str, Any]:
-    return dict.fromkeys(names.split(), answer)
-
-
-_ANSWERS: Mapping[str, Any] = {
-    **_all("init set_device synchronize empty_cache ipc_collect set_stream set_sync_debug_mode _sleep", nothing),
-    **_all("reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached", nothing),
-    **_all("reset_accumulated_memory_stats reset_accumulated_host_memory_stats", nothing),
-    **_all("reset_peak_host_memory_stats set_per_process_memory_fraction _record_memory_history", nothing),
-    **_all("_dump_snapshot set_rng_state set_rng_state_all seed seed_all caching_allocator_enable", nothing),
-    **_all("memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached", _zero),
-    **_all("max_memory_cached device_memory_used current_device current_blas_handle utilization", _zero),
-    **_all("memory_usage temperature power_draw clock_rate initial_seed get_sync_debug_mode", _zero),
-    **_all(
-        "memory_stats memory_stats_as_nested_dict host_memory_stats host_memory_stats_as_nested_dict", _none_of_each
-    ),
-    **_all("Event Stream ExternalStream StreamContext stream device device_of CUDAGraph graph MemPool", Idle),
-    **_all("current_stream default_stream get_stream_from_external use_mem_pool", Idle),
-    **_all("caching_allocator_disabled", Idle),
-    **_all("memory_snapshot list_gpu_processes", lambda *args, **kwargs: []),
-    **_all("memory_summary", _no_text),
-    **_all("get_per_process_memory_fraction", always(1.0)),
-    **_all("get_allocator_backend", always("native")),
-    **_all("is_current_stream_capturing can_device_access_peer", _false),
-    **_all("graph_pool_handle", always((0, 0))),
-    **_all("make_graphed_callables", first),
-    **_all("get_rng_state", lambda *args, **kwargs: torch.get_rng_state()),
-    **_all("get_rng_state_all", lambda: [torch.get_rng_state()]),
-    "cudart": lambda: SimpleNamespace(**_all("cudaProfilerStart cudaProfilerStop cudaDeviceSynchronize", nothing)),
-}
-"""Answers of ``torch.cuda`` that do not depend on whether the script sees a GPU."""
 _OF_A_GPU: Mapping[str, Any] = {
-    **_all("is_available is_bf16_supported is_tf32_supported", _true),
+    **each("is_available is_bf16_supported is_tf32_supported", _true),
     "device_count": _one,
     "get_device_name": always(_NAME),
     "get_device_capability": _capability,
@@ -144,18 +63,13 @@ _ACCELERATOR: Mapping[str, Any] = {
     "get_memory_info": _memory,
     "current_stream": Idle,
     "device_index": Idle,
-    **_all("current_device_index current_device_idx memory_allocated max_memory_allocated", _zero),
-    **_all("memory_reserved max_memory_reserved", _zero),
-    **_all("set_device_index set_device_idx synchronize set_stream empty_cache empty_host_cache", nothing),
-    **_all("reset_peak_memory_stats reset_accumulated_memory_stats", nothing),
-    "memory_stats": _none_of_each,
+    **each("current_device_index current_device_idx memory_allocated max_memory_allocated", zero),
+    **each("memory_reserved max_memory_reserved", zero),
+    **each("set_device_index set_device_idx synchronize set_stream empty_cache empty_host_cache", nothing),
+    **each("reset_peak_memory_stats reset_accumulated_memory_stats", nothing),
+    "memory_stats": none_of_each,
 }
 """Answers of ``torch.accelerator``. Torch itself gets the true ones: its loaders would start a thread that pins memory."""
-_ELSEWHERE: Sequence[tuple[ModuleType, Mapping[str, Any]]] = (
-    (torch.cuda.nvtx, _all("range_push range_pop range_start range_end mark", _zero)),
-    (torch.cuda.profiler, _all("start stop", nothing)),
-)
-"""Answers of modules below ``torch.cuda``."""
 _FACTS: Sequence[tuple[ModuleType, Mapping[str, Any]]] = (
     (torch.version, {"cuda": _CUDA}),
     (torch.backends.cuda, {"is_built": _true}),
@@ -165,8 +79,6 @@ _FACTS: Sequence[tuple[ModuleType, Mapping[str, Any]]] = (
     (torch.distributed, {"is_nccl_available": _true}),
 )
 """Other facts about a machine with a GPU; torch itself gets the true ones."""
-_HOMES = (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs)
-"""Modules in which a function of ``torch.cuda`` may be defined."""
 
 
 @contextmanager
@@ -178,13 +90,8 @@ def simulated_gpu(queries: list[str], *, present: bool) -> Iterator[None]:
         present: whether functions about the machine report a GPU; otherwise they answer truthfully.
     """
     with ExitStack() as stack:
-        for home in _HOMES:
-            for name, answer in _ANSWERS.items():
-                if name in vars(home):
-                    stack.enter_context(patch.object(home, name, answer))
-        for module, answers in _ELSEWHERE:
-            for name, answer in answers.items():
-                stack.enter_context(patch.object(module, name, answer))
+        for module, name, answer in answers_everywhere(ANSWERS):
+            stack.enter_context(patch.object(module, name, answer))
         if present:
             _simulate(stack, queries)
         yield
