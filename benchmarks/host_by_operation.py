@@ -103,7 +103,9 @@ def main() -> None:
             continue
         us = times_us(call, options.device, options.calls)
         found = (round(one, 3) for one in (statistics.median(us), min(us), max(us)))
-        csv_rows.append(options.out, [dict(zip(NAMES, (name, form, *found, where, torch.__version__), strict=True))], NAMES)
+        csv_rows.append(
+            options.out, [dict(zip(NAMES, (name, form, *found, where, torch.__version__), strict=True))], NAMES
+        )
         print(f"{name}, {form}: {statistics.median(us):.1f} us", flush=True)
 
 

@@ -3,7 +3,8 @@
 Plain torch, timm and transformers, and ``csv_rows.py``; nothing is downloaded and Mezzo is not needed. Each case trains random data as
 ``mezzo predict --model`` assumes: eager, one resident batch, AdamW with torch's defaults, channels-first unless the case says otherwise,
 no loss scaling, gradients set to None before the forward pass, outputs kept until the next one. ``fp32`` computes all products in FP32,
-``tf32`` all in TF32, ``fp16`` and ``bf16`` are torch's autocast with TF32 for the rest, ``fp16-pure`` and ``bf16-pure`` have 16-bit weights.
+``tf32`` all in TF32, ``fp16`` and ``bf16`` are torch's autocast with TF32 for the rest, ``fp16-pure`` and ``bf16-pure`` have 16-bit
+weights.
 
 A case runs in a separate process, forked after the imports. Its row is written immediately; cases that FILE contains already are skipped.
 ``--history DIR`` also stores the allocator's events in the first two steps, one file per case.

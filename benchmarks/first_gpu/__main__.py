@@ -37,18 +37,18 @@ def main(argv: Sequence[str]) -> int:
     identity = {"code": _code(), "torch": _version("torch"), "device": gpu}
     folder = args.out.resolve() / "-".join(_words(one)[:24] for one in (gpu, identity["torch"], identity["code"][:8]))
     _say_what_changed(args.out, folder, identity)
+    ends_s = time.monotonic() + 60 * args.minutes
     try:
-        results = Results(folder)
+        with Results(folder) as results:
+            if not (folder / "where.json").exists():
+                write_json(folder / "where.json", {**identity, **_where()})
+            for stage in chosen:
+                results.run(stage, ends_s)
+                results.summarize(stages)
+            return _said(results, stages, chosen)
     except BlockingIOError:
         print(f"another process measures in {folder}: wait until it has ended, or name another folder with --out")
         return BUSY
-    if not (folder / "where.json").exists():
-        write_json(folder / "where.json", {**identity, **_where()})
-    ends_s = time.monotonic() + 60 * args.minutes
-    for stage in chosen:
-        results.run(stage, ends_s)
-        results.summarize(stages)
-    return _said(results, stages, chosen)
 
 
 def _said(results: Results, stages: Sequence[Stage], chosen: Sequence[Stage]) -> int:

@@ -46,9 +46,8 @@ def main(argv: Sequence[str]) -> int:
         if not died and code != LOST:
             break
     nothing_failed = code in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
-    chosen = tuple(word for word in words if word.startswith("tests/"))
     failed = [one["test"] for one in _results(folder) if one["outcome"] not in ("passed", "skipped")]
-    return int(not nothing_failed or any(test.startswith(chosen) for test in failed))
+    return int(not nothing_failed or any(test.startswith(tuple(words)) for test in failed))
 
 
 def _results(folder: Path) -> list[dict[str, Any]]:

@@ -75,8 +75,16 @@ class Results:
                 return
             except BlockingIOError:
                 if time.monotonic() > deadline:
+                    os.close(self.lock)
                     raise
                 time.sleep(0.02)
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let other processes work in the folder."""
+        os.close(self.lock)
 
     def of(self, stage: Stage, case: Case) -> dict[str, Any] | None:
         """Return the result of a case, or None if it has not ended yet."""
@@ -143,7 +151,7 @@ class Results:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.communicate()
         return code
 
     def _set_aside(self, *paths: Path) -> None:
