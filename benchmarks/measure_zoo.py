@@ -139,7 +139,8 @@ def holdout() -> list[Case]:
 
 def articles() -> list[Case]:
     """Return the trainings of articles: without TF32, with it, under autocast, with 16-bit weights, then channels-last."""
-    plain = [Case(*one, policy) for policy in ("fp32", "tf32", "fp16", "bf16", *PURE) for one in ARTICLES]
+    policies = ["fp32", "tf32", "fp16", "bf16", *PURE]
+    plain = [Case(*one, policy) for policy in policies for one in ARTICLES]
     return plain + [Case(*one, policy, True) for policy in ("tf32", "fp16") for one in ARTICLES if one[0] in LAST]
 
 

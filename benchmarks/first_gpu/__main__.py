@@ -72,7 +72,10 @@ def _say_what_changed(out: Path, folder: Path, identity: dict[str, str]) -> None
     for path in sorted(out.glob("*/where.json")):
         before: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         changed = [f"{key} was {before.get(key)}" for key in identity if before.get(key) != identity[key]]
-        print(f"{path.parent.name} has results with other conditions ({', '.join(changed)}): all is measured again")
+        if (
+            "cpu" not in (before["device"], identity["device"]) or before["device"] == identity["device"]
+        ):  # dry runs are none
+            print(f"{path.parent.name} has results with other conditions ({', '.join(changed)}): all is measured again")
 
 
 def _where() -> dict[str, Any]:

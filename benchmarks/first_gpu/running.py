@@ -125,7 +125,7 @@ class Results:
             print(f"{stage.name}/{case.name}: cut after {took_s:.0f} s, when the time was over", flush=True)
             return
         status = "ended" if code is not None else f"killed at its limit of {case.limit_s:.0f} s"
-        result = {"stage": stage.name, "case": case.name, "status": status, "exit_code": code}
+        result: dict[str, Any] = {"stage": stage.name, "case": case.name, "status": status, "exit_code": code}
         result |= {"seconds": round(took_s, 1), "began": began.isoformat(timespec="seconds"), "command": command}
         write_json(place / f"{case.name}.json", result)
         print(f"{stage.name}/{case.name}: {status}, exit code {code}, {took_s:.0f} s", flush=True)

@@ -335,7 +335,7 @@ def test_stored_predictions_are_compared_with_measured_rows_and_with_todays(
     lines = capsys.readouterr().out.splitlines()
     assert beside in lines[0]
     assert lines[1].endswith("not stored")
-    assert f"stored before measuring, at abc: {summary}" in lines
+    assert f"as predicted at abc: {summary}" in lines
     assert lines.count("throughput: mean 100.0% median 100.0% p90 100.0% bias +100.0% of 1 rows") == (factor != 1.0)
 
 
