@@ -22,6 +22,14 @@ def read(path: Path) -> Iterator[Cells]:
         yield from csv.DictReader(file)
 
 
+def continued(path: Path) -> Iterator[Cells]:
+    """Yield the rows of a file that more are added to, if there is one; a last line that was cut off is removed."""
+    if path.exists():
+        text = path.read_bytes()
+        path.write_bytes(text[: text.rfind(b"\n") + 1])
+        yield from read(path)
+
+
 def append(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str]) -> None:
     """Add rows to a file; a new one begins with ``names``."""
     _write(path, rows, names, "a")
@@ -51,7 +59,7 @@ def _opened(path: Path, mode: str) -> TextIO:
 
 
 def _write(path: Path, rows: Iterable[Mapping[str, Any]], names: Iterable[str], mode: str) -> None:
-    is_new = mode == "w" or not path.exists()
+    is_new = mode == "w" or not path.exists() or path.stat().st_size == 0
     with _opened(path, mode) as file:
         writer = csv.DictWriter(file, list(names), lineterminator="\n")
         if is_new:

@@ -1,13 +1,13 @@
 """Time every kernel of a training step on one GPU: python benchmarks/measure_kernels.py --seconds 120 --out DIR.
 
-Plain torch, timm and transformers; Mezzo is not needed. The cases are trained as ``measure_zoo.py`` trains them, all in one process. For
-each case, DIR gets
+Plain torch, timm and transformers; Mezzo is not needed. The cases are trained as ``measure_zoo.py`` trains them, all in one process. Each
+gets a folder of DIR once it is measured, and a case with a folder is not measured again. It contains
 
-- a row of ``steps.csv``: the time of a step without a profiler, the host's time (that of the same step with almost no data, which the host
+- ``steps.csv``: the time of a step without a profiler, the host's time (that of the same step with almost no data, which the host
   bounds), and the time of the kernels in one step under torch's profiler,
-- a row of ``kernels.csv.gz`` for each kernel of that step: the operation that launched it, with the shapes, formats and strides of its
+- ``kernels.csv.gz``, with a row for each kernel of that step: the operation that launched it, with the shapes, formats and strides of its
   operands, the kind of operation, when it was launched, when it began and how long it ran,
-- the trace in ``traces.zip``, from which ``--read`` writes the rows again.
+- ``trace.json.gz``, the trace, from which ``--read`` writes the rows again.
 
 ``python benchmarks/predict_kernels.py DIR`` prints predicted and measured milliseconds by kind.
 """
@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import argparse
 import gc
+import gzip
 import json
+import shutil
 import statistics
+import sys
 import time
-import zipfile
+import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from typing import Any
 import torch
 
 import csv_rows
-from measure_zoo import WARM_UP, Case, Training, allow_tf32, asked
+from measure_zoo import WARM_UP, Case, Training, allow_tf32, asked, library_of, tiny, wait
 
 CASES = (
     Case("timm:resnet50", 224, 256, "bf16"),
@@ -220,22 +223,17 @@ def _text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))[:_LONGEST_TEXT] if value else ""
 
 
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def step_ms(step: Callable[[], None], device: str) -> float:
     """Return the milliseconds of a step: the median over blocks that begin and end with a wait for the device."""
     for _ in range(WARM_UP):
         step()
-    _wait(device)
+    wait(device)
     found, num = [], 1
     for block in range(_BLOCKS + 1):
         begin = time.perf_counter()
         for _ in range(num):
             step()
-        _wait(device)
+        wait(device)
         each_s = (time.perf_counter() - begin) / num
         if block == 0:
             num = max(3, min(50, int(_BLOCK_S / each_s)))
@@ -251,42 +249,35 @@ def write_trace(step: Callable[[], None], device: str, path: Path) -> None:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         step()  # the first one pays for the profiler's buffers
-        _wait(device)
+        wait(device)
         with torch.profiler.record_function(_MEASURED):
             step()
-        _wait(device)
+        wait(device)
     profiler.export_chrome_trace(str(path))
 
 
 def measure(case: Case, device: str, out: Path) -> Step:
-    """Train ``case``, write its trace and kernels, and return the times of its step."""
+    """Train ``case``, write its trace, kernels and step to the folder ``out``, and return the times of its step."""
     allow_tf32(case.policy)
-    library = case.model.split(":")[0]
-    few = replace(case, batch=_TINY_BATCH, size=case.size if library == "timm" else _TINY_TOKENS)
+    few = replace(case, batch=_TINY_BATCH, size=_TINY_TOKENS if case.model.startswith("transformers") else case.size)
     host_ms = step_ms(Training(few, device).step, device)
     training = Training(case, device)
     row = Step(
         **asdict(case),
         gpu=torch.cuda.get_device_name() if device == "cuda" else device,
         torch=str(torch.__version__),
-        library=f"{library} {__import__(library).__version__}",
+        library=library_of(case),
         step_ms=step_ms(training.step, device),
         host_ms=host_ms,
         clock_mhz=asked("clocks.sm"),
     )
-    path = out / "trace.json"
-    write_trace(training.step, device, path)
-    text = path.read_text(encoding="utf-8", errors="replace")
-    path.unlink()
-    with zipfile.ZipFile(out / "traces.zip", "a", zipfile.ZIP_DEFLATED) as file:
-        file.writestr(f"{case.file_name}.json", text)
+    write_trace(training.step, device, out / "trace.json.gz")
     try:
-        kernels = rows_of(json.loads(text, strict=False))
+        row = with_kernels(row, write_kernels(case, out))
     except (KeyError, ValueError) as error:  # the step's time is still worth a row, and the trace is stored
         print(f"{' '.join(case.key)}: no kernels were read: {type(error).__name__}: {error}", flush=True)
-        return row
-    _append(out / "kernels.csv.gz", case, kernels)
-    return with_kernels(row, kernels)
+    csv_rows.write(out / "steps.csv", [asdict(row)], [field.name for field in fields(Step)])
+    return row
 
 
 def with_kernels(row: Step, kernels: Sequence[Kernel]) -> Step:
@@ -302,55 +293,58 @@ def with_kernels(row: Step, kernels: Sequence[Kernel]) -> Step:
     )
 
 
-def _append(path: Path, case: Case, kernels: Iterable[Kernel]) -> None:
+def write_kernels(case: Case, folder: Path) -> list[Kernel]:
+    """Write the kernels of the trace in a case's folder, and return them."""
+    with gzip.open(folder / "trace.json.gz", "rt", encoding="utf-8", errors="replace") as file:
+        kernels = rows_of(json.loads(file.read(), strict=False))
     rows = ({**asdict(case), **asdict(kernel)} for kernel in kernels)
     rounded = (
         {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()} for row in rows
     )
-    csv_rows.append(path, rounded, [field.name for field in (*fields(Case), *fields(Kernel))])
-
-
-def kept(out: Path) -> Iterator[tuple[Case, list[Kernel]]]:
-    """Yield the cases of ``traces.zip`` with their kernels, read from the traces again."""
-    with zipfile.ZipFile(out / "traces.zip") as file:
-        for case in CASES:
-            if f"{case.file_name}.json" in file.namelist():
-                yield case, rows_of(json.loads(file.read(f"{case.file_name}.json"), strict=False))
+    names = [field.name for field in (*fields(Case), *fields(Kernel))]
+    csv_rows.write(folder / "kernels.csv.gz", rounded, names)
+    return kernels
 
 
 def main() -> None:
-    """Measure cases until the seconds are over, or read their traces again."""
+    """Measure the cases without a folder until the seconds are over, or read the traces again."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("kernels"), help="the folder of the files")
     parser.add_argument("--seconds", type=float, default=120.0, help="no case begins that may end later")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="a CPU has no kernels to show")
-    parser.add_argument("--read", action="store_true", help="write kernels.csv.gz again from traces.zip")
+    parser.add_argument("--cases", default="zoo", choices=("zoo", "tiny"), help="tiny: a test of this program")
+    parser.add_argument("--read", action="store_true", help="write each kernels.csv.gz again from its trace")
     options = parser.parse_args()
     out: Path = options.out
+    cases = CASES if options.cases == "zoo" else tiny()
     if options.read:
-        (out / "kernels.csv.gz").unlink(missing_ok=True)
-        for case, kernels in kept(out):
-            _append(out / "kernels.csv.gz", case, kernels)
+        for case in cases:
+            if (out / case.file_name).exists():
+                write_kernels(case, out / case.file_name)
         return
-    out.mkdir(parents=True, exist_ok=True)
-    if any((out / name).exists() for name in ("steps.csv", "kernels.csv.gz", "traces.zip")):
-        parser.error(f"--out {out} has measurements already: name another folder")
-    for case in csv_rows.until(options.seconds, CASES, lambda case: " ".join(case.key)):
+    failed = 0
+    left = [case for case in cases if not (out / case.file_name).exists()]
+    for case in csv_rows.until(options.seconds, left, lambda case: " ".join(case.key)):
         at = time.monotonic()
+        part = out / "part"  # becomes the case's folder when all of it is there
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
         try:
-            one = measure(case, options.device, out)
-        except Exception as error:  # it is printed, and the next case runs
-            print(f"{' '.join(case.key)}: not measured: {type(error).__name__}: {error}", flush=True)
+            one = measure(case, options.device, part)
+            part.rename(out / case.file_name)
+        except Exception:  # it is printed, and the next case runs
+            failed = 1
+            print(f"{' '.join(case.key)}: not measured\n{traceback.format_exc()}", flush=True)
             continue
         finally:
             gc.collect()
             torch.cuda.empty_cache()
-        csv_rows.append(out / "steps.csv", [asdict(one)], [field.name for field in fields(Step)])
         print(
             f"{' '.join(case.key)}: step {one.step_ms:.2f} ms, host {one.host_ms:.2f} ms, "
             f"{one.num_kernels} kernels {one.kernels_ms:.2f} ms, {time.monotonic() - at:.1f} s",
             flush=True,
         )
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

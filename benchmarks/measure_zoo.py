@@ -3,11 +3,13 @@
 Plain torch, timm and transformers, and ``csv_rows.py``; nothing is downloaded and Mezzo is not needed. Each case trains random data as
 ``mezzo predict --model`` assumes: eager, one resident batch, AdamW with torch's defaults, channels-first unless the case says otherwise,
 no loss scaling, gradients set to None before the forward pass, outputs kept until the next one. ``fp32`` computes all products in FP32,
-``tf32`` all in TF32, ``fp16`` and ``bf16`` are torch's autocast with TF32 for the rest.
+``tf32`` all in TF32, ``fp16`` and ``bf16`` are torch's autocast with TF32 for the rest, ``fp16-pure`` and ``bf16-pure`` have 16-bit
+weights.
 
 A case runs in a separate process, forked after the imports. Its row is written immediately; cases that FILE contains already are skipped.
 ``--history DIR`` also stores the allocator's events in the first two steps, one file per case.
-``--cases holdout`` measures other models, whose predictions ``predict_zoo.py --cases holdout`` stored before.
+``--cases holdout`` measures other models, whose predictions ``predict_zoo.py --cases holdout`` stored before; ``--cases articles`` the
+trainings of docs/article-numbers.md. ``--cases tiny --device cpu`` tests this program.
 ``python benchmarks/predict_zoo.py --rows zoo.csv`` prints predicted against measured.
 """
 
@@ -15,12 +17,15 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import importlib
 import json
 import multiprocessing
 import os
 import statistics
 import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
@@ -109,6 +114,17 @@ HOLDOUT: tuple[tuple[str, int, int, str], ...] = (
 """Models that no version of the predictor had seen when their predictions were stored, with policies, the most valuable rows first."""
 
 
+ARTICLES: tuple[tuple[str, int, int], ...] = (
+    ("timm:resnet50", 224, 64),
+    ("timm:mobilenetv3_large_100", 224, 512),
+    ("transformers:bert-base-uncased", 128, 32),
+    ("transformers:bert-base-uncased", 384, 32),
+)
+"""Models with sizes and batches of which articles give figures."""
+PURE = {"fp16-pure": torch.float16, "bf16-pure": torch.bfloat16}
+"""Policies whose weights, gradients and moments are in 16 bits."""
+
+
 def zoo() -> list[Case]:
     """Return the cases of the first rows, the most valuable first."""
     first = [Case(*one, policy) for one in SIZES for policy in ("fp32", "tf32", "bf16")]
@@ -121,7 +137,19 @@ def holdout() -> list[Case]:
     return [Case(*one, policy) for *one, policies in HOLDOUT for policy in policies.split()]
 
 
-CASES: dict[str, Callable[[], list[Case]]] = {"zoo": zoo, "holdout": holdout}
+def articles() -> list[Case]:
+    """Return the trainings of articles: without TF32, with it, under autocast, with 16-bit weights, then channels-last."""
+    policies = ["fp32", "tf32", "fp16", "bf16", *PURE]
+    plain = [Case(*one, policy) for policy in policies for one in ARTICLES]
+    return plain + [Case(*one, policy, True) for policy in ("tf32", "fp16") for one in ARTICLES if one[0] in LAST]
+
+
+def tiny() -> list[Case]:
+    """Return cases that a CPU trains in milliseconds."""
+    return [Case("tiny:convnet", 8, 2, policy) for policy in ("fp32", "bf16", "bf16-pure")]
+
+
+CASES: dict[str, Callable[[], list[Case]]] = {"zoo": zoo, "holdout": holdout, "articles": articles, "tiny": tiny}
 
 
 @dataclass
@@ -161,6 +189,8 @@ class Measured:
 def build(name: str) -> tuple[nn.Module, int]:
     """Return the model that ``mezzo predict --model`` builds, and the number of its classes or words."""
     library, _, model = name.partition(":")
+    if library == "tiny":
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4)), 4
     if library == "timm":
         import timm
 
@@ -195,10 +225,10 @@ class Training:
         torch.manual_seed(0)
         model, words = build(case.model)
         layout = torch.channels_last if case.channels_last else torch.contiguous_format
-        self.model = model.train().to(device)
+        self.model = model.train().to(device, PURE.get(case.policy))
         if case.channels_last:
             self.model = self.model.to(memory_format=layout)  # type: ignore[call-overload]
-        self.images = case.model.startswith("timm")
+        self.images = not case.model.startswith("transformers")
         if self.images:
             x = torch.randn(case.batch, 3, case.size, case.size).contiguous(memory_format=layout)
             self.inputs = {"x": x, "y": torch.randint(words, (case.batch,))}
@@ -206,6 +236,8 @@ class Training:
             ids = torch.randint(words, (case.batch, case.size))
             self.inputs = {"input_ids": ids, "labels": ids.clone()}
         self.inputs = {key: value.to(device) for key, value in self.inputs.items()}
+        if self.images:
+            self.inputs["x"] = self.inputs["x"].to(PURE.get(case.policy))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(case.policy)
         self.region: Callable[[], Any] = lambda: torch.autocast(device, dtype, enabled=dtype is not None)
@@ -235,24 +267,35 @@ def allow_tf32(policy: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = policy != "fp32"
 
 
-def measure(case: Case, *, benchmark: bool, idle_bytes: int, history: Path | None) -> Measured:
-    """Train ``case`` on the GPU and return its row; runs in a separate process."""
+def library_of(case: Case) -> str:
+    """Return the library of a case's model with its version."""
+    name = case.model.split(":")[0]
+    return name if name == "tiny" else f"{name} {importlib.import_module(name).__version__}"
+
+
+def wait(device: str) -> None:
+    """Wait until the device has done all that was launched."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(case: Case, *, device: str, benchmark: bool, idle_bytes: int, history: Path | None) -> Measured:
+    """Train ``case`` on the device and return its row; runs in a separate process. A CPU's row has no memory."""
     allow_tf32(case.policy)
     torch.backends.cudnn.benchmark = benchmark
-    library = case.model.split(":")[0]
     row = Measured(
         **asdict(case),
-        gpu=torch.cuda.get_device_name(),
+        gpu=torch.cuda.get_device_name() if device == "cuda" else device,
         torch=str(torch.__version__),
-        library=f"{library} {__import__(library).__version__}",
+        library=library_of(case),
         status="ok",
         cudnn_benchmark=benchmark,
     )
     try:
-        training = _with_history(case, history) if history is not None else Training(case, "cuda")
+        training = _with_history(case, history) if history is not None else Training(case, device)
         for _ in range(WARM_UP):
             training.step()
-        times = _times(training.step)
+        times = _times(training.step) if device == "cuda" else _times_by_clock(training.step)
     except torch.cuda.OutOfMemoryError:
         row.status = "out of memory"
     else:
@@ -260,13 +303,28 @@ def measure(case: Case, *, benchmark: bool, idle_bytes: int, history: Path | Non
         row.step_ms, row.step_ms_p10, row.step_ms_p90 = statistics.median(times), tenths[0], tenths[-1]
         row.steps, row.throughput = len(times), 1e3 * case.batch / row.step_ms
         row.loss = float(training.last)
+    if device == "cuda":
+        _add_memory(row, idle_bytes)
+    return row
+
+
+def _add_memory(row: Measured, idle_bytes: int) -> None:
     row.allocated_bytes, row.reserved_bytes = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     free, row.total_bytes = torch.cuda.mem_get_info()
     now = row.total_bytes - free - idle_bytes
     row.device_bytes = now + row.reserved_bytes - torch.cuda.memory_reserved()
     row.retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
     row.clock_mhz = asked("clocks.sm")
-    return row
+
+
+def _times_by_clock(step: Callable[[], None]) -> list[float]:
+    """Return the milliseconds of steps on a CPU."""
+    times = []
+    for _ in range(LEAST_STEPS):
+        began_s = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - began_s))
+    return times
 
 
 def _times(step: Callable[[], None]) -> list[float]:
@@ -318,6 +376,7 @@ def _child(send: Any, case: Case, options: dict[str, Any]) -> None:
     try:
         send.send(measure(case, **options))
     except Exception as error:  # it is printed, and the next case runs
+        traceback.print_exc()
         send.send(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
 
 
@@ -349,7 +408,8 @@ def main() -> None:
     parser.add_argument("--cases", choices=CASES, default="zoo", help="which list of cases")
     parser.add_argument("--out", type=Path, default=Path("zoo.csv"), help="rows are added to this file")
     parser.add_argument("--minutes", type=float, default=9.0, help="no case begins that may end later")
-    parser.add_argument("--policies", default="fp32,tf32,bf16,fp16")
+    parser.add_argument("--policies", help="only these, comma-separated")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="a CPU tests this program")
     parser.add_argument("--models", default="", help="only models whose names contain one of these, comma-separated")
     parser.add_argument("--cudnn-benchmark", action="store_true", help="let cuDNN try its algorithms")
     parser.add_argument(
@@ -357,24 +417,28 @@ def main() -> None:
     )
     options = parser.parse_args()
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # checks for CUDA without opening it before the fork
-    import timm  # noqa: F401 - before the fork, so that no case imports it again
-    import transformers  # noqa: F401
-
     idle_bytes = asked("memory.used") << 20
-    wanted = [case for case in CASES[options.cases]() if case.policy in options.policies.split(",")]
+    wanted = CASES[options.cases]()
+    if options.policies:
+        wanted = [case for case in wanted if case.policy in options.policies.split(",")]
     wanted = [case for case in wanted if any(part in case.model for part in options.models.split(","))]
-    rows = csv_rows.read(options.out) if options.out.exists() else ()
-    done = {tuple(cells[field.name] for field in fields(Case)) for cells in rows}
+    done = {tuple(cells[field.name] for field in fields(Case)) for cells in csv_rows.continued(options.out)}
     left = [case for case in wanted if case.key not in done]
+    for case in left:
+        library_of(case)  # imported before the fork, so that no case imports it again
+    failed = 0
     for case in csv_rows.until(60 * options.minutes, left, lambda case: " ".join(case.key)):
-        settings = {"benchmark": options.cudnn_benchmark, "idle_bytes": idle_bytes, "history": options.history}
+        settings = {"device": options.device, "benchmark": options.cudnn_benchmark}
+        settings |= {"idle_bytes": idle_bytes, "history": options.history}
         row = one_case(case, settings)
         if isinstance(row, str):
             print(f"{' '.join(case.key)}: not measured: {row}", flush=True)
+            failed = 1
             continue
         csv_rows.append(options.out, [asdict(row)], [field.name for field in fields(Measured)])
         sizes = " ".join(f"{n} {getattr(row, n + '_bytes') >> 20} MiB" for n in ("allocated", "reserved", "device"))
         print(f"{' '.join(case.key)}: {row.status} {row.step_ms:.2f} ms {row.throughput:.0f}/s {sizes}", flush=True)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -133,11 +133,14 @@ def joined(measured: Sequence[Call], predicted: Sequence[Call], kind: str) -> li
 
 
 def read(folder: Path) -> tuple[list[Step], dict[Case, list[Kernel]]]:
-    """Return the steps and kernels that ``measure_kernels.py`` wrote."""
-    steps = [Step(**_typed(Step, cells)) for cells in csv_rows.read(folder / "steps.csv")]
+    """Return the steps and kernels that ``measure_kernels.py`` wrote, case by case."""
+    steps: list[Step] = []
     kernels: dict[Case, list[Kernel]] = defaultdict(list)
-    for cells in csv_rows.read(folder / "kernels.csv.gz"):
-        kernels[Case(**_typed(Case, cells))].append(Kernel(**_typed(Kernel, cells)))
+    for path in sorted(folder.glob("*/steps.csv")):
+        steps += [Step(**_typed(Step, cells)) for cells in csv_rows.read(path)]
+        if (rows := path.with_name("kernels.csv.gz")).exists():  # a trace without its step has none
+            for cells in csv_rows.read(rows):
+                kernels[Case(**_typed(Case, cells))].append(Kernel(**_typed(Kernel, cells)))
     return steps, kernels
 
 
@@ -218,6 +221,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the table as CSV")
     options = parser.parse_args()
     steps, kernels = read(options.folder)
+    if not steps:
+        parser.error(f"no folder of {options.folder} has a steps.csv: measure_kernels.py --out writes them")
     parts: list[Part] = []
     for step in steps:
         gpu = find_gpu(options.gpu or step.gpu)

@@ -189,7 +189,7 @@ def compare(path: Path) -> None:
     summarize(rows)
     if stored:
         commits = ", ".join(sorted({cells["commit"] for cells in stored.values()}))
-        print(f"stored before measuring, at {commits}: {len(then)} of {len(rows)} rows, {changed} differ from today's")
+        print(f"as predicted at {commits}: {len(then)} of {len(rows)} rows, {changed} differ from today's")
     if changed:
         summarize(then)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import csv
+import gzip
 import json
+import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,7 +23,10 @@ from paths import ROOT
 if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
 sys.path.append(str(ROOT / "benchmarks"))  # its scripts import one another by their names
+from benchmarks import article_numbers
+
 import csv_rows
+import host_by_operation
 import measure_kernels
 import measure_zoo
 import predict_kernels
@@ -181,14 +187,45 @@ def test_a_convolutions_gradients_are_one_call_and_are_joined_with_the_measured_
 
 def test_what_was_measured_is_written_and_read_again(tmp_path: Path) -> None:
     case, kernels = measure_kernels.CASES[-1], rows_of(TRACE)
+    folder = tmp_path / case.file_name
+    folder.mkdir()
+    with gzip.open(folder / "trace.json.gz", "wt", encoding="utf-8") as file:
+        json.dump(TRACE, file)
     step = measure_kernels.with_kernels(
         measure_kernels.Step(**asdict(case), gpu="a", torch="b", library="c", step_ms=1.5, host_ms=0.5), kernels
     )
     assert (step.num_kernels, step.kernels_ms, step.profiled_ms) == (7, 0.1, 0.171)
-    measure_kernels._append(tmp_path / "kernels.csv.gz", case, kernels[:3])
-    measure_kernels._append(tmp_path / "kernels.csv.gz", case, kernels[3:])
-    csv_rows.append(tmp_path / "steps.csv", [asdict(step)], list(asdict(step)))
+    csv_rows.append(folder / "steps.csv", [asdict(step)], list(asdict(step)))
+    assert predict_kernels.read(tmp_path) == ([step], {})  # as where no kernels could be read
+    assert measure_kernels.write_kernels(case, folder) == kernels
     assert predict_kernels.read(tmp_path) == ([step], {case: kernels})
+
+
+def test_a_case_with_a_folder_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, *others = measure_zoo.tiny()
+    (tmp_path / first.file_name).mkdir()
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "steps.csv").write_text("of a case that was cut", encoding="utf-8")
+    measure = measure_kernels.measure
+
+    def measured(case: Case, device: str, out: Path) -> measure_kernels.Step:
+        if case == others[0]:
+            raise RuntimeError("no such kernel")
+        return measure(case, device, out)
+
+    monkeypatch.setattr(measure_kernels, "measure", measured)
+    words = ["measure_kernels.py", "--out", str(tmp_path), "--cases", "tiny", "--device", "cpu", "--seconds", "1e9"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as ended:
+        measure_kernels.main()
+    assert ended.value.code == 1
+    assert "RuntimeError: no such kernel" in capsys.readouterr().out
+    steps, kernels = predict_kernels.read(tmp_path)
+    assert [(step.policy, step.num_kernels) for step in steps] == [(others[1].policy, 0)]  # a CPU launches none
+    assert dict(kernels) == {}
+    assert list((tmp_path / first.file_name).iterdir()) == []
 
 
 def test_the_joined_calls_show_rates(capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +236,59 @@ def test_the_joined_calls_show_rates(capsys: pytest.CaptureFixture[str]) -> None
     assert "speed of 1 calls: mean 100.0%" in shown
 
 
+# --- the lists of cases ---------------------------------------------------------------------------
+
+
+def test_the_trainings_of_articles_are_those_of_their_figures() -> None:
+    assert set(measure_zoo.ARTICLES) == {
+        (claim.model, claim.size or 224, claim.batch) for claim in article_numbers.SPEEDS
+    }
+    policies = {(case.model, case.policy) for case in measure_zoo.articles()}
+    assert policies == {
+        (model, policy)
+        for model, *_ in measure_zoo.ARTICLES
+        for policy in ("fp32", "tf32", "fp16", "bf16", "fp16-pure", "bf16-pure")
+    }
+
+
+def test_pure_policies_have_16_bit_weights_gradients_and_moments() -> None:
+    for policy, dtype in {"fp32": torch.float32, "bf16": torch.float32, "bf16-pure": torch.bfloat16}.items():
+        training = measure_zoo.Training(Case("tiny:convnet", 8, 2, policy), "cpu")
+        training.step()
+        for weight in training.model.parameters():
+            moments = training.optimizer.state[weight]
+            assert weight.grad is not None
+            assert {weight.dtype, weight.grad.dtype, moments["exp_avg"].dtype, moments["exp_avg_sq"].dtype} == {dtype}
+
+
 # --- predictions that are stored before they are measured -----------------------------------------
+
+
+def test_the_predictions_of_the_28_rows_are_those_of_the_table() -> None:
+    """Each figure of docs/h100.md, from the stored predictions and the measured rows, by numpy alone."""
+    names = [*asdict(measure_zoo.zoo()[0])]
+    with (RESULTS / "zoo.csv").open(encoding="utf-8", newline="") as file:
+        rows = {tuple(cells[name] for name in names): cells for cells in csv.DictReader(file)}
+    with (RESULTS / "zoo_predicted.csv").open(encoding="utf-8", newline="") as file:
+        stored = {tuple(cells[name] for name in names): cells for cells in csv.DictReader(file)}
+    assert stored.keys() == rows.keys()
+
+    def ratio(key: tuple[str, ...], field: str) -> float:
+        return float(stored[key][field]) / float(rows[key][field])
+
+    def shown(ratios: list[float]) -> list[str]:
+        errors = 100 * np.abs(np.array(ratios) - 1)
+        return [f"{value:.1f}%" for value in (np.median(errors), errors.mean(), np.quantile(errors, 0.9))]
+
+    pairs = [(key, (*key[:3], "fp32", key[4])) for key in rows if key[3] == "bf16" and key[4] == "False"]
+    pairs = [(half, wide) for half, wide in pairs if wide in rows]
+    found = [shown([ratio(key, f"{what}_bytes") for key in rows]) for what in ("allocated", "reserved", "device")]
+    found.append(shown([ratio(a, "allocated_bytes") / ratio(b, "allocated_bytes") for a, b in pairs]))
+    found.append(shown([ratio(key, "throughput") for key in rows]))
+    found.append(shown([ratio(a, "throughput") / ratio(b, "throughput") for a, b in pairs]))
+    page = (ROOT / "docs" / "h100.md").read_text(encoding="utf-8")
+    table = page.partition("| predicted | median error | mean | p90 |")[2].partition("\n\n")[0]
+    assert [re.findall(r"\d+\.\d%", line) for line in table.splitlines()[2:]] == found
 
 
 def _stored() -> list[dict[str, str]]:
@@ -246,7 +335,7 @@ def test_stored_predictions_are_compared_with_measured_rows_and_with_todays(
     lines = capsys.readouterr().out.splitlines()
     assert beside in lines[0]
     assert lines[1].endswith("not stored")
-    assert f"stored before measuring, at abc: {summary}" in lines
+    assert f"as predicted at abc: {summary}" in lines
     assert lines.count("throughput: mean 100.0% median 100.0% p90 100.0% bias +100.0% of 1 rows") == (factor != 1.0)
 
 
@@ -268,6 +357,11 @@ def test_rows_are_kept_as_they_come_and_no_case_begins_too_late(
     assert list(csv_rows.read(path)) == [{"case": "0", "ms": "1.5"}, {"case": "1", "ms": "1.5"}]
     csv_rows.write(path, [], ["case"])
     assert list(csv_rows.read(path)) == []
+    with path.with_suffix("").open("w", encoding="utf-8") as file:
+        file.write("case,ms\n0,1.5\n1,")  # cut while it was written
+    assert list(csv_rows.continued(path.with_suffix(""))) == [{"case": "0", "ms": "1.5"}]
+    assert path.with_suffix("").read_text(encoding="utf-8") == "case,ms\n0,1.5\n"
+    assert list(csv_rows.continued(tmp_path / "absent.csv")) == []
     clock = iter([0.0, 0.0, 4.0, 4.0, 10.0, 10.0])  # the first takes 4 s and the second 6: a third may end after 16
     monkeypatch.setattr(csv_rows.time, "monotonic", lambda: next(clock))
     assert list(csv_rows.until(15.0, "abc", str)) == ["a", "b"]
@@ -276,7 +370,7 @@ def test_rows_are_kept_as_they_come_and_no_case_begins_too_late(
 
 def test_the_scripts_that_measure_need_nothing_of_mezzo() -> None:
     """Nor have they a module beside them that does."""
-    for name in ("measure_zoo", "measure_kernels", "csv_rows"):
+    for name in ("measure_zoo", "measure_kernels", "host_by_operation", "csv_rows"):
         tree = ast.parse((ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8"))
         found = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         found |= {one.name for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names}
@@ -288,6 +382,25 @@ def test_the_scripts_that_measure_need_nothing_of_mezzo() -> None:
             "measure_zoo",
             "csv_rows",
         }
+
+
+def test_the_host_is_timed_operation_by_operation_and_rows_that_are_there_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("add", "mm")
+    monkeypatch.setattr(host_by_operation, "OPERATIONS", {n: host_by_operation.OPERATIONS[n] for n in names})
+    path = tmp_path / "operations.csv"
+    kept = dict.fromkeys(host_by_operation.NAMES, "1") | {"operation": "mm", "form": "both"}
+    csv_rows.append(path, [kept], host_by_operation.NAMES)
+    monkeypatch.setattr("sys.argv", ["host_by_operation.py", "--out", str(path), "--device", "cpu", "--calls", "1"])
+    host_by_operation.main()
+    host_by_operation.main()
+    rows = list(csv_rows.read(path))
+    assert rows[0] == kept
+    forms = [(name, form) for name in names for form in ("plain", "graph", "both", "autocast")]
+    updates = [(f"AdamW of 10, {way}", "plain") for way in ("foreach", "fused")]
+    assert sorted((row["operation"], row["form"]) for row in rows) == sorted(forms + updates)
+    assert all(0 < float(row["us_min"]) <= float(row["us"]) <= float(row["us_max"]) for row in rows[1:])
 
 
 def test_merged_operations_cost_what_all_of_them_cost() -> None:
