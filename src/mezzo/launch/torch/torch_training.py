@@ -15,6 +15,7 @@ from mezzo.launch.torch.counting.counted_step import CountedStep
 from mezzo.launch.torch.counting.weights_digest import WeightsDigest
 from mezzo.launch.torch.models.joining import refuse_join
 from mezzo.launch.torch.models.model_changes import ChangedModels
+from mezzo.launch.torch.script_amp.own_amp import note_autocast_without_device
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.watching import Watch
 from mezzo.measure.environment import environment
@@ -96,6 +97,8 @@ class TorchTraining:
         """Let the CPU stand in for CUDA from now on, if this machine has no CUDA device."""
         if self._run.stand_in is not None:
             self._run.stand_in.install(self._patches, self._run.before_compiling)
+            if self._run.applied is None:
+                note_autocast_without_device(self._run, self._patches)
 
     def begin_snapshots(self, request: SnapshotRequest | None) -> None:
         """Save the script's state from now on, and restore a saved one first, as requested."""

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, set_autocast_dtype, set_autocast_enabled
 from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
@@ -42,8 +42,6 @@ def replace_amp(run: Run, patches: Patches) -> None:
         for name, recording in (("scale", _record_scale), ("step", _record_step), ("update", _record_update)):
             patches.around(GradScaler, name, functools.partial(recording, run))
         patches.wrap(GradScaler, "_maybe_opt_step", _record_decision)
-        if run.stand_in is not None:
-            patches.around(autocast, "__init__", functools.partial(_note_without_device, run))
         return
     if run.stand_in is not None:
         _use_state_of_cpu(patches)
@@ -51,6 +49,11 @@ def replace_amp(run: Run, patches: Patches) -> None:
     patches.wrap(autocast, "__enter__", functools.partial(_with_table, run))
     patches.wrap(autocast, "__exit__", functools.partial(_without_table, run))
     patches.around(GradScaler, "__init__", _turned_off)
+
+
+def note_autocast_without_device(run: Run, patches: Patches) -> None:
+    """Note if the script, as-is, turns autocast on for CUDA, which this machine does not have, until ``patches`` are undone."""
+    patches.around(autocast, "__init__", functools.partial(_note_without_device, run))
 
 
 def _note_without_device(
@@ -71,27 +74,25 @@ def _note_without_device(
 
 def _use_state_of_cpu(patches: Patches) -> None:
     """Make torch's functions for the state of CUDA's autocast use the CPU's, also those that ``custom_fwd`` and checkpointing call."""
-    is_enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
-    set_enabled, set_dtype = torch.set_autocast_enabled, torch.set_autocast_dtype
 
     def enabled(device_type: str = _CUDA) -> bool:
-        return is_enabled(_CPU if device_type == _CUDA else device_type)
+        return is_autocast_enabled(_CPU if device_type == _CUDA else device_type)
 
     def dtype(device_type: str) -> torch.dtype:
-        return dtype_of(_CPU if device_type == _CUDA else device_type)
+        return get_autocast_dtype(_CPU if device_type == _CUDA else device_type)
 
     def enable(*args: Any) -> None:  # without a device type: CUDA's
         kind, value = args if len(args) > 1 else (_CUDA, *args)
-        set_enabled(_CPU if kind == _CUDA else kind, value)
+        set_autocast_enabled(_CPU if kind == _CUDA else kind, value)
 
     def choose(device_type: str, dtype: torch.dtype) -> None:
-        set_dtype(_CPU if device_type == _CUDA else device_type, dtype)
+        set_autocast_dtype(_CPU if device_type == _CUDA else device_type, dtype)
 
     def cast(original: Callable[..., Any], value: Any, device_type: str, dtype: torch.dtype) -> Any:
         return original(value, _CPU if device_type == _CUDA else device_type, dtype)
 
-    patches.on_undo(functools.partial(set_dtype, _CPU, dtype_of(_CPU)))
-    set_dtype(_CPU, dtype_of(_CUDA))  # what a query outside any region answers
+    patches.on_undo(functools.partial(set_autocast_dtype, _CPU, get_autocast_dtype(_CPU)))
+    set_autocast_dtype(_CPU, get_autocast_dtype(_CUDA))  # what a query outside any region answers
     for name, substitute in (
         ("is_autocast_enabled", enabled),
         ("get_autocast_dtype", dtype),
@@ -121,7 +122,6 @@ def _dtype_under(run: Run) -> Callable[[], torch.dtype | None]:
 
 def _in_policy(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
     dtype_under = _dtype_under(run)
-
     absent = None if run.stand_in is None else _CUDA
 
     @functools.wraps(original)
@@ -144,34 +144,58 @@ def _with_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]:
             dtype = dtype_under()  # the region may have been created under an earlier policy
             self._enabled, self._mezzo_turned_off = dtype is not None, dtype is None
             self.fast_dtype = dtype or self.fast_dtype
-        off = getattr(self, "_mezzo_left_off", not self._enabled)
-        local = run.local
+        off, on = getattr(self, "_mezzo_left_off", not self._enabled), self._enabled
+        local, kind = run.local, self.device
         compiling = torch.compiler.is_compiling()
-        outermost = not compiling and _is_outermost(run, self.device)
-        result = original(self)
+        # Once a region of the script is on, it matters only for those that are off.
+        outermost = not compiling and (off or not run.own_autocast_on) and _is_outermost(run, kind)
+        result = original(self) if compiling or torch._C._is_torch_function_mode_enabled() else _enter_state(self, kind)
         regions: list[AbstractContextManager[Any] | None] = self.__dict__.setdefault("_mezzo_regions", [])
         regions.append(None)
         if getattr(self, "_mezzo_turned_off", False):
             run.autocasts_off = True
             local.autocasts_off += 1
-        if run.observer is not None and self.device == (run.device_type or self.device):
+        if run.observer is not None and kind == (run.device_type or kind):
             self._mezzo_entered = run.observer.autocast_entered(off=off, in_module=local.depth > 0)
-        if self._enabled and not compiling:
+        if on and not compiling:
             run.own_autocast_on = run.own_autocast_on or outermost
-            casting = run.casting(self.device)
+            casting = run.casting(kind)
             if casting is not None and casting.table is not None and open_table() is None:
                 regions[-1] = region = casting.region()
                 region.__enter__()
         elif off and outermost and local.own_switch is None:
-            local.own_switch = OwnSwitch(self.device, regions)
+            local.own_switch = OwnSwitch(kind, regions)
         return result
 
     return enter
 
 
+def _enter_state(self: Any, kind: str) -> Any:
+    """Set autocast's state as ``autocast.__enter__`` does, whose calls through Python would double where the state of CUDA is the CPU's."""
+    self.prev_cache_enabled, self.prev, self.prev_fastdtype = (
+        torch.is_autocast_cache_enabled(),
+        is_autocast_enabled(kind),
+        get_autocast_dtype(kind),
+    )
+    set_autocast_enabled(kind, self._enabled)
+    set_autocast_dtype(kind, self.fast_dtype)
+    torch.autocast_increment_nesting()
+    torch.set_autocast_cache_enabled(self._cache_enabled)
+    return self
+
+
+def _leave_state(self: Any) -> None:
+    """Restore autocast's state as ``autocast.__exit__`` does."""
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()
+    set_autocast_enabled(self.device, self.prev)
+    set_autocast_dtype(self.device, self.prev_fastdtype)
+    torch.set_autocast_cache_enabled(self.prev_cache_enabled)
+
+
 def _is_outermost(run: Run, device_type: str) -> bool:
     """Return whether no module, region or backward pass is around the running code."""
-    if run.local.depth or run.recomputing or torch.is_autocast_enabled(device_type):
+    if run.local.depth or run.recomputing or is_autocast_enabled(device_type):
         return False
     return open_table() is None and torch._C._current_autograd_node() is None
 
@@ -189,7 +213,9 @@ def _without_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]
         local.autocasts_off -= getattr(self, "_mezzo_turned_off", False)
         if run.observer is not None and hasattr(self, "_mezzo_entered"):
             run.observer.autocast_left(self.__dict__.pop("_mezzo_entered"))
-        return original(self, *error)
+        if torch.compiler.is_compiling() or torch._C._is_torch_function_mode_enabled():
+            return original(self, *error)
+        return _leave_state(self)
 
     return leave
 
