@@ -14,13 +14,15 @@ MINUTES=${MINUTES:-6}
 OUT=${1:-runs/first-gpu/$(date -u +%Y%m%dT%H%M%S)}
 export PYTHONPATH="$PWD:$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
 
+# Both may have spaces, and a command is a line of text.
+python=$(printf %q "$PYTHON") out=$(printf %q "$OUT")
 # name, time limit in seconds, tool that it needs in addition to torch, command
 STEPS=(
   # Other packages on the machine may warn: unlike in CI, warnings are not errors here.
-  "tests|480|pytest|$PYTHON -m pytest -q -m gpu -p no:cacheprovider -o filterwarnings=default --continue-on-collection-errors tests"
-  "sanitizer|180|compute-sanitizer|compute-sanitizer --tool memcheck --error-exitcode 9 $PYTHON -m benchmarks.contest.first kernels"
-  "waits|120||$PYTHON -m benchmarks.contest.first waits"
-  "benchmark|$(awk "BEGIN { print int($MINUTES * 60 + 60) }")||$PYTHON benchmarks/gpu.py --minutes $MINUTES --out $OUT"
+  "tests|480|pytest|$python -m pytest -q -m gpu -p no:cacheprovider -o filterwarnings=default --continue-on-collection-errors tests"
+  "sanitizer|180|compute-sanitizer|compute-sanitizer --tool memcheck --error-exitcode 9 $python -m benchmarks.contest.first kernels"
+  "waits|120||$python -m benchmarks.contest.first waits"
+  "benchmark|$(awk "BEGIN { print int($MINUTES * 60 + 60) }")||$python benchmarks/gpu.py --minutes $MINUTES --out $out"
 )
 
 has() {
@@ -71,7 +73,7 @@ for step in "${STEPS[@]}"; do
     continue
   fi
   started=$SECONDS
-  timeout --kill-after=10 "$seconds" $command >"$OUT/$name.log" 2>&1
+  timeout --kill-after=10 "$seconds" bash -c "exec $command" >"$OUT/$name.log" 2>&1
   code=$?
   [ $code -ne 0 ] && worst=1
   printf "%s\t%s\t%s\t%s\n" "$name" "$code" "$((SECONDS - started))" "$name.log" | tee -a "$OUT/steps.tsv"

@@ -34,7 +34,7 @@ esac
 def run(
     tmp_path: Path, *, wrong: str = "nothing", stubs: dict[str, str], **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    folder = tmp_path / "bin"
+    folder = tmp_path / "with a space"
     folder.mkdir()
     for name, text in stubs.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -46,7 +46,7 @@ def run(
         "WRONG": wrong,
     }
     return subprocess.run(
-        ["bash", str(SCRIPT), str(tmp_path / "out")],
+        ["bash", str(SCRIPT), str(tmp_path / "the results")],
         env={**environment, **variables},
         capture_output=True,
         text=True,
@@ -63,7 +63,7 @@ def test_without_a_gpu_it_says_what_it_would_do(tmp_path: Path) -> None:
     assert done.returncode == 3, done.stderr
     assert done.stdout.startswith("no GPU: torch.cuda.is_available() is false")
     assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == STEPS
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "the results").exists()
 
 
 SANITIZER = '#!/bin/sh\nshift 4\nexec "$@"\n'
@@ -72,9 +72,9 @@ SMI = "#!/bin/sh\necho NVIDIA-SMI 570.86\n"
 
 def test_it_leaves_one_folder(tmp_path: Path) -> None:
     stubs = {"python3": PYTHON, "nvidia-smi": SMI, "compute-sanitizer": SANITIZER}
-    done = run(tmp_path, stubs=stubs)
+    done = run(tmp_path, stubs=stubs, PYTHON=str(tmp_path / "with a space" / "python3"))
 
-    out = tmp_path / "out"
+    out = tmp_path / "the results"
     assert done.returncode == 0, done.stderr
     rows = [line.split("\t") for line in (out / "steps.tsv").read_text(encoding="utf-8").splitlines()[1:]]
     assert [(row[0], row[1], row[3]) for row in rows] == [(name, "0", f"{name}.log") for name in STEPS]
@@ -99,7 +99,7 @@ def test_what_fails_or_is_missing_is_said_and_the_rest_runs(tmp_path: Path) -> N
     done = run(tmp_path, wrong="first waits", stubs={"python3": PYTHON}, NO_PYTEST="1")
 
     rows = dict(
-        line.split("\t")[:2] for line in (tmp_path / "out" / "steps.tsv").read_text(encoding="utf-8").splitlines()[1:]
+        line.split("\t")[:2] for line in (tmp_path / "the results" / "steps.tsv").read_text(encoding="utf-8").splitlines()[1:]
     )
     assert done.returncode == 1
     assert rows["tests"] == "not run: pytest is missing"

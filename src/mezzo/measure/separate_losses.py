@@ -18,59 +18,75 @@ V = TypeVar("V")
 """The type of a loss while a script runs: a tensor on its device, or a framework's scalars."""
 
 
+_MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class OpenLoss(Generic[V]):
+    """The loss of one backward pass of the open step."""
+
+    value: V
+    reached: Owners | None = None
+    name: str = ""
+
+
 class SeparateLosses(Generic[V]):
     """Losses by the optimizers to which they belong."""
 
     def __init__(self, plus: Callable[[V, V], V]) -> None:
         """Create an empty record; ``plus`` adds two losses."""
         self._plus = plus
-        self._open: dict[Owners | None, V] = {}
-        self._num_open = 0
+        self._open: list[OpenLoss[V]] = []
         self._columns: dict[Owners, Column[V]] = {}
         self.needs_reach = False
         """Whether several optimizers made an update after several backward passes."""
 
-    def add(self, value: V, *, reached: Owners | None = None) -> None:
-        """Add the loss of a backward pass to the open step; ``reached``: the optimizers whose parameters it reaches, if known."""
-        self._open[reached] = self._plus(self._open[reached], value) if reached in self._open else value
-        self._num_open += 1
+    def add(self, value: V, *, reached: Owners | None = None, name: str = "") -> None:
+        """Add the loss of a backward pass to the open step.
 
-    def forget(self) -> None:
-        """Discard the losses of the open step."""
-        self._open, self._num_open = {}, 0
+        Args:
+            value: the loss.
+            reached: the optimizers whose parameters the pass reaches, if known.
+            name: the script's name for the loss, if known.
+        """
+        self._open.append(OpenLoss(value, reached, name))
+
+    def choose(self, positions: Sequence[int]) -> None:
+        """Keep only those losses of the open step that are at ``positions``, counted from 0."""
+        self._open = [self._open[position] for position in positions]
 
     def close(self, step: int, *, made_by: Owners) -> None:
         """Close step number ``step``, counted from 1; ``made_by``: the optimizers that made its update."""
-        if len(made_by) < 2 or self._num_open < 2:
-            for value in self._open.values():
-                self._put(made_by, step, value)
-        else:
-            self.needs_reach = True
-            for reached, value in self._open.items():
-                if reached is not None:  # a pass of unknown reach belongs to no optimizer
-                    self._put(reached & made_by or made_by, step, value)
-        self.forget()
+        several = len(made_by) > 1 and len(self._open) > 1
+        self.needs_reach |= several
+        for one in self._open:
+            if not several:
+                self._put(made_by, step, one)
+            elif one.reached is not None:  # a pass of unknown reach belongs to no optimizer
+                self._put(one.reached & made_by or made_by, step, one)
+        self._open = []
 
     def advance(self, values: Sequence[V], step: int, *, made_by: Owners) -> None:
         """Do what ``close`` and then ``add`` do, for each of ``values`` in turn; the open step is number ``step``."""
         column = self._columns.get(made_by)
-        if self._num_open == 1 and column is not None and None in self._open:
+        if len(self._open) == 1 and column is not None and self._open[0].reached is None:
             column.steps.extend(range(step, step + len(values)))
-            column.values.extend([self._open[None], *values[:-1]])
-            self._open[None] = values[-1]
+            column.values.extend([self._open[0].value, *values[:-1]])
+            self._open = [OpenLoss(values[-1])]
             return
         self.close(step, made_by=made_by)
         self.add(values[0])
         if len(values) > 1:
             self.advance(values[1:], step + 1, made_by=made_by)
 
-    def _put(self, owners: Owners, step: int, value: V) -> None:
+    def _put(self, owners: Owners, step: int, loss: OpenLoss[V]) -> None:
         column = self._columns.setdefault(owners, Column())
+        column.names.setdefault(loss.name)
         if column.steps[-1:] == [step]:
-            column.values[-1] = self._plus(column.values[-1], value)
+            column.values[-1] = self._plus(column.values[-1], loss.value)
         else:
             column.steps.append(step)
-            column.values.append(value)
+            column.values.append(loss.value)
 
     def columns(self, names: Mapping[int, str]) -> dict[str, Column[V]]:
         """Return every loss by its name; empty if there is only one.
@@ -83,9 +99,9 @@ class SeparateLosses(Generic[V]):
             return {}
         exclusive = [owners.difference(*(other for other in known if other < owners)) or owners for owners in known]
         parts_of_each = [[names.get(number, "") for number in sorted(owners)] for owners in exclusive]
-        titles = [" + ".join(parts) for parts in parts_of_each]
-        if len(set(titles)) < len(titles) or not all(parts and all(parts) for parts in parts_of_each):
-            titles = [f"loss {number}" for number in range(1, len(known) + 1)]
+        in_script = [[*c.names] if len(c.names) <= _MOST_NAMES else [] for c in known.values()]
+        numbered = [[f"loss {number}"] for number in range(1, len(known) + 1)]
+        titles = next(found for parts in (parts_of_each, in_script, numbered) if (found := _titles(parts)))
         return dict(zip(titles, known.values(), strict=True))
 
     def _merged(self) -> dict[Owners, Column[V]]:
@@ -109,12 +125,21 @@ class Column(Generic[V]):
 
     steps: list[int] = field(default_factory=list)
     values: list[V] = field(default_factory=list)
+    names: dict[str, None] = field(default_factory=dict)
+    """The script's names for its passes' losses, in order; empty text for one without a name."""
 
     def merged_with(self, other: Column[V]) -> Column[V]:
         """Return both columns as one, in the order of their steps."""
         pairs = [*zip(self.steps, self.values, strict=True), *zip(other.steps, other.values, strict=True)]
         pairs.sort(key=lambda pair: pair[0])
-        return Column([step for step, _ in pairs], [value for _, value in pairs])
+        return Column([step for step, _ in pairs], [value for _, value in pairs], self.names | other.names)
+
+
+def _titles(parts_of_each: Sequence[Sequence[str]]) -> list[str]:
+    """Return a title for each loss, joined from its parts; empty if a part has no name or two losses have the same."""
+    titles = [" + ".join(parts) for parts in parts_of_each]
+    named = all(parts and all(parts) for parts in parts_of_each)
+    return titles if named and len(set(titles)) == len(titles) else []
 
 
 def _alternate(columns: Sequence[Column[V]]) -> bool:

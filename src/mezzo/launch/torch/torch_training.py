@@ -179,7 +179,11 @@ class TorchTraining:
     def explanation(self) -> list[Reason]:
         """Return what the policy does on the device, with reasons."""
         run = self._run
-        changed = [*run.measured(), *([] if run.changed_models is None else run.changed_models.explanation())]
+        changed = [
+            *run.measured(),
+            *run.losses.explanation(),
+            *([] if run.changed_models is None else run.changed_models.explanation()),
+        ]
         changed += [] if run.changed_policy is None else [run.changed_policy]
         if run.policy is None:
             return changed

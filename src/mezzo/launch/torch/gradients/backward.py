@@ -13,6 +13,7 @@ penalties that build on them. If these are not the gradients of an update, the p
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,9 +34,11 @@ from mezzo.errors import NonFiniteLossError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.direct_calls import WITHOUT_MODE_CHECK
 from mezzo.launch.torch.gradients.gradient_views import UnscaledViews
+from mezzo.launch.torch.gradients.loss_names import loss_name
 from mezzo.launch.torch.gradients.passed import given_gradients, listed, reusable, weighted
 from mezzo.launch.torch.models.communication import Communication
 from mezzo.launch.torch.state import Run, scale_on_device
+from mezzo.observe.source_lines import own_line
 
 
 class BackwardPasses:
@@ -128,7 +131,7 @@ class BackwardPasses:
             self._hook_recomputed(outputs)
             run_engine(tensors, grad_tensors, *rest)
             return
-        self._begin(outputs, grad_tensors)
+        self._begin(outputs, grad_tensors, keeps_graph=bool(retain_graph or create_graph))
         run.lint.backward_begins(outputs, grad_tensors, keeps_graph=bool(retain_graph or create_graph))
         by_hand = [] if run.optimizers else [leaf for leaf in leaves_of(outputs) if leaf.requires_grad]
         run.by_hand.reached(by_hand)
@@ -150,6 +153,7 @@ class BackwardPasses:
                 self._end()
         self._communication.after_backward(before)
         run.lint.backward_ended()
+        run.losses.pass_ended()
         if by_hand and not run.optimizers:  # a nested backward pass may have reached one
             run.by_hand.record_update([p.grad for p in by_hand if p.grad is not None])
 
@@ -276,7 +280,7 @@ class BackwardPasses:
         finally:
             run.inside, self._inverse = before, inverse
 
-    def _begin(self, outputs: Sequence[Tensor], given: Any) -> None:
+    def _begin(self, outputs: Sequence[Tensor], given: Any, *, keeps_graph: bool = False) -> None:
         """Begin an update: record the losses, each times the gradient passed for it, since WGANs start from -1."""
         run = self._run
         run.close_update()
@@ -286,13 +290,24 @@ class BackwardPasses:
         recorder = run.recorder
         needs_reach = recorder.separate_losses.needs_reach or run.owners.may_need_reach(recorder.num_closed)
         reached = run.owners.reached(leaves_of(outputs)) if needs_reach else None
-        given = given_gradients(outputs, given)
-        for loss, gradient in zip(outputs, given, strict=False):  # torch itself refuses other lengths
+        name = self._name_of_loss()
+        num_before, starts = recorder.num_open, given_gradients(outputs, given)
+        for loss, gradient in zip(outputs, starts, strict=False):  # torch itself refuses other lengths
             if loss.numel() == 1:
                 if not recorder.has_any_loss and not run.scaled_by_script:
                     _refuse_infinite(loss)
                 true = self._true_loss(loss) if run.scaled_by_script else loss
-                recorder.loss(weighted(true, gradient), reached=reached)
+                recorder.loss(weighted(true, gradient), reached=reached, name=name)
+        if recorder.measures:
+            run.losses.pass_begins(outputs, given, range(num_before, recorder.num_open), keeps_graph=keeps_graph)
+
+    def _name_of_loss(self) -> str:
+        """Return the script's name for the loss of the pass that begins, if it may have to be told from others."""
+        run = self._run
+        if not run.owners.may_need_names(run.recorder.num_closed):
+            return ""
+        line, by_library = own_line(sys._getframe(1))
+        return loss_name(line, by_library=by_library)
 
     def _true_loss(self, loss: Tensor) -> Tensor:
         """Return a loss without the scale of the script's scaler."""
