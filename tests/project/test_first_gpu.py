@@ -99,7 +99,8 @@ def test_what_fails_or_is_missing_is_said_and_the_rest_runs(tmp_path: Path) -> N
     done = run(tmp_path, wrong="first waits", stubs={"python3": PYTHON}, NO_PYTEST="1")
 
     rows = dict(
-        line.split("\t")[:2] for line in (tmp_path / "the results" / "steps.tsv").read_text(encoding="utf-8").splitlines()[1:]
+        line.split("\t")[:2]
+        for line in (tmp_path / "the results" / "steps.tsv").read_text(encoding="utf-8").splitlines()[1:]
     )
     assert done.returncode == 1
     assert rows["tests"] == "not run: pytest is missing"

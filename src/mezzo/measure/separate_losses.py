@@ -18,16 +18,8 @@ V = TypeVar("V")
 """The type of a loss while a script runs: a tensor on its device, or a framework's scalars."""
 
 
-_MOST_NAMES = 3
-
-
-@dataclass(frozen=True)
-class OpenLoss(Generic[V]):
-    """The loss of one backward pass of the open step."""
-
-    value: V
-    reached: Owners | None = None
-    name: str = ""
+_MOST_PARTS = 3
+"""The most names of one loss from which its title is made."""
 
 
 class SeparateLosses(Generic[V]):
@@ -36,7 +28,8 @@ class SeparateLosses(Generic[V]):
     def __init__(self, plus: Callable[[V, V], V]) -> None:
         """Create an empty record; ``plus`` adds two losses."""
         self._plus = plus
-        self._open: list[OpenLoss[V]] = []
+        self._open: list[tuple[V, Owners | None, str]] = []
+        """The arguments of ``add`` for each loss of the open step."""
         self._columns: dict[Owners, Column[V]] = {}
         self.needs_reach = False
         """Whether several optimizers made an update after several backward passes."""
@@ -49,7 +42,7 @@ class SeparateLosses(Generic[V]):
             reached: the optimizers whose parameters the pass reaches, if known.
             name: the script's name for the loss, if known.
         """
-        self._open.append(OpenLoss(value, reached, name))
+        self._open.append((value, reached, name))
 
     def choose(self, positions: Sequence[int]) -> None:
         """Keep only those losses of the open step that are at ``positions``, counted from 0."""
@@ -59,34 +52,34 @@ class SeparateLosses(Generic[V]):
         """Close step number ``step``, counted from 1; ``made_by``: the optimizers that made its update."""
         several = len(made_by) > 1 and len(self._open) > 1
         self.needs_reach |= several
-        for one in self._open:
+        for value, reached, name in self._open:
             if not several:
-                self._put(made_by, step, one)
-            elif one.reached is not None:  # a pass of unknown reach belongs to no optimizer
-                self._put(one.reached & made_by or made_by, step, one)
+                self._put(made_by, step, value, name)
+            elif reached is not None:  # a pass of unknown reach belongs to no optimizer
+                self._put(reached & made_by or made_by, step, value, name)
         self._open = []
 
     def advance(self, values: Sequence[V], step: int, *, made_by: Owners) -> None:
         """Do what ``close`` and then ``add`` do, for each of ``values`` in turn; the open step is number ``step``."""
         column = self._columns.get(made_by)
-        if len(self._open) == 1 and column is not None and self._open[0].reached is None:
+        if len(self._open) == 1 and column is not None and self._open[0][1] is None:
             column.steps.extend(range(step, step + len(values)))
-            column.values.extend([self._open[0].value, *values[:-1]])
-            self._open = [OpenLoss(values[-1])]
+            column.values.extend([self._open[0][0], *values[:-1]])
+            self._open = [(values[-1], None, "")]
             return
         self.close(step, made_by=made_by)
         self.add(values[0])
         if len(values) > 1:
             self.advance(values[1:], step + 1, made_by=made_by)
 
-    def _put(self, owners: Owners, step: int, loss: OpenLoss[V]) -> None:
+    def _put(self, owners: Owners, step: int, value: V, name: str) -> None:
         column = self._columns.setdefault(owners, Column())
-        column.names.setdefault(loss.name)
+        column.names.setdefault(name)
         if column.steps[-1:] == [step]:
-            column.values[-1] = self._plus(column.values[-1], loss.value)
+            column.values[-1] = self._plus(column.values[-1], value)
         else:
             column.steps.append(step)
-            column.values.append(loss.value)
+            column.values.append(value)
 
     def columns(self, names: Mapping[int, str]) -> dict[str, Column[V]]:
         """Return every loss by its name; empty if there is only one.
@@ -99,7 +92,7 @@ class SeparateLosses(Generic[V]):
             return {}
         exclusive = [owners.difference(*(other for other in known if other < owners)) or owners for owners in known]
         parts_of_each = [[names.get(number, "") for number in sorted(owners)] for owners in exclusive]
-        in_script = [[*c.names] if len(c.names) <= _MOST_NAMES else [] for c in known.values()]
+        in_script = [[*c.names] if len(c.names) <= _MOST_PARTS else [] for c in known.values()]
         numbered = [[f"loss {number}"] for number in range(1, len(known) + 1)]
         titles = next(found for parts in (parts_of_each, in_script, numbered) if (found := _titles(parts)))
         return dict(zip(titles, known.values(), strict=True))

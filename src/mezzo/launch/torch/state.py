@@ -83,8 +83,7 @@ class Run:
         """Modules called from outside any module, in order."""
         self.optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         self.premade = PremadeOptimizers(self.optimizers)
-        self.owners = OptimizerOwners()
-        self.local = ThreadState()
+        self.owners, self.local = OptimizerOwners(), ThreadState()
         self.lint = Lint(self)
         """The check for misuse of the script's own mixed precision."""
         self.tree = ModuleTree()
@@ -111,7 +110,6 @@ class Run:
         self.steady = Steady(self)
         self.by_hand, self.left_out, self.graphs = UpdatesByHand(self), LeftOutUpdates(self), ScriptGraphs(self)
         self.losses = UpdateLosses(self)
-        """What the losses of the open update's backward passes make up."""
         self.stepped = False
         """Whether the optimizer of the open update has stepped, so that the next backward pass closes it."""
         self.transformed: list[Tensor] = []

@@ -13,7 +13,6 @@ penalties that build on them. If these are not the gradients of an update, the p
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,18 +26,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.casts.transforms import unwrapped
 from mezzo.engine.direct_pass import DirectPasses
-from mezzo.engine.gradients import ACCUMULATES, all_finite, trained_leaves
+from mezzo.engine.gradients import all_finite, trained_leaves
 from mezzo.engine.matrix_units.emulation_nodes import stands_for
 from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.direct_calls import WITHOUT_MODE_CHECK
 from mezzo.launch.torch.gradients.gradient_views import UnscaledViews
-from mezzo.launch.torch.gradients.loss_names import loss_name
-from mezzo.launch.torch.gradients.passed import given_gradients, listed, reusable, weighted
+from mezzo.launch.torch.gradients.loss_names import running_loss_name
+from mezzo.launch.torch.gradients.passed import given_gradients, leaves_of, listed, reusable, weighted
 from mezzo.launch.torch.models.communication import Communication
 from mezzo.launch.torch.state import Run, scale_on_device
-from mezzo.observe.source_lines import own_line
 
 
 class BackwardPasses:
@@ -290,7 +288,7 @@ class BackwardPasses:
         recorder = run.recorder
         needs_reach = recorder.separate_losses.needs_reach or run.owners.may_need_reach(recorder.num_closed)
         reached = run.owners.reached(leaves_of(outputs)) if needs_reach else None
-        name = self._name_of_loss()
+        name = running_loss_name() if run.owners.may_need_names(recorder.num_closed) else ""
         num_before, starts = recorder.num_open, given_gradients(outputs, given)
         for loss, gradient in zip(outputs, starts, strict=False):  # torch itself refuses other lengths
             if loss.numel() == 1:
@@ -300,14 +298,6 @@ class BackwardPasses:
                 recorder.loss(weighted(true, gradient), reached=reached, name=name)
         if recorder.measures:
             run.losses.pass_begins(outputs, given, range(num_before, recorder.num_open), keeps_graph=keeps_graph)
-
-    def _name_of_loss(self) -> str:
-        """Return the script's name for the loss of the pass that begins, if it may have to be told from others."""
-        run = self._run
-        if not run.owners.may_need_names(run.recorder.num_closed):
-            return ""
-        line, by_library = own_line(sys._getframe(1))
-        return loss_name(line, by_library=by_library)
 
     def _true_loss(self, loss: Tensor) -> Tensor:
         """Return a loss without the scale of the script's scaler."""
@@ -384,23 +374,6 @@ def _refuse_infinite(loss: Tensor) -> None:
             f"the loss is {loss.item()} before the first update",
             hint="no loss scale can help: check the data and the forward pass; compare with --policy fp32",
         )
-
-
-def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves that a backward pass from ``outputs`` reaches."""
-    leaves = [t for t in outputs if t.grad_fn is None and t.requires_grad]
-    waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node: Any = waiting.pop()
-        if type(node) is ACCUMULATES:
-            leaves.append(node.variable)
-            continue
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return leaves
 
 
 def unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:

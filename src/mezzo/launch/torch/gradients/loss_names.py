@@ -5,9 +5,18 @@ from __future__ import annotations
 import ast
 import functools
 import linecache
+import sys
 import warnings
 
+from mezzo.observe.source_lines import own_line
+
 _BACKWARD = ("backward", "manual_backward")
+
+
+def running_loss_name() -> str:
+    """Return the script's name for the loss whose backward pass begins now; empty text if it has none."""
+    line, by_library = own_line(sys._getframe(1))
+    return loss_name(line, by_library=by_library)
 
 
 def loss_name(line: str, *, by_library: bool) -> str:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from weakref import ref
@@ -26,7 +26,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from mezzo.engine.gradients import ACCUMULATES, trained_leaves
+from mezzo.engine.gradients import trained_leaves
+from mezzo.launch.torch.gradients.passed import leaves_of
 from mezzo.observe.lint.losses import UNKNOWN, TracedLoss, factor_of_product, loss_of
 from mezzo.observe.source_lines import own_place
 from mezzo.records import Reason
@@ -135,7 +136,7 @@ class UpdateLosses:
                 averages=len(roots) == 1 and given is None and not keeps_graph,
             )
         )
-        self._inputs += [ref(leaf) for leaf in _leaves_of_small(roots) if id(leaf) not in trained]
+        self._inputs += [ref(leaf) for leaf in leaves_of(roots, max_nodes=_MAX_NODES) if id(leaf) not in trained]
 
     def pass_ended(self) -> None:
         """Record that the pass has added its gradients to those of the parameters."""
@@ -285,20 +286,3 @@ def _share_values(factor: Tensor, gradient: Tensor) -> bool:
         return False
     shared = factor.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
     return shared or factor.numel() == gradient.numel() > 1
-
-
-def _leaves_of_small(roots: Iterable[Tensor]) -> list[Tensor]:
-    """Return the leaves of a small graph; none of a larger one."""
-    waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen, leaves = set(waiting), list[Tensor]()
-    while waiting:
-        node = waiting.pop()
-        if type(node) is ACCUMULATES:
-            leaves.append(node.variable)
-            continue
-        following = [n for n, _ in node.next_functions if n is not None and n not in seen]
-        seen.update(following)
-        waiting += following
-        if len(seen) > _MAX_NODES:
-            return []
-    return leaves
