@@ -51,7 +51,7 @@ COMMANDS = [
 def test_results_go_to_standard_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], typed: str, headline: str, progress: str
 ) -> None:
-    command, *rest = typed.format(PLAIN).split()
+    command, *rest = shlex.split(typed.format(shlex.quote(PLAIN)))
     with children_in_this_process():
         cli.main([command, "--out", str(tmp_path / "text"), *rest])
         shown = capsys.readouterr()
@@ -322,6 +322,9 @@ def test_the_variables_that_matter_are_in_a_record_and_secrets_are_not() -> None
     assert variables_that_matter({**VARIABLES, **NOT_FOR_A_RECORD}) == VARIABLES
 
 
+PRINTS_VARIABLES = "import os, json; print(json.dumps(dict(os.environ)))"
+
+
 def test_a_command_begins_with_them_as_a_shell_takes_them() -> None:
     surroundings = run_record("fp16").environment.model_copy(update={"variables": VARIABLES})
     text = command_text(["mezzo", "run", "my script.py"], surroundings)
@@ -330,7 +333,7 @@ def test_a_command_begins_with_them_as_a_shell_takes_them() -> None:
         [
             "sh",
             "-c",
-            text.replace("mezzo run", f"{sys.executable} -c 'import os, json; print(json.dumps(dict(os.environ)))'"),
+            text.replace("mezzo run", shlex.join([sys.executable, "-c", PRINTS_VARIABLES])),
         ],
         env={},
         capture_output=True,

@@ -282,8 +282,8 @@ def test_a_loss_has_the_name_of_what_it_trains(train: Callable[[], None], names:
 def test_the_gan_script_has_both_of_its_losses() -> None:
     steps = ran("gan", "fp16").steps
     assert [(loss.name, loss.steps[:2], len(loss.values)) for loss in steps.losses] == [
-        ("loss 1", [1, 3], 10),
-        ("loss 2", [2, 4], 10),
+        ("loss_d", [1, 3], 10),
+        ("loss_g", [2, 4], 10),
     ]
     assert [v for pair in zip(*(loss.values for loss in steps.losses), strict=True) for v in pair] == steps.loss
 

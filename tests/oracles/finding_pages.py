@@ -157,7 +157,7 @@ def planted(code: str) -> Finding:
     if code.startswith("A6"):
         from observe.lint.test_lint import PLANTED, linted
 
-        name = next(name for name, line in PLANTED.items() if line.endswith(code))
+        name = next(name for name, planted in PLANTED.items() if planted.code == code)
         found: Sequence[Finding] = linted("lint_planted", "as-is", name)
     elif code in _ON_CUDA:
         found = _ON_CUDA[code]()

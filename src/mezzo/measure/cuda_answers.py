@@ -15,6 +15,9 @@ import torch.cuda.graphs
 import torch.cuda.nvtx
 import torch.cuda.profiler
 
+CUDA_TYPES = "torch.cuda."
+"""The beginning of the names of tensor types on a GPU."""
+
 
 def always(answer: Any) -> Callable[..., Any]:
     """Return a function that returns ``answer`` for any arguments."""

@@ -66,12 +66,13 @@ class StepRecorder:
         other.clock.device = self.clock.device
         return other
 
-    def loss(self, loss: Tensor, *, reached: Owners | None = None) -> None:
+    def loss(self, loss: Tensor, *, reached: Owners | None = None, name: str = "") -> None:
         """Add a backward pass's loss to the open step: micro-batches and several losses add up.
 
         Args:
             loss: one value, or several to be summed.
             reached: the optimizers whose parameters the pass reaches, if known.
+            name: the script's name for it, if known.
         """
         if not self.measures:
             return
@@ -79,18 +80,33 @@ class StepRecorder:
         value = loss.detach()
         kept = (self._keep(value.sum() if value.dim() else value),)
         self._open_loss += kept
-        self.separate_losses.add(kept, reached=reached)
+        self.separate_losses.add(kept, reached=reached, name=name)
 
     @property
     def has_any_loss(self) -> bool:
         """Whether any step, including the open one, has a loss yet."""
         return bool(self._loss or self._open_loss)
 
-    def forget(self) -> None:
-        """Discard the open step's losses, because they will be evaluated again."""
+    @property
+    def num_open(self) -> int:
+        """Number of losses of the open step."""
         self.flush()
-        self._open_loss = ()
-        self.separate_losses.forget()
+        return len(self._open_loss)
+
+    @property
+    def open_weight(self) -> float:
+        """Factor of the open step's losses."""
+        return self._open_weight
+
+    def forget(self, *, keep: int = 0) -> None:
+        """Discard the open step's losses after the first ``keep``, because they will be evaluated again."""
+        self.choose(range(min(keep, self.num_open)))
+
+    def choose(self, positions: Sequence[int]) -> None:
+        """Keep only those of the open step's losses that are at ``positions``, counted from 0."""
+        self.flush()
+        self._open_loss = tuple(self._open_loss[position] for position in positions)
+        self.separate_losses.choose(positions)
 
     def weigh(self, factor: float) -> None:
         """Multiply the open step's losses, which were divided by more micro-batches than the step turned out to have."""
@@ -300,12 +316,13 @@ class StepRecorder:
         def total(losses: Losses, step: int) -> float:
             return weights[step] * sum(map(value, losses)) if losses else math.nan
 
+        def part(losses: Sequence[Losses], steps: Sequence[int]) -> list[float]:
+            return [weights[step - 1] * sum(map(value, one)) for one, step in zip(losses, steps, strict=True)]
+
         columns = self.separate_losses.columns(names or {}).items()
         return Steps(
             loss=[total(losses, step) for step, losses in enumerate(self._loss)],
-            losses=[
-                Loss(name=name, steps=c.steps, values=[sum(map(value, v)) for v in c.values]) for name, c in columns
-            ],
+            losses=[Loss(name=name, steps=c.steps, values=part(c.values, c.steps)) for name, c in columns],
             loss_scale=known_scales([value(s) if isinstance(s, StoredNumber) else s for s in self._scale]),
             skipped=[value(s) > 0 if isinstance(s, StoredNumber) else s for s in self._skipped],
             grad_norm=[_combined_norm([value(norm) for norm in norms]) for norms in self._norm],

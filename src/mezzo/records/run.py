@@ -31,7 +31,7 @@ class Loss(Value):
     """One of several losses of a script, with the step of each value, counted from 1."""
 
     name: str
-    """Name of the module that its optimizer trains, if the script's variables give one; else ``loss 1``, ``loss 2``."""
+    """Name of the module that its optimizer trains, or of the loss itself, if the script has one; else ``loss 1``, ``loss 2``."""
     steps: list[int] = []
     values: list[float] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -84,7 +85,7 @@ def test_one_command_ends_with_one_answer(
     record = record_in(out)
     answer = record.answer
     assert (answer.decision, answer.policy) == ("use", "bf16")
-    assert answer.next_command == f"mezzo run --policy bf16 {PLAIN} 14"
+    assert answer.next_command == f"mezzo run --policy bf16 {shlex.quote(PLAIN)} 14"
     assert [stage.what for stage in record.stages][:4] == [
         "this machine",
         "fp32, seed 0",
@@ -105,7 +106,7 @@ def test_one_command_ends_with_one_answer(
     assert "Use BF16" in box.splitlines()[0]
     assert "at most" in box
     assert "a ceiling, not a prediction" in " ".join(box.replace("│", " ").split())
-    assert f"mezzo run --policy bf16 {PLAIN} 14" in printed
+    assert f"mezzo run --policy bf16 {shlex.quote(PLAIN)} 14" in printed
     assert "plain.py: finding out what this machine can do" in told.splitlines()[0]
     page = (out / "report.html").read_text(encoding="utf-8")
     assert page.index("Use BF16") < page.index("The comparison") < page.index("How it was found")
@@ -120,7 +121,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(
     assert checked(*words, children=Children(interrupt_at=4)) == 130
     told = capsys.readouterr().err
     assert "stopped by SIGINT; what is finished is kept in out. To continue, type:" in told
-    assert told.splitlines()[-1] == f"  mezzo check --resume --out out --seeds 2 {PLAIN} 6"
+    assert told.splitlines()[-1] == f"  mezzo check --resume --out out --seeds 2 {shlex.quote(PLAIN)} 6"
     assert not Path("out/record.json").exists()
     rest = Children()
     assert checked(*words, children=rest) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_a_search_that_was_stopped_goes_on_and_several_at_once_find_the_same(
     assert searched(children=Children(interrupt_at=3)) == (130, 3)
     told = capfd.readouterr().err
     assert "the records of its runs are in out. To continue, type:" in told
-    assert f"  mezzo fallback --resume --out out --fresh 1 {FRAGILE}" in told.splitlines()
+    assert f"  mezzo fallback --resume --out out --fresh 1 {shlex.quote(FRAGILE)}" in told.splitlines()
     assert [*Path("out/runs").glob("*.pt")]
     assert searched("--resume", children=Children()) == (
         0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -74,8 +75,8 @@ def test_the_record_and_the_terminal_say_what_went_wrong(
         code = cli.main(["run", "--guard", "stop", "--policy", "fp32", "--out", "o", script, "nan"])
     assert code == 10
     said, record = capsys.readouterr(), json.loads(Path("o/record.json").read_text())
-    assert record["guardrails"]["alarms"][0]["command"] == f"mezzo diagnose --policy fp32 {script} nan"
-    assert f"mezzo: guard: next, type: mezzo diagnose --policy fp32 {script} nan" in said.err
+    assert record["guardrails"]["alarms"][0]["command"] == f"mezzo diagnose --policy fp32 {shlex.quote(script)} nan"
+    assert f"mezzo: guard: next, type: mezzo diagnose --policy fp32 {shlex.quote(script)} nan" in said.err
     assert "loss not finite" in said.out
     assert "stopped by the guard" in said.out
     assert "Next: loss not finite in step 60; see why" in said.out

@@ -145,7 +145,7 @@ def test_a_cuda_graph_is_refused_by_name() -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")
 def test_torchscript_compiles_factory_functions_as_before() -> None:
     @torch.jit.script
     def made(n: int) -> Tensor:

@@ -37,7 +37,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mezzo.devices import cpu_name
 from mezzo.errors import ScriptError
 from mezzo.launch.patches import Patches
-from mezzo.measure.cuda_answers import ANSWERS, Idle, always, answers_everywhere, each, first
+from mezzo.measure.cuda_answers import ANSWERS, CUDA_TYPES, Idle, always, answers_everywhere, each, first
 from mezzo.records import Reason
 
 _CPU = torch.device("cpu")
@@ -47,7 +47,6 @@ _TO = ("device", "dtype", "non_blocking", "copy")
 _ALIASING = (torch.as_tensor, torch.asarray)
 """Factory functions that share the memory of what they are given, unless it is on another device."""
 _KEYS = ("CUDA", "SparseCUDA", "SparseCsrCUDA", "QuantizedCUDA")
-_CUDA_TYPES = "torch.cuda."
 _BEFORE_CUDA = 15
 """Priority of a storage location's handler in ``torch.load``: the CPU's is 10, CUDA's 20."""
 _CAPABILITY = (8, 0)
@@ -273,8 +272,8 @@ def _factories() -> list[Any]:
 
 def _cpu_type(kind: Any) -> Any:
     """Return the name of a tensor type on the CPU for one on CUDA; anything else as it is."""
-    is_cuda = isinstance(kind, str) and kind.startswith(_CUDA_TYPES)
-    return "torch." + kind.removeprefix(_CUDA_TYPES) if is_cuda else kind
+    is_cuda = isinstance(kind, str) and kind.startswith(CUDA_TYPES)
+    return "torch." + kind.removeprefix(CUDA_TYPES) if is_cuda else kind
 
 
 def _generators(original: Any) -> type:

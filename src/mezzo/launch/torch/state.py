@@ -23,6 +23,7 @@ from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.applied_policy import for_scripts
 from mezzo.launch.torch.counting.script_graphs import ScriptGraphs
 from mezzo.launch.torch.cuda_stand_in import CudaStandIn
+from mezzo.launch.torch.gradients.update_losses import UpdateLosses
 from mezzo.launch.torch.premade import PremadeOptimizers
 from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
 from mezzo.launch.torch.thread_state import Root, ThreadState
@@ -96,8 +97,7 @@ class Run:
         """Modules called from outside any module, in order."""
         self.optimizers: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
         self.premade = PremadeOptimizers(self.optimizers)
-        self.owners = OptimizerOwners()
-        self.local = ThreadState()
+        self.owners, self.local = OptimizerOwners(), ThreadState()
         self.lint = Lint(self)
         """The check for misuse of the script's own mixed precision."""
         self.tree = ModuleTree()
@@ -123,6 +123,7 @@ class Run:
         """The parts of the open update."""
         self.steady = Steady(self)
         self.by_hand, self.left_out, self.graphs = UpdatesByHand(self), LeftOutUpdates(self), ScriptGraphs(self)
+        self.losses = UpdateLosses(self)
         self.stepped = False
         """Whether the optimizer of the open update has stepped, so that the next backward pass closes it."""
         self.transformed: list[Tensor] = []
@@ -400,6 +401,7 @@ class Run:
                 self.scale.updated(skipped=self.overflowed)
             scale = self.scale.value()
             self.left_out.closed(skipped=self.overflowed, scale=scale)
+        self.losses.close()
         self.recorder.close(skipped=self.open_skipped, scale=scale, made_by=self.steady.made_by | self.made_by)
         self.stepped, self.overflowed, self.open_skipped = False, None, False
         self.made_by.clear()

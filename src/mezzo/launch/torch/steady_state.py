@@ -53,6 +53,8 @@ class Steady:
         run = self._run
         if run.observer is not None or run.compiles or not run.lint.over or len(run.optimizers) != 1:
             return
+        if run.losses.may_be_several:
+            return
         if run.applied is not None and run.applied.world > 1:
             return  # every backward pass has a reduction to emulate
         optimizer = self._last()

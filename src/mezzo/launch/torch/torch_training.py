@@ -190,6 +190,7 @@ class TorchTraining:
         changed = [
             *run.surroundings(),
             *run.measured(),
+            *run.losses.explanation(),
             *([] if run.changed_models is None else run.changed_models.explanation()),
         ]
         changed += [] if run.changed_policy is None else [run.changed_policy]

@@ -154,6 +154,25 @@ def has_fp16_gradients(roots: Iterable[Tensor]) -> bool:
     return False
 
 
+def factor_of_product(root: Tensor) -> Tensor | None:
+    """Return the tensor without a gradient whose product with another, summed, is ``root``; None if ``root`` is no such product."""
+    if root.numel() != 1 or root.grad_fn is None:
+        return None
+    _, node = _followed(root.grad_fn, ())
+    if _kind(node) == "Sum" and _inputs(node):
+        node = _inputs(node)[0]
+    if _kind(node) not in ("Mul", "Dot") or len(_inputs(node)) != 1:
+        return None
+    for name in ("_saved_other", "_saved_self", "_saved_tensor"):
+        try:
+            saved = getattr(node, name, None)
+        except RuntimeError:  # freed, or changed in place since
+            continue
+        if isinstance(saved, Tensor) and not saved.requires_grad:
+            return saved
+    return None
+
+
 def sequences_of(outputs: Any) -> list[int]:
     """Return the sequence numbers of the nodes that computed tensors, also in lists and tuples."""
     if isinstance(outputs, Tensor):

@@ -26,14 +26,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.casts.transforms import unwrapped
 from mezzo.engine.direct_pass import DirectPasses
-from mezzo.engine.gradients import ACCUMULATES, all_finite, trained_leaves
+from mezzo.engine.gradients import all_finite, trained_leaves
 from mezzo.engine.matrix_units.emulation_nodes import stands_for
 from mezzo.engine.scaling import Scale
 from mezzo.errors import NonFiniteLossError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.direct_calls import WITHOUT_MODE_CHECK
 from mezzo.launch.torch.gradients.gradient_views import UnscaledViews
-from mezzo.launch.torch.gradients.passed import given_gradients, listed, reusable, weighted
+from mezzo.launch.torch.gradients.loss_names import running_loss_name
+from mezzo.launch.torch.gradients.passed import given_gradients, leaves_of, listed, reusable, weighted
 from mezzo.launch.torch.models.communication import Communication
 from mezzo.launch.torch.state import Run, scale_on_device
 
@@ -128,7 +129,7 @@ class BackwardPasses:
             self._hook_recomputed(outputs)
             run_engine(tensors, grad_tensors, *rest)
             return
-        self._begin(outputs, grad_tensors)
+        self._begin(outputs, grad_tensors, keeps_graph=bool(retain_graph or create_graph))
         run.lint.backward_begins(outputs, grad_tensors, keeps_graph=bool(retain_graph or create_graph))
         by_hand = [] if run.optimizers else [leaf for leaf in leaves_of(outputs) if leaf.requires_grad]
         run.by_hand.reached(by_hand)
@@ -150,6 +151,7 @@ class BackwardPasses:
                 self._end()
         self._communication.after_backward(before)
         run.lint.backward_ended()
+        run.losses.pass_ended()
         if by_hand and not run.optimizers:  # a nested backward pass may have reached one
             run.by_hand.record_update([p.grad for p in by_hand if p.grad is not None])
 
@@ -276,7 +278,7 @@ class BackwardPasses:
         finally:
             run.inside, self._inverse = before, inverse
 
-    def _begin(self, outputs: Sequence[Tensor], given: Any) -> None:
+    def _begin(self, outputs: Sequence[Tensor], given: Any, *, keeps_graph: bool = False) -> None:
         """Begin an update: record the losses, each times the gradient passed for it, since WGANs start from -1."""
         run = self._run
         run.close_update()
@@ -286,13 +288,16 @@ class BackwardPasses:
         recorder = run.recorder
         needs_reach = recorder.separate_losses.needs_reach or run.owners.may_need_reach(recorder.num_closed)
         reached = run.owners.reached(leaves_of(outputs)) if needs_reach else None
-        given = given_gradients(outputs, given)
-        for loss, gradient in zip(outputs, given, strict=False):  # torch itself refuses other lengths
+        name = running_loss_name() if run.owners.may_need_names(recorder.num_closed) else ""
+        num_before, starts = recorder.num_open, given_gradients(outputs, given)
+        for loss, gradient in zip(outputs, starts, strict=False):  # torch itself refuses other lengths
             if loss.numel() == 1:
                 if not recorder.has_any_loss and not run.scaled_by_script:
                     _refuse_infinite(loss)
                 true = self._true_loss(loss) if run.scaled_by_script else loss
-                recorder.loss(weighted(true, gradient), reached=reached)
+                recorder.loss(weighted(true, gradient), reached=reached, name=name)
+        if recorder.measures:
+            run.losses.pass_begins(outputs, given, range(num_before, recorder.num_open), keeps_graph=keeps_graph)
 
     def _true_loss(self, loss: Tensor) -> Tensor:
         """Return a loss without the scale of the script's scaler."""
@@ -369,23 +374,6 @@ def _refuse_infinite(loss: Tensor) -> None:
             f"the loss is {loss.item()} before the first update",
             hint="no loss scale can help: check the data and the forward pass; compare with --policy fp32",
         )
-
-
-def leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves that a backward pass from ``outputs`` reaches."""
-    leaves = [t for t in outputs if t.grad_fn is None and t.requires_grad]
-    waiting = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node: Any = waiting.pop()
-        if type(node) is ACCUMULATES:
-            leaves.append(node.variable)
-            continue
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return leaves
 
 
 def unscaled(gradient: Tensor, inverse: Tensor | None) -> Tensor:

@@ -1,11 +1,17 @@
-"""The arguments of a script's backward passes: outputs, inputs and gradients, each one tensor or several in any form that torch accepts."""
+"""The arguments of a script's backward passes: outputs, inputs and gradients, each one tensor or several in any form that torch accepts.
+
+And the leaves behind the outputs.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+
+from mezzo.engine.gradients import ACCUMULATES
 
 
 def reusable(values: Any) -> Any:
@@ -31,3 +37,23 @@ def weighted(loss: Tensor, gradient: Any) -> Tensor:
     if not isinstance(gradient, Tensor) or gradient.numel() != 1:
         return loss
     return loss.detach() * gradient.detach()
+
+
+def leaves_of(outputs: Iterable[Tensor], *, max_nodes: float = math.inf) -> list[Tensor]:
+    """Return the leaves that a backward pass from ``outputs`` reaches; none if its graph has more than ``max_nodes`` nodes."""
+    listed_outputs = list(outputs)
+    leaves = [t for t in listed_outputs if t.grad_fn is None and t.requires_grad]
+    waiting = [t.grad_fn for t in listed_outputs if t.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node: Any = waiting.pop()
+        if type(node) is ACCUMULATES:
+            leaves.append(node.variable)
+            continue
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+        if len(seen) > max_nodes:
+            return []
+    return leaves

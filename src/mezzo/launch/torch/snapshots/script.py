@@ -270,6 +270,7 @@ class ScriptSnapshots:
         """Forget the steps of shortened passes: the record begins with the first step of the resumed run itself."""
         run = self._run
         run.close_update()
+        run.losses.forget()
         run.recorder = run.recorder.replacement()
         if run.guard is not None:
             run.guard.restart()

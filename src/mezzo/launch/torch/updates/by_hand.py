@@ -96,6 +96,7 @@ class UpdatesByHand:
         run.note_left_alone("backward passes", f"{num} before the optimizer", why)
         run.stepped, run.overflowed, run.open_skipped = False, None, False
         run.left_out.forget()
+        run.losses.forget()
         run.recorder = run.recorder.replacement()
         if run.applied is not None and run.recorder.clock.device is not None:
             run.scale = scale_for(run.applied, run.recorder.clock.device, known=True)

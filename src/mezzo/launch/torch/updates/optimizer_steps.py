@@ -154,6 +154,7 @@ class Updates:
             self._counts[optimizer] = [0, 0]
         self._last_counts = self._counts[optimizer]
         closure = _closure_of(args, kwargs)
+        run.losses.stepping()
         if closure is None or isinstance(closure, Evaluated):
             run.lint.step_begins(optimizer)
             self._decide(optimizer, finite if run.scale.checks else None)
@@ -225,10 +226,13 @@ class Updates:
         """
         run = self._run
 
+        before = run.recorder.num_open
+
         def evaluate() -> Any:
             for _ in range(_MAX_EVALUATIONS):
                 if run.recorder.measures:
-                    run.recorder.forget()
+                    run.recorder.forget(keep=before)
+                    run.losses.forget(keep=before)
                 loss = closure()
                 # A loss that is itself infinite is left to the optimizer: a line search went too far.
                 loss_infinite = isinstance(loss, Tensor) and not bool(loss.isfinite().all())

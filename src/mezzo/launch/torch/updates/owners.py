@@ -17,6 +17,7 @@ from mezzo.launch.model_names import name_in_scope
 from mezzo.measure.separate_losses import Owners
 
 _WALKED_UPDATES = 3
+_NAMED_UPDATES = 64
 
 
 class OptimizerOwners:
@@ -63,6 +64,10 @@ class OptimizerOwners:
     def may_need_reach(self, num_steps: int) -> bool:
         """Return whether to find the optimizers that a backward pass reaches: if there are several, in the first few updates."""
         return self._num > 1 and num_steps < _WALKED_UPDATES
+
+    def may_need_names(self, num_steps: int) -> bool:
+        """Return whether to find the script's names of its losses: if there are several optimizers, until each has made updates."""
+        return self._num > 1 and num_steps < _NAMED_UPDATES
 
     def reached(self, leaves: Iterable[Tensor]) -> Owners:
         """Return the optimizers that train one of ``leaves``, by number."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from mezzo.measure.cuda_answers import nothing
+from mezzo.measure.cuda_answers import CUDA_TYPES, nothing
 from mezzo.measure.predict.script.gpu import called_by_script, simulated_gpu
 
 _CPU = torch.device("cpu")
@@ -31,8 +31,6 @@ _MOVES = {Tensor.cuda: "cuda", Tensor.xpu: "xpu", Tensor.pin_memory: ""}
 """Methods that only move a tensor, with the kind of device."""
 _DEVICE_ARGUMENT = {Tensor.to: 1, torch._C._nn._parse_to: 0}
 """The index of the argument in which a number means a GPU."""
-_CUDA_TYPES = "torch.cuda."
-"""The beginning of the names of tensor types on a GPU."""
 
 
 @contextmanager
@@ -148,10 +146,10 @@ def _type_on_cpu(original: Callable[..., None], visible: _VisibleDevice) -> Call
 
 def _cpu_type(kind: Any, visible: _VisibleDevice) -> Any:
     """Return the name of a tensor type on the CPU for one on a GPU; anything else as it is."""
-    if not isinstance(kind, str) or not kind.startswith(_CUDA_TYPES):
+    if not isinstance(kind, str) or not kind.startswith(CUDA_TYPES):
         return kind
     visible.note_use("cuda")
-    return "torch." + kind.removeprefix(_CUDA_TYPES)
+    return "torch." + kind.removeprefix(CUDA_TYPES)
 
 
 def _generator_on_cpu(original: Any) -> type:
@@ -218,5 +216,5 @@ class _OnCpu(TorchFunctionMode):
         tensor, *kind = args
         found = tensor.type(*(_cpu_type(one, self._visible) for one in kind), **kwargs)
         if isinstance(found, str) and for_script and self._visible.reported("Tensor.type()") is not None:
-            return found.replace("torch.", _CUDA_TYPES, 1)
+            return found.replace("torch.", CUDA_TYPES, 1)
         return found
