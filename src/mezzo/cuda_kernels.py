@@ -121,6 +121,7 @@ CPU_LACKS: tuple[str, ...] = (
     "multilabel_margin_loss_forward",
     "rrelu",
     "_upsample_bilinear2d_aa",
+    "_safe_softmax",  # the gradient only
 )
 DRAWS = ("rrelu",)
 """Those of ``CPU_LACKS`` that draw random numbers."""

@@ -122,11 +122,10 @@ class MatMul(torch.autograd.Function):
         if wants(ctx, 0):
             grad_a = (wide @ b.float().mT).sum_to_size(shape_a).to(b.dtype)
         if wants(ctx, 1):
-            if len(shape_b) == 2:  # fold the batch into the rows: one product instead of a batch of them and a sum
-                grad_b = _rows(a.float()).mT @ _rows(wide)
-            else:
-                grad_b = (a.float().mT @ wide).sum_to_size(shape_b)
-            grad_b = grad_b.to(a.dtype)
+            # Of a matrix: fold the batch into the rows, for one product instead of a batch of them and a sum.
+            folds = len(shape_b) == 2
+            product = _rows(a.float()).mT @ _rows(wide) if folds else (a.float().mT @ wide).sum_to_size(shape_b)
+            grad_b = product.to(a.dtype)
         return grad_a, grad_b
 
 

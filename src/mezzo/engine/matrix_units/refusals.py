@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mezzo.engine.casts.conversion import module_names
 from mezzo.errors import NoKernelError
-from mezzo.formats import BF16, FP16
+from mezzo.formats import BF16, FP16, format_of
 from mezzo.library_files import is_library_file
 
 CUDA_NAMES = {FP16.dtype: "Half", BF16.dtype: "BFloat16", torch.complex32: "ComplexHalf"}
@@ -31,11 +31,13 @@ def refusal(words: str, operand: Tensor) -> NoKernelError:
     frames = list(_frames())
     line = next((f"{Path(f.f_code.co_filename).name}:{f.f_lineno}" for f in frames if _is_of_script(f)), "")
     module = _running_module(frames)
-    where = f" at {line}" if line else ""
-    wide = f"call it{where} on .float() operands inside torch.autocast(x.device.type, enabled=False)"
+    name = format_of(operand.dtype)
+    low = name.name.upper() if name is not None else FP16.name.upper()  # complex numbers of two FP16
+    keep = f"CUDA has no kernel for this in {low}: keep the operation{f' at {line}' if line else ''} in FP32"
+    wide = "call it on .float() operands inside torch.autocast(x.device.type, enabled=False)"
     return NoKernelError(
         words.format(dtype=CUDA_NAMES[operand.dtype], sizes=list(operand.shape)),
-        hint=f"keep {module} in FP32 with the policy's fp32_modules={module}, or {wide}" if module else wide,
+        hint=f"{keep}: {wide}" + (f", or keep its module by the policy's fp32_modules={module}" if module else ""),
     )
 
 
