@@ -72,6 +72,7 @@ BUILT_IN = [
     ("SnapshotError", RuntimeError),
     ("GuardError", RuntimeError),
     ("PolicyError", ValueError),
+    ("NoKernelError", NotImplementedError),
 ]
 
 

@@ -4,6 +4,7 @@
       UsageError                    exit 2   an argument of the command line cannot be used
         PolicyError                 exit 2   a policy text, file or field is wrong
       UnsupportedFormatError        exit 3   this device can neither compute in the format nor emulate it
+        NoKernelError               exit 3   CUDA has no kernel of an operation in the format
       SessionError                  exit 4   the calls of a step were made in the wrong order
       ScaleFloorError               exit 5   the loss scale reached its floor and still overflows
       NonFiniteLossError            exit 6   the loss was not finite before the first update
@@ -55,6 +56,10 @@ class UnsupportedFormatError(MezzoError, ValueError):
     """A number format that the device can neither compute in nor emulate."""
 
     exit_code = 3
+
+
+class NoKernelError(UnsupportedFormatError, NotImplementedError):
+    """An operation that CUDA does not compute in a 16-bit format, in torch's words; a NotImplementedError, as torch's own."""
 
 
 class SessionError(MezzoError, RuntimeError):

@@ -168,7 +168,7 @@ FAMILIES: tuple[Family, ...] = (
         " ".join(
             f"fft_{kind}{dims}" for kind in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft") for dims in ("", "2", "n")
         ),
-        "CUDA transforms FP16 in FP16; CPUs have no such kernel, so there it is emulated",
+        "CUDA transforms FP16 in FP16 if the sizes are powers of two; CPUs have no such kernel, so there it is emulated",
     ),
     _family("embedding", "follow", "embedding", "a look-up: exact in every format"),
 )

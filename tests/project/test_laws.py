@@ -51,7 +51,7 @@ def _trees_are_forgotten() -> Iterator[None]:
 
 # --- the laws as data: change them deliberately --------------------------------------------------
 
-FACTS = "errors version library_files formats devices gpus oplists policyfields policy explain records"
+FACTS = "errors version library_files formats devices gpus cuda_kernels oplists policyfields policy explain records"
 MAY_IMPORT = {
     # room: the rooms of mezzo that its files may import, also inside functions; a room names itself for its own files
     "errors": "",
@@ -60,6 +60,7 @@ MAY_IMPORT = {
     "formats": "",
     "devices": "formats",
     "gpus": "errors devices",
+    "cuda_kernels": "",
     "oplists": "errors",
     "explain": "oplists devices",
     "policyfields": "errors policy",  # the policy as a type only

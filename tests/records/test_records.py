@@ -355,6 +355,8 @@ REFUSALS = {
     "fft.py:8: RuntimeError: expected m1 and m2 to have the same dtype, but got: float != c10::Half": True,
     """NotImplementedError: "svd_cpu" not implemented for 'Half'""": True,
     "RuntimeError: Input type (float) and bias type (c10::Half) should be the same": True,
+    "fft.py:8: NoKernelError: cuFFT only supports dimensions whose sizes are powers of two": True,
+    "UnsupportedFormatError: this device cannot compute in fp8": False,
     "RuntimeError: value cannot be converted to type c10::Half without overflow": False,  # a value's fault
     "RuntimeError: shape '[2, 3]' is invalid for input of size 4": False,
     "KeyError: 'dtype'": False,

@@ -187,6 +187,15 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         run(error="no", exit_code=3),
         [("see which formats each device of this machine computes in", "mezzo doctor")],
     ),
+    "run with an operation that CUDA lacks": (
+        run(error="NoKernelError: Unsupported dtype BFloat16", exit_code=3),
+        [
+            (
+                "an operation does not accept the format of fp16; find the modules that must stay in FP32",
+                f"mezzo fallback --policy fp16 {TAIL}",
+            )
+        ],
+    ),
     **{
         f"run whose script ends itself with code {code}": (
             run(exit_code=code),

@@ -99,6 +99,7 @@ _LOWER_NOTHING = ("fp32", "tf32")
 OWN_SHARE = 0.05
 """A smaller share of the FLOPs does not count as the script's own precision."""
 _REFUSED = re.compile(
+    r"\bNoKernelError: |"  # Mezzo's own, in torch's words
     r"\b(?:Runtime|NotImplemented|Type|Value)Error: .*"
     r"(?:\bdtype|scalar type|not implemented for|bias type)",
     re.DOTALL,

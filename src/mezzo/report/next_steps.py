@@ -136,12 +136,12 @@ def _after_failure(record: RunRecord, commands: _Commands, policy: str) -> Itera
         return
     # Without an error the exit code is the script's own, and may be any.
     code = record.exit_code if record.error is not None else None
-    if code == _CANNOT:
+    if preset_of(record.policy) not in WIDE and (known := explained([record.error or ""], policy)):
+        yield from commands.step(*known, policy=policy)
+    elif code == _CANNOT:
         yield NextStep(why="see which formats each device of this machine computes in", command="mezzo doctor")
     elif code in (_FLOOR, _NOT_FINITE):
         yield from commands.step("find the first value that is not finite", "diagnose", policy=policy)
-    elif preset_of(record.policy) not in WIDE and (known := explained([record.error or ""], policy)):
-        yield from commands.step(*known, policy=policy)
     elif code not in (_NOT_A_TRAINING, _SNAPSHOT, _GUARD):
         yield from commands.alone("see whether the script also fails without Mezzo")
 

@@ -54,6 +54,8 @@ class CastRule:
     """Computes the operation on 16-bit operands in its place."""
     keeps_weight: bool = False
     """Whether the call is a linear layer whose emulation takes the weight uncast."""
+    dtypes: frozenset[torch.dtype] | None = None
+    """The rule is for calls with an operand of one of these dtypes; None if for all calls."""
 
 
 class CastTable:
@@ -85,9 +87,12 @@ class CastTable:
         if any(rule.emulation is not None for rule in self.rules.values()):
             compiling.keep_roundings()
 
-    def rule(self, op: Op) -> CastRule | None:
-        """Return the rule for ``op``; None if it has none, and inside one of our kernels."""
-        return None if _LOCAL.casting else self.rules.get(op)
+    def rule(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CastRule | None:
+        """Return the rule for a call of ``op``; None if it has none, and inside one of our kernels."""
+        rule = None if _LOCAL.casting else self.rules.get(op)
+        if rule is None or rule.dtypes is None:
+            return rule
+        return rule if any(t.dtype in rule.dtypes for t in flat_tensors((*args, *kwargs.values()))) else None
 
     def dispatch(self, op: Op, rule: CastRule, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run ``op`` under ``rule``, or unchanged in a backward pass."""

@@ -24,10 +24,10 @@ import torch
 from mezzo import oplists
 from mezzo.devices import Device, this_device
 from mezzo.engine.casts.autocast_kernels import AutocastRegion, CastRule, CastTable
+from mezzo.engine.casts.kernel_gaps import gaps
 from mezzo.engine.casts.registration import Op, find_op
-from mezzo.engine.matrix_units.emulation import Emulation, emulation, fft
+from mezzo.engine.matrix_units.emulation import emulation
 from mezzo.explain import Choice
-from mezzo.formats import FP16
 from mezzo.policy import Policy
 
 Way = Literal["none", "kernels", "overlay", "table"]
@@ -36,19 +36,27 @@ Way = Literal["none", "kernels", "overlay", "table"]
 class Casting:
     """A policy applied on one kind of device; ``region()`` is the context in which a forward pass runs."""
 
-    def __init__(self, policy: Policy, device: Device) -> None:
+    def __init__(self, policy: Policy, device: Device, *, stands_for_cuda: bool | None = None) -> None:
+        """Choose how to apply the policy.
+
+        Args:
+            policy: the policy.
+            device: the device.
+            stands_for_cuda: whether to refuse what CUDA refuses; None if only where the arithmetic is emulated.
+        """
         self.policy = policy
         self.device_type = device.kind
         self._dtype = policy.storage.dtype
         self.arithmetic, _ = policy.arithmetic_on(device)
         self.way, reason = self.choose()
+        self._stands_for_cuda = self.emulates if stands_for_cuda is None else stands_for_cuda
         self.choice = Choice(what="casting", value=self.way, reason=reason)
         self.table = None if self.way in ("none", "kernels") else self._table()
 
     @classmethod
-    def of(cls, policy: Policy, device_type: str) -> Casting:
+    def of(cls, policy: Policy, device_type: str, *, stands_for_cuda: bool | None = None) -> Casting:
         """Return the casting of ``policy`` on this machine's device of torch type ``device_type``."""
-        return cls(policy, this_device(device_type))
+        return cls(policy, this_device(device_type), stands_for_cuda=stands_for_cuda)
 
     @property
     def emulates(self) -> bool:
@@ -76,8 +84,17 @@ class Casting:
 
     def _table(self) -> CastTable:
         overlay = self.way == "overlay"
+        rules = rules_for(self.policy, emulate=self.emulates, overlay=overlay)
+        if not overlay and self.device_type != "cuda":
+            low = self.policy.storage.name
+            for op, gap in gaps(low=low, refuse=self._stands_for_cuda, emulate=self.emulates).items():
+                listed = rules.get(op)
+                if listed is None:
+                    rules[op] = gap
+                elif listed.precision == "lower" and listed.emulation is None:
+                    rules[op] = replace(listed, emulation=gap.emulation)
         return CastTable(
-            rules_for(self.policy, emulate=self.emulates, overlay=overlay),
+            rules,
             device_type=self.device_type,
             low=self.policy.storage,
             casts_operands=self.policy.casting == "ops",
@@ -119,8 +136,6 @@ def rules_for(policy: Policy, *, emulate: bool, overlay: bool) -> dict[Op, CastR
             if op is None:
                 continue
             if precision == "follow":
-                if family.name == "fft" and not overlay:
-                    rules[op] = CastRule("follow", Emulation(name=name, format=FP16.name, run=fft(op)))
                 continue
             if overlay and precision == family.precision:
                 continue

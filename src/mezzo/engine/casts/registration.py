@@ -27,8 +27,8 @@ class CastRules(Protocol):
     device_type: str
     keeps_kernels: bool
 
-    def rule(self, op: Op) -> Any:
-        """Return the rule for ``op`` in the current state; None if it has none."""
+    def rule(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the rule for a call of ``op`` in the current state; None if it has none."""
 
     def dispatch(self, op: Op, rule: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return the result of ``op`` under ``rule``; autocast is off."""
@@ -98,7 +98,7 @@ def _kernel(
         table = open_table()
         if table is not None and table.device_type != device_type:
             table = None
-        rule = None if table is None else table.rule(op)
+        rule = None if table is None else table.rule(op, args, kwargs)
         if table is not None and rule is not None:
             with exclude(autocast):
                 return table.dispatch(op, rule, args, kwargs)

@@ -42,7 +42,7 @@ from mezzo.engine.matrix_units.emulation_nodes import (
     matmul,
 )
 from mezzo.engine.matrix_units.fp8_emulated import LINEAR
-from mezzo.formats import FP8_PAIRS, FP16
+from mezzo.formats import FP8_PAIRS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,19 +225,6 @@ def _recurrent(op: Op) -> Op:
         return general(op, *args, draws=draws, keeps=True, **kwargs)  # the gates of every time step
 
     return layer
-
-
-def fft(op: Op) -> Op:
-    """Return a Fourier transform that accepts and returns FP16, or its complex format, like CUDA's and unlike a CPU's."""
-
-    def transform(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.dtype not in (FP16.dtype, torch.complex32):
-            result: Tensor = op(x, *args, **kwargs)
-            return result
-        wide: Tensor = op(x.to(torch.complex64) if x.is_complex() else x.float(), *args, **kwargs)
-        return wide.to(torch.complex32 if wide.is_complex() else FP16.dtype)
-
-    return transform
 
 
 def _generic(op: Op) -> Op:

@@ -72,15 +72,20 @@ class Linear(torch.autograd.Function):
         if torch.is_grad_enabled():  # the backward pass runs with create_graph
             return _linear_gradients(ctx, grad, x, weight)
         wide = grad.float()
-        rows = wide.reshape(-1, wide.shape[-1])
+        rows = _rows(wide)
         grad_x = grad_weight = grad_bias = None
         if wants(ctx, 0):
             grad_x = (wide @ weight.float()).to(weight.dtype)
         if wants(ctx, 1):
-            grad_weight = (rows.mT @ x.float().reshape(-1, x.shape[-1])).to(x.dtype)
+            grad_weight = (rows.mT @ _rows(x.float())).to(x.dtype)
         if ctx.has_bias and wants(ctx, 2):
             grad_bias = rows.sum(0).to(grad.dtype)
         return grad_x, grad_weight, grad_bias
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return ``x`` as a matrix whose rows are those of all its matrices; unlike ``reshape(-1, n)``, it accepts a width of zero."""
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
 def _read_by_gradients(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -90,9 +95,9 @@ def _read_by_gradients(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor | None, T
 
 def _linear_gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, ...]:
     """Compute the gradients of a linear layer with operations that are emulated and differentiable themselves."""
-    rows = grad.reshape(-1, grad.shape[-1])
+    rows = _rows(grad)
     grad_x = matmul(grad, weight) if wants(ctx, 0) else None
-    grad_weight = matmul(rows.mT, x.reshape(-1, x.shape[-1])) if wants(ctx, 1) else None
+    grad_weight = matmul(rows.mT, _rows(x)) if wants(ctx, 1) else None
     wants_bias = ctx.has_bias and wants(ctx, 2)
     return grad_x, grad_weight, rows.float().sum(0).to(grad.dtype) if wants_bias else None
 
@@ -117,11 +122,10 @@ class MatMul(torch.autograd.Function):
         if wants(ctx, 0):
             grad_a = (wide @ b.float().mT).sum_to_size(shape_a).to(b.dtype)
         if wants(ctx, 1):
-            if len(shape_b) == 2:  # fold the batch into the rows: one product instead of a batch of them and a sum
-                grad_b = a.float().reshape(-1, a.shape[-1]).mT @ wide.reshape(-1, wide.shape[-1])
-            else:
-                grad_b = (a.float().mT @ wide).sum_to_size(shape_b)
-            grad_b = grad_b.to(a.dtype)
+            # Of a matrix: fold the batch into the rows, for one product instead of a batch of them and a sum.
+            folds = len(shape_b) == 2
+            product = _rows(a.float()).mT @ _rows(wide) if folds else (a.float().mT @ wide).sum_to_size(shape_b)
+            grad_b = product.to(a.dtype)
         return grad_a, grad_b
 
 
@@ -132,7 +136,7 @@ def _matmul_gradients(ctx: Any, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Ten
     if not wants(ctx, 1):
         return grad_a, None
     if len(shape_b) == 2:  # one product and one rounding, as without create_graph
-        return grad_a, matmul(a.reshape(-1, a.shape[-1]).mT, grad.reshape(-1, grad.shape[-1]))
+        return grad_a, matmul(_rows(a).mT, _rows(grad))
     return grad_a, matmul(a.mT, grad).sum_to_size(shape_b)
 
 

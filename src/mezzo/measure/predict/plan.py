@@ -196,8 +196,9 @@ def impossible(gpu: Gpu, policy: str) -> str:
 
 def failure(policy: str, refused: Mapping[str, str]) -> str:
     """Return how a script fails under ``policy``, from its errors under recorded policies; empty if it does not."""
-    error = refused.get(recorded_as(policy), "")
-    return f"fails under {policy}: {error}" if error else ""
+    traced = recorded_as(policy)
+    error = refused.get(traced, "")
+    return f"fails under {policy}{'' if traced == policy else f', traced as {traced}'}: {error}" if error else ""
 
 
 def verdict(

@@ -210,17 +210,17 @@ def _add_model(model: nn.Module, recorder: Recorder) -> None:
 
 
 def region_of(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]]:
-    """Return what opens the region of ``policy``, its casts applied natively."""
+    """Return what opens the region of ``policy``, its casts applied natively; what CUDA refuses is refused."""
     if policy is None or not policy.lowers:
         return nullcontext
-    return Casting.of(policy.replace(arithmetic="native"), "cpu").region
+    return Casting.of(policy.replace(arithmetic="native"), "cpu", stands_for_cuda=True).region
 
 
 def backward_region_of(policy: Policy | None) -> Callable[[], AbstractContextManager[Any]]:
     """Return what opens the region in which checkpointed modules run again."""
     if policy is None or not policy.lowers:
         return nullcontext
-    return Casting.of(policy.replace(arithmetic="native"), "cpu").backward
+    return Casting.of(policy.replace(arithmetic="native"), "cpu", stands_for_cuda=True).backward
 
 
 @contextmanager

@@ -422,7 +422,7 @@ def test_a_policy_under_which_the_script_fails_has_no_tape(tmp_path: Path, monke
     plan = script_plan(_script(tmp_path, LOADER), ["8"], ["fp32", "fp16"])
     assert (list(plan.tapes), plan.refused) == (["fp32"], {"fp16": "no kernel"})
     found = predict(plan.tapes, gpu_named("a100"), "bf16", batch=8, channels_last=False, refused=plan.refused)
-    assert (found.possible, found.reason) == (False, "fails under bf16: no kernel")
+    assert (found.possible, found.reason) == (False, "fails under bf16, traced as fp16: no kernel")
     assert _said(plan, "other batch sizes").startswith("follow: ")
 
 

@@ -202,6 +202,13 @@ for _ in range(4):
             r"fails under bf16: .*train.py:4: RuntimeError: .*dtype",
             "mezzo fallback --policy bf16",
         ),
+        (
+            "nn.Linear(8, 12), type('F', (nn.Module,), {'forward': lambda m, x: torch.fft.fft(x).abs()})(), nn.Linear(12, 4)",
+            "torch.randn(16, 8)",
+            "fp16",
+            r"fails under fp16: .*train.py:4: NoKernelError: cuFFT only supports .* but got a signal size of\[12\]",
+            "mezzo fallback --policy fp16",
+        ),
     ],
 )
 def test_what_a_trace_cannot_price_is_said(
