@@ -491,6 +491,21 @@ def schedule_waits():
             scheduler.step()
 
 
+def schedule_waits_for_fused():
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    scheduler = schedulers.LinearLR(fused, 0.1, 1.0, 10)
+    high.scale(torch.zeros(()))
+    for batch in batches[:STEPS]:
+        fused.zero_grad()
+        scale = high.get_scale()
+        high.scale(loss_of(batch)).backward()
+        high.step(fused)
+        high.update()
+        if high.get_scale() >= scale:
+            scheduler.step()
+
+
 def schedule_by_epoch():
     high = torch.amp.GradScaler("cpu", init_scale=2.0**18)
     scheduler = schedulers.StepLR(optimizer, 1, 0.5)

@@ -429,6 +429,18 @@ def schedule_on_skip():
             scheduler.step()  # A610
 
 
+def schedule_on_skip_of_fused():
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    scheduler = schedulers.LinearLR(fused, 0.1, 1.0, 10)
+    for batch in batches[:STEPS]:
+        fused.zero_grad()
+        high.scale(loss_of(batch)).backward()
+        high.step(fused)
+        high.update()
+        scheduler.step()  # A610
+
+
 def schedule_first():
     scheduler = schedulers.StepLR(optimizer, 1, 0.9)
     with warnings.catch_warnings():

@@ -93,6 +93,7 @@ EXPECTED = {
     "no_scaler": Expected(1, 2, 0),
     "scaler_off": Expected(1, 2, 0),
     "schedule_on_skip": Expected(1, 4, 0, NONE),
+    "schedule_on_skip_of_fused": Expected(1, 4, 0, NONE),
     "schedule_first": Expected(1, 3, 3, NONE),
     "schedule_at_the_top": Expected(1, 1, 1, NONE),
     "average_mul_add": Expected(1, 7, 7),

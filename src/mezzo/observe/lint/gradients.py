@@ -79,6 +79,8 @@ class GradientState:
     made: int = 0
     skipped: int = 0
     """Steps that were made and skipped since one of the optimizer's schedulers stepped."""
+    flag: Tensor | None = None
+    """Above 0 if the last step was skipped by the optimizer itself, as fused ones do; None if the host knows whether it was made."""
     early: str = ""
     """The script's line that stepped a scheduler between the last backward pass and the step."""
     marks: list[int] = field(default_factory=list)

@@ -251,6 +251,10 @@ class Lint:
         """Record that the script's own active GradScaler has found non-finite gradients."""
         self._skipped = True
 
+    def perhaps_skipped(self, optimizer: Optimizer, flag: Tensor) -> None:
+        """Record that a fused optimizer has skipped its step by itself if ``flag`` is above 0."""
+        self._gradients.of(optimizer).flag = flag
+
     def step_begins(self, optimizer: Optimizer) -> None:
         """Record that an optimizer is about to step with the current gradients."""
         if self.over or self._in_scaler or self._run.in_backward:
@@ -323,7 +327,7 @@ class Lint:
 
     def scheduled(self, scheduler: Any) -> None:
         """Record that the script steps a scheduler."""
-        self._rates.scheduler_stepped(scheduler)
+        self._rates.scheduler_stepped(scheduler, step=self._step)
 
     @contextmanager
     def averages(self, average: nn.Module, model: nn.Module) -> Iterator[None]:
@@ -345,7 +349,8 @@ class Lint:
         self._own_code.stop()
 
     def findings(self) -> list[Finding]:
-        """Return the misuse that was found."""
+        """Return the misuse that was found; reads the flags of fused optimizers from the device."""
+        self._rates.read_flags()
         if self._needless is not None and self._formats[BF16.dtype] and _FP16 not in self._formats:
             (step, line), self._needless = self._needless, None
             detail = "every autocast region with gradients is BF16, and a GradScaler is on"

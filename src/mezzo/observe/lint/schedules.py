@@ -1,15 +1,26 @@
-"""Check whether a schedule waits for the optimizer, and for updates that the script's GradScaler skipped."""
+"""Check whether a schedule waits for the optimizer, and for updates that the script's GradScaler skipped.
+
+A fused optimizer skips by itself, and only the device knows whether it did: these flags are read once, at the end, up to ``_MAX_FLAGS``.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.observe.lint.gradients import Gradients, GradientState
 from mezzo.observe.lint.misuse_log import ENOUGH, MisuseLog
 from mezzo.observe.source_lines import running_line
+
+
+_MAX_FLAGS = 256
+
+
+def _after_skip(scheduler: str) -> str:
+    return f"{scheduler}.step() after an update that the GradScaler skipped"
 
 
 class LearningRates:
@@ -19,10 +30,12 @@ class LearningRates:
         self._gradients, self._log = gradients, log
         self._first: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         """The line of a scheduler's first step if its optimizer had not stepped yet; empty once that was judged."""
+        self._flagged: list[tuple[Tensor, str, str, int]] = []
+        """Steps of schedulers after an update that a fused optimizer may have skipped: its flag, the scheduler's class, the line, the step."""
         self._early: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
-    def scheduler_stepped(self, scheduler: Any) -> None:
-        """Record that the script steps a scheduler."""
+    def scheduler_stepped(self, scheduler: Any, *, step: int) -> None:
+        """Record that the script steps a scheduler during ``step``."""
         optimizer = getattr(scheduler, "optimizer", None)
         if not isinstance(optimizer, Optimizer):
             return
@@ -30,10 +43,19 @@ class LearningRates:
         self._check_first(scheduler, optimizer, state)
         if state.passes:
             state.early = running_line()
+        name = type(scheduler).__name__
         if state.skipped and not state.made:
-            name = type(scheduler).__name__
-            self._log.add("A610", f"{name}.step() after an update that the GradScaler skipped")
-        state.made = state.skipped = 0
+            self._log.add("A610", _after_skip(name))
+        elif state.flag is not None and state.made == 1 and len(self._flagged) < _MAX_FLAGS:
+            self._flagged.append((state.flag, name, running_line(), step))
+        state.made, state.skipped, state.flag = 0, 0, None
+
+    def read_flags(self) -> None:
+        """Report the steps of schedulers after updates that fused optimizers have skipped."""
+        flagged, self._flagged = self._flagged, []
+        for flag, name, line, step in flagged:
+            if flag.item():
+                self._log.add("A610", _after_skip(name), line=line, step=step)
 
     def optimizer_steps(self, optimizer: Optimizer, state: GradientState, *, step: int) -> None:
         """Record that an optimizer is about to step."""

@@ -241,7 +241,9 @@ def _record_step(run: Run, original: Callable[..., Any], self: Any, optimizer: A
         del self._mezzo_recorded
     if self.is_enabled():
         skipped = _skipped(self, optimizer, recorded)
-        if skipped is True:
+        if isinstance(skipped, Tensor):
+            run.lint.perhaps_skipped(optimizer, skipped)
+        elif skipped:
             run.lint.skipped()
         run.script_stepped(self, optimizer, skipped=skipped)
     return result

@@ -118,7 +118,7 @@ class SteadyScaler:
                         self._state.made += 1
                         run.lint.scalers.num_steps += 1
                         if self._skips_on_device:
-                            run.open_skipped = found_on_device(scaler, optimizer)
+                            run.open_skipped = self._state.flag = found_on_device(scaler, optimizer)
                     else:
                         run.steady.end()
                         run.lint.scaler_skipped(optimizer)
