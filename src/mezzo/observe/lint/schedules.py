@@ -15,7 +15,6 @@ from mezzo.observe.lint.gradients import Gradients, GradientState
 from mezzo.observe.lint.misuse_log import ENOUGH, MisuseLog
 from mezzo.observe.source_lines import running_line
 
-
 _MAX_FLAGS = 256
 
 
@@ -31,7 +30,7 @@ class LearningRates:
         self._first: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         """The line of a scheduler's first step if its optimizer had not stepped yet; empty once that was judged."""
         self._flagged: list[tuple[Tensor, str, str, int]] = []
-        """Steps of schedulers after an update that a fused optimizer may have skipped: its flag, the scheduler's class, the line, the step."""
+        """Steps of schedulers after an update that may have been skipped: its flag, the scheduler's class, the line, the step."""
         self._early: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
     def scheduler_stepped(self, scheduler: Any, *, step: int) -> None:

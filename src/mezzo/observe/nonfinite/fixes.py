@@ -354,8 +354,7 @@ def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
     if not operands:
         return Offer(f"{op} has no values to work on: skip it for empty tensors", "if x.numel():")
     if any(o.num_not_finite for o in operands) and "softmax" not in op:
-        advice = "an infinity that the script creates meets 0 or another infinity: remove it first"
-        return Offer(advice, "x = torch.where(x.isfinite(), x, 0)")
+        return _of_infinities(op)
     if forward and op in ("std", "var"):
         return Offer(
             "a single value has no standard deviation: pass more values, or divide by their number",
@@ -375,6 +374,16 @@ def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
     return Offer(f"keep the input of {op} in the range where its result is finite", "x = x.clamp(min=1e-6)")
 
 
+def _of_infinities(op: str) -> Offer:
+    """Return a fix that keeps a mask: with 0 in the place of its infinities, it would let through what it hides."""
+    if op in _SCALES:
+        advice = f"an infinity that the script creates, as in a mask, meets 0 in {op} or its gradient: mask the result instead"
+        return Offer(advice, 'y = (x / t).masked_fill(mask, float("-inf"))')
+    advice = "an infinity that the script creates, as in a mask, meets 0 or another infinity: create a large finite number instead"
+    return Offer(advice, "x = x.masked_fill(mask, torch.finfo(x.dtype).min)")
+
+
+_SCALES = ("div", "divide", "true_divide", "mul", "multiply")
 _INVALID: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("sqrt",), "the derivative of a root at 0 is infinite: keep its argument above 0", "y = torch.sqrt(x + 1e-12)"),
     (("rsqrt", "reciprocal"), "1 / 0 is infinite: keep the argument above 0", "y = torch.rsqrt(x + 1e-6)"),

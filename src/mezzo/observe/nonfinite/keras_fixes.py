@@ -14,7 +14,8 @@ _WIDER = "bf16"
 _LINES = {
     "x = x.float()  # before this line": 'x = keras.ops.cast(x, "float32")  # before this line',
     "assert torch.isfinite(batch).all()": "assert np.isfinite(batch).all()",
-    "x = torch.where(x.isfinite(), x, 0)": "x = keras.ops.where(keras.ops.isfinite(x), x, 0)",
+    'y = (x / t).masked_fill(mask, float("-inf"))': 'y = keras.ops.where(mask, float("-inf"), x / t)',
+    "x = x.masked_fill(mask, torch.finfo(x.dtype).min)": "x = keras.ops.where(mask, -1e30, x)",
     "if x.numel():": "if keras.ops.size(x):",
     "y = x.std(correction=0)": "y = keras.ops.std(x)",
     "clip_grad_norm_(parameters, 1.0)": "clipnorm=1.0  # argument of the optimizer",

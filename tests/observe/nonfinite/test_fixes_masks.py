@@ -1,0 +1,58 @@
+"""Fixes for infinities of a mask, run as they are printed: what the mask hides stays hidden, and all gradients are finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mezzo.observe.nonfinite.fixes import offers_for
+from mezzo.records import DiagnoseRecord, Operand
+from record_builders import run_record
+
+MASKED = [Operand(format="fp32", shape=[2, 3], largest=1.0, smallest=0.1, num_not_finite=2)]
+MASK = torch.tensor([[False, True, False], [False, False, True]])
+
+
+def printed(op: str) -> str:
+    record = DiagnoseRecord(
+        run=run_record(),
+        verdict="invalid_operation",
+        located=True,
+        op=op,
+        origin="made",
+        phase="backward",
+        operands=MASKED,
+    )
+    (offer,) = offers_for(record)
+    return offer.line
+
+
+def loss_and_gradients(line: str, name: str) -> list[float]:
+    x = torch.tensor([[1.0, 2.0, 3.0], [2.0, 0.5, 4.0]], requires_grad=True)
+    t = torch.tensor(0.07, requires_grad=True)
+    scope = {"torch": torch, "x": x, "t": t, "mask": MASK}
+    exec(line, scope)
+    y = scope["y"] if name == "y" else scope["x"] / t
+    loss = torch.nn.functional.cross_entropy(y - y.amax(-1, keepdim=True).detach(), torch.tensor([0, 1]))
+    loss.backward()
+    assert t.grad is not None
+    assert x.grad is not None
+    return [loss.item(), t.grad.item(), *x.grad.flatten().tolist()]
+
+
+@pytest.mark.parametrize("op", ["div", "mul"])
+def test_a_masked_product_is_masked_after_it(op: str) -> None:
+    expected = loss_and_gradients("y = torch.where(mask, torch.tensor(-torch.inf), x / t)", "y")
+    assert loss_and_gradients(printed(op), "y") == pytest.approx(expected)
+
+
+def test_elsewhere_a_large_number_hides_as_well() -> None:
+    line = printed("sub")
+    x = torch.tensor([[1.0, 2.0, 3.0], [2.0, 0.5, 4.0]], requires_grad=True)
+    scope = {"torch": torch, "x": x, "mask": MASK}
+    exec(line, scope)
+    shown = torch.softmax(scope["x"] - scope["x"].amax(-1, keepdim=True), -1)
+    shown[:, 0].sum().backward()
+    assert shown[MASK].tolist() == [0, 0]
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
