@@ -23,8 +23,9 @@ common_cuda.SM53OrLater = common_cuda.SM80OrLater = (
 
 from torch.testing._internal.autocast_test_lists import AutocastTestLists  # noqa: E402
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+from torch.testing._internal.common_modules import module_db  # noqa: E402
 
 os.environ.clear()
 os.environ.update(_ENVIRONMENT)
 
-__all__ = ["AutocastTestLists", "op_db"]
+__all__ = ["AutocastTestLists", "module_db", "op_db"]

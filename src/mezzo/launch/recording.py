@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mezzo.errors import MezzoError
+from mezzo.errors import MezzoError, NoKernelError
 from mezzo.launch.children_failed import sentence_of
 from mezzo.launch.frameworks import Training
 from mezzo.launch.process.script_signals import EndedBySignal
@@ -117,4 +117,8 @@ def _sentence(error: BaseException | None) -> str | None:
         return None
     if isinstance(error, EndedBySignal):
         return error.sentence
+    if isinstance(
+        error, NoKernelError
+    ):  # stands for an error of torch's, and is told from others by its type as these are
+        return f"{type(error).__name__}: {error.message}"
     return error.message if isinstance(error, MezzoError) else sentence_of(error)

@@ -41,13 +41,14 @@ def gaps(*, low: str, refuse: bool, emulate: bool) -> dict[Op, CastRule]:
     for name, words in _missing().items() if refuse else ():
         for op in _overloads(name, f"{name}_"):
             rules[op] = _rule(name, low, _refusing(op, words), words)
-    for name in cuda_kernels.CPU_LACKS if emulate else ():
+    for name in cuda_kernels.CPU_LACKS if emulate else ():  # other overloads call these
         draws = name in cuda_kernels.DRAWS
-        for op in _overloads(name):
-            if not op._schema.is_mutable:
-                rules[op] = _rule(name, low, _emulated(op, draws=draws), HALF)
-        for op in _overloads(f"{name}_"):
-            rules[op] = _rule(name, low, _emulated_in_place(name, draws=draws), HALF)
+        for op, run in (
+            (find_op(name), _emulated(name, draws=draws)),
+            (find_op(f"{name}_"), _emulated_in_place(name, draws=draws)),
+        ):
+            if op is not None:
+                rules[op] = _rule(name, low, run, HALF)
     return rules
 
 
@@ -98,7 +99,9 @@ def _refuse_gradient(result: Tensor, error: Exception) -> None:
         result.register_hook(refuse)
 
 
-def _emulated(op: Op, *, draws: bool) -> Op:
+def _emulated(name: str, *, draws: bool) -> Op:
+    op = find_op(name)
+
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dtype") is not None:  # of the result, by the author's own choice
             return op(*args, **kwargs)
@@ -108,7 +111,7 @@ def _emulated(op: Op, *, draws: bool) -> Op:
 
 
 def _emulated_in_place(name: str, *, draws: bool) -> Op:
-    op = getattr(torch.ops.aten, name)
+    op = find_op(name)
 
     def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return x.copy_(general(op, x, *args, draws=draws, **kwargs))
