@@ -259,8 +259,11 @@ def sam(*, clears: bool = True, micro_batches: int = 1, first: int = 0) -> Loop:
 def sam_through_data() -> list[float]:
     shown = []
     for net in updates():
-        loss = net.loss()
-        loss.backward()
+        losses = []
+        for _ in range(2):
+            loss = net.loss()
+            (loss / 2).backward()
+            losses.append(loss.item())
         moves = [0.5 * p.grad for p in net.weights if p.grad is not None]
         for p, move in zip(net.weights, moves, strict=True):
             p.data.add_(move)
@@ -269,7 +272,7 @@ def sam_through_data() -> list[float]:
         for p, move in zip(net.weights, moves, strict=True):
             p.data.sub_(move)
         net.step()
-        shown.append(loss.item())
+        shown.append(mean(losses))
     return shown
 
 
@@ -347,6 +350,22 @@ def dropped_batch() -> list[float]:
     return shown
 
 
+def two_optimizers() -> list[float]:
+    """Each clears its gradients after its step, before the other steps."""
+    net, shown = Net(), []
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (net.model[0], net.model[2])]
+    for _ in range(UPDATES):
+        net.loss().backward()
+        net.model.zero_grad()
+        loss = net.loss()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        shown.append(loss.item())
+    return shown
+
+
 def combined_by_hand() -> list[float]:
     """Gradients are taken task by task and set together, as PCGrad does: all losses are in the update."""
     shown = []
@@ -367,7 +386,7 @@ def combined_by_hand() -> list[float]:
 # --- gradient caching --------------------------------------------------------------------------------------------------------
 
 
-def cached(surrogate: Callable[[Tensor, Tensor], Tensor]) -> Loop:
+def cached(continue_pass: Callable[[Tensor, Tensor], None]) -> Loop:
     """Train a contrastive loss over two chunks, each of which a second pass continues from the cached gradient of its embeddings."""
 
     def loop() -> list[float]:
@@ -383,7 +402,7 @@ def cached(surrogate: Callable[[Tensor, Tensor], Tensor]) -> Loop:
             loss = F.cross_entropy(temperature * both @ both.T, torch.arange(16))
             loss.backward()
             for chunk, leaf in zip(chunks, leaves, strict=True):
-                surrogate(net.model(chunk).float(), leaf.grad).backward()  # type: ignore[arg-type]
+                continue_pass(net.model(chunk).float(), leaf.grad)  # type: ignore[arg-type]
             optimizer.step()
             optimizer.zero_grad()
             shown.append(loss.item())
@@ -392,16 +411,34 @@ def cached(surrogate: Callable[[Tensor, Tensor], Tensor]) -> Loop:
     return loop
 
 
-def product(embedded: Tensor, gradient: Tensor) -> Tensor:
-    return (embedded * gradient).sum()
+def product(embedded: Tensor, gradient: Tensor) -> None:
+    (embedded * gradient).sum().backward()
 
 
-def dot(embedded: Tensor, gradient: Tensor) -> Tensor:
-    return torch.dot(embedded.flatten(), gradient.flatten())
+def dot(embedded: Tensor, gradient: Tensor) -> None:
+    torch.dot(embedded.flatten(), gradient.flatten()).backward()
 
 
-def product_with_copy(embedded: Tensor, gradient: Tensor) -> Tensor:
-    return (gradient.clone() * embedded).sum()
+def product_with_copy(embedded: Tensor, gradient: Tensor) -> None:
+    (gradient.clone() * embedded).sum().backward()
+
+
+def given(embedded: Tensor, gradient: Tensor) -> None:
+    embedded.backward(gradient)
+
+
+def weighted_sums() -> list[float]:
+    """A product with weights as many as inputs with gradients, in the size of these: a loss of its own."""
+    shown = []
+    for net in updates():
+        inputs = torch.randn(16, 4, requires_grad=True)
+        first = (net.model(torch.cat([inputs, inputs], 1)) * torch.rand(16, 4)).sum()
+        first.backward()
+        second = (net.model(torch.randn(16, 8)) * torch.rand(16, 4)).sum()
+        second.backward()
+        net.step()
+        shown.append(first.item() + second.item())
+    return shown
 
 
 # --- the record --------------------------------------------------------------------------------------------------------------
@@ -421,7 +458,7 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "SAM": (sam(), "1 of 2 backward passes"),
     "SAM that keeps gradients": (sam(clears=False), "1 of 2 backward passes"),
     "SAM over micro-batches": (sam(micro_batches=2), "mean of 2 of 4 backward passes"),
-    "SAM through data": (sam_through_data, "1 of 2 backward passes"),
+    "SAM through data": (sam_through_data, "sum of 2 of 3 backward passes"),
     "SAM with a closure": (sam_with_closure, "1 of 2 backward passes"),
     "attack": (attack(), "1 of 3 backward passes"),
     "attack, gradients set to zero": (attack(set_to_none=False), "1 of 3 backward passes"),
@@ -431,6 +468,9 @@ LOOPS: dict[str, tuple[Loop, str]] = {
     "cached, product": (cached(product), "1 of 3 backward passes"),
     "cached, dot": (cached(dot), "1 of 3 backward passes"),
     "cached, copies": (cached(product_with_copy), "1 of 3 backward passes"),
+    "cached, given": (cached(given), "1 of 3 backward passes"),
+    "weighted sums": (weighted_sums, "sum of 2 backward passes"),
+    "two optimizers, dropped batch": (two_optimizers, "1 of 2 backward passes"),
 }
 
 

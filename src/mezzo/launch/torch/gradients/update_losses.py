@@ -64,7 +64,7 @@ class _Pass:
     elsewhere: bool
     """Whether the weights have changed since the update's first pass."""
     continues: bool
-    """Whether it starts from the gradients of an earlier pass."""
+    """Whether it starts from given gradients, or from a product with those of an earlier pass, and not from a loss."""
     averages: bool
     """Whether it may be one of several to be averaged: of one root, with no gradient given and no graph kept."""
     touched: frozenset[int] | None = None
@@ -100,7 +100,7 @@ class UpdateLosses:
     def may_be_several(self) -> bool:
         """Whether to track the first pass of an update."""
         num = self._run.recorder.num_closed
-        return num < _TRACKED_UPDATES or num - self._last_several < _TRACKED_UPDATES
+        return num < _TRACKED_UPDATES or 0 <= num - self._last_several < _TRACKED_UPDATES
 
     def forget(self, *, keep: int = 0) -> None:
         """Discard the open update's passes whose losses come after the first ``keep``."""
@@ -132,7 +132,7 @@ class UpdateLosses:
                 loss=loss,
                 positions=positions,
                 elsewhere=not first and self._changed(trained),
-                continues=len(roots) == 1 and self._continues(roots[0]),
+                continues=not positions or (len(roots) == 1 and self._continues(roots[0])),
                 averages=len(roots) == 1 and given is None and not keeps_graph,
             )
         )
@@ -148,15 +148,18 @@ class UpdateLosses:
         """Record that an optimizer is about to step: gradients that the script has set itself may come from all passes."""
         if len(self._passes) > 1 and any(one.cleared for one in self._passes):
             now = _marks(self._trained())
-            if any(mark >> _VERSION_BITS != self._after.get(key, 0) >> _VERSION_BITS for key, mark in now.items()):
+            last = {key: mark >> _VERSION_BITS for key, mark in self._after.items()}
+            if any(mark and mark >> _VERSION_BITS != last.get(key) for key, mark in now.items()):
                 for one in self._passes:
                     one.cleared = False
 
     def close(self) -> None:
         """Combine the losses of the open update, which is about to be closed."""
-        passes, self._passes, self._sample, self._inputs, self._tracks = self._passes, [], None, [], False
+        passes, self._passes, self._inputs, self._tracks = self._passes, [], [], False
+        sampled, self._sample = self._sample is not None, None
         if len(passes) < 2:
             return
+        self._num_sampled += sampled
         recorder, (kept, how) = self._run.recorder, _kept(passes)
         dropped = {position for one in passes if one not in kept for position in one.positions}
         if dropped:
@@ -203,12 +206,12 @@ class UpdateLosses:
         changed = [key for key in marked if (trained[key]._version, trained[key].data_ptr()) != self._weights[key]]
         if 2 * len(changed) >= len(marked) > 0:
             return True
-        sample, self._sample = self._sample, None
-        leaf = None if sample is None else sample[0]()
-        if sample is None or leaf is None:
-            return any(one.elsewhere for one in self._passes)
-        self._num_sampled += 1
-        differs = not torch.equal(leaf.detach(), sample[1])
+        if any(one.elsewhere for one in self._passes):
+            return True
+        leaf = None if self._sample is None else self._sample[0]()
+        if self._sample is None or leaf is None:
+            return False
+        differs = not torch.equal(leaf.detach(), self._sample[1])
         self._changes_data |= differs
         return differs
 
@@ -281,8 +284,10 @@ def _keeps_its_values(parameter: Tensor) -> bool:
 
 
 def _share_values(factor: Tensor, gradient: Tensor) -> bool:
-    """Return whether a factor is a gradient, a view of it, or a copy of its size."""
+    """Return whether a factor is a gradient, a view of it, or a copy; only comparing a copy reads the device."""
     if factor.layout is not torch.strided or gradient.layout is not torch.strided:
         return False
-    shared = factor.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
-    return shared or factor.numel() == gradient.numel() > 1
+    if factor.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr():
+        return True
+    alike = (factor.numel(), factor.dtype, factor.device) == (gradient.numel(), gradient.dtype, gradient.device)
+    return alike and torch.equal(factor.flatten(), gradient.flatten())
