@@ -164,7 +164,11 @@ def test_a_recurrent_layer_casts_each_weight_once_where_its_weights_share_a_stor
             outputs, _ = layer(torch.zeros(3, 2, 16))
         outputs.float().sum().backward()
 
-    record = mezzo.audit(step)
+    torch._C._set_mkldnn_enabled(False)  # oneDNN has no BF16 layer for CPUs without AVX-512
+    try:
+        record = mezzo.audit(step)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
     assert [cast.count for cast in record.casts if cast.of == "weight"] == [8]
     assert "A302" not in [finding.code for finding in record.findings]
 
