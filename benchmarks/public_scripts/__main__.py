@@ -14,6 +14,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.public_scripts import cuda_scripts
 from benchmarks.public_scripts.outcomes import cell, table
 from benchmarks.public_scripts.scripts import SCRIPTS, Script
 from mezzo.errors import MezzoError
@@ -22,6 +23,7 @@ from mezzo.records import read_record
 COMMANDS = {
     "fp16": "run --policy fp16",
     "bf16": "run --policy bf16",
+    "bf16-emulated": "run --policy bf16:arithmetic=emulated",
     "compare": "compare --policies fp32,fp16 --seeds 2 --timeout 300",
     "audit": "audit",
     "diagnose": "diagnose --steps 40",
@@ -121,7 +123,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="scripts at a time (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the command lines and run nothing")
     asked = parser.parse_args()
-    chosen = [script for script in SCRIPTS if re.search(asked.only, script.name)]
+    chosen = [script for script in [*SCRIPTS, *cuda_scripts.SCRIPTS] if re.search(asked.only, script.name)]
     commands = asked.commands.split(",")
     if asked.list:
         for script in chosen:

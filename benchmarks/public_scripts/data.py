@@ -105,3 +105,59 @@ def citations(folder: Path) -> None:
         for paper, topic in enumerate(topics):
             same = [other for other in draw.sample(range(1600), 40) if topics[other] == topic and other != paper]
             file.writelines(f"{paper + 1}\t{other + 1}\n" for other in same[:3])
+
+
+def penn_treebank(folder: Path) -> None:
+    """Write the three texts of a word-level language model in the folder of the Penn Treebank."""
+    for name, num_lines in (("train", 300), ("valid", 40), ("test", 10)):
+        text(folder / "data" / "penn" / f"{name}.txt", num_lines=num_lines)
+
+
+def few_image_folders(folder: Path) -> None:
+    """Write two classes of eight images for training."""
+    images(folder / "images" / "train" / "disc", count=8, side=64)
+    images(folder / "images" / "train" / "mask", count=8, side=64, suffix="png", masks=True)
+
+
+def small_images(folder: Path) -> None:
+    """Write 64 images of 16 by 16 pixels."""
+    images(folder / "images", count=64, side=16, suffix="png")
+
+
+def characters(folder: Path) -> None:
+    """Write Omniglot's array: 1,220 characters, 20 drawings of each, which are its pattern under noise."""
+    import numpy
+
+    draw = numpy.random.RandomState(0)
+    drawings = 0.7 * draw.rand(1220, 1, 28, 28, 1) + 0.3 * draw.rand(1220, 20, 28, 28, 1)
+    (folder / "omniglot").mkdir()
+    numpy.save(folder / "omniglot" / "omniglot.npy", drawings.astype("float32"))
+
+
+def knowledge_graph(folder: Path) -> None:
+    """Write 600 triples over 60 entities: each of four relations leads a fixed distance around a circle."""
+    graph = folder / "triples"
+    graph.mkdir()
+    names = (("entities", "e", 60), ("relations", "r", 4))
+    for kind, letter, count in names:
+        (graph / f"{kind}.dict").write_text("".join(f"{i}\t{letter}{i}\n" for i in range(count)), encoding="utf-8")
+    draw = random.Random(0)
+    for split, count in (("train", 600), ("valid", 20), ("test", 20)):
+        pairs = [(draw.randrange(60), draw.randrange(4)) for _ in range(count)]
+        lines = "".join(f"e{head}\tr{by}\te{(head + 7 * by + 1) % 60}\n" for head, by in pairs)
+        (graph / f"{split}.txt").write_text(lines, encoding="utf-8")
+
+
+def hourly_series(folder: Path) -> None:
+    """Write ETT's table: 20 months of hours, seven noisy sines of a day or longer."""
+    import datetime
+    import math
+
+    draw, hours = random.Random(0), 20 * 30 * 24
+    start = datetime.datetime(2016, 7, 1)
+    (folder / "data" / "ETT").mkdir(parents=True)
+    with (folder / "data" / "ETT" / "ETTh1.csv").open("w", encoding="utf-8") as file:
+        file.write("date,HUFL,HULL,MUFL,MULL,LUFL,LULL,OT\n")
+        for hour in range(hours):
+            values = (math.sin(2 * math.pi * hour / (24 * k)) + 0.3 * draw.gauss(0, 1) for k in range(1, 8))
+            file.write(f"{start + datetime.timedelta(hours=hour)},{','.join(f'{value:.4f}' for value in values)}\n")

@@ -23,6 +23,19 @@ COMMITS = {
     "hunkim/PyTorchZeroToAll": "e5a260fac0b4ff1e2ec434fc6f0d962ac97fc289",
     "vwxyzjn/cleanrl": "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
     "huggingface/pytorch-image-models": "aa4b5850c1543fa488abf260f18390eda46cf85d",
+    "juho-lee/set_transformer": "73432c640ac78140496d6738416c54d32c686d65",
+    "locuslab/TCN": "2f8c2b817050206397458dfd1f5a25ce8a32fe65",
+    "DeepGraphLearning/KnowledgeGraphEmbedding": "2e440e0f9c687314d5ff67ead68ce985dc446e3a",
+    "dragen1860/MAML-Pytorch": "98a00d41724c133bd29619a2fb2cc46dd128a368",
+    "zhouhaoyi/Informer2020": "29f2a739226a509202a092b464163da81fa74960",
+    "XinJingHao/TD3-Pytorch": "4fb9452ce1fdece65fd0f7538f2d480e07dd5a1c",
+    "facebookresearch/barlowtwins": "8e8d284ca0bc02f88b92328e53f9b901e86b4a3c",
+    "facebookresearch/vicreg": "4e12602fd495af83efd1631fbe82523e6db092e0",
+    "NVlabs/edm": "008a4e5316c8e3bfe61a62f874bddba254295afb",
+    "HobbitLong/SupContrast": "66a8fe53880d6a1084b2e4e0db0a019024d6d41a",
+    "sthalles/SimCLR": "1848fc934ad844ae630e6c452300433fe99acfd9",
+    "salesforce/awd-lstm-lm": "1d466ec5875675ca6b6f0caacbb741240a29da9e",
+    "lucidrains/vector-quantize-pytorch": "0d7d1aa83334b6f2f8a40306bece75cdaa13d065",
 }
 
 

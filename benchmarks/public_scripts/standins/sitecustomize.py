@@ -1,4 +1,4 @@
-"""Small generated images in place of torchvision's data sets, for scripts that would download them.
+"""What public scripts expect of their environment: small images instead of downloads, and names that numpy has since removed.
 
 Python imports this file automatically from ``PYTHONPATH``. Nothing happens until a script imports ``torchvision.datasets``; then the
 classes below replace MNIST, FashionMNIST, CIFAR10 and CIFAR100. Each class of images has its own pattern under noise, so that losses fall.
@@ -16,24 +16,29 @@ from types import ModuleType
 from typing import Any
 
 MODULE = "torchvision.datasets"
+OLD_NUMPY = {"int": "int_", "float": "float64", "Inf": "inf", "in1d": "isin"}
+"""Names of numpy 1, and what they meant."""
 SETS = {"MNIST": (28, 1, 10), "FashionMNIST": (28, 1, 10), "CIFAR10": (32, 3, 10), "CIFAR100": (32, 3, 100)}
 """Side, channels and classes."""
 
 
 class WithStandIns(importlib.abc.MetaPathFinder):
-    """Finds ``torchvision.datasets`` as usual, and replaces four names in it after import."""
+    """Finds ``torchvision.datasets`` and ``numpy`` as usual, and sets names in them after import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of that one module."""
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == MODULE else None
+        """Return the spec of these two modules."""
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in (MODULE, "numpy") else None
         if spec is None or spec.loader is None:
             return None
         run = spec.loader.exec_module
 
         def run_then_replace(module: ModuleType) -> None:
             run(module)
+            if name == "numpy":
+                vars(module).update((old, getattr(module, new)) for old, new in OLD_NUMPY.items())
+                return
             for of, (side, channels, classes) in SETS.items():
                 setattr(module, of, stand_in(module.VisionDataset, of, side, channels, classes))
 

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -239,6 +240,13 @@ def test_to_format() -> None:
     assert (out[3].dtype, out[4].dtype) == (torch.bool, torch.float8_e4m3fn)
     kept = randn(2)
     assert to_format(kept, FP32) is kept
+
+
+@pytest.mark.parametrize("value", [np.array([1.0, 2.0]), np.array([]), None, "", 0])
+def test_to_format_asks_no_value_for_its_truth(value: Any) -> None:
+    """A module may return an array, as MAML's does, which has no truth value."""
+    assert to_format(value, torch.float32) is value
+    assert to_format((value, torch.ones(1).half()), torch.float32)[1].dtype is torch.float32
 
 
 def test_a_named_module_in_the_middle_may_leave_the_range_of_16_bits() -> None:

@@ -131,6 +131,7 @@ def test_torch_cuda_answers_and_stays_unavailable(tmp_path: Path) -> None:
     assert 0 < free <= total
     assert torch.cuda.get_device_capability() == (8, 0)
     assert not torch.cuda.is_available()
+    assert torch.cuda.device_count() == 1  # a script that starts a process for each device starts one
     model = nn.Linear(2, 2)
     assert torch.cuda.make_graphed_callables(model, (torch.ones(1, 2),)) is model
     torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")

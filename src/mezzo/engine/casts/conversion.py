@@ -210,4 +210,6 @@ def to_format(values: Any, dtype: torch.dtype) -> Any:
         return cast(values)
     if type(values) is tuple and len(values) == 1 and isinstance(values[0], Tensor):  # a module's usual arguments
         return (cast(values[0]),)
-    return tree_map_only(Tensor, cast, values) if values else values
+    if type(values) in (dict, tuple) and not values:  # most calls have no keyword arguments; an array has no truth value
+        return values
+    return tree_map_only(Tensor, cast, values)

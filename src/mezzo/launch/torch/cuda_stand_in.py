@@ -9,8 +9,9 @@ methods that move tensors are replaced, at about 0.2 us for each call.
 On a GPU a move makes a copy, so here it does, too, also back to the CPU: ``best = weights.cpu()`` must not follow the training. A
 tensor that was already moved, and a leaf that is trained, stay what they are.
 
-``torch.cuda.is_available()`` stays false and ``tensor.device`` is the CPU, so a script that asks goes its own way. Events measure the
-host's clock, and memory queries answer for the machine's own memory, or 0.
+``torch.cuda.is_available()`` stays false and ``tensor.device`` is the CPU, so a script that asks goes its own way. A script that only
+counts devices, to start a process for each, is told one. Events measure the host's clock, and memory queries answer for the machine's
+own memory, or 0.
 
 Refused: the script's own CUDA graphs, which a CPU cannot replay. Not covered: kernels compiled for CUDA (Triton, extensions),
 ``torch.device(0)``, and moves inside TorchScript.
@@ -37,6 +38,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mezzo.devices import cpu_name
 from mezzo.errors import ScriptError
 from mezzo.launch.patches import Patches
+from mezzo.launch.torch.sync_batch_norm import normalize_over_processes
 from mezzo.measure.cuda_answers import ANSWERS, CUDA_TYPES, Idle, always, answers_everywhere, each, first
 from mezzo.records import Reason
 
@@ -107,6 +109,8 @@ class CudaStandIn:
             patches.around(dist, "new_group", _over_gloo)
             patches.around(dist, "barrier", _without_device_ids)
             patches.around(nn.parallel.DistributedDataParallel, "__init__", _without_device_ids)
+            patches.replace(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", always(None))
+            patches.around(nn.SyncBatchNorm, "forward", normalize_over_processes)
 
     def keep_in_graphs(self) -> None:
         """Let torch.compile call our factory functions as it calls torch's, instead of tracing them."""
@@ -347,6 +351,7 @@ def _properties(*args: object) -> SimpleNamespace:
 
 _OF_THE_MACHINE: dict[str, Any] = {
     **each("is_bf16_supported is_tf32_supported", always(True)),
+    "device_count": always(1),
     "Event": _Event,
     **each("CUDAGraph graph", _Graph),
     "make_graphed_callables": first,
