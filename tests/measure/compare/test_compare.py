@@ -461,6 +461,12 @@ def test_a_policy_under_which_nothing_was_lowered_shows_nothing_of_it(
     assert row.reason.startswith(told) == (verdict == "undecided")
 
 
+def test_a_policy_that_lowered_nothing_in_a_script_without_products_shows_nothing_of_it() -> None:
+    row = row_of(series("fp32", [1.0, 1.1]) + series("fp16", [1.0, 1.1], effective=Effective(num_lowered=0)), "fp16")
+    told = "fp16 changed nothing, so this shows nothing about it: no operation ran below 32 bits; "
+    assert (row.verdict, row.reason[: len(told)]) == ("undecided", told)
+
+
 OWN_16_BITS = Effective(
     flops_by_format={"fp16": 9, "fp32": 1},
     left_alone=[Reason(what="16-bit weights", value="Net", reason="the script itself keeps its weights in 16 bits")],

@@ -164,9 +164,9 @@ def replayed(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _describe_no_effect(run: RunRecord) -> str:
-    ran = listed([f"{share:.0%} {name}" for name, share in run.effective.share_by_format.items()])
+    shares = [f"{share:.0%} {name}" for name, share in run.effective.share_by_format.items()]
     why = "".join(f" ({reason.what}: {reason.reason})" for reason in run.effective.left_alone[:1])
-    what = f"{ran} ran" if ran else "no operation ran below 32 bits"
+    what = f"{listed(shares)} ran" if shares else "no operation ran below 32 bits"
     return f"{run.policy_shown} {run.no_effect}, so this shows nothing about it: {what}{why}"
 
 
