@@ -210,7 +210,7 @@ BY_FAMILY = [
     InFamily("own_without_scaler", SILENT, "(script)", "to", "backward", 1, "float()", "GradScaler()", AS_IS),
     InFamily("own_small_scale", SILENT, "(script)", "to", "backward", 1, "float()", "init_scale=65536.0", AS_IS),
     InFamily(
-        "own_without_scaler", SILENT, "Sequential", "to", "backward", 1, "float()", '"fp16"', "fp16:loss_scale=none"
+        "own_without_scaler", SILENT, "(script)", "to", "backward", 1, "float()", '"fp16"', "fp16:loss_scale=none"
     ),
     InFamily(
         "own_saturates", SILENT, "1", "mul", "forward", 1, "2000", "autocast(x.device.type, enabled=False)", AS_IS
