@@ -703,3 +703,46 @@ def test_a_skipped_update_does_not_call_an_optimizer_that_needs_gradients(kind: 
     assert [one.num_steps for one in optimizers] == [6 - sum(skipped[:6]), 6 - sum(skipped[6:])]
     assert model.weight.isfinite().all()
     assert vars(Unasking)["step"] is raw
+
+
+class Listing(nn.Module):
+    """Its parameters are a list, and no iterator, as in MAML."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.ones(2, 2))])
+
+    def parameters(self, recurse: bool = True) -> Any:
+        """Return the list."""
+        return self.weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply."""
+        return x @ self.weights[0]
+
+
+class Learner(nn.Module):
+    """Its forward pass is a whole step, and returns an array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Listing()
+        self.optimizer = torch.optim.SGD(self.inner.parameters(), lr=0.125)
+
+    def forward(self, x: Tensor) -> np.ndarray[Any, Any]:
+        """Step, and return the loss twice."""
+        loss = self.inner(x).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return np.full(2, loss.item())
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16:arithmetic=emulated,init_scale=1024"])
+def test_a_module_may_return_an_array_and_list_its_parameters(policy: str) -> None:
+    """A step of 0.125 along a gradient of 2 takes each weight from 1 to 0.75, and each output from 2 to 1.5."""
+    with switched(Policy.parse(policy)):
+        Listing()(torch.ones(1, 2))
+        learner = Learner()
+        losses = [learner(torch.ones(1, 2)).tolist() for _ in range(2)]
+    assert losses == [[4.0, 4.0], [2.25, 2.25]]

@@ -191,4 +191,4 @@ def _set_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
         if before is not None and before.shape == value.shape:
             before.copy_(value)
         else:
-            module.register_buffer(last, value.to(next(model.parameters()).device), persistent=False)
+            module.register_buffer(last, value.to(next(iter(model.parameters())).device), persistent=False)

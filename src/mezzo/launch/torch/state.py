@@ -185,14 +185,14 @@ class Run:
         """Record a module called from outside any module; return what its calls need."""
         casting = self.casting(self.record_root(module, args))
         region = None if casting is None else casting.region()
-        parameter = next(module.parameters(), None)
+        parameter = next(iter(module.parameters()), None)
         if parameter is None:
             return Root(ref(module), _GONE, None, self.applied, casting, region)
         return Root(ref(module), ref(parameter), parameter.device, self.applied, casting, region)
 
     def record_root(self, module: nn.Module, args: Any) -> str:
         """Record a module called from outside any module; return the device type that it runs on."""
-        parameter = next(module.parameters(), None)
+        parameter = next(iter(module.parameters()), None)
         sample = parameter if parameter is not None else next((a for a in args if isinstance(a, Tensor)), None)
         if sample is None:
             return self.device_type or "cpu"

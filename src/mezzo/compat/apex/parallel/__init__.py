@@ -21,7 +21,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def __init__(
         self, module: nn.Module, message_size: int = 10_000_000, delay_allreduce: bool = False, **settings: Any
     ) -> None:
-        device = next(module.parameters()).device
+        device = next(iter(module.parameters())).device
         super().__init__(module, device_ids=[device] if device.type == "cuda" else None)
 
 
