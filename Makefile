@@ -24,13 +24,13 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 # Only a tenth of a framework is ever imported: the last command writes the byte code of that before anything is timed.
-.venv-%/.ready: pyproject.toml requirements-%.txt
-	$(PYTHON) -m venv --clear .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --no-compile --requirement requirements-$*.txt --editable '.[test]'
-	.venv-$*/bin/python -c 'import $*, sklearn.datasets'
+$(VENV)-%/.ready: pyproject.toml requirements-%.txt
+	$(PYTHON) -m venv --clear $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --no-compile --requirement requirements-$*.txt --editable '.[test]'
+	$(VENV)-$*/bin/python -c 'import $*, sklearn.datasets'
 	touch $@
 
-environments: $(READY) $(FRAMEWORKS:%=.venv-%/.ready)
+environments: $(READY) $(FRAMEWORKS:%=$(VENV)-%/.ready)
 
 demo: $(READY)
 	$(BIN)/mezzo compare --policies fp32,bf16,fp16,fp16-master --seeds 3 --metric 'acc +([0-9.]+)' --out runs/demo examples/digits.py
@@ -73,15 +73,15 @@ $(CUDA_BUILD)/.installed: pyproject.toml
 	touch $@
 
 # A file is one worker's: its tests ask one process of the framework, which takes seconds to start.
-test-%: .venv-%/.ready
-	.venv-$*/bin/python -m pytest -q -n 2 --dist loadfile tests/frameworks/test_$**.py
+test-%: $(VENV)-%/.ready
+	$(VENV)-$*/bin/python -m pytest -q -n 2 --dist loadfile tests/frameworks/test_$**.py
 
 # The same comparison in four frameworks, then all of it in one table; one that fails has its rows in the table, too.
-demo-frameworks: $(READY) $(FRAMEWORKS:%=.venv-%/.ready)
+demo-frameworks: $(READY) $(FRAMEWORKS:%=$(VENV)-%/.ready)
 	-$(BIN)/mezzo compare $(DIGITS) --out runs/frameworks/torch examples/digits.py --epochs 4
-	-KERAS_BACKEND=tensorflow .venv-keras/bin/mezzo compare $(DIGITS) --out runs/frameworks/keras-on-tensorflow examples/keras_digits.py
-	-KERAS_BACKEND=torch .venv-keras/bin/mezzo compare $(DIGITS) --out runs/frameworks/keras-on-torch examples/keras_digits.py
-	-.venv-paddle/bin/mezzo compare $(DIGITS) --out runs/frameworks/paddle examples/paddle_digits.py
+	-KERAS_BACKEND=tensorflow $(VENV)-keras/bin/mezzo compare $(DIGITS) --out runs/frameworks/keras-on-tensorflow examples/keras_digits.py
+	-KERAS_BACKEND=torch $(VENV)-keras/bin/mezzo compare $(DIGITS) --out runs/frameworks/keras-on-torch examples/keras_digits.py
+	-$(VENV)-paddle/bin/mezzo compare $(DIGITS) --out runs/frameworks/paddle examples/paddle_digits.py
 	$(BIN)/mezzo report runs/frameworks/*/record.json
 
 check: $(READY)
@@ -107,4 +107,4 @@ readme: $(READY)
 	$(BIN)/python -m benchmarks.readme
 
 clean:
-	rm -rf $(VENV) $(CUDA_BUILD) $(FRAMEWORKS:%=.venv-%) build dist runs
+	rm -rf $(VENV) $(CUDA_BUILD) $(FRAMEWORKS:%=$(VENV)-%) build dist runs

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -243,6 +244,9 @@ os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])
 """
 
 
+PYTHON = shlex.quote(sys.executable)
+
+
 class Terminal:
     """Be a person at a shell."""
 
@@ -306,7 +310,7 @@ COUNTS = """
 @pytest.mark.parametrize("stdin", ["", " < /dev/null"], ids=["from the terminal", "from a file"])
 def test_ctrl_c_is_heard_once(tmp_path: Path, terminal: Terminal, stdin: str) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(COUNTS))
-    terminal.type(f"{sys.executable} command.py script.py{stdin}\n")
+    terminal.type(f"{PYTHON} command.py script.py{stdin}\n")
     terminal.read(r"counting\d+")
     terminal.type("\x03")
     assert terminal.read(r"heard (\d+) times") == "1"
@@ -316,7 +320,7 @@ def test_ctrl_c_is_heard_once(tmp_path: Path, terminal: Terminal, stdin: str) ->
 @needs_bash
 def test_a_signal_to_the_command_alone_reaches_the_run_in_a_terminal_too(tmp_path: Path, terminal: Terminal) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(COUNTS))
-    terminal.type(f"{sys.executable} command.py script.py & echo number=$!.\n")
+    terminal.type(f"{PYTHON} command.py script.py & echo number=$!.\n")
     process = int(terminal.read(r"number=(\d+)\."))
     terminal.read(r"counting\d+")
     os.kill(process, signal.SIGINT)
@@ -327,7 +331,7 @@ def test_a_signal_to_the_command_alone_reaches_the_run_in_a_terminal_too(tmp_pat
 def test_ctrl_z_and_fg_and_standard_input(tmp_path: Path, terminal: Terminal) -> None:
     script = "print('ask', 'ing', sep='', flush=True)\nprint('read', sys.stdin.readline(), flush=True)\n"
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT) + script)
-    terminal.type(f"{sys.executable} command.py script.py\n")
+    terminal.type(f"{PYTHON} command.py script.py\n")
     terminal.read("asking")
     terminal.type("\x1a")
     terminal.read("Stopped")
@@ -343,7 +347,7 @@ def test_a_terminal_that_is_closed_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "command.py").write_text(COMMAND)
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT) + GENTLE + textwrap.dedent(FAMILY))
     terminal = Terminal(tmp_path)
-    terminal.type(f"{sys.executable} command.py script.py\n")
+    terminal.type(f"{PYTHON} command.py script.py\n")
     family = numbers(tmp_path / "numbers", 5)
     assert list(map(runs, family)) == [True] * 5
     terminal.close()

@@ -34,6 +34,10 @@ TEXTS = [
         ("train.py:7 in main", False),
     ),
     (f'  File "{TORCH}/_ops.py", line 2 in call\n', ("", False)),
+    (
+        f'  File "{Path(positions.__file__)}", line 2 in f\n  File "/home/me/a b/mezzo/train.py", line 9 in <module>\n',
+        ("train.py:9", False),
+    ),
     ("", ("", False)),
 ]
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import re
 import signal
 from pathlib import Path
@@ -17,7 +18,8 @@ POSITION_SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else None
 """The signal that asks for the traceback."""
 
 _FRAME = re.compile(r'^\s+File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
-_LIBRARIES = re.compile(r"[\\/](?:site-packages|dist-packages|mezzo)[\\/]|[\\/]lib[\\/]python\d|^<")
+_OURS = str(Path(__file__).parents[2]) + os.sep
+_LIBRARIES = re.compile(rf"^{re.escape(_OURS)}|[\\/](?:site-packages|dist-packages)[\\/]|[\\/]lib[\\/]python\d|^<")
 _WAITING = re.compile(
     r"[\\/]torch[\\/](?:distributed[\\/]|autograd[\\/]graph\.py|nn[\\/]parallel[\\/]distributed\.py|cuda[\\/]|utils[\\/]_foreach)"
 )
