@@ -32,7 +32,10 @@ SCRIPTS = [
         leave_out="data/*",
     ),
     Script(
-        "dragen1860/MAML-Pytorch", "omniglot_train.py", "--epoch 20 --task_num 4 --k_qry 5 --update_step_test 1", data=data.characters
+        "dragen1860/MAML-Pytorch",
+        "omniglot_train.py",
+        "--epoch 20 --task_num 4 --k_qry 5 --update_step_test 1",
+        data=data.characters,
     ),
     Script(
         "zhouhaoyi/Informer2020",
@@ -41,7 +44,9 @@ SCRIPTS = [
         "--d_model 32 --n_heads 4 --d_ff 64",
         data=data.hourly_series,
     ),
-    Script("XinJingHao/TD3-Pytorch", "main.py", "--Max_train_steps 450 --batch_size 64 --net_width 32", leave_out="*.zip"),
+    Script(
+        "XinJingHao/TD3-Pytorch", "main.py", "--Max_train_steps 450 --batch_size 64 --net_width 32", leave_out="*.zip"
+    ),
     Script(
         "facebookresearch/barlowtwins",
         "main.py",

@@ -210,6 +210,8 @@ def to_format(values: Any, dtype: torch.dtype) -> Any:
         return cast(values)
     if type(values) is tuple and len(values) == 1 and isinstance(values[0], Tensor):  # a module's usual arguments
         return (cast(values[0]),)
-    if type(values) in (dict, tuple) and not values:  # most calls have no keyword arguments; an array has no truth value
+    if (
+        type(values) in (dict, tuple) and not values
+    ):  # most calls have no keyword arguments; an array has no truth value
         return values
     return tree_map_only(Tensor, cast, values)

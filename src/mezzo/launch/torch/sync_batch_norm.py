@@ -57,7 +57,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _summed(value: Tensor, group: Any) -> Tensor:
-    total: Tensor = _Sum.apply(value, group)  # type: ignore[no-untyped-call]
+    total: Tensor = _Sum.apply(value, group)
     return total
 
 
