@@ -31,7 +31,12 @@ SCRIPTS = [
         data=data.knowledge_graph,
         leave_out="data/*",
     ),
-    Script("dragen1860/MAML-Pytorch", "omniglot_train.py", "--epoch 20 --task_num 4 --k_qry 5", data=data.characters),
+    Script(
+        "dragen1860/MAML-Pytorch",
+        "omniglot_train.py",
+        "--epoch 20 --task_num 4 --k_qry 5 --update_step_test 1",
+        data=data.characters,
+    ),
     Script(
         "zhouhaoyi/Informer2020",
         "main_informer.py",

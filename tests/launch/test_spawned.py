@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.utils.data._utils.worker
 
 from mezzo import cli
 from mezzo.launch.patches import Patches
 from mezzo.launch.request import Request
-from mezzo.launch.spawned import Recorded, SpawnedProcesses
+from mezzo.launch.spawned import Recorded, SpawnedProcesses, run_function
 from mezzo.policy import Policy
 from mezzo.records import RunRecord, Steps, read_record, write_record
 from paths import SCRIPTS
@@ -160,3 +161,12 @@ def test_both_processes_train_under_the_policy(method: str, tmp_path: Path, monk
     assert [(rank.num_steps, rank.final_scale) for rank in found.ranks] == [(6, 65536.0)] * 2
     assert found.ranks[0].weights == found.ranks[1].weights != ""
     assert found.findings == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU stands in only where there is no CUDA device")
+def test_a_process_that_a_script_starts_has_the_stand_in_for_cuda_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text('torch.zeros(1, device="cuda")', encoding="utf-8")
+    made: list[torch.Tensor] = []
+    assert run_function(request(tmp_path, target=str(script)), lambda: made.append(torch.zeros(1).cuda())) == 0
+    assert made[0].device.type == "cpu"

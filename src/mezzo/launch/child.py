@@ -11,7 +11,6 @@ import concurrent.futures.thread
 import hashlib
 import importlib.util
 import os
-import re
 import runpy
 import sys
 import threading
@@ -23,7 +22,7 @@ from typing import Any, cast
 
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.files_read import files_read
-from mezzo.launch.frameworks import Framework, Training, own_sources, training_in
+from mezzo.launch.frameworks import Framework, Training, names_cuda, training_in
 from mezzo.launch.output import MetricReader, MetricStream
 from mezzo.launch.patches import Patches
 from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, signals_ignored
@@ -194,11 +193,8 @@ def _run_script(request: Request, reader: MetricReader | None, training: Trainin
         sys.stdout, sys.stderr = streams
 
 
-_NAMES_CUDA = re.compile(r"cuda|nccl|pin_memory")
-
-
 def _begin(request: Request, training: Training) -> None:
-    if request.framework == "torch" and any(map(_NAMES_CUDA.search, own_sources(request.target, kind=request.kind))):
+    if request.framework == "torch" and names_cuda(request.target, kind=request.kind):
         training.begin_stand_in()
     training.begin_snapshots(request.snapshots)
     training.begin_trace(request.trace)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 Framework = Literal["torch", "keras", "paddle"]
 
 MAX_FILES = 200
+_NAMES_CUDA = re.compile(r"cuda|nccl|pin_memory")
 """Most files of a script that are read: a large project imports its framework in one of the first."""
 
 
@@ -214,6 +216,11 @@ def own_sources(target: str, *, kind: Literal["script", "module"]) -> Iterator[s
     """Yield the text of a script and of the files next to it that it imports."""
     for source, _ in _own_files(target, kind):
         yield source.decode(errors="replace")
+
+
+def names_cuda(target: str, *, kind: Literal["script", "module"]) -> bool:
+    """Return whether a script, or a file next to it that it imports, names CUDA, its communication or its pinned memory."""
+    return any(map(_NAMES_CUDA.search, own_sources(target, kind=kind)))
 
 
 def spec_of(module: str) -> ModuleSpec | None:

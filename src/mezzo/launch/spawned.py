@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from mezzo.launch.frameworks import Training, training_in
+from mezzo.launch.frameworks import Training, names_cuda, training_in
 from mezzo.launch.patches import Patches
 from mezzo.launch.ranks.blame import ProcessEnd, blamed
 from mezzo.launch.ranks.merged import merged, run_of
@@ -51,6 +51,8 @@ def run_function(request: Request, action: Callable[[], Any]) -> int:
         if training is None:
             train = training_in(request.framework)
             training = stack.enter_context(train(request.policy, seed=request.seed, observe=request.observe))
+            if request.framework == "torch" and names_cuda(request.target, kind=request.kind):
+                training.begin_stand_in()
         if request.rank is not None:
             patches = Patches()
             stack.callback(patches.undo)

@@ -738,7 +738,7 @@ class Learner(nn.Module):
         return np.full(2, loss.item())
 
 
-@pytest.mark.parametrize("policy", ["fp32", "fp16:arithmetic=emulated,init_scale=1024"])
+@pytest.mark.parametrize("policy", ["fp32", "fp16:arithmetic=emulated:init_scale=1024"])
 def test_a_module_may_return_an_array_and_list_its_parameters(policy: str) -> None:
     """A step of 0.125 along a gradient of 2 takes each weight from 1 to 0.75, and each output from 2 to 1.5."""
     with switched(Policy.parse(policy)):
