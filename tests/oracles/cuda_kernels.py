@@ -2,12 +2,13 @@
 
 An entry of ``op_db`` counts as refused if one of its samples is, which is how torch's own test reads ``dtypesIfCUDA``::
 
-    python tests/oracles/cuda_kernels.py fp16 bf16 fp16-pure bf16-pure    # all entries, all samples: some minutes
+    python tests/oracles/cuda_kernels.py fp16 bf16 fp16-pure bf16-pure    # all entries: half a minute
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import sys
 import warnings
@@ -50,15 +51,25 @@ IN_FP32 = ("cdist", "norm.nuc", "nn.functional.pdist")
 """Entries without a 16-bit kernel on CUDA that its autocast computes in FP32: under a policy with op lists, nothing is refused."""
 
 
+MOST_ELEMENTS = 100_000
+"""Of a sample's operands together: those of grid_sampler_3d with more take seconds each, and its others ask the same of it."""
+
+
 @dataclass
 class Outcome:
-    """What happened to the samples of one entry."""
+    """What happened to the samples of one entry, up to the end of one pass."""
 
-    samples: int = 0
     refused: list[str] = field(default_factory=list)
-    """Mezzo's refusals, in the forward or the backward pass."""
+    """Mezzo's refusals."""
     failed: list[str] = field(default_factory=list)
     """Any other error."""
+
+    def note(self, error: Exception) -> None:
+        """Note how a sample ended."""
+        if isinstance(error, NoKernelError):
+            self.refused.append(error.message)
+        else:
+            self.failed.append(f"{type(error).__name__}: {error}".partition("\n")[0])
 
 
 @functools.cache
@@ -75,14 +86,14 @@ def cuda_has(op: Any, low: torch.dtype, *, backward: bool) -> bool:
     return low in op.dtypesIfCUDA and (not backward or low in op.backward_dtypesIfCUDA)
 
 
-def samples(op: Any, low: torch.dtype, *, backward: bool) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def samples(op: Any, low: torch.dtype) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Yield an entry's samples with 16-bit operands; they are made in FP32 where torch cannot make them in 16 bits."""
     made = []
     for dtype in (low, torch.float32):
         random.seed(0)
         torch.manual_seed(0)
         try:
-            made = list(op.sample_inputs_func(op, "cpu", dtype, backward))
+            made = list(op.sample_inputs_func(op, "cpu", dtype, op.supports_autograd))
             break
         except Exception:  # torch makes some samples with the operations in question
             continue
@@ -91,32 +102,31 @@ def samples(op: Any, low: torch.dtype, *, backward: bool) -> Iterator[tuple[tupl
         return t.detach().to(low).requires_grad_(t.requires_grad) if t.dtype is torch.float32 else t
 
     for sample in made:
-        yield (
-            tree_map_only(Tensor, narrow, (sample.input, *sample.args)),
-            tree_map_only(Tensor, narrow, sample.kwargs),
-        )
+        operands = ((sample.input, *sample.args), sample.kwargs)
+        if sum(t.numel() for t in tree_leaves(operands) if isinstance(t, Tensor)) <= MOST_ELEMENTS:
+            yield tree_map_only(Tensor, narrow, operands)
 
 
-def outcome(op: Any, casting: Casting, *, backward: bool, most: int | None = None) -> Outcome:
-    """Run the first ``most`` samples of an entry in a region of ``casting``."""
-    found = Outcome()
-    for args, kwargs in samples(op, casting.policy.storage.dtype, backward=backward):
-        if found.samples == most:
-            break
-        found.samples += 1
+def outcomes(op: Any, casting: Casting, *, most: int | None = None) -> tuple[Outcome, Outcome]:
+    """Run the first ``most`` samples of an entry in a region of ``casting``; return their outcome forward, and with backward."""
+    forward, backward = Outcome(), Outcome()
+    for args, kwargs in itertools.islice(samples(op, casting.policy.storage.dtype), most):
         try:
             with casting.region():
                 out = op.op(*args, **kwargs)
-            leaves = [
-                t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad and t.layout is torch.strided
-            ]
-            if backward and leaves:
-                torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
-        except NoKernelError as error:
-            found.refused.append(error.message)
         except Exception as error:
-            found.failed.append(f"{type(error).__name__}: {error}".partition("\n")[0])
-    return found
+            forward.note(error)
+            backward.note(error)
+            continue
+        leaves = [
+            t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad and t.layout is torch.strided
+        ]
+        try:
+            if leaves:
+                torch.autograd.backward(leaves, [torch.ones_like(t) for t in leaves])
+        except Exception as error:
+            backward.note(error)
+    return forward, backward
 
 
 def expected(name: str, op: Any, casting: Casting, *, backward: bool) -> bool:
@@ -126,39 +136,51 @@ def expected(name: str, op: Any, casting: Casting, *, backward: bool) -> bool:
     return not cuda_has(op, casting.policy.storage.dtype, backward=backward)
 
 
-def apart(
-    policy: str, *, backward: bool, names: Callable[[str], bool] = lambda _: True, most: int | None = None
-) -> tuple[dict[str, int], list[str]]:
-    """Return the number of entries that agree with CUDA, by what both do, and a line for each that does not."""
+@dataclass
+class Agreement:
+    """How many entries agree with CUDA, by what both do, and a line for each that does not."""
+
+    refused: int = 0
+    computed: int = 0
+    apart: list[str] = field(default_factory=list)
+
+    def add(self, name: str, found: Outcome, *, refuses: bool) -> None:
+        """Compare the outcome of an entry with whether CUDA refuses it."""
+        refused = found.refused or (found.failed if name in BY_TORCH else [])
+        if refuses and refused:
+            self.refused += 1
+        elif not refuses and not refused and not found.failed:
+            self.computed += 1
+        else:
+            says = (found.refused or found.failed or ["computed"])[0]
+            self.apart.append(f"{name}: CUDA {'refuses' if refuses else 'computes'} it; here: {says}")
+
+
+def agreement(
+    policy: str, *, names: Callable[[str], bool] = lambda _: True, most: int | None = None
+) -> tuple[Agreement, Agreement]:
+    """Return how the entries agree with CUDA under a policy in their forward passes, and those with gradients with backward."""
     casting = Casting.of(Policy.parse(policy).replace(arithmetic="emulated"), "cpu")
-    counts = {"refused": 0, "computed": 0}
-    lines = []
+    forward, backward = Agreement(), Agreement()
     for name, op in database().items():
-        if not names(name) or name.startswith((*NEEDS_CUDA, *NO_OPERAND)) or (backward and not op.supports_autograd):
+        if not names(name) or name.startswith((*NEEDS_CUDA, *NO_OPERAND)):
             continue
         if name in MIXES_FORMATS and casting.policy.casting == "ops":
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = outcome(op, casting, backward=backward, most=most)
-        refuses = expected(name, op, casting, backward=backward)
-        refused = found.refused or (found.failed if name in BY_TORCH else [])
-        if refuses == bool(refused) and (refuses or not found.failed):
-            counts["refused" if refuses else "computed"] += 1
-        else:
-            says = (found.refused or found.failed or ["computed"])[0]
-            lines.append(
-                f"{name}: CUDA {'refuses' if refuses else 'computes'} it; here, of {found.samples} samples: {says}"
-            )
-    return counts, lines
+            first, both = outcomes(op, casting, most=most)
+        forward.add(name, first, refuses=expected(name, op, casting, backward=False))
+        if op.supports_autograd:
+            backward.add(name, both, refuses=expected(name, op, casting, backward=True))
+    return forward, backward
 
 
 if __name__ == "__main__":
     for text in sys.argv[1:]:
-        for backward in (False, True):
-            counts, lines = apart(text, backward=backward)
+        for passes, found in zip(("forward", "forward and backward"), agreement(text), strict=True):
             print(
-                f"{text}, {'forward and backward' if backward else 'forward'}: {counts}, {len(lines)} apart",
-                *lines,
+                f"{text}, {passes}: {found.refused} refused, {found.computed} computed, {len(found.apart)} apart",
+                *found.apart,
                 sep="\n  ",
             )

@@ -19,7 +19,6 @@ from mezzo.policy import Policy
 from oracles import cuda_kernels as oracle
 
 FP16, BF16, CHALF = torch.float16, torch.bfloat16, torch.complex32
-POLICIES = ("fp16", "bf16", "fp16-pure", "bf16-pure")
 SAMPLE = (
     "linalg.c",
     "linalg.i",
@@ -35,35 +34,28 @@ SAMPLE = (
     "mm",
 )
 """The beginnings of the names that the quick test runs."""
-COUNTS = {  # entries that are refused, and that are computed, by policy and whether backward too
-    ("fp16", False): (88, 569),
-    ("fp16", True): (56, 483),
-    ("bf16", False): (108, 549),
-    ("bf16", True): (77, 462),
-    ("fp16-pure", False): (91, 567),
-    ("fp16-pure", True): (59, 481),
-    ("bf16-pure", False): (111, 547),
-    ("bf16-pure", True): (80, 460),
+COUNTS = {  # entries that are refused, and that are computed, by policy: forward, and with backward
+    "fp16": ((88, 569), (56, 483)),
+    "bf16": ((108, 549), (77, 462)),
+    "fp16-pure": ((91, 567), (59, 481)),
+    "bf16-pure": ((111, 547), (80, 460)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_entry_of_the_database_is_refused_where_cuda_refuses_it_and_nowhere_else(
-    policy: str, backward: bool
-) -> None:
-    counts, apart = oracle.apart(policy, backward=backward)
-    assert apart == []
-    assert (counts["refused"], counts["computed"]) == COUNTS[policy, backward]
+@pytest.mark.parametrize("policy", COUNTS)
+def test_every_entry_of_the_database_is_refused_where_cuda_refuses_it_and_nowhere_else(policy: str) -> None:
+    passes = oracle.agreement(policy)
+    assert [found.apart for found in passes] == [[], []]
+    assert tuple((found.refused, found.computed) for found in passes) == COUNTS[policy]
 
 
 @pytest.mark.parametrize("policy", ["fp16", "bf16-pure"])
 def test_entries_of_many_kinds(policy: str) -> None:
-    counts, apart = oracle.apart(policy, backward=False, names=lambda name: name.startswith(SAMPLE), most=24)
-    assert apart == []
-    assert counts["refused"] > 40
-    assert counts["computed"] > 10
+    found, _ = oracle.agreement(policy, names=lambda name: name.startswith(SAMPLE), most=24)
+    assert found.apart == []
+    assert found.refused > 40
+    assert found.computed > 10
 
 
 def test_the_list_names_operations_of_this_torch() -> None:
