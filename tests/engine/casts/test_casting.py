@@ -1000,23 +1000,6 @@ def test_compiled_attention_and_recompute() -> None:
     torch.testing.assert_close(traced, eager, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
-def test_inductor() -> None:
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        pytest.skip("inductor needs a C++ compiler")
-    model, x = mlp(4, 5, 3), randn(2, 4)
-    compiled = torch.compile(model, backend="inductor", fullgraph=True)
-    eager, traced = run_under("fp16", model, x), run_under("fp16", compiled, x)
-    assert traced.dtype is FP16
-    torch.testing.assert_close(traced, eager, rtol=2e-3, atol=2e-3)
-
-
 # --- which way, and why ----------------------------------------------------------------------------------------------
 
 WAYS = [
