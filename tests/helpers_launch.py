@@ -17,8 +17,11 @@ from typing import Any
 from unittest import mock
 
 from mezzo.launch import child, runner
+from mezzo.launch.progress import read_latest
+from mezzo.launch.request import Request
 from mezzo.launch.several.side_by_side import OneAfterAnother
 from mezzo.launch.torch import switched
+from mezzo.measure.live import Latest
 from mezzo.policy import Policy
 from mezzo.records import Effective, Finding, Memory, Steps
 from paths import SCRIPTS
@@ -49,6 +52,21 @@ class Ran:
     def reasons(self) -> list[str]:
         """Return what was left alone, as one line each."""
         return [f"{r.what} {r.value}: {r.reason}" for r in self.effective.left_alone]
+
+
+class Display:
+    """A display that keeps what it was told, and the last report of the run's file."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, bool, Latest | None]] = []
+
+    @contextlib.contextmanager
+    def following(self, request: Request, *, passes_output: bool) -> Iterator[None]:
+        assert request.reports_progress
+        try:
+            yield
+        finally:
+            self.seen.append((str(request.policy), passes_output, read_latest(request.progress_file)))
 
 
 def ran(name: str, policy: str, *arguments: str, seed: int | None = None) -> Ran:

@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from helpers_launch import children_in_this_process
+from helpers_launch import Display, children_in_this_process
 from mezzo.errors import ScriptError
 from mezzo.launch.progress import followed, read_latest, reports_to, shown_on
 from mezzo.launch.request import Request
-from mezzo.launch.runner import run_child, shared_imports
+from mezzo.launch.runner import run_child
 from mezzo.measure.live import Latest
 from paths import SCRIPTS
 
 NAN = float("nan")
-
-
-class Display:
-    """A display that keeps what it was told, and the file's last report."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, bool, Latest | None]] = []
-
-    @contextmanager
-    def following(self, request: Request, *, passes_output: bool) -> Iterator[None]:
-        assert request.reports_progress
-        try:
-            yield
-        finally:
-            self.seen.append((str(request.policy), passes_output, read_latest(request.progress_file)))
 
 
 def request(tmp_path: Path, target: str = str(SCRIPTS / "plain.py")) -> Request:
@@ -104,22 +87,6 @@ def test_a_display_inside_another_shows_the_same_runs(tmp_path: Path) -> None:
     with shown_on(outer), followed(request(tmp_path), passes_output=False):
         pass
     assert (len(outer.seen), len(inner.seen)) == (2, 1)
-
-
-DIES = "import os, torch\nw = torch.nn.Linear(2, 1)\no = torch.optim.SGD(w.parameters(), 0.1)\n" + (
-    "for i in range(3):\n    w(torch.ones(1, 2)).sum().backward()\n    o.step()\nos.kill(os.getpid(), 9)\n"
-)
-
-
-@pytest.mark.slow
-def test_a_forked_run_reports_and_a_killed_one_leaves_no_file(tmp_path: Path) -> None:
-    (tmp_path / "dies.py").write_text(DIES)
-    display = Display()
-    with shared_imports(), shown_on(display):
-        for target in (str(SCRIPTS / "plain.py"), str(tmp_path / "dies.py")):
-            run_child(request(tmp_path, target), output=tmp_path / "log")
-    assert [latest is not None and latest.step >= 1 for *_, latest in display.seen] == [True, True]
-    assert not list(tmp_path.glob("*.progress"))
 
 
 def test_an_error_in_the_parent_leaves_no_file(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from paths import ROOT
 
 pytestmark = pytest.mark.slow
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-CIFAR = ("examples/cifar_resnet.py", "--epochs", "1", "--max-steps", "4", "--batch-size", "16")
+CIFAR = ("examples/cifar_resnet.py", "--epochs", "1", "--max-steps", "2", "--batch-size", "8")
 MNIST = ("examples/mnist_cnn.py", "--epochs", "1", "--max-steps", "6", "--batch-size", "32")
 
 
@@ -61,7 +61,7 @@ def test_an_example_trains_with_ddp_under_torchrun(data: Path, tmp_path: Path) -
     under = printed_by(*TORCHRUN, "-m", "mezzo", "run", "--policy", "fp16", "--out", str(tmp_path / "out"), *arguments)
     assert last_loss(under) == pytest.approx(last_loss(plain), rel=0.02)
     record = run_record(tmp_path / "out")
-    assert [(rank.rank, rank.num_steps, rank.skipped_steps) for rank in record.ranks] == [(0, 4, []), (1, 4, [])]
+    assert [(rank.rank, rank.num_steps, rank.skipped_steps) for rank in record.ranks] == [(0, 2, []), (1, 2, [])]
     assert len({rank.final_scale for rank in record.ranks}) == 1
     assert len({rank.final_loss for rank in record.ranks}) == 2  # each on its own half of the data
     assert record.effective.share_by_format == {"fp16": 1.0}

@@ -68,7 +68,7 @@ def test_an_example_trains_under_fp16_and_one_policy_more(
     example: Example, third: str, data: Path, tmp_path: Path
 ) -> None:
     """``make examples`` runs every example under every policy, for its page."""
-    policies = ("fp32", "fp16", third)
+    policies = ("fp16", third)
     words = comparison_of(example, data, tmp_path / "out", seeds=1, policies=policies)
     ended = in_fork(words, folder=ROOT)
     assert (tmp_path / "out" / "record.json").is_file(), ended.printed

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 
+from helpers_launch import Display
 from helpers_waiting import until
 from mezzo import cli
 from mezzo.errors import ScriptError
@@ -24,6 +25,7 @@ from mezzo.launch import runner
 from mezzo.launch.process import fork_server as ready
 from mezzo.launch.process.fork_server import Starter
 from mezzo.launch.process.group import Guarded
+from mezzo.launch.progress import shown_on
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child, shared_imports
 from mezzo.records import Reason, RunRecord
@@ -234,6 +236,29 @@ def test_no_two_runs_draw_the_same(place: Path, starter: Starter) -> None:
     assert [name for name in drawn[0] if drawn[0][name] == drawn[1][name]] == []
 
 
+TRAINS_AND_DIES = """
+    import os, torch
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    if DIES:
+        os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_forked_run_reports_and_leaves_no_file(place: Path, starter: Starter, dies: bool) -> None:
+    display = Display()
+    with forking(starter), shown_on(display):
+        run(place, TRAINS_AND_DIES.replace("DIES", str(dies)))
+    [(_, _, latest)] = display.seen
+    assert latest is not None
+    assert latest.step >= 1
+    assert not list(place.glob("*.progress"))
+
+
 @pytest.mark.parametrize(
     ("text", "code", "error"),
     [
@@ -366,6 +391,7 @@ COMMAND = """
 import sys, time
 from pathlib import Path
 from mezzo.launch.process.fork_server import Starter
+from mezzo.launch.progress import shown_on
 from mezzo.launch.request import Request
 starter = Starter()
 with open("output.log", "wb") as sink:

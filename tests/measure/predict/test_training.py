@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 from mezzo.engine.casts.casting import Casting
 from mezzo.measure.memory import SavedTensors
+from mezzo.measure.predict import named
 from mezzo.measure.predict.memory.of_tape import bytes_by_kind, predict_memory
-from mezzo.measure.predict.named import NamedModel, named_model
+from mezzo.measure.predict.named import NamedModel
 from mezzo.measure.predict.tape import Shape, TrainingTape
 from mezzo.measure.predict.training import ZeroGrad, record_training
 from mezzo.policy import Policy
@@ -222,10 +224,15 @@ def test_saved_activations_are_those_of_a_real_run(model: str, policy: str) -> N
 
 
 def _named(model: str) -> tuple[NamedModel, int]:
+    """Return a model with two of its layers, where all are equal, and the size of its batches."""
     sizes = {"timm": {"image": 64}, "transformers": {"sequence": 64}}
     if find_spec(model.partition(":")[0]) is None:
         pytest.skip(f"{model.partition(':')[0]} is not installed")
-    return named_model(model, **sizes[model.partition(":")[0]]), 4
+    known = named.configurations()
+    for facts in known.values():
+        facts["config"]["num_hidden_layers"] = 2
+    with mock.patch.object(named, "configurations", return_value=known):
+        return named.named_model(model, **sizes[model.partition(":")[0]]), 4
 
 
 @pytest.mark.slow

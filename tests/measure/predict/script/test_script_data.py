@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mezzo.errors import UsageError
 from mezzo.measure.predict.script import data as script_data
+from mezzo.measure.predict.script import tapes
 from mezzo.measure.predict.script.data import SlowData
 from mezzo.measure.predict.script.plan import script_plan
 from mezzo.measure.predict.script.process import record_script
@@ -88,9 +90,25 @@ def test_only_what_comes_before_the_first_module_counts(
     assert traced(path, numbers_first=False).tape is not None
 
 
+LOW_LIMIT = """
+import sys
+from mezzo.measure.predict.script import data, process
+data.MOST_OPERATIONS = 100
+process.main(sys.argv[1:])
+"""
+
+
 @pytest.mark.slow
-def test_slow_data_are_prepared_with_numbers_and_the_record_says_so(tmp_path: Path) -> None:
-    plan = script_plan(script(tmp_path, samples=5000), [], ["fp32", "bf16"])
+def test_slow_data_are_prepared_with_numbers_and_the_record_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tapes._run
+
+    def run_with_low_limit(command: list[str], *others: Any) -> tuple[str, int]:
+        return run([command[0], "-c", LOW_LIMIT, command[-1]], *others)
+
+    monkeypatch.setattr(tapes, "_run", run_with_low_limit)
+    plan = script_plan(script(tmp_path), [], ["fp32", "bf16"])
     assert {pair.first.batch for pair in plan.tapes.values()} == {8}
     (said,) = (one for one in plan.assumptions if one.what == "data that the script prepares")
     assert said.value == "with numbers"

@@ -143,7 +143,9 @@ class ScriptRecorder:
                     stack.enter_context(self.recorder)
                     stack.enter_context(fake)
 
-                if not request.numbers_first:
+                if request.numbers_first:
+                    fake.stop_counting()  # what it counts begins with the first module
+                else:
                     without_numbers()
                 first = without_numbers if request.numbers_first else fake.stop_counting
                 stack.enter_context(before_first_module(first))
