@@ -43,6 +43,8 @@ LETTERS = {
 MAX_SAMPLES = 12
 INTERNAL = ("op _batch_norm_with_update ", "op _native_batch_norm_legit ", "op native_batch_norm ")
 """Entries that are compared in part: kernels that keep statistics for the backward pass, in a dtype that is the kernel's own."""
+DROPS_SAMPLES = ("op nn.functional.max_unpool",)
+"""Entries whose samples torch makes at random, and drops where results are not unique."""
 Region = Callable[[], AbstractContextManager[Any]]
 
 
@@ -169,7 +171,8 @@ def compare(policy: str, *, samples: int = MAX_SAMPLES) -> tuple[int, list[str]]
             continue
         expected = line.split(",")[:samples]
         ours = found.get(name, ",".join("x" * len(expected))).split(",")
-        for number, (theirs, own) in enumerate(zip(expected, ours, strict=True)):
+        # torch drops samples of max_unpool whose numbers meet: an entry may have fewer here than where the table was made.
+        for number, (theirs, own) in enumerate(zip(expected, ours, strict=not name.startswith(DROPS_SAMPLES))):
             if theirs == "x" or own == "r":
                 continue
             same = theirs[0] == own[0] if name.startswith(INTERNAL) else theirs == own

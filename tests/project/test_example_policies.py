@@ -70,7 +70,10 @@ def test_an_example_trains_under_fp16_and_one_policy_more(
     """``make examples`` runs every example under every policy, for its page."""
     policies = ("fp16", third)
     words = comparison_of(example, data, tmp_path / "out", seeds=1, policies=policies)
-    ended = in_fork(words, folder=ROOT)
+    limits = [
+        word for word in example.arguments if word in ("--steps", "--max-steps")
+    ]  # the last one that is given holds
+    ended = in_fork([*words, *(part for limit in limits for part in (limit, "6"))], folder=ROOT)
     assert (tmp_path / "out" / "record.json").is_file(), ended.printed
     record = read_record(tmp_path / "out" / "record.json")
     assert isinstance(record, CompareRecord)

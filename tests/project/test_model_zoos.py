@@ -146,7 +146,6 @@ def test_rows_that_are_not_built_say_why(changed: dict[str, str], reason: str) -
         ({"precision": "fp16 (mmcv Fp16OptimizerHook, O1-like or autocast by torch version)"}, 2737),
         ({"model": "Mask R-CNN Swin-T 1x"}, 7048),
         ({"model": "Oriented R-CNN R50-FPN le90", "gpu": "1080 Ti", "n_gpus": "1"}, 8668),
-        ({"model": "S2A-Net R50-FPN le135", "gpu": "1080 Ti", "n_gpus": "1"}, 3047),
         ({"model": "RetinaNet: R50 1x", "source_repo": "facebookresearch/detectron2"}, 3814),
         (
             {

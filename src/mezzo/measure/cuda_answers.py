@@ -32,6 +32,25 @@ def first(what: Any, *args: object, **kwargs: object) -> Any:
     return what
 
 
+def generators(original: Any, place: Callable[[Any], Any]) -> type:
+    """Return ``torch.Generator`` whose generators are on other devices than a script asks for.
+
+    Args:
+        original: torch's class; its instances are those of the returned one too.
+        place: returns the device for the one that the script passes, "cpu" if it passes none.
+    """
+
+    class Kind(type(original)):  # type: ignore[misc]
+        def __instancecheck__(cls, one: object) -> bool:
+            return isinstance(one, original)
+
+    class Generator(original, metaclass=Kind):  # type: ignore[misc]
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return original(place(device))
+
+    return Generator
+
+
 class Idle:
     """A stream, an event, a graph or a context of an idle GPU: its methods do nothing, and what a block runs runs once."""
 

@@ -14,13 +14,11 @@ MADE_WITH = json.loads(oracle.DATA.read_text())["torch"]
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__.split("+")[0] != MADE_WITH, reason=f"the table was made with torch {MADE_WITH}")
-@pytest.mark.parametrize(
-    ("policy", "samples", "least"), [("fp16:arithmetic=emulated", 2, 2500), ("bf16:arithmetic=native", 1, 1200)]
-)
-def test_results_have_the_dtypes_that_cuda_gives(policy: str, samples: int, least: int) -> None:
-    agree, apart = oracle.compare(policy, samples=samples)
+@pytest.mark.parametrize("policy", ["fp16:arithmetic=emulated", "bf16:arithmetic=native"])
+def test_results_have_the_dtypes_that_cuda_gives(policy: str) -> None:
+    agree, apart = oracle.compare(policy, samples=1)
     assert apart == []
-    assert agree >= least
+    assert agree >= 1200
 
 
 def test_the_table_holds_what_a_wrong_list_would_change() -> None:

@@ -230,7 +230,7 @@ BY_FAMILY = [
 
 
 @pytest.mark.slow
-@in_ways("planted", BY_FAMILY, both=thread_matters, ids=lambda p: f"{p.name}-{p.policy}")
+@in_ways("planted", BY_FAMILY, both=lambda p: p.phase == "backward", ids=lambda p: f"{p.name}-{p.policy}")
 def test_a_fault_of_a_family_is_found_and_a_fix_is_tried(planted: InFamily, tmp_path: Path) -> None:
     record = diagnosed(planted.name, planted.policy, tmp_path, steps=40)
     assert (record.verdict, record.module, record.op, record.phase, record.step) == planted[1:6], record.detail
@@ -251,8 +251,7 @@ HEALTHY = [name for name in (*vars(faults), *vars(families)) if name.startswith(
 IN_FAMILIES = [name for name in vars(families) if name.startswith("healthy_")]
 
 
-@pytest.mark.parametrize("name", dict.fromkeys(HEALTHY))
-@BOTH_WAYS
+@in_ways("name", dict.fromkeys(HEALTHY), both=lambda name: name not in IN_FAMILIES, ids=str)
 def test_a_healthy_script_raises_no_alarm(name: str, tmp_path: Path) -> None:
     assert_healthy(name, AS_IS if "own" in name else "fp16", tmp_path)
 

@@ -7,7 +7,7 @@ there are none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from mezzo.engine.casts.registration import Op, find_op
 from mezzo.engine.matrix_units.emulation import Emulation
 from mezzo.engine.matrix_units.emulation_fourier import DTYPES, PRIMITIVES, fft
 from mezzo.engine.matrix_units.emulation_nodes import general
-from mezzo.engine.matrix_units.refusals import refusal
-from mezzo.formats import FORMATS, FP16
+from mezzo.engine.matrix_units.refusals import note_bf16, refusal
+from mezzo.formats import BF16, FORMATS, FP16
 
 
 def gaps(*, low: str, refuse: bool, emulate: bool) -> dict[Op, CastRule]:
@@ -40,7 +40,7 @@ def gaps(*, low: str, refuse: bool, emulate: bool) -> dict[Op, CastRule]:
             rules[op] = _rule(name, FP16.name, fft(op, name, refuses=refuse), DTYPES)
     for name, words in _missing().items() if refuse else ():
         for op in _overloads(name, f"{name}_"):
-            rules[op] = _rule(name, low, _refusing(op, words), words)
+            rules[op] = _rule(name, low, _refusing(op, words), {*words, FP16.dtype})
     for name in cuda_kernels.CPU_LACKS if emulate else ():  # other overloads call these
         draws = name in cuda_kernels.DRAWS
         for op, run in (
@@ -78,6 +78,8 @@ def _refusing(op: Op, words: dict[torch.dtype, Missing]) -> Op:
     def run(*args: Any, **kwargs: Any) -> Any:
         operands = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dtype in words and t.numel()]
         if not operands:  # CUDA runs no kernel on tensors without elements
+            if BF16.dtype in words:
+                _note_bf16(words[BF16.dtype], args, kwargs)
             return op(*args, **kwargs)
         row = words[operands[0].dtype]
         if row.backward_of is None:
@@ -89,6 +91,15 @@ def _refusing(op: Op, words: dict[torch.dtype, Missing]) -> Op:
         return result
 
     return run
+
+
+def _note_bf16(row: Missing, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Note an operation on FP16, for which CUDA has a kernel, unlike for BF16."""
+    operands = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dtype is FP16.dtype and t.numel()]
+    if row.backward_of is not None:
+        operands = [t for t in args[row.backward_of : row.backward_of + 1] if isinstance(t, Tensor) and t.requires_grad]
+    if operands:
+        note_bf16(row.words, operands[0])
 
 
 def _refuse_gradient(result: Tensor, error: Exception) -> None:

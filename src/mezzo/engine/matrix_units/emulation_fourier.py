@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mezzo.engine.matrix_units.emulation_nodes import Op
-from mezzo.engine.matrix_units.refusals import refusal
+from mezzo.engine.matrix_units.refusals import note_bf16, refusal
 from mezzo.formats import BF16, FP16, FP32
 
 DTYPES = frozenset((FP16.dtype, BF16.dtype, torch.complex32))
@@ -35,16 +35,19 @@ def fft(op: Op, name: str, *, refuses: bool) -> Op:
         name: its name: ``fft_rfft2``, or one of ``PRIMITIVES``.
         refuses: whether to refuse what CUDA refuses.
     """
+    in_bf16 = _NO_PLAN if name in PRIMITIVES else _UNSUPPORTED
 
     def transform(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if x.dtype not in (FP16.dtype, torch.complex32):
             if refuses and x.dtype is BF16.dtype:
-                raise refusal(_NO_PLAN if name in PRIMITIVES else _UNSUPPORTED, x)
+                raise refusal(in_bf16, x)
             result: Tensor = op(x, *args, **kwargs)
             return result
         sizes = _signal_sizes(name, x, *args, **kwargs) if refuses and x.numel() else []
         if any(size & (size - 1) for size in sizes if size > 0):
             raise refusal(_SIZES.format(sizes=sizes), x)
+        if refuses and x.dtype is FP16.dtype:
+            note_bf16(in_bf16, x)
         wide: Tensor = op(x.to(torch.complex64) if x.is_complex() else x.to(FP32.dtype), *args, **kwargs)
         return wide.to(torch.complex32 if wide.is_complex() else FP16.dtype)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 
@@ -19,6 +21,32 @@ from mezzo.library_files import is_library_file
 CUDA_NAMES = {FP16.dtype: "Half", BF16.dtype: "BFloat16", torch.complex32: "ComplexHalf"}
 """What torch's C++ code calls the 16-bit dtypes."""
 _MEZZO = os.path.join(Path(__file__).parents[2], "")
+_IN_BF16: ContextVar[list[str] | None] = ContextVar("what CUDA would refuse in BF16", default=None)
+
+
+@contextmanager
+def noting_bf16() -> Iterator[list[str]]:
+    """Collect what CUDA would refuse in BF16 of what the block computes in FP16, with the script's lines.
+
+    A prediction for BF16 rests on the trace of FP16, which has the same operations.
+    """
+    found: list[str] = []
+    token = _IN_BF16.set(found)
+    try:
+        yield found
+    finally:
+        _IN_BF16.reset(token)
+
+
+def note_bf16(words: str, operand: Tensor) -> None:
+    """Note an operation on FP16 that CUDA would refuse in BF16, in the words of ``refusal``; once for each line."""
+    found = _IN_BF16.get()
+    if found is None:
+        return
+    line = _script_line(list(_frames()))
+    text = f"{line + ': ' if line else ''}{NoKernelError.__name__}: {_filled(words, operand, BF16.dtype)}"
+    if text not in found:
+        found.append(text)
 
 
 def refusal(words: str, operand: Tensor) -> NoKernelError:
@@ -29,16 +57,24 @@ def refusal(words: str, operand: Tensor) -> NoKernelError:
         operand: the 16-bit operand.
     """
     frames = list(_frames())
-    line = next((f"{Path(f.f_code.co_filename).name}:{f.f_lineno}" for f in frames if _is_of_script(f)), "")
+    line = _script_line(frames)
     module = _running_module(frames)
     name = format_of(operand.dtype)
     low = name.name.upper() if name is not None else FP16.name.upper()  # complex numbers of two FP16
     keep = f"CUDA has no kernel for this in {low}: keep the operation{f' at {line}' if line else ''} in FP32"
     wide = "call it on .float() operands inside torch.autocast(x.device.type, enabled=False)"
     return NoKernelError(
-        words.format(dtype=CUDA_NAMES[operand.dtype], sizes=list(operand.shape)),
+        _filled(words, operand, operand.dtype),
         hint=f"{keep}: {wide}" + (f", or keep its module by the policy's fp32_modules={module}" if module else ""),
     )
+
+
+def _filled(words: str, operand: Tensor, dtype: torch.dtype) -> str:
+    return words.format(dtype=CUDA_NAMES[dtype], sizes=list(operand.shape))
+
+
+def _script_line(frames: list[FrameType]) -> str:
+    return next((f"{Path(f.f_code.co_filename).name}:{f.f_lineno}" for f in frames if _is_of_script(f)), "")
 
 
 def _frames() -> Iterator[FrameType]:

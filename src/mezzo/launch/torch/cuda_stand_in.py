@@ -39,7 +39,7 @@ from mezzo.devices import cpu_name
 from mezzo.errors import ScriptError
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.sync_batch_norm import normalize_over_processes
-from mezzo.measure.cuda_answers import ANSWERS, CUDA_TYPES, Idle, always, answers_everywhere, each, first
+from mezzo.measure.cuda_answers import ANSWERS, CUDA_TYPES, Idle, always, answers_everywhere, each, first, generators
 from mezzo.records import Reason
 
 _CPU = torch.device("cpu")
@@ -62,6 +62,11 @@ def names_cuda(device: object) -> bool:
     if isinstance(device, torch.device):
         return device.type == _CUDA
     return type(device) is int
+
+
+def _beside_cuda(device: Any) -> Any:
+    """Return the CPU for a CUDA device, and any other device as it is."""
+    return _CPU if names_cuda(device) else device
 
 
 def replace_builtin(patches: Patches, name: str, new: Callable[..., Any]) -> None:
@@ -151,7 +156,7 @@ class CudaStandIn:
         patches.around(Tensor, "type", self._type)
         patches.around(torch._C._nn, "_parse_to", self._parse_to)
         patches.around(torch, "set_default_tensor_type", lambda call, kind: call(_cpu_type(kind)))
-        patches.replace(torch, "Generator", _generators(torch.Generator))
+        patches.replace(torch, "Generator", generators(torch.Generator, _beside_cuda))
         patches.replace(Tensor, "record_stream", always(None))
         for name in [name for name in vars(torch.cuda) if name.endswith("Tensor") and hasattr(torch, name)]:
             patches.replace(torch.cuda, name, getattr(torch, name))
@@ -278,20 +283,6 @@ def _cpu_type(kind: Any) -> Any:
     """Return the name of a tensor type on the CPU for one on CUDA; anything else as it is."""
     is_cuda = isinstance(kind, str) and kind.startswith(CUDA_TYPES)
     return "torch." + kind.removeprefix(CUDA_TYPES) if is_cuda else kind
-
-
-def _generators(original: Any) -> type:
-    """Return ``torch.Generator`` with the CPU's generators in place of CUDA's."""
-
-    class Kind(type(original)):  # type: ignore[misc]
-        def __instancecheck__(cls, one: object) -> bool:
-            return isinstance(one, original)
-
-    class Generator(original, metaclass=Kind):  # type: ignore[misc]
-        def __new__(cls, device: Any = _CPU) -> Any:
-            return original(_CPU if names_cuda(device) else device)
-
-    return Generator
 
 
 def _over_gloo(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -106,7 +106,7 @@ def predict(
         channels_last: whether images are stored channels-last.
         job: how many GPUs train together; ``batch`` is that of each.
         calibration: rates measured on a GPU of this kind; None for the constants that ship.
-        refused: the script's error, by recorded policy, where it fails and there is no tape.
+        refused: the script's error by policy, where it fails.
     """
     why = impossible(gpu, policy) or failure(policy, refused or {})
     if why:
@@ -196,6 +196,9 @@ def impossible(gpu: Gpu, policy: str) -> str:
 
 def failure(policy: str, refused: Mapping[str, str]) -> str:
     """Return how a script fails under ``policy``, from its errors under recorded policies; empty if it does not."""
+    own = refused.get("bf16" if policy == "fp8" else policy, "")  # FP8 leaves the other operations in BF16
+    if own:
+        return f"fails under {policy}: {own}"
     traced = recorded_as(policy)
     error = refused.get(traced, "")
     return f"fails under {policy}{'' if traced == policy else f', traced as {traced}'}: {error}" if error else ""

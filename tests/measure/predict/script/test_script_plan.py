@@ -426,6 +426,42 @@ def test_a_policy_under_which_the_script_fails_has_no_tape(tmp_path: Path, monke
     assert _said(plan, "other batch sizes").startswith("follow: ")
 
 
+SPECTRAL = """
+class Spectral(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return torch.view_as_real(torch.fft.rfft(self.layer(x.flatten(1))))
+
+model = Spectral()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(10):
+    optimizer.zero_grad()
+    model(x[step * size : (step + 1) * size]).float().square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_what_only_bf16_refuses_is_no_failure_of_fp16(tmp_path: Path) -> None:
+    """NVIDIA's cuFFT transforms 64 numbers in FP16, and none in BF16, whose prediction rests on FP16's tape."""
+    path = _script(tmp_path, SPECTRAL)
+    line = Path(path).read_text(encoding="utf-8").splitlines().index(SPECTRAL.splitlines()[7]) + 1
+    plan = script_plan(path, ["8"], ["fp32", "fp16"])
+    error = f"train.py:{line}: NoKernelError: Unsupported dtype BFloat16"
+    assert (list(plan.tapes), plan.refused) == (["fp32", "fp16"], {"bf16": error})
+    reasons = {
+        policy: predict(
+            plan.tapes, gpu_named("h100"), policy, batch=8, channels_last=False, refused=plan.refused
+        ).reason
+        for policy in ("fp32", "fp16", "bf16", "fp8")
+    }
+    fails = {policy: f"fails under {policy}: {error}" for policy in ("bf16", "fp8")}
+    assert reasons == {**dict.fromkeys(reasons, ""), **fails}
+
+
 def test_accumulated_batches_count_together(tmp_path: Path) -> None:
     plan = script_plan(_script(tmp_path, LOADER, accumulated=4), ["8"], ["fp32", "fp16"])
     assert plan.tapes["fp16"].num_batches == 4

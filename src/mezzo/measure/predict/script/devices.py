@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from mezzo.measure.cuda_answers import CUDA_TYPES, nothing
+from mezzo.measure.cuda_answers import CUDA_TYPES, always, generators, nothing
 from mezzo.measure.predict.script.gpu import called_by_script, simulated_gpu
 
 _CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def gpu_on_cpu(
     replaced: list[tuple[Any, str, Any]] = [
         (context, "__init__", _context_on_cpu(context.__init__, visible)),
         (torch, "set_default_tensor_type", _type_on_cpu(torch.set_default_tensor_type, visible)),
-        (torch, "Generator", _generator_on_cpu(torch.Generator)),
+        (torch, "Generator", generators(torch.Generator, always("cpu"))),
         (Tensor, "record_stream", nothing),
         (torch.random, "fork_rng", _of_cpu_alone(torch.random.fork_rng)),
         *visible.substitutes(),
@@ -150,20 +150,6 @@ def _cpu_type(kind: Any, visible: _VisibleDevice) -> Any:
         return kind
     visible.note_use("cuda")
     return "torch." + kind.removeprefix(CUDA_TYPES)
-
-
-def _generator_on_cpu(original: Any) -> type:
-    """Return ``torch.Generator`` whose generators are the CPU's."""
-
-    class Kind(type(original)):  # type: ignore[misc]
-        def __instancecheck__(cls, one: object) -> bool:
-            return isinstance(one, original)
-
-    class Generator(original, metaclass=Kind):  # type: ignore[misc]
-        def __new__(cls, device: Any = None) -> Any:
-            return original()
-
-    return Generator
 
 
 def _of_cpu_alone(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ class ScriptPlan:
 
     tapes: dict[str, Tapes]
     refused: dict[str, str]
-    """The error of the script, by the recorded policy under which it fails."""
+    """The error of the script, by the policy under which it fails: one that was recorded, or BF16's partner of one."""
     batch: int
     """Samples of one batch; 1 where they are not known."""
     unit: str
@@ -81,6 +81,11 @@ def script_plan(
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     recorded = list(zip(requests, recorded_tapes(requests, deadline_s=deadline_s), strict=True))
     refused = {request.policy: tape.error for request, tape in recorded if tape.error}
+    refused |= {
+        request.policy.replace("fp16", "bf16"): tape.refused_in_bf16
+        for request, tape in recorded
+        if tape.refused_in_bf16
+    }
     script_tapes = [tape for _, tape in recorded if not tape.error]
     known = script_tapes[0]
     gpu_present = on_gpu and not known.fails_with_gpu

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch._dynamo.config  # noqa: F401  # a fake mode imports the compiler; here once, and not in every fork
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from mezzo.engine.matrix_units.refusals import noting_bf16
 from mezzo.measure.predict.script.data import SlowData
 from mezzo.measure.predict.script.files import ScriptFiles, with_numbers
 from mezzo.measure.predict.script.recorder import RecordingComplete, ScriptRecorder
@@ -51,7 +52,7 @@ def record_script(request: TapeRequest, gpu_queries: list[str] | None = None) ->
     changed = request.batch if request.numbers else None
     files = ScriptFiles(root, file=request.file, numbers=request.numbers, value=changed)
     try:
-        with script_recorder.watching(), files.watching():
+        with noting_bf16() as refused, script_recorder.watching(), files.watching():
             if request.as_module:
                 runpy.run_module(request.script, run_name="__main__", alter_sys=True)
             elif changed is not None and request.file == request.script:
@@ -78,6 +79,7 @@ def record_script(request: TapeRequest, gpu_queries: list[str] | None = None) ->
         numbers_first=request.numbers_first,
         launched=request.launched,
         policy=request.policy,
+        refused_in_bf16=next(iter(refused), ""),
         compiles=script_recorder.compiles,
         channels_last=script_recorder.channels_last,
         optimizer=", ".join(dict.fromkeys(type(one).__name__ for one in script_recorder.optimizers)),

@@ -100,6 +100,8 @@ class ScriptTape:
     launched: bool = False
     """Whether it got the variables that a launcher sets for the only process of a job, because it fails without them."""
     policy: str = ""
+    refused_in_bf16: str = ""
+    """The first operation on FP16 that CUDA would refuse in BF16, whose predictions share the tapes of FP16."""
     compiles: Sequence[str] = ()
     """Functions by which it compiles, which were left out."""
     fails_with_gpu: str = ""
