@@ -133,6 +133,10 @@ HOW = {
     + _FIRST,
     "A615": "Mezzo records the formats of the script's autocast regions and whether its scaler is on.",
     "A616": _CALLS + "Here `unscale_` or `step` of a scaler found FP16 parameters with gradients.",
+    "A617": (
+        "Mezzo looks at the dictionaries that the script passes to `torch.save`: here one has the keys of an optimizer's state, after a "
+        "step of a GradScaler whose `state_dict()` was not called until the end of the run."
+    ),
 }
 
 

@@ -1,6 +1,7 @@
 """What looks like a misuse of mixed precision and is none."""
 
 import copy
+import io
 import sys
 import warnings
 
@@ -902,6 +903,62 @@ def checkpointed():
                 loss = F.mse_loss(model[3](hidden).float(), targets)
             scaler.scale(loss).backward()
             scaled_step()
+
+
+def saved_with_scaler():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+        torch.save({"model": model.state_dict(), **state}, io.BytesIO())
+
+
+def saved_to_files_of_their_own():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaled_step()
+        for each in (model, optimizer, scaler):
+            torch.save(each.state_dict(), io.BytesIO())
+
+
+def saved_as_objects():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaled_step()
+    torch.save([optimizer, scaler], io.BytesIO())
+
+
+def saved_for_evaluation():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaled_step()
+        torch.save({"model": model.state_dict(), "state": 3}, io.BytesIO())
+
+
+def scale_saved_as_a_number():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaled_step()
+        torch.save({"optimizer": optimizer.state_dict(), "scale": scaler.get_scale()}, io.BytesIO())
+
+
+def saved_before_the_scaler_steps():
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaled_step()
+
+
+def saved_without_a_scaler_in_use():
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        off.scale(plain_loss(batch)).backward()
+        off.step(optimizer)
+        off.update()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One misuse of mixed precision each; the line that is to blame ends with its code."""
 
 import copy
+import io
 import sys
 import warnings
 
@@ -626,6 +627,26 @@ def half_weights():
         scaler.scale(F.mse_loss(net(batch[0].half()).float(), batch[1])).backward()
         scaler.step(opt)  # A616
         scaler.update()
+
+
+def saved_without_scaler():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())  # A617
+
+
+def saved_without_scaler_deeply():
+    scaler.get_scale()
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        state = {"step": 3, "training": {"optimizers": [optimizer.state_dict()]}}
+        torch.save(state, io.BytesIO())  # A617
 
 
 if __name__ == "__main__":

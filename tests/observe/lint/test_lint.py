@@ -105,6 +105,8 @@ EXPECTED = {
     "needless": Expected(modules=NONE),
     "half_weights": Expected(1, 1, 4, ("Linear",)),
     "clip_one_of_two": Expected(modules=("3",)),
+    "saved_without_scaler": Expected(modules=NONE),
+    "saved_without_scaler_deeply": Expected(modules=NONE),
 }
 PLANTED_SCRIPT = SCRIPTS / "lint_planted.py"
 CALL = next(

@@ -23,6 +23,7 @@ from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.session import Session
 from mezzo.formats import BF16, FP16
 from mezzo.observe.lint.accumulation import Accumulation
+from mezzo.observe.lint.checkpoints import Checkpoints
 from mezzo.observe.lint.gradients import BackwardPass, Gradients, GradientState
 from mezzo.observe.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
 from mezzo.observe.lint.misuse_log import MisuseLog
@@ -51,6 +52,7 @@ class Lint:
         self._gradients = Gradients()
         self.scalers = Scalers(run, self._gradients, self._log)
         self._rates = LearningRates(self._gradients, self._log)
+        self.checkpoints = Checkpoints(self._log)
         self._accumulation = Accumulation(self._log)
         self._own_code = OwnCode(run, self._gradients, self.scalers, self._log)
         self._formats: Counter[torch.dtype] = Counter()
@@ -342,6 +344,10 @@ class Lint:
         """Whether the policy, not the script, keeps the weights in 16 bits."""
         return self._run.applied is not None and self._run.applied.casting == "model"
 
+    def saves(self, value: Any) -> None:
+        """Record that the script saves ``value`` to a file."""
+        self.checkpoints.saved(value, self.scalers.in_use, step=self._step)
+
     # --- the end -----------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -351,6 +357,7 @@ class Lint:
     def findings(self) -> list[Finding]:
         """Return the misuse that was found; reads the flags of fused optimizers from the device."""
         self._rates.read_flags()
+        self.checkpoints.report()
         if self._needless is not None and self._formats[BF16.dtype] and _FP16 not in self._formats:
             (step, line), self._needless = self._needless, None
             detail = "every autocast region with gradients is BF16, and a GradScaler is on"

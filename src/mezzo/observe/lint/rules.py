@@ -134,6 +134,14 @@ MISUSES: tuple[Misuse, ...] = (
         "unscaling FP16 gradients would lose what the scale had saved; torch refuses it",
         "keep the weights in FP32 under autocast, or use FP32 master weights (mezzo.Session with policy fp16-master)",
     ),
+    Misuse(
+        "A617",
+        "checkpoints without the GradScaler",
+        "warning",
+        "a resumed run begins at the initial scale: it skips updates until the scale has fallen to where it was, or loses small "
+        "gradients until it has grown back",
+        "save scaler.state_dict() beside the optimizer's, and call scaler.load_state_dict() when resuming",
+    ),
 )
 
 BY_CODE = {misuse.code: misuse for misuse in MISUSES}

@@ -44,6 +44,7 @@ class _ScalerState:
     """The scale that the script read last."""
     fresh: bool = False
     """Whether the script has read the scale since the last backward pass."""
+    num_steps: int = 0
 
 
 class Scalers:
@@ -73,6 +74,10 @@ class Scalers:
         if state is None and all(getattr(type(scaler), name) is getattr(GradScaler, name) for name in METHODS):
             state = self._states[scaler] = _ScalerState()
         return state
+
+    def in_use(self) -> list[tuple[Any, float | None]]:
+        """Return the scalers that have stepped, each with the scale that the script read last."""
+        return [(scaler, state.read) for scaler, state in self._states.items() if state.num_steps]
 
     # --- what scaled a loss ------------------------------------------------------------------------------------------------------
 
@@ -163,6 +168,7 @@ class Scalers:
         if state is None:
             return
         state.stages[optimizer], state.checked = "stepped", True
+        state.num_steps += 1
         self.num_steps += 1
 
     def update(self, scaler: Any, new_scale: Any) -> None:
