@@ -137,6 +137,16 @@ HOW = {
         "Mezzo looks at the dictionaries that the script passes to `torch.save`: here one has the keys of an optimizer's state, after a "
         "step of a GradScaler whose `state_dict()` was not called until the end of the run."
     ),
+    "A618": _CALLS
+    + "Here `unscale_` or `step` of a scaler found gradients that its call for another optimizer had divided, with no backward pass and no "
+    "`update()` between."
+    + _FIRST,
+    "A619": (
+        "Mezzo records calls of `AveragedModel.update_parameters`, and the script's own arithmetic on weights between an update and the "
+        "next forward pass: here all updates since the last move were skipped. The first call of `AveragedModel` is a copy and does not "
+        "count."
+    )
+    + _FIRST,
 }
 
 

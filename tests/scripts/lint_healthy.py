@@ -961,5 +961,84 @@ def saved_without_a_scaler_in_use():
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())
 
 
+def split_between_two_optimizers():
+    first = torch.optim.SGD(model[:3].parameters(), lr=0.05)
+    second = torch.optim.SGD(model[3].parameters(), lr=0.05)
+    for batch in batches[:STEPS]:
+        model.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(first)
+        scaler.step(second)
+        scaler.update()
+
+
+def shared_but_computed_again():
+    second = torch.optim.SGD(model[3].parameters(), lr=0.05)
+    for batch in batches[:STEPS]:
+        for each in (optimizer, second):
+            model.zero_grad()
+            scaler.scale(loss_of(batch)).backward()
+            scaler.unscale_(each)
+            scaler.step(each)
+        scaler.update()
+
+
+def shared_in_turns():
+    second = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number, batch in enumerate(batches[:STEPS]):
+        model.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step((optimizer, second)[number % 2])
+        scaler.update()
+
+
+def average_waits_for(opt):
+    mean, own = torch.optim.swa_utils.AveragedModel(model), copy.deepcopy(model)
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    mean.update_parameters(model)
+    high.scale(torch.zeros(()))
+    for batch in batches[:8]:
+        opt.zero_grad()
+        scale = high.get_scale()
+        high.scale(loss_of(batch)).backward()
+        high.step(opt)
+        high.update()
+        if high.get_scale() >= scale:
+            mean.update_parameters(model)
+            with torch.no_grad():
+                for slow, fast in zip(own.parameters(), model.parameters(), strict=True):
+                    slow.lerp_(fast, 0.01)
+
+
+def average_waits():
+    average_waits_for(torch.optim.AdamW(model.parameters()))
+
+
+def average_waits_for_fused():
+    average_waits_for(torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def average_of_several_updates():
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    for number, batch in enumerate(batches, 1):
+        optimizer.zero_grad()
+        high.scale(loss_of(batch)).backward()
+        high.step(optimizer)
+        high.update()
+        if number % 6 == 0:
+            mean.update_parameters(model)
+
+
+def average_begins_with_a_copy():
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    for batch in batches[:1]:
+        high.scale(loss_of(batch)).backward()
+        high.step(optimizer)
+        high.update()
+        mean.update_parameters(model)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

@@ -649,5 +649,74 @@ def saved_without_scaler_deeply():
         torch.save(state, io.BytesIO())  # A617
 
 
+def shared_by_two_optimizers():
+    second = torch.optim.SGD(model[3].parameters(), lr=0.05)
+    for batch in batches[:STEPS]:
+        model.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.step(second)  # A618
+        scaler.update()
+
+
+def shared_and_clipped():
+    second = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[3].parameters()}], lr=1e-3)
+    for batch in batches[:STEPS]:
+        model.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.unscale_(second)  # A618
+        scaler.step(optimizer)
+        scaler.step(second)
+        scaler.update()
+
+
+def skipping():
+    """Train with a scale from which every update overflows."""
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        high.scale(loss_of(batch)).backward()
+        high.step(optimizer)
+        high.update()
+        yield
+
+
+def average_model_on_skip():
+    mean = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    mean.update_parameters(model)  # a copy
+    for _ in skipping():
+        mean.update_parameters(model)  # A619
+
+
+def average_by_hand_on_skip():
+    mean = copy.deepcopy(model)
+    for _ in skipping():
+        with torch.no_grad():
+            for slow, fast in zip(mean.parameters(), model.parameters(), strict=True):
+                slow.lerp_(fast, 0.01)  # A619
+
+
+def average_copied_on_skip():
+    mean = [p.detach().clone() for p in model.parameters()]
+    for _ in skipping():
+        for slow, fast in zip(mean, model.parameters(), strict=True):
+            slow.copy_(0.99 * slow + 0.01 * fast.detach())  # A619
+
+
+def average_on_skip_of_fused():
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    mean.update_parameters(model)  # a copy
+    for batch in batches[:STEPS]:
+        fused.zero_grad()
+        high.scale(loss_of(batch)).backward()
+        high.step(fused)
+        high.update()
+        mean.update_parameters(model)  # A619
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

@@ -105,6 +105,12 @@ EXPECTED = {
     "needless": Expected(modules=NONE),
     "half_weights": Expected(1, 1, 4, ("Linear",)),
     "clip_one_of_two": Expected(modules=("3",)),
+    "shared_by_two_optimizers": Expected(modules=("3",)),
+    "shared_and_clipped": Expected(modules=("0", "3")),
+    "average_model_on_skip": Expected(1, 4, 0, NONE),
+    "average_by_hand_on_skip": Expected(1, 4, 0, NONE),
+    "average_copied_on_skip": Expected(1, 4, 0, NONE),
+    "average_on_skip_of_fused": Expected(1, 4, 0, NONE),
     "saved_without_scaler": Expected(modules=NONE),
     "saved_without_scaler_deeply": Expected(modules=NONE),
 }
@@ -117,7 +123,7 @@ CALL = next(
 """The line that calls the model for those that train plainly."""
 STATISTICS = Planted(CALL, "A613")
 PLANTED = {**functions("lint_planted"), "statistics": STATISTICS, "statistics_of_its_own": STATISTICS}
-SHARED = ("half", "network")
+SHARED = ("half", "network", "skipping")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

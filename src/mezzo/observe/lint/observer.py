@@ -30,7 +30,7 @@ from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.lint.own_code import OwnCode
 from mezzo.observe.lint.scalers import Scalers
 from mezzo.observe.lint.schedules import LearningRates
-from mezzo.observe.lint.weights import Statistics, check_average
+from mezzo.observe.lint.weights import Averages, Statistics, check_average
 from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import own_line, own_place, running_line
 from mezzo.records import Finding
@@ -54,7 +54,8 @@ class Lint:
         self._rates = LearningRates(self._gradients, self._log)
         self.checkpoints = Checkpoints(self._log)
         self._accumulation = Accumulation(self._log)
-        self._own_code = OwnCode(run, self._gradients, self.scalers, self._log)
+        self._averages = Averages(self._gradients, self._log)
+        self._own_code = OwnCode(run, self._gradients, self.scalers, self._averages, self._log)
         self._formats: Counter[torch.dtype] = Counter()
         """Number of autocast regions with gradients, by format."""
         self._pass: BackwardPass | None = None
@@ -255,7 +256,8 @@ class Lint:
 
     def perhaps_skipped(self, optimizer: Optimizer, flag: Tensor) -> None:
         """Record that a fused optimizer has skipped its step by itself if ``flag`` is above 0."""
-        self._gradients.of(optimizer).flag = flag
+        state = self._gradients.of(optimizer)
+        state.flag = state.last_flag = flag
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Record that an optimizer is about to step with the current gradients."""
@@ -312,14 +314,16 @@ class Lint:
     def _ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
         state = self._gradients.of(optimizer)
         state.num_steps += 1
+        state.num_skipped += skipped
         state.skipped, state.made = state.skipped + skipped, state.made + (not skipped)
         state.use()
         if self.over:
             return
         if self.awake:
             self._gradients.settle(optimizer)
-        if not skipped and not self._casts_model:
-            self._statistics.inspect(self._run.roots, line=self._called_at)
+        if not self._casts_model:
+            if not skipped:
+                self._statistics.inspect(self._run.roots, line=self._called_at)
             self._own_code.watch_averages(self._optimizers)
         if not self.awake:
             self._own_code.remove_mode()
@@ -337,6 +341,8 @@ class Lint:
         self._own_code.stop()
         if self.awake and not self._casts_model:
             check_average(self._log, average, model)
+        if self.awake:
+            self._averages.model_moves(average, model, self._optimizers, step=self._step)
         yield
 
     @property
@@ -357,6 +363,7 @@ class Lint:
     def findings(self) -> list[Finding]:
         """Return the misuse that was found; reads the flags of fused optimizers from the device."""
         self._rates.read_flags()
+        self._averages.read_flags()
         self.checkpoints.report()
         if self._needless is not None and self._formats[BF16.dtype] and _FP16 not in self._formats:
             (step, line), self._needless = self._needless, None

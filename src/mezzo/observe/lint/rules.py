@@ -142,6 +142,22 @@ MISUSES: tuple[Misuse, ...] = (
         "gradients until it has grown back",
         "save scaler.state_dict() beside the optimizer's, and call scaler.load_state_dict() when resuming",
     ),
+    Misuse(
+        "A618",
+        "parameters of two optimizers are unscaled twice",
+        "error",
+        "the gradients that both optimizers train on are divided by the loss scale twice: the second update is lost",
+        "give each parameter to one optimizer, or step, clear and compute the gradients of one optimizer after the other's",
+    ),
+    Misuse(
+        "A619",
+        "an average of weights moves at skipped updates",
+        "info",
+        "the weights did not change, but the average forgets older ones and its decay's warm-up goes on; an equal average (SWA) counts "
+        "the same weights twice",
+        "move the average only if scaler.get_scale() did not fall: scale = scaler.get_scale(); scaler.update(); "
+        "if scaler.get_scale() >= scale: ema.update_parameters(model)",
+    ),
 )
 
 BY_CODE = {misuse.code: misuse for misuse in MISUSES}
