@@ -40,6 +40,10 @@ _GRAPH = (
     "Mezzo reads the last operations of the loss's graph: what it was multiplied and divided by, and "
     "whether it is a mean. "
 )
+_INSPECTED = (
+    "Mezzo looks at the forward pass of the counted step, which is the second one, and at operations that the script or a library calls "
+    "itself. Code inside `torch.compile` is not seen, nor what runs once before the training. "
+)
 
 HOW = {
     "A101": _WIDE + "here no product of the step ran below 32 bits, and autocast was on around none of them." + _LEAST,
@@ -139,14 +143,22 @@ HOW = {
     ),
     "A618": _CALLS
     + "Here `unscale_` or `step` of a scaler found gradients that its call for another optimizer had divided, with no backward pass and no "
-    "`update()` between."
-    + _FIRST,
+    "`update()` between." + _FIRST,
     "A619": (
         "Mezzo records calls of `AveragedModel.update_parameters`, and the script's own arithmetic on weights between an update and the "
         "next forward pass: here all updates since the last move were skipped. The first call of `AveragedModel` is a copy and does not "
         "count."
     )
     + _FIRST,
+    "A620": _INSPECTED
+    + "Here a Python number was a bound of `clamp`, or was added, and the format of the result holds 0, 1 or -1 in its place.",
+    "A621": _INSPECTED
+    + "Here 32- or 64-bit integers were cast to 16 bits, or multiplied by 16-bit numbers, and one of them changed; or `arange` or "
+    "`linspace` counted in 16 bits to where its format's numbers are farther apart than its steps. Integers that only divide do not "
+    "count: a quotient is rounded as much in any case.",
+    "A623": _INSPECTED
+    + "Here `sin` or `cos` read angles that all are 16-bit numbers, whatever format they were stored in, and the largest lies where "
+    "neighbouring numbers are at least half a radian apart: from 64 in BF16 and from 512 in FP16.",
 }
 
 

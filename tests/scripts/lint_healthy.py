@@ -6,7 +6,19 @@ import sys
 import warnings
 
 import torch
-from lint_planted import STEPS, batches, half, loss_of, model, network, optimizer, plain_loss, scaler, train_plainly
+from lint_planted import (
+    STEPS,
+    batches,
+    half,
+    loss_of,
+    model,
+    network,
+    optimizer,
+    plain_loss,
+    scaler,
+    train_plainly,
+    train_with,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
@@ -1038,6 +1050,117 @@ def average_begins_with_a_copy():
         high.step(optimizer)
         high.update()
         mean.update_parameters(model)
+
+
+def clamped_in_fp32():
+    def loss(batch):
+        chance = torch.sigmoid(model(batch[0])).half().float().clamp(1e-7, 1 - 1e-6)
+        spread = chance.square().mean(0).clamp_min(1e-12)
+        return -torch.log(1 - chance + 1e-12).mean() + (chance / torch.sqrt(spread + 1e-8)).mean()
+
+    train_with(loss)
+
+
+def bounds_that_the_format_holds():
+    def loss(batch):
+        x = model(batch[0]).half()
+        chance = torch.sigmoid(x).clamp(1e-7, 1 - 1e-3)
+        narrow = torch.sigmoid(x.bfloat16()).clamp(1e-12, 0.99).clamp(0, 1)
+        return (chance.float() + narrow.float()).mean() + (x + 1e-6 + 0.0).clamp(-1.0, 1.0).float().mean()
+
+    train_with(loss)
+
+
+def eps_in_bf16():
+    def loss(batch):
+        x = model(batch[0]).bfloat16()
+        return (x / (x.square().mean() + 1e-12)).float().square().mean()
+
+    train_with(loss)
+
+
+def eps_of_modules():
+    net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8, eps=1e-12), nn.Linear(8, 2))
+
+    def loss(batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.normalize(net(batch[0]), dim=1).float().square().mean() + net(batch[0]).float().mean()
+
+    train_with(loss, net)
+
+
+def labels_in_fp32():
+    labels = torch.arange(3000, 3016)
+
+    def loss(batch):
+        return (model(batch[0])[:, 0] - labels.float() / 3000).square().mean()
+
+    train_with(loss)
+
+
+def integers_that_16_bits_hold():
+    pixels, bits = torch.arange(240, 256), torch.arange(2033, 2049)
+
+    def loss(batch):
+        scaled = (
+            pixels.bfloat16().float() / 255 + bits.half().float() / 2048 + (pixels * torch.ones(16).bfloat16()).float()
+        )
+        position = torch.arange(2048, dtype=torch.float16)[:16] + torch.arange(0, 4096, 16, dtype=torch.bfloat16)[:16]
+        return (model(batch[0])[:, 0] - scaled).square().mean() + position.float().mean()
+
+    train_with(loss)
+
+
+def counts_that_divide():
+    counts = torch.arange(300, 316)
+
+    def loss(batch):
+        x = model(batch[0]).bfloat16()
+        share = counts[:, None].to(x.dtype)
+        return (x / share).float().square().mean() + (x / counts[:, None]).float().mean()
+
+    train_with(loss)
+
+
+def sound_in_half():
+    sound = torch.arange(3001, 3017, dtype=torch.int16)
+
+    def loss(batch):
+        return (model(batch[0])[:, 0] * (sound.half() / 32768).float()).square().mean()
+
+    train_with(loss)
+
+
+def one_number_in_half():
+    def loss(batch):
+        return (model(batch[0]).half() * torch.tensor(3001) / torch.tensor(3001).half()).float().square().mean()
+
+    train_with(loss)
+
+
+def rotary_in_fp32():
+    frequency = 100.0 ** -torch.linspace(0, 1, 8)[None]
+    position = 4096 + torch.arange(16.0)[:, None]
+
+    def loss(batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            angles = position * frequency
+            turned = angles.cos().to(torch.bfloat16)
+        return (model(batch[0]) * turned[:, :2].float()).square().mean()
+
+    train_with(loss)
+
+
+def small_angles_in_half():
+    def loss(batch):
+        x = model(batch[0])
+        return (
+            (30 * x).bfloat16().clamp(-60, 60).sin().float().mean()
+            + torch.arange(250.0).cos().mean()
+            + x.half().cos().mean()
+        )
+
+    train_with(loss)
 
 
 if __name__ == "__main__":

@@ -718,5 +718,120 @@ def average_on_skip_of_fused():
         mean.update_parameters(model)  # A619
 
 
+def train_with(loss_of_step, net=model):
+    opt = torch.optim.SGD(net.parameters(), lr=0.01)
+    for batch in batches[:STEPS]:
+        opt.zero_grad()
+        loss_of_step(batch).backward()
+        opt.step()
+
+
+def clamped_probability():
+    def loss(batch):
+        chance = torch.sigmoid(model(batch[0])).half().clamp(1e-3, 1 - 1e-6)  # A620
+        return -torch.log(1 - chance.float() + 1e-6).mean()
+
+    train_with(loss)
+
+
+def clamped_in_bf16():
+    def loss(batch):
+        cosine = torch.tanh(model(batch[0])).bfloat16()
+        cosine = torch.clamp(cosine, max=0.999)  # A620
+        return torch.acos(cosine.float() * 0.99).mean()
+
+    train_with(loss)
+
+
+def clamped_to_zero():
+    def loss(batch):
+        length = model(batch[0]).half().square().sum(1).clamp_min(1e-12)  # A620
+        return (length.float() + 1).log().mean()
+
+    train_with(loss)
+
+
+def eps_lost():
+    def loss(batch):
+        x = model(batch[0]).half()
+        spread = (x - x.mean(0)).square().mean(0)
+        return (x / torch.sqrt(spread + 1e-8)).float().square().mean()  # A620
+
+    train_with(loss)
+
+
+def labels_in_half():
+    labels = torch.arange(3000, 3016)
+
+    def loss(batch):
+        aim = labels.half()  # A621
+        return (model(batch[0])[:, 0] - aim.float() / 3000).square().mean()
+
+    train_with(loss)
+
+
+def steps_in_bf16():
+    times = torch.arange(0, 1000, 63)
+
+    def loss(batch):
+        phase = times[:, None].to(torch.bfloat16) * 1e-3  # A621
+        return (model(batch[0]) * phase.float()).square().mean()
+
+    train_with(loss)
+
+
+def positions_in_half():
+    def loss(batch):
+        position = torch.arange(4096, dtype=torch.float16)  # A621
+        return model(batch[0]).square().mean() * position[:10].float().mean()
+
+    train_with(loss)
+
+
+def positions_times_frequencies():
+    frequency = torch.tensor([1.0, 0.1], dtype=torch.bfloat16)
+
+    def loss(batch):
+        angles = torch.arange(500, 516)[:, None] * frequency  # A621
+        return (model(batch[0]) * angles.float()).square().mean()
+
+    train_with(loss)
+
+
+def stored_in_half():
+    labels = torch.arange(3000, 3016)
+    aim = torch.empty(16, dtype=torch.float16)
+
+    def loss(batch):
+        aim.copy_(labels)  # A621
+        return (model(batch[0])[:, 0] - aim.float() / 3000).square().mean()
+
+    train_with(loss)
+
+
+def rotary_in_autocast():
+    frequency = 100.0 ** -torch.linspace(0, 1, 8)[None]
+    position = 4096 + torch.arange(16.0)[:, None]
+
+    def loss(batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            angles = position @ frequency
+        return (model(batch[0]) * angles.cos()[:, :2].float()).square().mean()  # A623
+
+    train_with(loss)
+
+
+def rotary_upcast_too_late():
+    frequency = (100.0 ** -torch.linspace(0, 1, 8)).half()
+    position = torch.arange(1500.0, 1516.0).half()
+
+    def loss(batch):
+        angles = torch.outer(position, frequency).float()
+        turned = torch.cat([angles, angles], -1).sin()  # A623
+        return (model(batch[0]) * turned[:, :2]).square().mean()
+
+    train_with(loss)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

@@ -114,6 +114,23 @@ EXPECTED = {
     "saved_without_scaler": Expected(modules=NONE),
     "saved_without_scaler_deeply": Expected(modules=NONE),
 }
+EXPECTED |= {
+    name: Expected(2, 1, 1, NONE)
+    for name in (
+        "clamped_probability",
+        "clamped_in_bf16",
+        "clamped_to_zero",
+        "eps_lost",
+        "labels_in_half",
+        "steps_in_bf16",
+        "positions_in_half",
+        "positions_times_frequencies",
+        "stored_in_half",
+        "rotary_in_autocast",
+        "rotary_upcast_too_late",
+    )
+}
+"""Seen in the counted step only."""
 PLANTED_SCRIPT = SCRIPTS / "lint_planted.py"
 CALL = next(
     f"{PLANTED_SCRIPT}:{number}"

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from mezzo.engine.gradients import trained_leaves
 from mezzo.observe.lint.losses import TracedLoss
 
+MAX_FLAGS = 256
+"""Most flags of fused optimizers that one check keeps until the end of the run."""
 _NONE = -1
 
 

@@ -27,6 +27,7 @@ from mezzo.observe.lint.checkpoints import Checkpoints
 from mezzo.observe.lint.gradients import BackwardPass, Gradients, GradientState
 from mezzo.observe.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
 from mezzo.observe.lint.misuse_log import MisuseLog
+from mezzo.observe.lint.operations import Operations
 from mezzo.observe.lint.own_code import OwnCode
 from mezzo.observe.lint.scalers import Scalers
 from mezzo.observe.lint.schedules import LearningRates
@@ -53,6 +54,7 @@ class Lint:
         self.scalers = Scalers(run, self._gradients, self._log)
         self._rates = LearningRates(self._gradients, self._log)
         self.checkpoints = Checkpoints(self._log)
+        self.operations = Operations(self._log)
         self._accumulation = Accumulation(self._log)
         self._averages = Averages(self._gradients, self._log)
         self._own_code = OwnCode(run, self._gradients, self.scalers, self._averages, self._log)
@@ -365,6 +367,7 @@ class Lint:
         self._rates.read_flags()
         self._averages.read_flags()
         self.checkpoints.report()
+        self.operations.report()
         if self._needless is not None and self._formats[BF16.dtype] and _FP16 not in self._formats:
             (step, line), self._needless = self._needless, None
             detail = "every autocast region with gradients is BF16, and a GradScaler is on"

@@ -158,6 +158,29 @@ MISUSES: tuple[Misuse, ...] = (
         "move the average only if scaler.get_scale() did not fall: scale = scaler.get_scale(); scaler.update(); "
         "if scaler.get_scale() >= scale: ema.update_parameters(model)",
     ),
+    Misuse(
+        "A620",
+        "a bound or a small term that 16 bits round away",
+        "warning",
+        "what it should prevent happens: a division by zero, the logarithm of zero, an infinite slope",
+        "call .float() before this operation, or choose a number that the format holds: above 6e-8 in FP16; below 1, at most 1 - 2**-11 in "
+        "FP16 and 1 - 2**-8 in BF16",
+    ),
+    Misuse(
+        "A621",
+        "integers that 16 bits cannot hold",
+        "warning",
+        "different labels, indices, time steps or positions become equal: integers are exact up to 2048 in FP16 and 256 in BF16",
+        "keep them as integers, or cast them with .float()",
+    ),
+    Misuse(
+        "A623",
+        "sines and cosines of 16-bit angles",
+        "warning",
+        "neighbouring positions or time steps get equal or random phases: half a turn is 3.14 radians",
+        "compute positions, frequencies and angles in FP32: with torch.autocast off around a matrix product, or as an elementwise product "
+        "of .float() operands",
+    ),
 )
 
 BY_CODE = {misuse.code: misuse for misuse in MISUSES}

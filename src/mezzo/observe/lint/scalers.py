@@ -214,7 +214,9 @@ class Scalers:
         twice = [p for p, (other, num_passes) in before if other != now[0] and num_passes == now[1]]
         if twice:
             name, count = type(optimizer).__name__, f"{len(twice)} parameter{'s' if len(twice) > 1 else ''}"
-            detail = f"{call}({name}) divides the gradients of {count} that another optimizer trains, too, and has unscaled"
+            detail = (
+                f"{call}({name}) divides the gradients of {count} that another optimizer trains, too, and has unscaled"
+            )
             self._log.add("A618", detail, parameters=twice)
         state.divided.update((id(p), now) for p in own)
 

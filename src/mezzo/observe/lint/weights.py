@@ -15,14 +15,13 @@ from torch.optim import Optimizer
 
 from mezzo.engine.casts.half import HALF
 from mezzo.engine.gradients import trained_leaves
-from mezzo.observe.lint.gradients import Gradients
+from mezzo.observe.lint.gradients import MAX_FLAGS, Gradients
 from mezzo.observe.lint.misuse_log import ENOUGH, MisuseLog
 from mezzo.observe.source_lines import running_line
 from mezzo.observe.tensors import format_name
 
 _STATISTIC = re.compile(r"(^|_)(running|moving|ema|avg|average|mean|var|std|momentum)(_|$)")
 """Names of statistics: a buffer that changes may also be a cache, a queue or a seed."""
-_MAX_FLAGS = 256
 
 
 class Averages:
@@ -76,7 +75,7 @@ class Averages:
                 skipped += now[1] - before[1]
                 made += now[0] - before[0] - (now[1] - before[1])
                 flag = state.last_flag
-        if flag is not None and (made, skipped) == (1, 0) and len(self._flagged) < _MAX_FLAGS:
+        if flag is not None and (made, skipped) == (1, 0) and len(self._flagged) < MAX_FLAGS:
             self._flagged.append((flag, running_line(), step))
         return skipped > 0 and made == 0
 
