@@ -156,6 +156,11 @@ HOW = {
     + "Here 32- or 64-bit integers were cast to 16 bits, or multiplied by 16-bit numbers, and one of them changed; or `arange` or "
     "`linspace` counted in 16 bits to where its format's numbers are farther apart than its steps. Integers that only divide do not "
     "count: a quotient is rounded as much in any case.",
+    "A622": (
+        "Mezzo reads the formats of an optimizer's state after its first update, and the decay of its second moment (`exp_avg_sq`, "
+        "`square_avg`). In FP16 it is always reported; in BF16 if one minus the decay is below half a unit in the last place of every "
+        "number, which is 2^-9 of it: decays above 0.998."
+    ),
     "A623": _INSPECTED
     + "Here `sin` or `cos` read angles that all are 16-bit numbers, whatever format they were stored in, and the largest lies where "
     "neighbouring numbers are at least half a radian apart: from 64 in BF16 and from 512 in FP16.",

@@ -16,6 +16,7 @@ from lint_planted import (
     optimizer,
     plain_loss,
     scaler,
+    train_in,
     train_plainly,
     train_with,
 )
@@ -1161,6 +1162,32 @@ def small_angles_in_half():
         )
 
     train_with(loss)
+
+
+def moments_in_fp32():
+    for opt in train_in(torch.float32, torch.optim.AdamW, lr=1e-3):
+        opt.step()
+
+
+def moments_that_fall_fast():
+    for opt in train_in(torch.bfloat16, torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95)):
+        opt.step()
+
+
+def momentum_in_bf16():
+    for opt in train_in(torch.bfloat16, torch.optim.SGD, lr=1e-3, momentum=0.9):
+        opt.step()
+
+
+def moments_of_masters():
+    import mezzo
+
+    net = nn.Linear(6, 2).bfloat16()
+    opt = mezzo.AdamW(net.parameters(), lr=1e-3)
+    for batch in batches[:STEPS]:
+        opt.zero_grad()
+        F.mse_loss(net(batch[0].bfloat16()).float(), batch[1]).backward()
+        opt.step()
 
 
 if __name__ == "__main__":

@@ -833,5 +833,40 @@ def rotary_upcast_too_late():
     train_with(loss)
 
 
+def train_in(dtype, kind, **arguments):
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(dtype)
+    opt = kind(net.parameters(), **arguments)
+    for batch in batches[:STEPS]:
+        opt.zero_grad()
+        loss = F.mse_loss(net(batch[0].to(dtype)).float(), batch[1])
+        if dtype == torch.float16:
+            (loss * 128).backward()
+            for p in net.parameters():
+                p.grad.div_(128)
+        else:
+            loss.backward()
+        yield opt
+
+
+def moments_in_bf16():
+    for opt in train_in(torch.bfloat16, torch.optim.AdamW, lr=1e-3):
+        opt.step()  # A622
+
+
+def moments_in_bf16_fused():
+    for opt in train_in(torch.bfloat16, torch.optim.Adam, lr=1e-3, fused=True):
+        opt.step()  # A622
+
+
+def moments_of_adadelta():
+    for opt in train_in(torch.bfloat16, torch.optim.Adadelta, rho=0.999):
+        opt.step()  # A622
+
+
+def moments_in_fp16():
+    for opt in train_in(torch.float16, torch.optim.RMSprop, lr=1e-3, eps=1e-4):
+        opt.step()  # A622
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

@@ -111,6 +111,10 @@ EXPECTED = {
     "average_by_hand_on_skip": Expected(1, 4, 0, NONE),
     "average_copied_on_skip": Expected(1, 4, 0, NONE),
     "average_on_skip_of_fused": Expected(1, 4, 0, NONE),
+    "moments_in_bf16": Expected(1, 1, 1),
+    "moments_in_bf16_fused": Expected(1, 1, 1),
+    "moments_of_adadelta": Expected(1, 1, 1),
+    "moments_in_fp16": Expected(1, 1, 0),  # the policy's scale times the script's overflows
     "saved_without_scaler": Expected(modules=NONE),
     "saved_without_scaler_deeply": Expected(modules=NONE),
 }
@@ -276,6 +280,17 @@ def test_diagnose_has_it_beside_a_healthy_verdict(tmp_path: Path, capsys: pytest
 def test_a_backward_pass_that_was_not_scaled_is_counted_among_all(function: str, detail: str) -> None:
     [found] = [f for f in linted("lint_planted", AS_IS, function) if f.code == "A604"]
     assert found.detail.startswith(detail)
+
+
+@pytest.mark.parametrize(("eps", "codes"), [(1e-8, ["A620", "A622"]), (1e-4, ["A622"])])
+def test_an_eps_of_adam_that_fp16_rounds_to_zero(eps: float, codes: list[str]) -> None:
+    """FP16's smallest number is 6e-8: where a second moment is 0, Adam divides by 0."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    with switched(None) as (run, _):
+        optimizer = torch.optim.Adam([weight], lr=1e-3, eps=eps)
+        weight.grad = torch.full_like(weight, 0.25)
+        optimizer.step()
+    assert [f.code for f in run.lint.findings()] == codes
 
 
 LOSSES: list[tuple[str, Callable[[Tensor, Tensor], Tensor], bool]] = [

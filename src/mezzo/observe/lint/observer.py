@@ -28,6 +28,7 @@ from mezzo.observe.lint.gradients import BackwardPass, Gradients, GradientState
 from mezzo.observe.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
 from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.lint.operations import Operations
+from mezzo.observe.lint.optimizer_state import OptimizerStates
 from mezzo.observe.lint.own_code import OwnCode
 from mezzo.observe.lint.scalers import Scalers
 from mezzo.observe.lint.schedules import LearningRates
@@ -55,6 +56,7 @@ class Lint:
         self._rates = LearningRates(self._gradients, self._log)
         self.checkpoints = Checkpoints(self._log)
         self.operations = Operations(self._log)
+        self._optimizer_states = OptimizerStates(self._log)
         self._accumulation = Accumulation(self._log)
         self._averages = Averages(self._gradients, self._log)
         self._own_code = OwnCode(run, self._gradients, self.scalers, self._averages, self._log)
@@ -326,6 +328,7 @@ class Lint:
         if not self._casts_model:
             if not skipped:
                 self._statistics.inspect(self._run.roots, line=self._called_at)
+                self._optimizer_states.inspect(optimizer)
             self._own_code.watch_averages(self._optimizers)
         if not self.awake:
             self._own_code.remove_mode()

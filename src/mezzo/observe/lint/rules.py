@@ -174,6 +174,14 @@ MISUSES: tuple[Misuse, ...] = (
         "keep them as integers, or cast them with .float()",
     ),
     Misuse(
+        "A622",
+        "second moments are kept in 16 bits",
+        "warning",
+        "step sizes are wrong: a moment that never falls makes every later step smaller than it should be, and one of 0 divides by eps",
+        "keep FP32 weights under autocast, or 16-bit weights with FP32 masters and moments (mezzo.AdamW, mezzo.Session with policy "
+        "bf16-master)",
+    ),
+    Misuse(
         "A623",
         "sines and cosines of 16-bit angles",
         "warning",
