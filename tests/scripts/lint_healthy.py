@@ -1190,5 +1190,40 @@ def moments_of_masters():
         opt.step()
 
 
+def last_window_divided_by_its_own():
+    for _ in range(2):
+        for number, batch in enumerate(batches[:10], 1):
+            scaler.scale(loss_of(batch) / (4 if number <= 8 else 2)).backward()
+            if number % 4 == 0 or number == 10:
+                scaled_step()
+
+
+def last_window_left_out():
+    for _ in range(2):
+        for number, batch in enumerate(batches[:8], 1):
+            (plain_loss(batch) / 4).backward()
+            if number % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def weight_of_a_loss():
+    for number, batch in enumerate(batches[:9], 1):
+        (0.25 * plain_loss(batch)).backward()
+        if number % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def windows_that_shrink():
+    first = 0
+    for count in (4, 2, 3, 1):
+        for batch in batches[first : first + count]:
+            (plain_loss(batch) / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        first += count
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

@@ -868,5 +868,37 @@ def moments_in_fp16():
         opt.step()  # A622
 
 
+def last_window_short():
+    for _ in range(2):
+        for number, batch in enumerate(batches[:10], 1):
+            scaler.scale(loss_of(batch) / 4).backward()  # A624
+            if number % 4 == 0 or number == 10:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+
+def last_window_of_one():
+    for _ in range(2):
+        for number, batch in enumerate(batches[:7], 1):
+            (0.5 * plain_loss(batch) / 3).backward()  # A624
+            if number % 3 == 0 or number == 7:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def last_window_of_accelerate():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    loader = torch.utils.data.DataLoader(batches[:10], batch_size=None)
+    net, opt, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(plain_loss(batch, net))  # A624
+            opt.step()
+            opt.zero_grad()
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

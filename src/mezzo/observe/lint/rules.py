@@ -189,6 +189,14 @@ MISUSES: tuple[Misuse, ...] = (
         "compute positions, frequencies and angles in FP32: with torch.autocast off around a matrix product, or as an elementwise product "
         "of .float() operands",
     ),
+    Misuse(
+        "A624",
+        "a short accumulation window is divided by the whole number",
+        "info",
+        "the gradients of this update, usually the last of an epoch, are too small by the share of micro-batches that are missing",
+        "divide by the number of micro-batches in the window, or leave out the rest: drop_last=True and a number of batches that is a "
+        "multiple of the window",
+    ),
 )
 
 BY_CODE = {misuse.code: misuse for misuse in MISUSES}
