@@ -94,13 +94,18 @@ HOW = {
         "`mezzo audit` compares the formats that an operation reads with its result's. Half of the result's "
         f"bytes count; the finding is reported if they are at least {MIN_SHARE:.0%} of the step's bytes."
     ),
+    "A305": (
+        "`mezzo audit` adds up the FP32 operands of `layer_norm`, `group_norm` and `rms_norm` kernels of the forward pass, each storage "
+        "once: the kernels keep them for the backward pass. Those that activation checkpointing drops do not count. Half of these bytes "
+        f"count; the finding is reported if they are at least {MIN_SHARE:.0%} of the step's bytes."
+    ),
     "A401": "`mezzo audit` records the operations of `optimizer.step()`: here one wrote into a 16-bit parameter."
     + _EVERY,
     "A402": (
         "`mezzo audit` compares each operation of the forward pass with the portable op lists: here one that they "
         "keep in FP32 read a 16-bit operand and returned a 16-bit result. Operations with an FP32 result do not count: CUDA's "
         "autocast computes many in FP32 from 16-bit operands. Nor do `cross_entropy`, which the lists leave in its operand's format, "
-        "and `interpolate`, whose kernels add only a few values, in FP32."
+        "`interpolate`, whose kernels add only a few values, in FP32, and norms in BF16, whose kernels add up in FP32."
     )
     + _EVERY,
     "A501": "`mezzo audit` reads the names of the kernels from torch's profiler, on CUDA only." + _LEAST,
