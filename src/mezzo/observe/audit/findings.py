@@ -236,13 +236,13 @@ def _promoted(audited: AuditedSteps) -> Part | None:
 
 
 def _wide_norms(audited: AuditedSteps) -> Part | None:
-    """Find the FP32 operands of norms, unless activation checkpointing drops them."""
+    """Find the FP32 operands of norms, unless activation checkpointing may drop them: it recomputes something beside the norm."""
     backward = {(o.module, o.op.removesuffix("_backward")) for o in audited.operations if o.phase in ("dgrad", "wgrad")}
-    again = {(o.module, o.op) for o in audited.operations if o.phase == "recompute"}
+    again = {_parent(o.module) for o in audited.operations if o.phase == "recompute"}
     kept: dict[Hashable, TracedOperation] = {}
     for o in audited.operations:
         norm = o.phase == "forward" and o.op in _NORMS and o.inputs[:1] == (FP32.name,)
-        if norm and (o.module, o.op) in backward - again:
+        if norm and (o.module, o.op) in backward and not any(_lies_in(a, _parent(o.module)) for a in again):
             model = o.raw.entry.calls[-1:]
             kept[o.raw.ins[0][0], id(model[0]) if model else 0] = o
     if not kept or not audited.lowers:
@@ -253,6 +253,14 @@ def _wide_norms(audited: AuditedSteps) -> Part | None:
     detail = f"{keep} them for the backward pass, {_mb(size)}; most of it: {most.op} in {most.module}"
     gain = f"{_mb(size / 2)} fewer activations per audited step; the norms' results are FP32, too, until the next cast"
     return Part([o.module for o in kept.values()], detail, bytes=size // 2, gain=gain)
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _lies_in(module: str, outer: str) -> bool:
+    return not outer or f"{module}.".startswith(f"{outer}.")
 
 
 def _mb(size: float) -> str:
