@@ -41,8 +41,8 @@ _GRAPH = (
     "whether it is a mean. "
 )
 _INSPECTED = (
-    "Mezzo looks at the forward pass of the counted step, which is the second one, and at operations that the script or a library calls "
-    "itself. Code inside `torch.compile` is not seen, nor what runs once before the training. "
+    "Mezzo looks at the forward pass of the second step, which it counts, or of the steps that `mezzo audit` records, and at operations "
+    "that the script or a library calls itself. Code inside `torch.compile` is not seen, nor what runs once before the training. "
 )
 
 HOW = {

@@ -261,6 +261,14 @@ def test_audit_has_it_before_its_own_findings(tmp_path: Path, capsys: pytest.Cap
     assert f"A601  {TITLE}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("function", ["eps_lost", "labels_in_half", "rotary_in_autocast"])
+def test_audit_checks_the_operations_of_its_step(function: str, tmp_path: Path) -> None:
+    record = record_of(tmp_path, "audit", function, "--steps", "3")
+    assert isinstance(record, AuditRecord)
+    found = record.run.findings
+    assert [(f.code, f.step, f.lines) for f in found] == [(PLANTED[function].code, 3, [PLANTED[function].line])]
+
+
 def test_diagnose_has_it_beside_a_healthy_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = record_of(tmp_path, "diagnose", "clip_norm", "--steps", "4")
     assert isinstance(record, DiagnoseRecord)

@@ -1,8 +1,8 @@
-"""Check the operations of the counted step for numbers that a 16-bit format cannot tell apart.
+"""Check the operations of the counted step, or of audited ones, for numbers that a 16-bit format cannot tell apart.
 
-A dispatch mode sees every operation of that one step. It looks at those of the forward pass that the script or a library calls; torch's
-functions know their formats. Most checks need formats and Python numbers only. Where values decide, the device computes a few numbers,
-which are read at the end of the run.
+A dispatch mode sees every operation of such a step. Those of the forward pass that the script or a library calls are checked: functions of
+torch know their formats. Most checks need formats and Python numbers only. Where values decide, the device computes a few numbers, which
+are read at the end of the run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from mezzo.formats import FP32, FP64, Format, format_of
 from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.source_lines import caller, is_of_torch, running_line
 from mezzo.observe.tensors import readable, storage
+
+if TYPE_CHECKING:
+    from mezzo.observe.tracer import InspectOperation
 
 _INTEGERS = (torch.int32, torch.int64)
 """Wider than pixels and samples of sound, which are numbers and no labels."""
@@ -63,8 +67,19 @@ class Operations:
 
     def mode(self, *, step: int, in_step: Callable[[], bool]) -> TorchDispatchMode:
         """Return a mode that checks the operations of step number ``step``; ``in_step`` returns whether an optimizer is stepping."""
+        self.begin(step)
+        return _Mode(self.inspect, in_step)
+
+    def begin(self, step: int) -> None:
+        """Begin to check step number ``step``."""
         self._step = step
-        return _Mode(self._checks, in_step)
+
+    def inspect(self, func: Any, args: Sequence[Any], result: Any, frame: FrameType | None) -> None:
+        """Check one operation outside backward passes and optimizers' steps, which the code of ``frame`` called."""
+        name = func.overloadpacket.__name__
+        check = self._checks.get(name)
+        if check is not None and args and not is_of_torch(frame) and caller(frame) == "script":
+            check(name, args, result)
 
     def report(self) -> None:
         """Read the values that decide, and report."""
@@ -176,23 +191,17 @@ class Operations:
 
 
 class _Mode(TorchDispatchMode):
-    """A mode that passes the forward pass's operations on to checks by name."""
+    """A mode that passes the operations of forward passes on."""
 
-    def __init__(
-        self, checks: dict[str, Callable[[str, Sequence[Any], Any], None]], in_step: Callable[[], bool]
-    ) -> None:
+    def __init__(self, inspect: InspectOperation, in_step: Callable[[], bool]) -> None:
         super().__init__()
-        self._checks, self._in_step = checks, in_step
+        self._inspect, self._in_step = inspect, in_step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and check it."""
         result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        check = self._checks.get(name)
-        if check is not None and args and torch._C._current_autograd_node() is None and not self._in_step():
-            frame = sys._getframe(1)
-            if not is_of_torch(frame) and caller(frame) == "script":
-                check(name, args, result)
+        if torch._C._current_autograd_node() is None and not self._in_step():
+            self._inspect(func, args, result, sys._getframe(1))
         return result
 
     @classmethod
