@@ -40,6 +40,10 @@ _GRAPH = (
     "Mezzo reads the last operations of the loss's graph: what it was multiplied and divided by, and "
     "whether it is a mean. "
 )
+_INSPECTED = (
+    "Mezzo looks at the forward pass of the second step, which it counts, or of the steps that `mezzo audit` records, and at operations "
+    "that the script or a library calls itself. Code inside `torch.compile` is not seen, nor what runs once before the training. "
+)
 
 HOW = {
     "A101": _WIDE + "here no product of the step ran below 32 bits, and autocast was on around none of them." + _LEAST,
@@ -90,13 +94,18 @@ HOW = {
         "`mezzo audit` compares the formats that an operation reads with its result's. Half of the result's "
         f"bytes count; the finding is reported if they are at least {MIN_SHARE:.0%} of the step's bytes."
     ),
+    "A305": (
+        "`mezzo audit` adds up the FP32 operands of `layer_norm`, `group_norm` and `rms_norm` kernels of the forward pass, each storage "
+        "once: the kernels keep them for the backward pass. Those that activation checkpointing drops do not count. Half of these bytes "
+        f"count; the finding is reported if they are at least {MIN_SHARE:.0%} of the step's bytes."
+    ),
     "A401": "`mezzo audit` records the operations of `optimizer.step()`: here one wrote into a 16-bit parameter."
     + _EVERY,
     "A402": (
         "`mezzo audit` compares each operation of the forward pass with the portable op lists: here one that they "
         "keep in FP32 read a 16-bit operand and returned a 16-bit result. Operations with an FP32 result do not count: CUDA's "
         "autocast computes many in FP32 from 16-bit operands. Nor do `cross_entropy`, which the lists leave in its operand's format, "
-        "and `interpolate`, whose kernels add only a few values, in FP32."
+        "`interpolate`, whose kernels add only a few values, in FP32, and norms in BF16, whose kernels add up in FP32."
     )
     + _EVERY,
     "A501": "`mezzo audit` reads the names of the kernels from torch's profiler, on CUDA only." + _LEAST,
@@ -133,6 +142,36 @@ HOW = {
     + _FIRST,
     "A615": "Mezzo records the formats of the script's autocast regions and whether its scaler is on.",
     "A616": _CALLS + "Here `unscale_` or `step` of a scaler found FP16 parameters with gradients.",
+    "A617": (
+        "Mezzo looks at the dictionaries that the script passes to `torch.save`: here one has the keys of an optimizer's state, after a "
+        "step of a GradScaler whose `state_dict()` was not called until the end of the run."
+    ),
+    "A618": _CALLS
+    + "Here `unscale_` or `step` of a scaler found gradients that its call for another optimizer had divided, with no backward pass and no "
+    "`update()` between." + _FIRST,
+    "A619": (
+        "Mezzo records calls of `AveragedModel.update_parameters`, and the script's own arithmetic on weights between an update and the "
+        "next forward pass: here all updates since the last move were skipped. The first call of `AveragedModel` is a copy and does not "
+        "count."
+    )
+    + _FIRST,
+    "A620": _INSPECTED
+    + "Here a Python number was a bound of `clamp`, or was added, and the format of the result holds 0, 1 or -1 in its place.",
+    "A621": _INSPECTED
+    + "Here 32- or 64-bit integers were cast to 16 bits, or multiplied by 16-bit numbers, and one of them changed; or `arange` or "
+    "`linspace` counted in 16 bits to where its format's numbers are farther apart than its steps. Integers that only divide do not "
+    "count: a quotient is rounded as much in any case.",
+    "A622": (
+        "Mezzo reads the formats of an optimizer's state after its first update, and the decay of its second moment (`exp_avg_sq`, "
+        "`square_avg`). In FP16 it is always reported; in BF16 if one minus the decay is below half a unit in the last place of every "
+        "number, which is 2^-9 of it: decays above 0.998."
+    ),
+    "A623": _INSPECTED
+    + "Here `sin` or `cos` read angles that all are 16-bit numbers, whatever format they were stored in, and the largest lies where "
+    "neighbouring numbers are at least half a radian apart: from 64 in BF16 and from 512 in FP16.",
+    "A624": _GRAPH
+    + "Here an update had fewer backward passes than one before it, which were divided by their number, and each loss was divided by that "
+    "number, too." + _FIRST,
 }
 
 

@@ -113,6 +113,8 @@ def case(code, planted):
     elif code == "A304":
         shift = torch.ones(16) if planted else torch.ones(16, dtype=BF16)
         model = Around(Middle(lambda self, x: x + shift))
+    elif code == "A305":
+        model = Around(nn.LayerNorm(16))
     elif code == "A401" and planted:
         model, x, enabled = model.to(BF16), x.to(BF16), False
     elif code == "A402":

@@ -1,11 +1,25 @@
 """What looks like a misuse of mixed precision and is none."""
 
 import copy
+import io
 import sys
 import warnings
 
 import torch
-from lint_planted import STEPS, batches, half, loss_of, model, network, optimizer, plain_loss, scaler, train_plainly
+from lint_planted import (
+    STEPS,
+    batches,
+    half,
+    loss_of,
+    model,
+    network,
+    optimizer,
+    plain_loss,
+    scaler,
+    train_in,
+    train_plainly,
+    train_with,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
@@ -902,6 +916,313 @@ def checkpointed():
                 loss = F.mse_loss(model[3](hidden).float(), targets)
             scaler.scale(loss).backward()
             scaled_step()
+
+
+def saved_with_scaler():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        state = {"optimizer": optimizer.state_dict(), "scaler": scaler.state_dict()}
+        torch.save({"model": model.state_dict(), **state}, io.BytesIO())
+
+
+def saved_to_files_of_their_own():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaled_step()
+        for each in (model, optimizer, scaler):
+            torch.save(each.state_dict(), io.BytesIO())
+
+
+def saved_as_objects():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaled_step()
+    torch.save([optimizer, scaler], io.BytesIO())
+
+
+def saved_for_evaluation():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaled_step()
+        torch.save({"model": model.state_dict(), "state": 3}, io.BytesIO())
+
+
+def scale_saved_as_a_number():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaled_step()
+        torch.save({"optimizer": optimizer.state_dict(), "scale": scaler.get_scale()}, io.BytesIO())
+
+
+def saved_before_the_scaler_steps():
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaled_step()
+
+
+def saved_without_a_scaler_in_use():
+    off = torch.amp.GradScaler("cpu", enabled=False)
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        off.scale(plain_loss(batch)).backward()
+        off.step(optimizer)
+        off.update()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())
+
+
+def split_between_two_optimizers():
+    first = torch.optim.SGD(model[:3].parameters(), lr=0.05)
+    second = torch.optim.SGD(model[3].parameters(), lr=0.05)
+    for batch in batches[:STEPS]:
+        model.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(first)
+        scaler.step(second)
+        scaler.update()
+
+
+def shared_but_computed_again():
+    second = torch.optim.SGD(model[3].parameters(), lr=0.05)
+    for batch in batches[:STEPS]:
+        for each in (optimizer, second):
+            model.zero_grad()
+            scaler.scale(loss_of(batch)).backward()
+            scaler.unscale_(each)
+            scaler.step(each)
+        scaler.update()
+
+
+def shared_in_turns():
+    second = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number, batch in enumerate(batches[:STEPS]):
+        model.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step((optimizer, second)[number % 2])
+        scaler.update()
+
+
+def average_waits_for(opt):
+    mean, own = torch.optim.swa_utils.AveragedModel(model), copy.deepcopy(model)
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    mean.update_parameters(model)
+    high.scale(torch.zeros(()))
+    for batch in batches[:8]:
+        opt.zero_grad()
+        scale = high.get_scale()
+        high.scale(loss_of(batch)).backward()
+        high.step(opt)
+        high.update()
+        if high.get_scale() >= scale:
+            mean.update_parameters(model)
+            with torch.no_grad():
+                for slow, fast in zip(own.parameters(), model.parameters(), strict=True):
+                    slow.lerp_(fast, 0.01)
+
+
+def average_waits():
+    average_waits_for(torch.optim.AdamW(model.parameters()))
+
+
+def average_waits_for_fused():
+    average_waits_for(torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def average_of_several_updates():
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**18)
+    for number, batch in enumerate(batches, 1):
+        optimizer.zero_grad()
+        high.scale(loss_of(batch)).backward()
+        high.step(optimizer)
+        high.update()
+        if number % 6 == 0:
+            mean.update_parameters(model)
+
+
+def average_begins_with_a_copy():
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    for batch in batches[:1]:
+        high.scale(loss_of(batch)).backward()
+        high.step(optimizer)
+        high.update()
+        mean.update_parameters(model)
+
+
+def clamped_in_fp32():
+    def loss(batch):
+        chance = torch.sigmoid(model(batch[0])).half().float().clamp(1e-7, 1 - 1e-6)
+        spread = chance.square().mean(0).clamp_min(1e-12)
+        return -torch.log(1 - chance + 1e-12).mean() + (chance / torch.sqrt(spread + 1e-8)).mean()
+
+    train_with(loss)
+
+
+def bounds_that_the_format_holds():
+    def loss(batch):
+        x = model(batch[0]).half()
+        chance = torch.sigmoid(x).clamp(1e-7, 1 - 1e-3)
+        narrow = torch.sigmoid(x.bfloat16()).clamp(1e-12, 0.99).clamp(0, 1)
+        return (chance.float() + narrow.float()).mean() + (x + 1e-6 + 0.0).clamp(-1.0, 1.0).float().mean()
+
+    train_with(loss)
+
+
+def eps_in_bf16():
+    def loss(batch):
+        x = model(batch[0]).bfloat16()
+        return (x / (x.square().mean() + 1e-12)).float().square().mean()
+
+    train_with(loss)
+
+
+def eps_of_modules():
+    net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8, eps=1e-12), nn.Linear(8, 2))
+
+    def loss(batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.normalize(net(batch[0]), dim=1).float().square().mean() + net(batch[0]).float().mean()
+
+    train_with(loss, net)
+
+
+def labels_in_fp32():
+    labels = torch.arange(3000, 3016)
+
+    def loss(batch):
+        return (model(batch[0])[:, 0] - labels.float() / 3000).square().mean()
+
+    train_with(loss)
+
+
+def integers_that_16_bits_hold():
+    pixels, bits = torch.arange(240, 256), torch.arange(2033, 2049)
+
+    def loss(batch):
+        scaled = (
+            pixels.bfloat16().float() / 255 + bits.half().float() / 2048 + (pixels * torch.ones(16).bfloat16()).float()
+        )
+        position = torch.arange(2048, dtype=torch.float16)[:16] + torch.arange(0, 4096, 16, dtype=torch.bfloat16)[:16]
+        return (model(batch[0])[:, 0] - scaled).square().mean() + position.float().mean()
+
+    train_with(loss)
+
+
+def counts_that_divide():
+    counts = torch.arange(300, 316)
+
+    def loss(batch):
+        x = model(batch[0]).bfloat16()
+        share = counts[:, None].to(x.dtype)
+        return (x / share).float().square().mean() + (x / counts[:, None]).float().mean()
+
+    train_with(loss)
+
+
+def sound_in_half():
+    sound = torch.arange(3001, 3017, dtype=torch.int16)
+
+    def loss(batch):
+        return (model(batch[0])[:, 0] * (sound.half() / 32768).float()).square().mean()
+
+    train_with(loss)
+
+
+def one_number_in_half():
+    def loss(batch):
+        return (model(batch[0]).half() * torch.tensor(3001) / torch.tensor(3001).half()).float().square().mean()
+
+    train_with(loss)
+
+
+def rotary_in_fp32():
+    frequency = 100.0 ** -torch.linspace(0, 1, 8)[None]
+    position = 4096 + torch.arange(16.0)[:, None]
+
+    def loss(batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            angles = position * frequency
+            turned = angles.cos().to(torch.bfloat16)
+        return (model(batch[0]) * turned[:, :2].float()).square().mean()
+
+    train_with(loss)
+
+
+def small_angles_in_half():
+    def loss(batch):
+        x = model(batch[0])
+        return (
+            (30 * x).bfloat16().clamp(-60, 60).sin().float().mean()
+            + torch.arange(250.0).cos().mean()
+            + x.half().cos().mean()
+        )
+
+    train_with(loss)
+
+
+def moments_in_fp32():
+    for opt in train_in(torch.float32, torch.optim.AdamW, lr=1e-3):
+        opt.step()
+
+
+def moments_that_fall_fast():
+    for opt in train_in(torch.bfloat16, torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95)):
+        opt.step()
+
+
+def momentum_in_bf16():
+    for opt in train_in(torch.bfloat16, torch.optim.SGD, lr=1e-3, momentum=0.9):
+        opt.step()
+
+
+def moments_of_masters():
+    import mezzo
+
+    net = nn.Linear(6, 2).bfloat16()
+    opt = mezzo.AdamW(net.parameters(), lr=1e-3)
+    for batch in batches[:STEPS]:
+        opt.zero_grad()
+        F.mse_loss(net(batch[0].bfloat16()).float(), batch[1]).backward()
+        opt.step()
+
+
+def last_window_divided_by_its_own():
+    for _ in range(2):
+        for number, batch in enumerate(batches[:10], 1):
+            scaler.scale(loss_of(batch) / (4 if number <= 8 else 2)).backward()
+            if number % 4 == 0 or number == 10:
+                scaled_step()
+
+
+def last_window_left_out():
+    for _ in range(2):
+        for number, batch in enumerate(batches[:8], 1):
+            (plain_loss(batch) / 4).backward()
+            if number % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def weight_of_a_loss():
+    for number, batch in enumerate(batches[:9], 1):
+        (0.25 * plain_loss(batch)).backward()
+        if number % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def windows_that_shrink():
+    first = 0
+    for count in (4, 2, 3, 1):
+        for batch in batches[first : first + count]:
+            (plain_loss(batch) / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        first += count
 
 
 if __name__ == "__main__":

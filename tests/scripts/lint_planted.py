@@ -1,6 +1,7 @@
 """One misuse of mixed precision each; the line that is to blame ends with its code."""
 
 import copy
+import io
 import sys
 import warnings
 
@@ -626,6 +627,277 @@ def half_weights():
         scaler.scale(F.mse_loss(net(batch[0].half()).float(), batch[1])).backward()
         scaler.step(opt)  # A616
         scaler.update()
+
+
+def saved_without_scaler():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())  # A617
+
+
+def saved_without_scaler_deeply():
+    scaler.get_scale()
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        state = {"step": 3, "training": {"optimizers": [optimizer.state_dict()]}}
+        torch.save(state, io.BytesIO())  # A617
+
+
+def shared_by_two_optimizers():
+    second = torch.optim.SGD(model[3].parameters(), lr=0.05)
+    for batch in batches[:STEPS]:
+        model.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.step(second)  # A618
+        scaler.update()
+
+
+def shared_and_clipped():
+    second = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[3].parameters()}], lr=1e-3)
+    for batch in batches[:STEPS]:
+        model.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.unscale_(second)  # A618
+        scaler.step(optimizer)
+        scaler.step(second)
+        scaler.update()
+
+
+def skipping():
+    """Train with a scale from which every update overflows."""
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        high.scale(loss_of(batch)).backward()
+        high.step(optimizer)
+        high.update()
+        yield
+
+
+def average_model_on_skip():
+    mean = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    mean.update_parameters(model)  # a copy
+    for _ in skipping():
+        mean.update_parameters(model)  # A619
+
+
+def average_by_hand_on_skip():
+    mean = copy.deepcopy(model)
+    for _ in skipping():
+        with torch.no_grad():
+            for slow, fast in zip(mean.parameters(), model.parameters(), strict=True):
+                slow.lerp_(fast, 0.01)  # A619
+
+
+def average_copied_on_skip():
+    mean = [p.detach().clone() for p in model.parameters()]
+    for _ in skipping():
+        for slow, fast in zip(mean, model.parameters(), strict=True):
+            slow.copy_(0.99 * slow + 0.01 * fast.detach())  # A619
+
+
+def average_on_skip_of_fused():
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    mean.update_parameters(model)  # a copy
+    for batch in batches[:STEPS]:
+        fused.zero_grad()
+        high.scale(loss_of(batch)).backward()
+        high.step(fused)
+        high.update()
+        mean.update_parameters(model)  # A619
+
+
+def train_with(loss_of_step, net=model):
+    opt = torch.optim.SGD(net.parameters(), lr=0.01)
+    for batch in batches[:STEPS]:
+        opt.zero_grad()
+        loss_of_step(batch).backward()
+        opt.step()
+
+
+def clamped_probability():
+    def loss(batch):
+        chance = torch.sigmoid(model(batch[0])).half().clamp(1e-3, 1 - 1e-6)  # A620
+        return -torch.log(1 - chance.float() + 1e-6).mean()
+
+    train_with(loss)
+
+
+def clamped_in_bf16():
+    def loss(batch):
+        cosine = torch.tanh(model(batch[0])).bfloat16()
+        cosine = torch.clamp(cosine, max=0.999)  # A620
+        return torch.acos(cosine.float() * 0.99).mean()
+
+    train_with(loss)
+
+
+def clamped_to_zero():
+    def loss(batch):
+        length = model(batch[0]).half().square().sum(1).clamp_min(1e-12)  # A620
+        return (length.float() + 1).log().mean()
+
+    train_with(loss)
+
+
+def eps_lost():
+    def loss(batch):
+        x = model(batch[0]).half()
+        spread = (x - x.mean(0)).square().mean(0)
+        return (x / torch.sqrt(spread + 1e-8)).float().square().mean()  # A620
+
+    train_with(loss)
+
+
+def labels_in_half():
+    labels = torch.arange(3000, 3016)
+
+    def loss(batch):
+        aim = labels.half()  # A621
+        return (model(batch[0])[:, 0] - aim.float() / 3000).square().mean()
+
+    train_with(loss)
+
+
+def steps_in_bf16():
+    times = torch.arange(0, 1000, 63)
+
+    def loss(batch):
+        phase = times[:, None].to(torch.bfloat16) * 1e-3  # A621
+        return (model(batch[0]) * phase.float()).square().mean()
+
+    train_with(loss)
+
+
+def positions_in_half():
+    def loss(batch):
+        position = torch.arange(4096, dtype=torch.float16)  # A621
+        return model(batch[0]).square().mean() * position[:10].float().mean()
+
+    train_with(loss)
+
+
+def positions_times_frequencies():
+    frequency = torch.tensor([1.0, 0.1], dtype=torch.bfloat16)
+
+    def loss(batch):
+        angles = torch.arange(500, 516)[:, None] * frequency  # A621
+        return (model(batch[0]) * angles.float()).square().mean()
+
+    train_with(loss)
+
+
+def stored_in_half():
+    labels = torch.arange(3000, 3016)
+    aim = torch.empty(16, dtype=torch.float16)
+
+    def loss(batch):
+        aim.copy_(labels)  # A621
+        return (model(batch[0])[:, 0] - aim.float() / 3000).square().mean()
+
+    train_with(loss)
+
+
+def rotary_in_autocast():
+    frequency = 100.0 ** -torch.linspace(0, 1, 8)[None]
+    position = 4096 + torch.arange(16.0)[:, None]
+
+    def loss(batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            angles = position @ frequency
+        return (model(batch[0]) * angles.cos()[:, :2].float()).square().mean()  # A623
+
+    train_with(loss)
+
+
+def rotary_upcast_too_late():
+    frequency = (100.0 ** -torch.linspace(0, 1, 8)).half()
+    position = torch.arange(1500.0, 1516.0).half()
+
+    def loss(batch):
+        angles = torch.outer(position, frequency).float()
+        turned = torch.cat([angles, angles], -1).sin()  # A623
+        return (model(batch[0]) * turned[:, :2]).square().mean()
+
+    train_with(loss)
+
+
+def train_in(dtype, kind, **arguments):
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(dtype)
+    opt = kind(net.parameters(), **arguments)
+    for batch in batches[:STEPS]:
+        opt.zero_grad()
+        loss = F.mse_loss(net(batch[0].to(dtype)).float(), batch[1])
+        if dtype == torch.float16:
+            (loss * 128).backward()
+            for p in net.parameters():
+                p.grad.div_(128)
+        else:
+            loss.backward()
+        yield opt
+
+
+def moments_in_bf16():
+    for opt in train_in(torch.bfloat16, torch.optim.AdamW, lr=1e-3):
+        opt.step()  # A622
+
+
+def moments_in_bf16_fused():
+    for opt in train_in(torch.bfloat16, torch.optim.Adam, lr=1e-3, fused=True):
+        opt.step()  # A622
+
+
+def moments_of_adadelta():
+    for opt in train_in(torch.bfloat16, torch.optim.Adadelta, rho=0.999):
+        opt.step()  # A622
+
+
+def moments_in_fp16():
+    for opt in train_in(torch.float16, torch.optim.RMSprop, lr=1e-3, eps=1e-4):
+        opt.step()  # A622
+
+
+def last_window_short():
+    for _ in range(2):
+        for number, batch in enumerate(batches[:10], 1):
+            scaler.scale(loss_of(batch) / 4).backward()  # A624
+            if number % 4 == 0 or number == 10:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+
+def last_window_of_one():
+    for _ in range(2):
+        for number, batch in enumerate(batches[:7], 1):
+            (0.5 * plain_loss(batch) / 3).backward()  # A624
+            if number % 3 == 0 or number == 7:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def last_window_of_accelerate():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    loader = torch.utils.data.DataLoader(batches[:10], batch_size=None)
+    net, opt, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(plain_loss(batch, net))  # A624
+            opt.step()
+            opt.zero_grad()
 
 
 if __name__ == "__main__":

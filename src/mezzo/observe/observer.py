@@ -33,7 +33,7 @@ from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RunRecord
 
 if TYPE_CHECKING:
-    from mezzo.observe.tracer import Tracer
+    from mezzo.observe.tracer import InspectOperation, Tracer
 
 _WRAPPERS = re.compile(r"^((_orig_mod|module)\.)+")
 
@@ -113,6 +113,9 @@ class ObservedRun(Protocol):
     @property
     def gradient_scale(self) -> float:
         """The loss scale by which the parameters' gradients are still multiplied after a backward pass; waits for the device."""
+
+    def inspection(self, step: int) -> InspectOperation | None:
+        """Return what checks the operations of step number ``step`` for misuse of mixed precision; None for nothing."""
 
     def one_module(self, policy: Policy) -> OneModule:
         """Return how a single module runs under ``policy``."""

@@ -32,6 +32,8 @@ _PASSED_THROUGH = (
     str(Path(_KERAS, "src", "backend", "torch", "core.py")),
 )
 """Python files between the caller of an operation and the operation itself."""
+_AROUND_MODES = (str(Path(_TORCH, "_dynamo", "eval_frame.py")), str(Path(_TORCH, "_compile.py")))
+"""Files of torch that call the modes which torch.compile may ignore."""
 _ENGINE = (
     *("casts/autocast_kernels", "casts/conversion", "matrix_units/emulation", "matrix_units/fp8_", "kernels"),
     *("optimizers/one_pass", "optimizers/adamw_and_sgd"),
@@ -65,6 +67,13 @@ def _caller_of(file: str) -> Caller | None:
     if file in _PASSED_THROUGH:
         return None
     return "policy" if file.startswith(_POLICY) else "mezzo" if file.startswith(_MEZZO) else "script"
+
+
+def is_of_torch(frame: FrameType | None) -> bool:
+    """Return whether a Python function of torch calls the running operation, and not the script, a library or Mezzo."""
+    while frame is not None and frame.f_code.co_filename in (*_PASSED_THROUGH, *_AROUND_MODES):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 
 
 def is_of_mezzo(file: str) -> bool:

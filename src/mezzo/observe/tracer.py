@@ -57,20 +57,36 @@ class Flags(Protocol):
     recomputing: bool
 
 
+class InspectOperation(Protocol):
+    """An inspection of one finished operation; ``frame`` is the Python frame that called it."""
+
+    def __call__(self, func: Any, args: Sequence[Any], result: Any, frame: FrameType | None) -> None:
+        """Inspect it."""
+
+
 class Tracer(TorchDispatchMode):
     """A dispatch mode that records every operation; ``start`` and ``stop`` enter and leave it."""
 
-    def __init__(self, formats: OperandFormats, *, device_type: str, flags: Flags | None = None) -> None:
+    def __init__(
+        self,
+        formats: OperandFormats,
+        *,
+        device_type: str,
+        flags: Flags | None = None,
+        inspect: InspectOperation | None = None,
+    ) -> None:
         """Create a tracer; ``start`` turns it on.
 
         Args:
             formats: returns the format that an operation computes in.
             device_type: torch's device type, for autocast's state.
             flags: whether activation checkpointing is recomputing; None if that is unknown.
+            inspect: called with each operation outside backward passes and optimizers' steps; None to call nothing.
         """
         super().__init__()
         self.trace = Trace()
         self._formats = formats
+        self._on_operation = inspect
         self._device_type = device_type
         self._flags = flags or SimpleNamespace(recomputing=False)
         self._local = ThreadNodes()
@@ -171,6 +187,8 @@ class Tracer(TorchDispatchMode):
         running, recomputed, number = _node_running(), False, _next_number()
         local = self._local
         if running is None:
+            if self._on_operation is not None and not self._stepping:
+                self._on_operation(func, args, result, sys._getframe().f_back)
             node, entry = None, local.entry or NOWHERE
             if number != local.number:
                 self._place(number, entry)

@@ -46,6 +46,7 @@ CASES: dict[str, tuple[str, str, list[str], str]] = {
     "A302": ("as-is", "as-is", ["middle"], "casts of weights that the same forward pass had cast before"),
     "A303": ("as-is", "as-is", ["middle"], "of all bytes, most in middle"),
     "A304": ("as-is", "as-is", ["middle"], "mixes bf16 and fp32"),
+    "A305": ("bf16", "bf16:lower=layer_norm", ["middle"], "a norm reads FP32 values and keeps them"),
     "A401": ("as-is", "as-is", [], "updates bf16 parameters in place"),
     "A402": ("as-is", "as-is", ["middle"], "_softmax ran on bf16 operands"),
 }

@@ -105,7 +105,39 @@ EXPECTED = {
     "needless": Expected(modules=NONE),
     "half_weights": Expected(1, 1, 4, ("Linear",)),
     "clip_one_of_two": Expected(modules=("3",)),
+    "shared_by_two_optimizers": Expected(modules=("3",)),
+    "shared_and_clipped": Expected(modules=("0", "3")),
+    "average_model_on_skip": Expected(1, 4, 0, NONE),
+    "average_by_hand_on_skip": Expected(1, 4, 0, NONE),
+    "average_copied_on_skip": Expected(1, 4, 0, NONE),
+    "average_on_skip_of_fused": Expected(1, 4, 0, NONE),
+    "moments_in_bf16": Expected(1, 1, 1),
+    "moments_in_bf16_fused": Expected(1, 1, 1),
+    "moments_of_adadelta": Expected(1, 1, 1),
+    "moments_in_fp16": Expected(1, 1, 0),  # the policy's scale times the script's overflows
+    "last_window_short": Expected(3, 2, 2),
+    "last_window_of_one": Expected(3, 2, 2),
+    "last_window_of_accelerate": Expected(3, 1, 1),
+    "saved_without_scaler": Expected(modules=NONE),
+    "saved_without_scaler_deeply": Expected(modules=NONE),
 }
+EXPECTED |= {
+    name: Expected(2, 1, 1, NONE)
+    for name in (
+        "clamped_probability",
+        "clamped_in_bf16",
+        "clamped_to_zero",
+        "eps_lost",
+        "labels_in_half",
+        "steps_in_bf16",
+        "positions_in_half",
+        "positions_times_frequencies",
+        "stored_in_half",
+        "rotary_in_autocast",
+        "rotary_upcast_too_late",
+    )
+}
+"""Seen in the counted step only."""
 PLANTED_SCRIPT = SCRIPTS / "lint_planted.py"
 CALL = next(
     f"{PLANTED_SCRIPT}:{number}"
@@ -115,7 +147,7 @@ CALL = next(
 """The line that calls the model for those that train plainly."""
 STATISTICS = Planted(CALL, "A613")
 PLANTED = {**functions("lint_planted"), "statistics": STATISTICS, "statistics_of_its_own": STATISTICS}
-SHARED = ("half", "network")
+SHARED = ("half", "network", "skipping")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -229,6 +261,14 @@ def test_audit_has_it_before_its_own_findings(tmp_path: Path, capsys: pytest.Cap
     assert f"A601  {TITLE}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("function", ["eps_lost", "labels_in_half", "rotary_in_autocast"])
+def test_audit_checks_the_operations_of_its_step(function: str, tmp_path: Path) -> None:
+    record = record_of(tmp_path, "audit", function, "--steps", "3")
+    assert isinstance(record, AuditRecord)
+    found = record.run.findings
+    assert [(f.code, f.step, f.lines) for f in found] == [(PLANTED[function].code, 3, [PLANTED[function].line])]
+
+
 def test_diagnose_has_it_beside_a_healthy_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = record_of(tmp_path, "diagnose", "clip_norm", "--steps", "4")
     assert isinstance(record, DiagnoseRecord)
@@ -251,6 +291,17 @@ def test_diagnose_has_it_beside_a_healthy_verdict(tmp_path: Path, capsys: pytest
 def test_a_backward_pass_that_was_not_scaled_is_counted_among_all(function: str, detail: str) -> None:
     [found] = [f for f in linted("lint_planted", AS_IS, function) if f.code == "A604"]
     assert found.detail.startswith(detail)
+
+
+@pytest.mark.parametrize(("eps", "codes"), [(1e-8, ["A620", "A622"]), (1e-4, ["A622"])])
+def test_an_eps_of_adam_that_fp16_rounds_to_zero(eps: float, codes: list[str]) -> None:
+    """FP16's smallest number is 6e-8: where a second moment is 0, Adam divides by 0."""
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    with switched(None) as (run, _):
+        optimizer = torch.optim.Adam([weight], lr=1e-3, eps=eps)
+        weight.grad = torch.full_like(weight, 0.25)
+        optimizer.step()
+    assert [f.code for f in run.lint.findings()] == codes
 
 
 LOSSES: list[tuple[str, Callable[[Tensor, Tensor], Tensor], bool]] = [

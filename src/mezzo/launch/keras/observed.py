@@ -92,6 +92,9 @@ class ObservedKeras:
         """The optimizers that have made an update."""
         return list(self._optimizers.values())
 
+    def inspection(self, step: int) -> None:
+        """Return nothing: the formats of a Keras layer are its dtype policy's."""
+
     def one_module(self, policy: Policy) -> OneModule:
         """Return how a single layer runs under ``policy``."""
         return OneLayer(policy, self.tree, self.returned_formats)

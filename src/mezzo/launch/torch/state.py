@@ -40,6 +40,7 @@ from mezzo.records import OWN_16_BITS, Reason
 if TYPE_CHECKING:
     from mezzo.launch.torch.guarding import ScriptGuard
     from mezzo.launch.torch.models.model_changes import ChangedModels
+    from mezzo.observe.tracer import InspectOperation
 
 _OWN_AMP_OFF = Reason(
     what="own autocast",
@@ -423,6 +424,11 @@ class Run:
     def gradient_scale(self) -> float:
         """The loss scale that is still in the gradients: that of the script's own scaler, since the policy's is divided out immediately."""
         return 1.0 if self.script_scaler is None else float(self.script_scaler.get_scale())
+
+    def inspection(self, step: int) -> InspectOperation:
+        """Return what checks the operations of step number ``step``, for observers."""
+        self.lint.operations.begin(step)
+        return self.lint.operations.inspect
 
     def one_module(self, policy: Policy) -> OneModule:
         """Return how a single module runs under ``policy``, for observers."""

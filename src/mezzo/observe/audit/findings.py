@@ -23,6 +23,8 @@ MIN_SHARE = 0.01
 MUCH_CAST = 0.25
 _HALF = (FP16.name, BF16.name)
 _AMPERE = (8, 0)
+_NORMS = ("native_layer_norm", "native_group_norm", "_fused_rms_norm")
+"""Kernels that keep their operand for the backward pass, and add up in FP32 whatever its format."""
 _FULL_WIDTH = "would run in kernels with full-width loads"
 
 
@@ -233,6 +235,38 @@ def _promoted(audited: AuditedSteps) -> Part | None:
     return Part([o.module for o in found], detail, bytes=sum(m[2] // 2 for o in found for m in o.raw.outs))
 
 
+def _wide_norms(audited: AuditedSteps) -> Part | None:
+    """Find the FP32 operands of norms, unless activation checkpointing may drop them: it recomputes something beside the norm."""
+    backward = {(o.module, o.op.removesuffix("_backward")) for o in audited.operations if o.phase in ("dgrad", "wgrad")}
+    again = {_parent(o.module) for o in audited.operations if o.phase == "recompute"}
+    kept: dict[Hashable, TracedOperation] = {}
+    for o in audited.operations:
+        norm = o.phase == "forward" and o.op in _NORMS and o.inputs[:1] == (FP32.name,)
+        if norm and (o.module, o.op) in backward and not any(_lies_in(a, _parent(o.module)) for a in again):
+            model = o.raw.entry.calls[-1:]
+            kept[o.raw.ins[0][0], id(model[0]) if model else 0] = o
+    if not kept or not audited.lowers:
+        return None
+    size = sum(o.raw.ins[0][2] for o in kept.values())
+    most = max(kept.values(), key=lambda o: o.raw.ins[0][2])
+    keep = f"{len(kept)} norms read FP32 values and keep" if len(kept) > 1 else "a norm reads FP32 values and keeps"
+    detail = f"{keep} them for the backward pass, {_mb(size)}; most of it: {most.op} in {most.module}"
+    gain = f"{_mb(size / 2)} fewer activations per audited step; the norms' results are FP32, too, until the next cast"
+    return Part([o.module for o in kept.values()], detail, bytes=size // 2, gain=gain)
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _lies_in(module: str, outer: str) -> bool:
+    return not outer or f"{module}.".startswith(f"{outer}.")
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:.3g} MB"
+
+
 # --- accuracy ----------------------------------------------------------------------------------------------------------------
 
 
@@ -260,6 +294,7 @@ def _sensitive(audited: AuditedSteps) -> Part | None:
         and "upsample"
         not in o.op  # a mean of a few values, which its kernels add in FP32; its backward pass is why it is listed
         and any(name in _HALF for name in o.inputs[:1])
+        and not (o.op in _NORMS and o.inputs[:1] == (BF16.name,))  # no range is left, and sums are FP32
         and any(name in _HALF for name in o.outputs[:1])  # else it reads 16 bits and computes in FP32
         and any(meta[2] > 2 for meta in o.raw.ins)
     ]
@@ -378,6 +413,13 @@ RULES: tuple[FindingRule, ...] = (
         "mixed 16-bit and FP32 operands",
         "cast the FP32 operand to the format of the other, or register the buffer in it",
         _promoted,
+    ),
+    FindingRule(
+        "A305",
+        "norms keep FP32 activations",
+        "if memory is short, checkpoint these modules; in BF16, name the norms in the policy's field lower (--policy "
+        "bf16:lower=layer_norm): their kernels add up in FP32. In FP16 the op lists keep them in FP32 for range",
+        _wide_norms,
     ),
     FindingRule(
         "A401",

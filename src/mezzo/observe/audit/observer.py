@@ -40,7 +40,10 @@ class Audit(Observer):
         """Start the tracer."""
         formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
-        self._tracer, self._marked = Tracer(formats, device_type=device_type, flags=self.run), 0
+        self._tracer, self._marked = (
+            Tracer(formats, device_type=device_type, flags=self.run, inspect=self.run.inspection(step)),
+            0,
+        )
         self._first_optimizer_at = None  # a position in the tracer of the thread that this one replaces
         self._tracer.start(stepping_is_called=True)
         self._watch_kernels()

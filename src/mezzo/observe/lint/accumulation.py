@@ -34,6 +34,8 @@ class Accumulation:
         self._log = log
         self._undivided: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """Windows in a row without any division; far below 0 once a loss has been divided."""
+        self._whole: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """The number of passes of the last window that was divided by it."""
 
     def in_session(self, backward: BackwardPass, parameters: list[Tensor]) -> None:
         """Record a backward pass of a session, whose own division is one of the factors."""
@@ -44,11 +46,13 @@ class Accumulation:
 
     def closed(self, optimizer: Optimizer, state: GradientState, *, step: int) -> None:
         """Record the backward passes of the update that step number ``step`` is about to make."""
-        passes = state.passes
+        passes, count = state.passes, len(state.passes)
         # A script that changes gradients by hand may divide them at that point.
-        if len(passes) < 2 or state.by_hand or passes[0].divides_by > 1:
+        if not passes or state.by_hand or passes[0].divides_by > 1:
             return
-        count = len(passes)
+        self._check_short(optimizer, passes)
+        if count < 2:
+            return
         if all(_divided_twice(p, count) for p in passes):
             by_whom = ", the second time by the library that calls backward()" if passes[0].library else ""
             detail = f"{count} backward passes precede an update, and the loss is divided by {count} twice{by_whom}"
@@ -62,6 +66,23 @@ class Accumulation:
                 self._log.add("A608", detail, parameters=trained_leaves(optimizer), line=passes[0].line, step=first)
         else:
             self._undivided[optimizer] = -1_000_000
+
+    def _check_short(self, optimizer: Optimizer, passes: list[BackwardPass]) -> None:
+        """Check a window with fewer passes than the ones before: the last of an epoch."""
+        count, whole = len(passes), self._whole.get(optimizer, 0)
+        if count > 1 and all(_divided_once(p, count) for p in passes):
+            self._whole[optimizer] = count
+        elif count < whole and all(_divided_once(p, whole) for p in passes):
+            by_whom = " by the library that calls backward()" if passes[0].library else ""
+            number = f"{count} backward pass{'es' if count > 1 else ''}"
+            detail = f"an update of {number} divides each loss by {whole}{by_whom}, as the updates of {whole} passes do"
+            detail += _invariance_note(optimizer)
+            self._log.add("A624", detail, parameters=trained_leaves(optimizer), line=passes[0].line)
+
+
+def _divided_once(backward: BackwardPass, count: int) -> bool:
+    """Return whether a loss was divided once by ``count``, and not as the average of as many losses."""
+    return backward.loss.divided_by(count) == 1 and not _averages(backward, count)
 
 
 def _divided_twice(backward: BackwardPass, count: int) -> bool:

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from mezzo.engine.gradients import trained_leaves
 from mezzo.observe.lint.losses import TracedLoss
 
+MAX_FLAGS = 256
+"""Most flags of fused optimizers that one check keeps until the end of the run."""
 _NONE = -1
 
 
@@ -73,6 +75,8 @@ class GradientState:
     dropped: int = 0
     """Number of backward passes whose gradients were cleared since the last step."""
     num_steps: int = 0
+    num_skipped: int = 0
+    """Number of these that the script's GradScaler skipped."""
     num_empty: int = 0
     """Number of steps that had only cleared gradients."""
     first_empty: tuple[int, str] = (0, "")
@@ -81,6 +85,8 @@ class GradientState:
     """Steps that were made and skipped since one of the optimizer's schedulers stepped."""
     flag: Tensor | None = None
     """Above 0 if the last step was skipped by the optimizer itself, as fused ones do; None if the host knows whether it was made."""
+    last_flag: Tensor | None = None
+    """The same, and not forgotten when a scheduler steps."""
     early: str = ""
     """The script's line that stepped a scheduler between the last backward pass and the step."""
     marks: list[int] = field(default_factory=list)

@@ -23,13 +23,16 @@ from mezzo.engine.gradients import trained_leaves
 from mezzo.engine.session import Session
 from mezzo.formats import BF16, FP16
 from mezzo.observe.lint.accumulation import Accumulation
+from mezzo.observe.lint.checkpoints import Checkpoints
 from mezzo.observe.lint.gradients import BackwardPass, Gradients, GradientState
 from mezzo.observe.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
 from mezzo.observe.lint.misuse_log import MisuseLog
+from mezzo.observe.lint.operations import Operations
+from mezzo.observe.lint.optimizer_state import OptimizerStates
 from mezzo.observe.lint.own_code import OwnCode
 from mezzo.observe.lint.scalers import Scalers
 from mezzo.observe.lint.schedules import LearningRates
-from mezzo.observe.lint.weights import Statistics, check_average
+from mezzo.observe.lint.weights import Averages, Statistics, check_average
 from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import own_line, own_place, running_line
 from mezzo.records import Finding
@@ -51,8 +54,12 @@ class Lint:
         self._gradients = Gradients()
         self.scalers = Scalers(run, self._gradients, self._log)
         self._rates = LearningRates(self._gradients, self._log)
+        self.checkpoints = Checkpoints(self._log)
+        self.operations = Operations(self._log)
+        self._optimizer_states = OptimizerStates(self._log)
         self._accumulation = Accumulation(self._log)
-        self._own_code = OwnCode(run, self._gradients, self.scalers, self._log)
+        self._averages = Averages(self._gradients, self._log)
+        self._own_code = OwnCode(run, self._gradients, self.scalers, self._averages, self._log)
         self._formats: Counter[torch.dtype] = Counter()
         """Number of autocast regions with gradients, by format."""
         self._pass: BackwardPass | None = None
@@ -253,7 +260,8 @@ class Lint:
 
     def perhaps_skipped(self, optimizer: Optimizer, flag: Tensor) -> None:
         """Record that a fused optimizer has skipped its step by itself if ``flag`` is above 0."""
-        self._gradients.of(optimizer).flag = flag
+        state = self._gradients.of(optimizer)
+        state.flag = state.last_flag = flag
 
     def step_begins(self, optimizer: Optimizer) -> None:
         """Record that an optimizer is about to step with the current gradients."""
@@ -310,14 +318,17 @@ class Lint:
     def _ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
         state = self._gradients.of(optimizer)
         state.num_steps += 1
+        state.num_skipped += skipped
         state.skipped, state.made = state.skipped + skipped, state.made + (not skipped)
         state.use()
         if self.over:
             return
         if self.awake:
             self._gradients.settle(optimizer)
-        if not skipped and not self._casts_model:
-            self._statistics.inspect(self._run.roots, line=self._called_at)
+        if not self._casts_model:
+            if not skipped:
+                self._statistics.inspect(self._run.roots, line=self._called_at)
+                self._optimizer_states.inspect(optimizer)
             self._own_code.watch_averages(self._optimizers)
         if not self.awake:
             self._own_code.remove_mode()
@@ -335,12 +346,18 @@ class Lint:
         self._own_code.stop()
         if self.awake and not self._casts_model:
             check_average(self._log, average, model)
+        if self.awake:
+            self._averages.model_moves(average, model, self._optimizers, step=self._step)
         yield
 
     @property
     def _casts_model(self) -> bool:
         """Whether the policy, not the script, keeps the weights in 16 bits."""
         return self._run.applied is not None and self._run.applied.casting == "model"
+
+    def saves(self, value: Any) -> None:
+        """Record that the script saves ``value`` to a file."""
+        self.checkpoints.saved(value, self.scalers.in_use, step=self._step)
 
     # --- the end -----------------------------------------------------------------------------------------------------------------
 
@@ -351,6 +368,9 @@ class Lint:
     def findings(self) -> list[Finding]:
         """Return the misuse that was found; reads the flags of fused optimizers from the device."""
         self._rates.read_flags()
+        self._averages.read_flags()
+        self.checkpoints.report()
+        self.operations.report()
         if self._needless is not None and self._formats[BF16.dtype] and _FP16 not in self._formats:
             (step, line), self._needless = self._needless, None
             detail = "every autocast region with gradients is BF16, and a GradScaler is on"

@@ -12,6 +12,7 @@ from mezzo.observe.lint.gradients import Gradients, GradientState
 from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.lint.scalers import Scalers
 from mezzo.observe.lint.torch_calls import AverageView, CallMode, GradientView
+from mezzo.observe.lint.weights import Averages
 from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import running_line
 
@@ -22,14 +23,18 @@ _INSPECTED = frozenset({1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 64, 100})
 class OwnCode:
     """A script's own code on gradients and averages, inspected in chosen updates."""
 
-    def __init__(self, run: ObservedRun, gradients: Gradients, scalers: Scalers, log: MisuseLog) -> None:
-        self._run, self._gradients, self._scalers, self._log = run, gradients, scalers, log
+    def __init__(
+        self, run: ObservedRun, gradients: Gradients, scalers: Scalers, moves: Averages, log: MisuseLog
+    ) -> None:
+        self._run, self._gradients, self._scalers, self._moves, self._log = run, gradients, scalers, moves, log
         self._mode = CallMode()
         self._watched: list[tuple[Optimizer, GradientState]] = []
         self._view: GradientView | None = None
         """The view of the watched optimizers' gradients."""
         self._averages: list[Tensor] = []
-        """The parameters that were averaged since the last update."""
+        """The parameters that were averaged in 16 bits since the last update."""
+        self._moved = False
+        """Whether any average has moved since the last update."""
         self._average_at = 0, ""
         """The step and the first line that computed an average."""
         self._first_average: int | None = None
@@ -60,6 +65,7 @@ class OwnCode:
         """Inspect averages of the updated weights from now on."""
         if self._inspects:
             weights = [p for o in optimizers for p in trained_leaves(o)]
+            self._moved = False
             self._mode.start(AverageView(weights, averaged=self._averaged))
 
     def remove_mode(self) -> None:
@@ -131,7 +137,12 @@ class OwnCode:
         if not known:
             self.clipped([o for o, _ in self._watched], "gradients are clamped before unscale_", running_line())
 
-    def _averaged(self, parameter: Tensor) -> None:
-        if not self._averages:
-            self._average_at = self._run.recorder.num_closed + 1, running_line()
-        self._averages.append(parameter)
+    def _averaged(self, parameter: Tensor, narrow: bool) -> None:
+        step = self._run.recorder.num_closed + 1
+        if not self._moved:
+            self._moved = True
+            self._moves.moves_by_hand(parameter, self._run.optimizers, step=step)
+        if narrow:
+            if not self._averages:
+                self._average_at = step, running_line()
+            self._averages.append(parameter)

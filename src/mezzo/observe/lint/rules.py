@@ -134,6 +134,69 @@ MISUSES: tuple[Misuse, ...] = (
         "unscaling FP16 gradients would lose what the scale had saved; torch refuses it",
         "keep the weights in FP32 under autocast, or use FP32 master weights (mezzo.Session with policy fp16-master)",
     ),
+    Misuse(
+        "A617",
+        "checkpoints without the GradScaler",
+        "warning",
+        "a resumed run begins at the initial scale: it skips updates until the scale has fallen to where it was, or loses small "
+        "gradients until it has grown back",
+        "save scaler.state_dict() beside the optimizer's, and call scaler.load_state_dict() when resuming",
+    ),
+    Misuse(
+        "A618",
+        "parameters of two optimizers are unscaled twice",
+        "error",
+        "the gradients that both optimizers train on are divided by the loss scale twice: the second update is lost",
+        "give each parameter to one optimizer, or step, clear and compute the gradients of one optimizer after the other's",
+    ),
+    Misuse(
+        "A619",
+        "an average of weights moves at skipped updates",
+        "info",
+        "the weights did not change, but the average forgets older ones and its decay's warm-up goes on; an equal average (SWA) counts "
+        "the same weights twice",
+        "move the average only if scaler.get_scale() did not fall: scale = scaler.get_scale(); scaler.update(); "
+        "if scaler.get_scale() >= scale: ema.update_parameters(model)",
+    ),
+    Misuse(
+        "A620",
+        "a bound or a small term that 16 bits round away",
+        "warning",
+        "what it should prevent happens: a division by zero, the logarithm of zero, an infinite slope",
+        "call .float() before this operation, or choose a number that the format holds: above 6e-8 in FP16; below 1, at most 1 - 2**-11 in "
+        "FP16 and 1 - 2**-8 in BF16",
+    ),
+    Misuse(
+        "A621",
+        "integers that 16 bits cannot hold",
+        "warning",
+        "different labels, indices, time steps or positions become equal: integers are exact up to 2048 in FP16 and 256 in BF16",
+        "keep them as integers, or cast them with .float()",
+    ),
+    Misuse(
+        "A622",
+        "second moments are kept in 16 bits",
+        "warning",
+        "step sizes are wrong: a moment that never falls makes every later step smaller than it should be, and one of 0 divides by eps",
+        "keep FP32 weights under autocast, or 16-bit weights with FP32 masters and moments (mezzo.AdamW, mezzo.Session with policy "
+        "bf16-master)",
+    ),
+    Misuse(
+        "A623",
+        "sines and cosines of 16-bit angles",
+        "warning",
+        "neighbouring positions or time steps get equal or random phases: half a turn is 3.14 radians",
+        "compute positions, frequencies and angles in FP32: with torch.autocast off around a matrix product, or as an elementwise product "
+        "of .float() operands",
+    ),
+    Misuse(
+        "A624",
+        "a short accumulation window is divided by the whole number",
+        "info",
+        "the gradients of this update, usually the last of an epoch, are too small by the share of micro-batches that are missing",
+        "divide by the number of micro-batches in the window, or leave out the rest: drop_last=True and a number of batches that is a "
+        "multiple of the window",
+    ),
 )
 
 BY_CODE = {misuse.code: misuse for misuse in MISUSES}

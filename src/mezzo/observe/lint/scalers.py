@@ -44,6 +44,9 @@ class _ScalerState:
     """The scale that the script read last."""
     fresh: bool = False
     """Whether the script has read the scale since the last backward pass."""
+    num_steps: int = 0
+    divided: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By parameter: the optimizer whose gradients were unscaled since the last update, and the number of backward passes by then."""
 
 
 class Scalers:
@@ -58,6 +61,7 @@ class Scalers:
         """The scale of a product, by the sequence number of the node that ``scale`` created."""
         self.num_steps = 0
         """Number of steps of scalers that are on."""
+        self._num_passes = 0
 
     def created(self, scaler: Any, *, enabled: bool) -> None:
         """Record that the script creates a scaler, and whether it requests that the scaler be on."""
@@ -73,6 +77,10 @@ class Scalers:
         if state is None and all(getattr(type(scaler), name) is getattr(GradScaler, name) for name in METHODS):
             state = self._states[scaler] = _ScalerState()
         return state
+
+    def in_use(self) -> list[tuple[Any, float | None]]:
+        """Return the scalers that have stepped, each with the scale that the script read last."""
+        return [(scaler, state.read) for scaler, state in self._states.items() if state.num_steps]
 
     # --- what scaled a loss ------------------------------------------------------------------------------------------------------
 
@@ -104,6 +112,7 @@ class Scalers:
 
     def backward_begins(self) -> None:
         """Forget which scales were read."""
+        self._num_passes += 1
         for state in self._states.values():
             state.fresh = False
 
@@ -130,6 +139,7 @@ class Scalers:
             gradients = self._gradients.inspect(optimizer)
             self._check_formats(optimizer)
             self._check_epoch(scaler, optimizer, gradients, "unscale_")
+            self._check_shared(state, optimizer, "unscale_")
 
     def unscaled(self, scaler: Any, optimizer: Optimizer, *, awake: bool) -> None:
         """Record that ``unscale_`` returned."""
@@ -153,6 +163,7 @@ class Scalers:
             gradients = self._gradients.inspect(optimizer)
             if state.stages.get(optimizer) is None:
                 self._check_formats(optimizer)
+                self._check_shared(state, optimizer, "step")
             self._check_epoch(scaler, optimizer, gradients, "step")
             self._check_scaled(scaler, optimizer, gradients)
             self._check_order(state, optimizer, gradients)
@@ -163,6 +174,7 @@ class Scalers:
         if state is None:
             return
         state.stages[optimizer], state.checked = "stepped", True
+        state.num_steps += 1
         self.num_steps += 1
 
     def update(self, scaler: Any, new_scale: Any) -> None:
@@ -175,6 +187,7 @@ class Scalers:
             return
         state.epoch, state.checked = state.epoch + 1, False
         state.stages.clear()
+        state.divided.clear()
 
     def catch_up(self, scaler: GradScaler) -> None:
         """Read the calls since the last update from the scaler's own state: they were not reported one by one."""
@@ -192,6 +205,20 @@ class Scalers:
         ours = self._run.applied is not None and self._run.applied.casting == "model"
         if narrow and not ours:
             self._log.add("A616", f"{len(narrow)} gradients are FP16, as their weights are", parameters=narrow)
+
+    def _check_shared(self, state: _ScalerState, optimizer: Optimizer, call: str) -> None:
+        """Check whether another optimizer's call has already divided some of these gradients."""
+        own = [p for p in trained_leaves(optimizer) if p.grad is not None]
+        now = id(optimizer), self._num_passes
+        before = ((p, state.divided.get(id(p), now)) for p in own)
+        twice = [p for p, (other, num_passes) in before if other != now[0] and num_passes == now[1]]
+        if twice:
+            name, count = type(optimizer).__name__, f"{len(twice)} parameter{'s' if len(twice) > 1 else ''}"
+            detail = (
+                f"{call}({name}) divides the gradients of {count} that another optimizer trains, too, and has unscaled"
+            )
+            self._log.add("A618", detail, parameters=twice)
+        state.divided.update((id(p), now) for p in own)
 
     def _check_epoch(self, scaler: Any, optimizer: Optimizer, gradients: GradientState, call: str) -> None:
         state = self._states[scaler]

@@ -1,6 +1,6 @@
 """Check whether a schedule waits for the optimizer, and for updates that the script's GradScaler skipped.
 
-A fused optimizer skips by itself, and only the device knows whether it did: these flags are read once, at the end, up to ``_MAX_FLAGS``.
+A fused optimizer skips by itself, and only the device knows whether it did: these flags are read once, at the end, up to ``MAX_FLAGS``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.observe.lint.gradients import Gradients, GradientState
+from mezzo.observe.lint.gradients import MAX_FLAGS, Gradients, GradientState
 from mezzo.observe.lint.misuse_log import ENOUGH, MisuseLog
 from mezzo.observe.source_lines import running_line
-
-_MAX_FLAGS = 256
 
 
 def _after_skip(scheduler: str) -> str:
@@ -45,7 +43,7 @@ class LearningRates:
         name = type(scheduler).__name__
         if state.skipped and not state.made:
             self._log.add("A610", _after_skip(name))
-        elif state.flag is not None and state.made == 1 and len(self._flagged) < _MAX_FLAGS:
+        elif state.flag is not None and state.made == 1 and len(self._flagged) < MAX_FLAGS:
             self._flagged.append((state.flag, name, running_line(), step))
         state.made, state.skipped, state.flag = 0, 0, None
 

@@ -147,14 +147,14 @@ _NOTHING = _Source(None, half=False)
 
 
 class AverageView:
-    """An observer of weight averages kept in 16 bits.
+    """An observer of weight averages.
 
     Args:
         parameters: the weights.
-        averaged: called with the weight whose value is mixed into a 16-bit tensor.
+        averaged: called with the weight whose value is mixed into another tensor, and whether that has 16 bits.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], *, averaged: Callable[[Tensor], None]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], *, averaged: Callable[[Tensor, bool], None]) -> None:
         addressable = [p for p in parameters if _address(p)]
         self._parameters = {_address(p): p for p in addressable}
         self._parts = {_part(p): p for p in addressable}
@@ -176,11 +176,11 @@ class AverageView:
                 self._derived[target] = of_weight._replace(half=any(source.half for source in sources))
         elif name == "copy_" and len(args) > 1:
             for target, other in zip(_tensors(args[0]), _tensors(args[1]), strict=False):
-                self._inspect_stored(target, self._source(other))
+                self._inspect_stored(target, self._source(other), copied=True)
         elif name in _SAME_VALUES or name in _PRODUCTS or _casts(args[0], result):
             for before, after in zip(_tensors(args[0]), _tensors(result), strict=False):
                 source = self._source(before)
-                self._inspect_stored(after, source)
+                self._inspect_stored(after, source, copied=False)
                 self._derived[after] = source._replace(multiplied=source.multiplied or name in _PRODUCTS)
 
     def _inspect_sum(self, target: Tensor, first: Tensor, second: Tensor, *, in_place: bool, is_sum: bool) -> None:
@@ -193,17 +193,21 @@ class AverageView:
             return
         if _address(target) in self._parameters or (is_sum and not any(source.multiplied for source in of_weights)):
             return
-        if target.dtype in HALF:
+        if target.dtype in HALF or in_place:
             assert of_weights[0].parameter is not None
-            self._averaged(of_weights[0].parameter)
-        elif not in_place:
+            self._averaged(of_weights[0].parameter, target.dtype in HALF)
+        else:
             half = any(source.half for source in sources)
             self._derived[target] = _Source(of_weights[0].parameter, half=half, multiplied=True, mixed=True)
 
-    def _inspect_stored(self, target: Tensor, source: _Source) -> None:
-        """Detect an average that is computed in FP32 but stored in 16 bits between updates."""
-        if source.mixed and source.half and target.dtype in HALF and source.parameter is not None:
-            self._averaged(source.parameter)
+    def _inspect_stored(self, target: Tensor, source: _Source, *, copied: bool) -> None:
+        """Detect an average that is computed in FP32 but stored between updates: by a copy, or as a cast to 16 bits."""
+        if not source.mixed or source.parameter is None:
+            return
+        if source.half and target.dtype in HALF:
+            self._averaged(source.parameter, True)
+        elif copied and not source.half:
+            self._averaged(source.parameter, False)
 
     def _source(self, tensor: Tensor) -> _Source:
         parameter = self._parts.get(_part(tensor), self._parameters.get(_address(tensor)))

@@ -1,19 +1,86 @@
-"""Find 16-bit copies of values that change slowly: averages of weights, running statistics."""
+"""Check values that change slowly: averages of weights and running statistics in 16 bits, averages that move at skipped updates.
+
+A fused optimizer skips by itself: these flags are read once, at the end, as ``schedules`` does.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
 from mezzo.engine.casts.half import HALF
-from mezzo.observe.lint.misuse_log import MisuseLog
+from mezzo.engine.gradients import trained_leaves
+from mezzo.observe.lint.gradients import MAX_FLAGS, Gradients
+from mezzo.observe.lint.misuse_log import ENOUGH, MisuseLog
+from mezzo.observe.source_lines import running_line
 from mezzo.observe.tensors import format_name
 
 _STATISTIC = re.compile(r"(^|_)(running|moving|ema|avg|average|mean|var|std|momentum)(_|$)")
 """Names of statistics: a buffer that changes may also be a cache, a queue or a seed."""
+
+
+class Averages:
+    """The moves of averages of weights, in ``AveragedModel`` or by hand."""
+
+    def __init__(self, gradients: Gradients, log: MisuseLog) -> None:
+        self._gradients, self._log = gradients, log
+        self._begun: WeakSet[nn.Module] = WeakSet()
+        self._seen: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
+        """Number of steps at the last move, and how many of them were skipped."""
+        self._flagged: list[tuple[Tensor, str, int]] = []
+        """Moves after a step that may have been skipped: its flag, the line, the step."""
+        self._num_by_hand = 0
+        self._by_hand: list[tuple[str, int]] = []
+        """Moves by hand after skipped updates: reported once there are several moves, since a single one may be a merge of models."""
+
+    def model_moves(self, average: nn.Module, model: nn.Module, optimizers: Iterable[Optimizer], *, step: int) -> None:
+        """Record that ``AveragedModel`` averages a model's weights; the first time, it copies them."""
+        moves, step_of = self._after_skip(model.parameters(), optimizers, step=step), (running_line(), step)
+        if average in self._begun and moves:
+            self._report(*step_of)
+        self._begun.add(average)
+
+    def moves_by_hand(self, weight: Tensor, optimizers: Iterable[Optimizer], *, step: int) -> None:
+        """Record that the script's own code moves an average of a weight."""
+        self._num_by_hand += 1
+        if self._after_skip([weight], optimizers, step=step):
+            self._by_hand.append((running_line(), step))
+        if self._num_by_hand >= ENOUGH:
+            moves, self._by_hand = self._by_hand, []
+            for move in moves:
+                self._report(*move)
+
+    def read_flags(self) -> None:
+        """Report the moves after updates that fused optimizers have skipped."""
+        flagged, self._flagged = self._flagged, []
+        for flag, line, step in flagged:
+            if flag.item():
+                self._report(line, step)
+
+    def _after_skip(self, weights: Iterable[Tensor], optimizers: Iterable[Optimizer], *, step: int) -> bool:
+        """Return whether all updates of ``weights`` since the last move were skipped, as far as the host knows."""
+        ids = {id(p) for p in weights}
+        made = skipped = 0
+        flag = None
+        for optimizer in optimizers:
+            if any(id(p) in ids for p in trained_leaves(optimizer)):
+                state = self._gradients.of(optimizer)
+                now, before = (state.num_steps, state.num_skipped), self._seen.get(optimizer, (0, 0))
+                self._seen[optimizer] = now
+                skipped += now[1] - before[1]
+                made += now[0] - before[0] - (now[1] - before[1])
+                flag = state.last_flag
+        if flag is not None and (made, skipped) == (1, 0) and len(self._flagged) < MAX_FLAGS:
+            self._flagged.append((flag, running_line(), step))
+        return skipped > 0 and made == 0
+
+    def _report(self, line: str, step: int) -> None:
+        self._log.add("A619", "the average moves after an update that the GradScaler skipped", line=line, step=step)
 
 
 class Statistics:

@@ -218,6 +218,8 @@ class CountedStep:
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._stack.enter_context(self._times)
         self._stack.enter_context(self._flops)
+        checks = run.lint.operations.mode(step=self._counted_step, in_step=lambda: run.local.stepping)
+        self._stack.enter_context(checks)
         self._saved.start(self._parameters())
         self._stack.callback(self._saved.stop)
 

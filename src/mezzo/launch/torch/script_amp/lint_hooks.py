@@ -40,6 +40,9 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
         else:
             patches.wrap(GradScaler, name, functools.partial(_until_over, lint, name, listener))
     patches.around(GradScaler, "__init__", functools.partial(_created, lint))
+    for name in ("state_dict", "__getstate__"):
+        patches.around(GradScaler, name, functools.partial(_state_taken, lint))
+    patches.around(torch, "save", functools.partial(_save, lint))
     patches.wrap(autocast, "__init__", functools.partial(_init_reporting, lint, as_is))
     patches.wrap(autocast, "__enter__", functools.partial(_enter_reporting, lint, as_is))
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
@@ -112,6 +115,16 @@ def _get_scale(lint: Lint, original: Listener, self: Any) -> Any:
     value = original(self)
     lint.scalers.get_scale(self, value)
     return value
+
+
+def _state_taken(lint: Lint, original: Listener, self: Any) -> Any:
+    lint.checkpoints.state_taken(self)
+    return original(self)
+
+
+def _save(lint: Lint, original: Listener, obj: Any, *args: Any, **kwargs: Any) -> None:
+    lint.saves(obj)
+    original(obj, *args, **kwargs)
 
 
 _LISTENERS: dict[str, Listener] = {

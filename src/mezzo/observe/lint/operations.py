@@ -1,0 +1,242 @@
+"""Check the operations of the counted step, or of audited ones, for numbers that a 16-bit format cannot tell apart.
+
+A dispatch mode sees every operation of such a step. Those of the forward pass that the script or a library calls are checked: functions of
+torch know their formats. Most checks need formats and Python numbers only. Where values decide, the device computes a few numbers, which
+are read at the end of the run.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from mezzo.engine.casts.half import HALF
+from mezzo.formats import FP32, FP64, Format, format_of
+from mezzo.observe.lint.misuse_log import MisuseLog
+from mezzo.observe.source_lines import caller, is_of_torch, running_line
+from mezzo.observe.tensors import readable, storage
+
+if TYPE_CHECKING:
+    from mezzo.observe.tracer import InspectOperation
+
+_INTEGERS = (torch.int32, torch.int64)
+"""Wider than pixels and samples of sound, which are numbers and no labels."""
+_MAX_CHECKED = 2**20
+_MAX_PENDING = 128
+_MIN_ANGLES = 16
+_BLURRED_RADIANS = 0.5
+"""Angles are reported if neighbouring numbers of their format are at least this far apart."""
+
+
+class _Pending(NamedTuple):
+    """A finding that depends on values: it is reported if ``judge`` returns a detail for them."""
+
+    code: str
+    values: Tensor
+    judge: Callable[[list[float]], str]
+    line: str
+    step: int
+    result: torch.UntypedStorage | None
+    """The memory of a cast integer, which is no finding if it only divides."""
+
+
+class Operations:
+    """The checked operations of a run."""
+
+    def __init__(self, log: MisuseLog) -> None:
+        self._log = log
+        self._pending: list[_Pending] = []
+        self._reported: set[tuple[str, str]] = set()
+        """The codes and lines that were reported: the next forward pass runs under the mode, too."""
+        self._step = 0
+        self._checks: dict[str, Callable[[str, Sequence[Any], Any], None]] = {
+            **dict.fromkeys(("add", "add_", "sub", "sub_"), self._added),
+            **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"), self._bounded),
+            **dict.fromkeys(("_to_copy", "copy_", "mul"), self._cast),
+            **dict.fromkeys(("div", "div_"), self._divided),
+            **dict.fromkeys(("arange", "linspace"), self._counted),
+            **dict.fromkeys(("sin", "cos", "sin_", "cos_"), self._turned),
+        }
+
+    def mode(self, *, step: int, in_step: Callable[[], bool]) -> TorchDispatchMode:
+        """Return a mode that checks the operations of step number ``step``; ``in_step`` returns whether an optimizer is stepping."""
+        self.begin(step)
+        return _Mode(self.inspect, in_step)
+
+    def begin(self, step: int) -> None:
+        """Begin to check step number ``step``."""
+        self._step = step
+
+    def inspect(self, func: Any, args: Sequence[Any], result: Any, frame: FrameType | None) -> None:
+        """Check one operation outside backward passes and optimizers' steps, which the code of ``frame`` called."""
+        name = func.overloadpacket.__name__
+        check = self._checks.get(name)
+        if check is not None and args and not is_of_torch(frame) and caller(frame) == "script":
+            check(name, args, result)
+
+    def report(self) -> None:
+        """Read the values that decide, and report."""
+        pending, self._pending = self._pending, []
+        for one in pending:
+            detail = one.judge([float(v) for v in one.values.tolist()])
+            if detail:
+                self._report(one.code, detail, one.line, one.step)
+
+    # --- bounds and small terms --------------------------------------------------------------------------------------------------
+
+    def _added(self, name: str, args: Sequence[Any], result: Any) -> None:
+        form, term = _half_of(result), args[1] if len(args) > 1 else None
+        if form is not None and type(term) is float and term != 0 and _rounded(term, form) == 0:
+            self._add("A620", f"{term:g} is added to {form.name.upper()} values, and rounds to 0 in that format")
+
+    def _bounded(self, name: str, args: Sequence[Any], result: Any) -> None:
+        form = _half_of(result)
+        for bound in args[1:3] if form is not None else ():
+            if type(bound) is not float or not math.isfinite(bound):
+                continue
+            rounded = _rounded(bound, form)  # type: ignore[arg-type]
+            if rounded != bound and rounded in (-1.0, 0.0, 1.0):
+                detail = f"a bound of {bound!r} on {form.name.upper()} values is {rounded:g} in that format"  # type: ignore[union-attr]
+                self._add("A620", detail)
+
+    # --- integers ----------------------------------------------------------------------------------------------------------------
+
+    def _cast(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Check integers that are cast to 16 bits, or multiplied by 16-bit numbers."""
+        form, source = _half_of(result), args[1] if name == "copy_" and len(args) > 1 else args[0]
+        if form is None and name == "mul":
+            return
+        if name == "mul" and isinstance(source, Tensor) and source.dtype not in _INTEGERS:
+            source = args[1]
+        if form is None or not isinstance(source, Tensor) or source.dtype not in _INTEGERS:
+            return
+        if name == "mul" and source.dim() == 0:  # computed in the format of the other operand, or wider
+            return
+        if not readable(source) or not 1 < source.numel() <= _MAX_CHECKED:
+            return
+        with _disable_current_modes():
+            flat = source.detach().flatten()
+            back, exact = flat.to(result.dtype).float(), flat.float()
+            first = (back != exact).int().argmax()
+            values = torch.stack([exact.take(first), back.take(first)])
+        memory = None if name == "mul" else storage(result)
+        self._wait("A621", values, lambda v: _integers(v, form), memory)
+
+    def _divided(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Leave out integers that divide: a count is as exact as its quotient."""
+        divisor = storage(args[1]) if len(args) > 1 and isinstance(args[1], Tensor) else None
+        if divisor is not None:
+            address = divisor.data_ptr()
+            self._pending = [p for p in self._pending if p.result is None or p.result.data_ptr() != address]
+
+    def _counted(self, name: str, args: Sequence[Any], result: Any) -> None:
+        form = _half_of(result)
+        numbers = [float(a) for a in args if type(a) in (int, float)]
+        if form is None or result.numel() < 2 or len(numbers) != len(args):
+            return
+        start, end = (0.0, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+        step = (end - start) / (result.numel() - 1)
+        if name == "arange":
+            step = numbers[2] if len(numbers) > 2 else 1.0
+            end = start + step * (result.numel() - 1)
+        farthest = max(abs(start), abs(end))
+        if _spacing(farthest, form) > abs(step):
+            detail = (
+                f"{name} counts to {farthest:g} in steps of {abs(step):g} in {form.name.upper()}, whose numbers are "
+            )
+            self._add("A621", f"{detail}{_spacing(farthest, form):g} apart there: neighbours are equal")
+
+    # --- angles ------------------------------------------------------------------------------------------------------------------
+
+    def _turned(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Check angles of which neighbours are far apart: also FP32 ones whose values all are 16-bit numbers."""
+        angles = args[0]
+        if name.endswith("_") or not isinstance(angles, Tensor) or not readable(angles):
+            return
+        if angles.dtype not in (*HALF, FP32.dtype) or not _MIN_ANGLES <= angles.numel() <= _MAX_CHECKED:
+            return
+        formats = [form for dtype in HALF if (form := format_of(dtype)) is not None]
+        with _disable_current_modes():
+            exact = angles.detach().float()
+            fits = [(exact.to(form.dtype).float() == exact).all().float() for form in formats]
+            values = torch.stack([exact.abs().amax(), (exact == exact.round()).all().float(), *fits])
+        self._wait("A623", values, lambda v: _angles(v, formats))
+
+    # --- findings ----------------------------------------------------------------------------------------------------------------
+
+    def _add(self, code: str, detail: str) -> None:
+        self._report(code, detail, running_line(), self._step)
+
+    def _report(self, code: str, detail: str, line: str, step: int) -> None:
+        if (code, line) not in self._reported:
+            self._reported.add((code, line))
+            self._log.add(code, detail, line=line, step=step)
+
+    def _wait(
+        self,
+        code: str,
+        values: Tensor,
+        judge: Callable[[list[float]], str],
+        result: torch.UntypedStorage | None = None,
+    ) -> None:
+        if len(self._pending) < _MAX_PENDING:
+            self._pending.append(_Pending(code, values, judge, running_line(), self._step, result))
+
+
+class _Mode(TorchDispatchMode):
+    """A mode that passes the operations of forward passes on."""
+
+    def __init__(self, inspect: InspectOperation, in_step: Callable[[], bool]) -> None:
+        super().__init__()
+        self._inspect, self._in_step = inspect, in_step
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run one operation and check it."""
+        result = func(*args, **(kwargs or {}))
+        if torch._C._current_autograd_node() is None and not self._in_step():
+            self._inspect(func, args, result, sys._getframe(1))
+        return result
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Allow torch.compile under this mode."""
+        return True
+
+
+def _half_of(result: Any) -> Format | None:
+    """Return the format of a 16-bit result; None for any other."""
+    return format_of(result.dtype) if isinstance(result, Tensor) and result.dtype in HALF else None
+
+
+def _rounded(value: float, form: Format) -> float:
+    return torch.tensor(value, dtype=FP64.dtype).to(form.dtype).item()
+
+
+def _spacing(value: float, form: Format) -> float:
+    """Return the distance between the numbers of a format near ``value``."""
+    return math.ldexp(form.eps, math.frexp(max(value, form.min_normal))[1] - 1)
+
+
+def _integers(values: list[float], form: Format) -> str:
+    before, after = values
+    name = form.name.upper()
+    return "" if before == after else f"the integer {before:.0f} becomes {after:.0f} in {name}"
+
+
+def _angles(values: list[float], formats: list[Format]) -> str:
+    """Return what is wrong with angles of which the largest, whether all are integers, and whether each format holds them are known."""
+    largest, whole, *fits = values
+    for form, fit in zip(formats, fits, strict=True) if math.isfinite(largest) else ():
+        spacing = _spacing(largest, form)
+        if fit and spacing >= _BLURRED_RADIANS and not (whole and spacing <= 1):
+            return (
+                f"angles up to {largest:g} are {form.name.upper()} numbers, which are {spacing:g} radians apart there"
+            )
+    return ""
