@@ -56,7 +56,8 @@ SCRIPTS = [
     Script(
         "facebookresearch/vicreg",
         "main_vicreg.py",
-        "--data-dir images --arch resnet34 --mlp 64-64 --epochs 1 --batch-size 4 --num-workers 1 --log-freq-time 0",
+        "--data-dir images --arch resnet34 --mlp 64-64 --epochs 1 --batch-size 4 --num-workers 1 --log-freq-time 0 "
+        "--exp-dir exp/{run}",
         data=data.few_image_folders,
         variables=ONE_PROCESS,
     ),
@@ -72,6 +73,9 @@ SCRIPTS = [
         "HobbitLong/SupContrast",
         "main_ce.py",
         "--model resnet18 --epochs 1 --batch_size 32 --num_workers 1 --print_freq 1",
+        variables={
+            "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"
+        },  # tensorboard_logger has generated code of an old protobuf
     ),
     Script(
         "sthalles/SimCLR",
