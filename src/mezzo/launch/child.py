@@ -129,7 +129,7 @@ def _print_summary(error: BaseException | None, record: AnyRecord) -> None:
 def _recording_spawned(request: Request, training: Training) -> Iterator[SpawnedProcesses]:
     """Let the processes that the script starts record their training, and keep the weights that ranks compare."""
     spawned, patches = SpawnedProcesses(request), Patches()
-    if request.framework == "torch" and request.observe is None:  # observers follow one process
+    if request.framework == "torch":
         spawned.install(patches, training)
     if request.rank is not None:
         training.keep_weights(patches)
