@@ -71,5 +71,6 @@ def predicted_for(
     arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
     policies = {run.policy_shown: run.policy for run in trained if not run.checkpoint}
     with stoppable() as stop, suppress(Stopped), stop.at_once():
-        return real_gpus(script.target, arguments, policies, cards, as_module=script.as_module, limit_s=limit_s)
+        predicted = real_gpus(script.target, arguments, policies, cards, as_module=script.as_module, limit_s=limit_s)
+        return None if stop.stopped else predicted
     return None

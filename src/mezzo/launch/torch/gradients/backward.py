@@ -181,8 +181,10 @@ class BackwardPasses:
                 self._run.by_hand.reached(leaves)
             # Those of an update may overflow: it is skipped, and its graph need not be kept.
             of_update = not self._run.optimizers or self._run.losses.are_of_update()
-            compute = self._once if of_update else self._finite
-            gradients = compute(run_engine, roots, inputs, grad_outputs, self._run.scale, *args, **kwargs)
+            compute = functools.partial(run_engine, roots, inputs)
+            gradients = self._gradients(
+                compute, roots, grad_outputs, self._run.scale, args, kwargs, repeats=not of_update
+            )
             found = [g for g in listed(gradients) if g is not None]
             self._communication.reduce(found)
             self._run.losses.returned(found)
@@ -215,53 +217,40 @@ class BackwardPasses:
         if not scale.checks or in_vmap or kwargs.get("is_grads_batched"):
             with self._under_policy():
                 return run_engine(roots, inputs, given, *args, **kwargs)
-        gradients = self._finite(run_engine, roots, inputs, given, scale, *args, **kwargs)
+        compute = functools.partial(run_engine, roots, inputs)
+        gradients = self._gradients(compute, roots, given, scale, args, kwargs, repeats=True)
         scale.updated(skipped=False)
         return gradients
 
-    def _finite(
+    def _gradients(
         self,
-        run_engine: Callable[..., Any],
+        compute: Callable[..., Any],
         roots: list[Tensor],
-        inputs: Any,
         given: Any,
         scale: Scale,
-        *args: Any,
-        **kwargs: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        repeats: bool,
     ) -> Any:
-        """Return unscaled gradients; repeat a pass that overflows with a smaller scale.
+        """Return unscaled gradients; if ``repeats``, repeat a pass that overflows with a smaller scale.
 
         The script may compute its loss with them. An overflow would make the loss itself infinite, and skipping the update would not
         help.
         """
-        if scale.adapts:  # the graph is kept, so that the pass can be repeated
+        repeats = repeats and scale.adapts
+        if repeats:  # the graph is kept
             kwargs.pop("retain_graph", None)
             args = True, *args[1:]
         while True:
-            gradients = self._once(run_engine, roots, inputs, given, scale, *args, **kwargs)
-            if (
-                not scale.adapts
-                or scale.at_floor()
-                or all_finite(_values_of(listed(gradients)))
-                or not all_finite(roots)
-            ):
+            with self._under_policy():
+                gradients = compute(self._scaled(roots, given, scale), *args, **kwargs)
+            gradients = self._unscaled(gradients, scale)
+            if not repeats or scale.at_floor():
+                return gradients
+            if all_finite(_values_of(listed(gradients))) or not all_finite(roots):
                 return gradients
             scale.updated(skipped=True)
-
-    def _once(
-        self,
-        run_engine: Callable[..., Any],
-        roots: list[Tensor],
-        inputs: Any,
-        given: Any,
-        scale: Scale,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Return unscaled gradients."""
-        with self._under_policy():
-            gradients = run_engine(roots, inputs, self._scaled(roots, given, scale), *args, **kwargs)
-        return self._unscaled(gradients, scale)
 
     def _unscaled_at_scale(self, gradient: Tensor) -> Tensor:
         return unscaled(gradient, self._run.scale.inverse())
