@@ -34,7 +34,7 @@ SCRIPTS = [
     Script(
         "dragen1860/MAML-Pytorch",
         "omniglot_train.py",
-        "--epoch 20 --task_num 4 --k_qry 5 --update_step_test 1",
+        "--epoch 20 --task_num 4 --n_way 2 --k_qry 2 --update_step_test 1",
         data=data.characters,
     ),
     Script(
@@ -50,28 +50,31 @@ SCRIPTS = [
     Script(
         "facebookresearch/barlowtwins",
         "main.py",
-        "images --workers 1 --epochs 1 --batch-size 4 --projector 64-64 --print-freq 1",
+        "images --workers 1 --epochs 1 --batch-size 4 --projector 64-64 --print-freq 1 "
+        "--checkpoint-dir checkpoint/{run}",
         data=data.few_image_folders,
     ),
     Script(
         "facebookresearch/vicreg",
         "main_vicreg.py",
-        "--data-dir images --arch resnet34 --mlp 64-64 --epochs 1 --batch-size 4 --num-workers 1 --log-freq-time 0",
+        "--data-dir images --arch resnet34 --mlp 64-64 --epochs 1 --batch-size 4 --num-workers 1 --log-freq-time 0 "
+        "--exp-dir exp/{run}",
         data=data.few_image_folders,
         variables=ONE_PROCESS,
     ),
     Script(
-        "NVlabs/edm",
-        "train.py",
-        "--outdir runs --data images --cbase 16 --cres 1,1 --batch 8 --duration 0.001 --tick 1 --fp16 1 --ls 100 --workers 1 --seed 0",
-        data=data.small_images,
-        variables={**ONE_PROCESS, "MASTER_PORT": "29518"},
-        leave_out="docs/*",
+        "akamaster/pytorch_resnet_cifar10",
+        "trainer.py",
+        "--arch resnet20 --epochs 1 -b 32 -j 1 -p 1",
+        leave_out="pretrained_models/*",
     ),
     Script(
         "HobbitLong/SupContrast",
-        "main_ce.py",
+        "main_supcon.py",
         "--model resnet18 --epochs 1 --batch_size 32 --num_workers 1 --print_freq 1",
+        variables={
+            "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": "python"
+        },  # tensorboard_logger has generated code of an old protobuf
     ),
     Script(
         "sthalles/SimCLR",

@@ -119,11 +119,6 @@ def few_image_folders(folder: Path) -> None:
     images(folder / "images" / "train" / "mask", count=8, side=64, suffix="png", masks=True)
 
 
-def small_images(folder: Path) -> None:
-    """Write 64 images of 16 by 16 pixels."""
-    images(folder / "images", count=64, side=16, suffix="png")
-
-
 def characters(folder: Path) -> None:
     """Write Omniglot's array: 1,220 characters, 20 drawings of each, which are its pattern under noise."""
     import numpy

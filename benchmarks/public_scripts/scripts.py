@@ -31,7 +31,7 @@ COMMITS = {
     "XinJingHao/TD3-Pytorch": "4fb9452ce1fdece65fd0f7538f2d480e07dd5a1c",
     "facebookresearch/barlowtwins": "8e8d284ca0bc02f88b92328e53f9b901e86b4a3c",
     "facebookresearch/vicreg": "4e12602fd495af83efd1631fbe82523e6db092e0",
-    "NVlabs/edm": "008a4e5316c8e3bfe61a62f874bddba254295afb",
+    "akamaster/pytorch_resnet_cifar10": "d5489e8995e81e91ce6b1d69dcc98ad579b0b153",
     "HobbitLong/SupContrast": "66a8fe53880d6a1084b2e4e0db0a019024d6d41a",
     "sthalles/SimCLR": "1848fc934ad844ae630e6c452300433fe99acfd9",
     "salesforce/awd-lstm-lm": "1d466ec5875675ca6b6f0caacbb741240a29da9e",

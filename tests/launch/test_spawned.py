@@ -18,7 +18,7 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.request import Request
 from mezzo.launch.spawned import Recorded, SpawnedProcesses, run_function
 from mezzo.policy import Policy
-from mezzo.records import RunRecord, Steps, read_record, write_record
+from mezzo.records import AuditRecord, RunRecord, Steps, read_record, write_record
 from paths import SCRIPTS
 from record_builders import environment
 
@@ -161,6 +161,18 @@ def test_both_processes_train_under_the_policy(method: str, tmp_path: Path, monk
     assert [(rank.num_steps, rank.final_scale) for rank in found.ranks] == [(6, 65536.0)] * 2
     assert found.ranks[0].weights == found.ranks[1].weights != ""
     assert found.findings == []
+
+
+@pytest.mark.slow
+def test_an_audit_sees_the_processes_that_a_script_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEETING", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert cli.main(["audit", "--out", str(tmp_path / "out"), str(SCRIPTS / "spawns.py"), "mp.spawn"]) == 0
+    found = read_record(tmp_path / "out" / "record.json")
+    assert isinstance(found, AuditRecord)
+    # 8 samples, 16 inputs, 4 outputs: the product and the weight's gradient, 2 FLOPs for each element
+    assert found.flops_by_format == {"fp32": 2 * 2 * 8 * 16 * 4}
+    assert len(found.run.steps) == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU stands in only where there is no CUDA device")

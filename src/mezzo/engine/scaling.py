@@ -43,6 +43,8 @@ class NoScale:
 
     checks = False
     """Whether an update with a gradient that is not finite is skipped."""
+    adapts = False
+    """Whether overflows lower the scale."""
     calm: float = math.inf
     """Number of good updates that cannot change the scale: a caller may subtract 1 for one of them instead of calling ``updated``."""
 
@@ -131,6 +133,7 @@ class StaticScale(NoScale):
 class DynamicScale(StaticScale):
     """A dynamic loss scale: it backs off on overflow and grows after a number of good updates."""
 
+    adapts = True
     calm = 0
 
     def __init__(

@@ -34,7 +34,7 @@ from mezzo.launch.spawned import SpawnedProcesses
 from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.environment import surroundings
 from mezzo.measure.standard_input import reopen_input
-from mezzo.observe.settings import step_text
+from mezzo.observe.settings import FallbackSettings, step_text
 from mezzo.records import AnyRecord, Finding, Reason, RunRecord, write_record
 
 
@@ -129,7 +129,8 @@ def _print_summary(error: BaseException | None, record: AnyRecord) -> None:
 def _recording_spawned(request: Request, training: Training) -> Iterator[SpawnedProcesses]:
     """Let the processes that the script starts record their training, and keep the weights that ranks compare."""
     spawned, patches = SpawnedProcesses(request), Patches()
-    if request.framework == "torch" and request.observe is None:  # observers follow one process
+    # The comparison of gradients that a fallback search makes follows one process.
+    if request.framework == "torch" and not isinstance(request.observe, FallbackSettings):
         spawned.install(patches, training)
     if request.rank is not None:
         training.keep_weights(patches)

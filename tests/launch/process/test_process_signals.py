@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers_launch import children_in_this_process
 from helpers_waiting import LONGEST_S, until
@@ -430,6 +431,50 @@ def test_a_comparison_keeps_the_runs_that_have_ended(tmp_path: Path, number: sig
         assert isinstance(record, CompareRecord)
         assert [(run.policy, run.exit_code, len(run.steps)) for run in record.runs] == [("fp32", 0, 30)]
         assert (tmp_path / "out" / "report.html").exists()
+
+
+SLOW_TO_TRACE = """
+import os, time, torch
+
+if torch.cuda.is_available():  # only the GPU that a prediction simulates
+    with open("tracing", "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    time.sleep(600)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(4, 2)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the runs themselves would wait")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "--policies", "fp32", "--seeds", "1", "--gpu", "t4"],
+        ["predict", "--gpus", "t4", "--policies", "fp32"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_prediction_ends_with_its_command(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "train.py").write_text(SLOW_TO_TRACE)
+    command = [sys.executable, "-m", "mezzo", *words, "--out", "out", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            tracing = numbers(tmp_path / "tracing", 1)
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=LONGEST_S)
+        finally:
+            process.kill()
+    assert process.returncode == 143
+    until(lambda: not any(map(runs, tracing)), f"the end of {tracing}")
+    if words[0] == "compare":
+        record = read_record(tmp_path / "out" / "record.json")
+        assert isinstance(record, CompareRecord)
+        assert [run.policy for run in record.runs] == ["fp32"]
+        assert record.real_gpus is None
 
 
 # Each row: the command, the number of the run that the signal comes in, how many runs there are then, the kind of the record.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from mezzo.cli import results
 from mezzo.errors import MezzoError
+from mezzo.launch.process.command_signals import stoppable
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
@@ -53,7 +54,10 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Reason]:
     from mezzo.measure.predict import plan
     from mezzo.measure.predict.script.plan import script_plan
 
-    traced = script_plan(script.target, script.arguments or [], plan.to_record(policies), as_module=script.as_module)
+    with stoppable() as stop, stop.at_once():
+        traced = script_plan(
+            script.target, script.arguments or [], plan.to_record(policies), as_module=script.as_module
+        )
     reasons = []
     for policy in policies:
         prediction = plan.predict(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from mezzo.cli import results
 from mezzo.cli.script import Script
+from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.gpus import Gpu
@@ -39,7 +41,7 @@ def predicted_for(
     *,
     limit_s: float | None = None,
 ) -> RealGpus | None:
-    """Return predictions for the policies of ``runs``; None if none were requested, or if the runs were on a GPU.
+    """Return predictions for the policies of ``runs``; None if none were requested, a signal stopped it, or the runs were on a GPU.
 
     Args:
         script: the script of the runs.
@@ -68,4 +70,7 @@ def predicted_for(
     )
     arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
     policies = {run.policy_shown: run.policy for run in trained if not run.checkpoint}
-    return real_gpus(script.target, arguments, policies, cards, as_module=script.as_module, limit_s=limit_s)
+    with stoppable() as stop, suppress(Stopped), stop.at_once():
+        predicted = real_gpus(script.target, arguments, policies, cards, as_module=script.as_module, limit_s=limit_s)
+        return None if stop.stopped else predicted
+    return None

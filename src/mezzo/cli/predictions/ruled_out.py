@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mezzo.cli.budget import Budget
 from mezzo.cli.predictions.real_gpus import NONE
 from mezzo.cli.script import Script
+from mezzo.launch.process.command_signals import stoppable
 
 if TYPE_CHECKING:
     from mezzo.devices import Device
@@ -59,14 +60,15 @@ def rule_out(
     where = "this CPU" if gpu is None else gpu.label
     budget.say(f"predicting what fits on {where}" + ("" if gpu is None else ", and how fast it is"))
     end_s = budget.spent_s + _SHARE * budget.seconds
-    found, notes = forecasts(
-        script.target,
-        script.arguments or (),
-        configurations,
-        gpu=gpu,
-        as_module=script.as_module,
-        in_time=lambda: budget.spent_s < end_s,
-    )
+    with stoppable() as stop, stop.at_once():
+        found, notes = forecasts(
+            script.target,
+            script.arguments or (),
+            configurations,
+            gpu=gpu,
+            as_module=script.as_module,
+            in_time=lambda: budget.spent_s < end_s,
+        )
     limits = [limit_bytes, None if gpu is None else gpu.memory_bytes - DRIVER_BYTES]
     limit = min((one for one in limits if one is not None), default=None)
     reasons = ruled_out(found, limit_bytes=limit, where=where, now=configurations[0])

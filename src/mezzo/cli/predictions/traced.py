@@ -13,6 +13,7 @@ import typer
 from mezzo.cli import results
 from mezzo.cli.script import check_pytorch, keep_input_for
 from mezzo.errors import MezzoError, UsageError, nearest
+from mezzo.launch.process.command_signals import stoppable
 
 if TYPE_CHECKING:
     from mezzo.measure.predict.named import NamedModel
@@ -189,7 +190,8 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
     check_pytorch(target, as_module=as_module, command="predict", hint=hint)
     keep_input_for(target, as_module=as_module)
     results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
-    script_tapes = script_plan(target, arguments, plan.to_record(policies), batch=batch, as_module=as_module)
+    with stoppable() as stop, stop.at_once():
+        script_tapes = script_plan(target, arguments, plan.to_record(policies), batch=batch, as_module=as_module)
     failures = [plan.failure(policy, script_tapes.refused) for policy in policies]
     if all(failures):
         raise UsageError(f"{target} {failures[0]}", hint=hint_under(policies[0]))

@@ -51,6 +51,7 @@ class Stop:
         self._signal: int | None = None
         self._times = 0
         self._last = 0.0
+        self._at_once = False
 
     @property
     def stopped(self) -> bool:
@@ -87,8 +88,26 @@ class Stop:
         finally:
             self._processes.remove(process)
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Raise ``Stopped`` when a signal arrives inside, which must be work of the main thread that an exception ends.
+
+        Raises:
+            Stopped: a signal has stopped the command, now or before.
+        """
+        self.check()
+        before, self._at_once = self._at_once, threading.current_thread() is threading.main_thread()
+        try:
+            yield
+        finally:
+            self._at_once = before
+
     def handle(self, number: int, frame: FrameType | None = None) -> None:
-        """Handle a signal."""
+        """Handle a signal.
+
+        Raises:
+            Stopped: it arrived inside ``at_once``.
+        """
         processes = [*self._processes]
         if number not in STOPPING:
             for process in processes:
@@ -101,6 +120,9 @@ class Stop:
             self._times, self._last = 1, now
             for process in processes:
                 process.pass_on(number, kill_after_s=_grace_s(number))
+            if self._at_once:
+                self._at_once = False  # what the exception ends must not be ended a second time
+                raise Stopped(number)
         elif number == signal.SIGINT and repeated:
             self._times, self._last = self._times + 1, now
             self._repeat_interrupt(processes)

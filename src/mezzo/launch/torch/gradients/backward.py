@@ -7,7 +7,9 @@ unscaled gradients. The leaves are found by walking the graph, since a missed le
 times too large. That costs about a microsecond per node, only if the loss is scaled.
 
 ``torch.autograd.grad`` starts from a scaled gradient as well. Its results are unscaled before it returns, and keep their graph for
-penalties that build on them. If these are not the gradients of an update, the pass has a scale of its own.
+penalties that build on them. The script may compute with them, as MAML's fast weights do, so a pass that overflows is repeated with a
+smaller scale, unless its results are known to be the gradients of an update. If these are not the gradients of parameters that the
+script trains, the pass has a scale of its own.
 """
 
 from __future__ import annotations
@@ -177,13 +179,17 @@ class BackwardPasses:
             self._begin(roots, grad_outputs)
             if not self._run.optimizers:
                 self._run.by_hand.reached(leaves)
-            with self._under_policy():
-                scaled = self._scaled(roots, grad_outputs, self._run.scale)
-                gradients = run_engine(roots, inputs, scaled, *args, **kwargs)
-            gradients = self._unscaled(gradients, self._run.scale)
-            self._communication.reduce([g for g in listed(gradients) if g is not None])
+            # Those of an update may overflow: it is skipped, and its graph need not be kept.
+            of_update = not self._run.optimizers or self._run.losses.are_of_update()
+            compute = functools.partial(run_engine, roots, inputs)
+            gradients = self._gradients(
+                compute, roots, grad_outputs, self._run.scale, args, kwargs, repeats=not of_update
+            )
+            found = [g for g in listed(gradients) if g is not None]
+            self._communication.reduce(found)
+            self._run.losses.returned(found)
             if not self._run.optimizers:
-                self._run.by_hand.record_update([g for g in listed(gradients) if g is not None])
+                self._run.by_hand.record_update(found)
             return gradients
 
         return grad
@@ -202,11 +208,7 @@ class BackwardPasses:
     def _inner_gradients(
         self, run_engine: Callable[..., Any], roots: list[Tensor], inputs: Any, given: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return gradients that the script computes with, as in a penalty.
-
-        An overflow would make the loss itself infinite, and skipping the update would not help. So these passes have
-        a loss scale of their own, and a pass that overflows is repeated with a smaller one.
-        """
+        """Return gradients that the script computes with, as in a penalty."""
         scale = self._run.inner_scale
         in_vmap = _in_vmap()
         if in_vmap and scale.checks:
@@ -215,13 +217,38 @@ class BackwardPasses:
         if not scale.checks or in_vmap or kwargs.get("is_grads_batched"):
             with self._under_policy():
                 return run_engine(roots, inputs, given, *args, **kwargs)
-        kwargs.pop("retain_graph", None)  # the graph is kept, so that the pass can be repeated
+        compute = functools.partial(run_engine, roots, inputs)
+        gradients = self._gradients(compute, roots, given, scale, args, kwargs, repeats=True)
+        scale.updated(skipped=False)
+        return gradients
+
+    def _gradients(
+        self,
+        compute: Callable[..., Any],
+        roots: list[Tensor],
+        given: Any,
+        scale: Scale,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        repeats: bool,
+    ) -> Any:
+        """Return unscaled gradients; if ``repeats``, repeat a pass that overflows with a smaller scale.
+
+        The script may compute its loss with them. An overflow would make the loss itself infinite, and skipping the update would not
+        help.
+        """
+        repeats = repeats and scale.adapts
+        if repeats:  # the graph is kept
+            kwargs.pop("retain_graph", None)
+            args = True, *args[1:]
         while True:
             with self._under_policy():
-                gradients = run_engine(roots, inputs, self._scaled(roots, given, scale), True, *args[1:], **kwargs)
+                gradients = compute(self._scaled(roots, given, scale), *args, **kwargs)
             gradients = self._unscaled(gradients, scale)
-            overflow = not all_finite(g.detach() for g in listed(gradients) if g is not None)
-            if not overflow or scale.at_floor() or not all_finite(roots):
+            if not repeats or scale.at_floor():
+                return gradients
+            if all_finite(_values_of(listed(gradients))) or not all_finite(roots):
                 return gradients
             scale.updated(skipped=True)
 
@@ -361,6 +388,13 @@ class BackwardPasses:
         if kwargs.get("create_graph") or True in args[1:2] or torch.compiler.is_compiling():
             return False
         return self._run.owns(leaves) if self._run.optimizers else all(t.is_leaf for t in leaves)
+
+
+def _values_of(gradients: Sequence[Tensor | None]) -> Iterator[Tensor]:
+    """Yield the values of the gradients that are not None, of a sparse one those that it has."""
+    for gradient in gradients:
+        if gradient is not None:
+            yield gradient.detach()._values() if gradient.is_sparse else gradient.detach()
 
 
 def _in_vmap() -> bool:

@@ -7,6 +7,8 @@ other. The sum is not what the script computes, and not what it shows, if
   scripts are those at the weights that an update starts from;
 - the gradients of a pass are in no update, because the script cleared them, as after an attack on its inputs, or because they reach no
   weight that it trains;
+- the script computes with the gradients of a pass, as MAML's inner loop does: those that ``torch.autograd.grad`` returned, if others
+  come from ``backward`` and the script does not set them as gradients of its weights;
 - a pass only continues another one, as gradient caching does: the root is the product of activations with their own gradients;
 - one line runs all passes, each from a mean over a batch, and nothing divides it: the loss is the mean of the passes.
 
@@ -43,12 +45,13 @@ _MAX_NODES = 512
 """The loss over cached activations has a small graph; the leaves of a larger one are not looked for."""
 _VERSION_BITS = 24
 
-How: TypeAlias = Literal["all", "elsewhere", "unused", "continued"]
+How: TypeAlias = Literal["all", "elsewhere", "unused", "continued", "inner"]
 """Which passes count."""
 _WHY: dict[How, str] = {
     "all": "the gradients of all are in the update",
     "elsewhere": "the script changes its weights between them, as SAM does: losses at the changed weights are left out",
     "unused": "left out are those whose gradients the script clears before the update, or that reach no weight that it trains",
+    "inner": "left out are those of torch.autograd.grad, since the script computes with their gradients, as in MAML's inner loop",
     "continued": "left out are those that start from gradients of another, as in gradient caching",
 }
 _UNDIVIDED = "one line runs them, each from a mean over a batch, and nothing divides it by their number: the script's loss is their mean"
@@ -69,6 +72,8 @@ class _Pass:
     """Whether it may be one of several to be averaged: of one root, with no gradient given and no graph kept."""
     touched: frozenset[int] | None = None
     """The trained parameters whose gradients it changed, by identity; None if that is not known."""
+    returned: list[Callable[[], Tensor | None]] | None = None
+    """The gradients that it returned instead of adding them to those of the parameters; None if it added them."""
     cleared: bool = False
     """Whether the script has cleared these gradients since."""
 
@@ -93,6 +98,8 @@ class UpdateLosses:
         """A mark of each gradient before and after the last pass."""
         self._inputs: list[Callable[[], Tensor | None]] = []
         """Leaves of earlier passes that no optimizer trains."""
+        self._fed: set[int] = set()
+        """The places of passes that returned the gradients of an update."""
         self._seen: Counter[tuple[int, int, How, int]] = Counter()
         """Number of updates by their passes, those of them that count, why, and how many of these one mean is taken of."""
 
@@ -144,8 +151,25 @@ class UpdateLosses:
             self._after = after = _marks(self._trained())
             self._passes[-1].touched = frozenset(key for key, mark in after.items() if self._before.get(key) != mark)
 
+    def are_of_update(self) -> bool:
+        """Return whether gradients that the script asks for now were those of an update when it asked here before."""
+        return bool(self._fed) and own_place(sys._getframe(1)) in self._fed
+
+    def returned(self, gradients: Sequence[Tensor]) -> None:
+        """Record that the pass has returned its gradients to the script."""
+        if self._tracks and self._passes:
+            self._passes[-1].returned = [ref(gradient) for gradient in gradients]
+
     def stepping(self) -> None:
         """Record that an optimizer is about to step: gradients that the script has set itself may come from all passes."""
+        if any(one.returned for one in self._passes):
+            used = {id(p.grad) for p in self._trained().values() if p.grad is not None}
+            fed = [one for one in self._passes if any(id(find()) in used for find in one.returned or ())]
+            for one in fed:
+                one.returned = None
+                self._fed.add(one.place)
+            if fed:
+                return
         if len(self._passes) > 1 and any(one.cleared for one in self._passes):
             now = _marks(self._trained())
             last = {key: mark >> _VERSION_BITS for key, mark in self._after.items()}
@@ -247,6 +271,8 @@ def _kept(passes: list[_Pass]) -> tuple[list[_Pass], How]:
     ]
     kept: list[_Pass] = passes
     how: How = "all"
+    if any(one.returned is None and one.touched for one in passes):
+        rules.insert(0, ("inner", lambda one: one.returned is not None))
     for name, left_out in rules:
         rest = [one for one in kept if not left_out(one)]
         if rest and len(rest) < len(kept):

@@ -1,0 +1,157 @@
+"""Losses that depend on gradients: under a loss scale they are those of FP32, to FP16's rounding, also where a first pass overflows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mezzo.launch.torch import switched
+from mezzo.policy import Policy
+
+X, Y = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
+STEEP = 64.0
+"""Factor of the inner loss: its gradients are above 1, so they overflow at a scale of 65536."""
+
+
+def network(width: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def called(model: nn.Module, weights: list[Tensor]) -> Tensor:
+    named = dict(zip([name for name, _ in model.named_parameters()], weights, strict=True))
+    outputs: Tensor = torch.func.functional_call(model, named, (X,))
+    return outputs
+
+
+def meta_losses(**how: bool) -> Iterator[Tensor]:
+    """Yield the outer loss of MAML: the inner gradients are those of the parameters that the optimizer trains."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        weights = list(model.parameters())
+        for _ in range(2):
+            inner = STEEP * F.cross_entropy(called(model, weights), Y)
+            gradients = torch.autograd.grad(inner, weights, **how)
+            weights = [w - 0.5 / STEEP * g for w, g in zip(weights, gradients, strict=True)]
+        loss = F.cross_entropy(called(model, weights), Y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def maml_of_first_order() -> Iterator[Tensor]:
+    return meta_losses()
+
+
+def maml_of_second_order() -> Iterator[Tensor]:
+    return meta_losses(create_graph=True)
+
+
+def unrolled_hyperparameter() -> Iterator[Tensor]:
+    """Yield the loss after a step whose learning rate is trained."""
+    model, rate = network(), torch.tensor(0.1, requires_grad=True)
+    optimizer = torch.optim.SGD([rate], lr=0.1)
+    for _ in range(6):
+        weights = list(model.parameters())
+        gradients = torch.autograd.grad(STEEP * F.cross_entropy(model(X), Y), weights, create_graph=True)
+        weights = [w - rate / STEEP * g for w, g in zip(weights, gradients, strict=True)]
+        loss = F.cross_entropy(called(model, weights), Y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def learned_optimizer() -> Iterator[Tensor]:
+    """Yield the loss after an update that a trained network has computed from gradients."""
+    model, learned = network(), nn.Linear(1, 1)
+    nn.init.constant_(learned.weight, -0.1)
+    nn.init.zeros_(learned.bias)
+    optimizer = torch.optim.SGD(learned.parameters(), lr=0.01)
+    for _ in range(6):
+        weights = list(model.parameters())
+        gradients = torch.autograd.grad(STEEP * F.cross_entropy(model(X), Y), weights)
+        steps = [learned((g / STEEP).reshape(-1, 1)).view_as(g) for g in gradients]
+        loss = F.cross_entropy(called(model, [w + s for w, s in zip(weights, steps, strict=True)]), Y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+def r1_penalty() -> Iterator[Tensor]:
+    """Yield a discriminator's loss with a penalty on its gradient at real data."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(6):
+        real = X.clone().requires_grad_()
+        outputs = model(real)
+        (slope,) = torch.autograd.grad(STEEP * outputs.sum(), real, create_graph=True)
+        loss = F.softplus(-outputs).mean() + (slope / STEEP).square().sum(1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss
+
+
+WAYS: list[Callable[[], Iterator[Tensor]]] = [
+    maml_of_first_order,
+    maml_of_second_order,
+    unrolled_hyperparameter,
+    learned_optimizer,
+    r1_penalty,
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_a_loss_that_depends_on_gradients_is_that_of_fp32(way: Callable[[], Iterator[Tensor]]) -> None:
+    expected = [loss.item() for loss in way()]
+    with switched(Policy.parse("fp16:arithmetic=emulated:max_scale=65536")) as (run, _):
+        found = [loss.item() for loss in way()]
+        run.close_update()
+    steps = run.recorder.steps()
+    assert steps.num_skipped == 0
+    assert found != expected  # it did run in FP16
+    tolerance = 8 * 2.0**-11 * max(map(abs, expected))  # eight roundings of the largest
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) <= tolerance
+    assert [*steps.loss] == pytest.approx(found, rel=1e-6)  # the losses of the inner loop are no losses of the update
+
+
+def fed_by_hand() -> Iterator[Tensor]:
+    """Yield the loss whose gradients the script sets itself, after it has cleared those of another."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        (0.01 * model(X).square().sum()).backward()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(X), Y)
+        for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        yield loss
+
+
+def test_gradients_that_the_script_sets_itself_belong_to_the_update() -> None:
+    with switched(Policy.parse("fp16:arithmetic=emulated")) as (run, _):
+        found = [loss.item() for loss in fed_by_hand()]
+        run.close_update()
+    assert [*run.recorder.steps().loss] == pytest.approx(found, rel=1e-6)
+
+
+@pytest.mark.parametrize("leaves", ["trained", "inputs"])
+def test_a_static_scale_that_overflows_ends(leaves: str) -> None:
+    with switched(Policy.parse("fp16:arithmetic=emulated:loss_scale=static:init_scale=16777216")):
+        model, x = network(), X.clone().requires_grad_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(X)
+        loss = STEEP * F.cross_entropy(model(x), Y)
+        found = torch.autograd.grad(loss, model.parameters() if leaves == "trained" else x)
+    assert len(optimizer.param_groups) == 1  # the optimizer lives, so that its parameters are trained ones
+    assert any(not math.isfinite(g.sum().item()) for g in found)
