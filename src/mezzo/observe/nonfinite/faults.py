@@ -28,7 +28,7 @@ Part: TypeAlias = tuple[int, int]
 """The part of an update that one optimizer makes: the identity of the GradScaler, 0 for the policy's loss scale, and of the optimizer."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class InspectedStep:
     """What the operations of a step showed."""
 
@@ -37,6 +37,10 @@ class InspectedStep:
     """The sources of a loss that was not finite."""
     in_backward: list[Source]
     """The sources of non-finite results in the backward pass."""
+    in_update: list[Source] = field(default_factory=list)
+    """The sources of non-finite results between the backward pass and the optimizer's step."""
+    by_update: Source | None = None
+    """The optimizer's step, if it made a weight infinite or NaN of finite gradients."""
     gradient_errors: GradientErrors | None
     """The errors of the gradients; None if they were not compared with their true values."""
     harmless: list[Harmless]
@@ -98,6 +102,8 @@ class Faults:
         """Whether a step was bad for a reason that no later step can cure."""
         self._lost_step: int | None = None
         """The step whose loss was not finite."""
+        self._broken_updates: list[int] = []
+        """Steps whose update made a weight infinite or NaN of finite gradients."""
 
     @property
     def are_enough(self) -> bool:
@@ -113,6 +119,9 @@ class Faults:
             fault = place_to_blame(
                 step.inspected, step.number, training.names(), loss_bad=loss_bad, bad=bad, before=before
             )
+        if fault is None and not bad and step.inspected is not None and step.inspected.by_update is not None:
+            fault = Located(step=step.number, source=step.inspected.by_update.as_record(training.names()))
+            self._broken_updates.append(step.number)
         if fault is not None:
             curable = step.skipped and step.loss_finite and fault.gradients is None and fault.fits_fp32
             (self._skipped if curable else self._located).append(fault)
@@ -155,7 +164,8 @@ class Faults:
         """
         fault, inspected = self.first(), list(watched)
         unskipped = [step for step in self.bad_steps if not run.steps.skipped[step - 1]]
-        faulty = sorted({*self.skips.steps(), *unskipped, *([self._lost_step] if self._lost_step else [])})
+        lost = [self._lost_step] if self._lost_step else []
+        faulty = sorted({*self.skips.steps(), *unskipped, *lost, *self._broken_updates})
         if fault is None and run.error is not None and unfinished is not None and not faulty:
             last, names = len(run.steps) + 1, self._training.names()
             fault = place_to_blame(unfinished, last, names, loss_bad=True, bad=True, before=None)
@@ -199,7 +209,7 @@ def place_to_blame(
     quiet = _saturated(errors, step, names, bad=bad) or (None if bad else _vanished(errors, step, names, before))
     if not bad:
         return quiet
-    suspects = inspected.of_loss if loss_bad and inspected.of_loss else inspected.in_backward
+    suspects = inspected.of_loss if loss_bad and inspected.of_loss else inspected.in_backward or inspected.in_update
     chosen = [s for s in suspects if s.kind != "constant"] or suspects
     source = min(chosen, key=lambda s: s.index, default=None)
     if source is None:

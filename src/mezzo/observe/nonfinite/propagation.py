@@ -16,12 +16,13 @@ steps are inspected. Limits: a fused kernel is one operation; an operation that 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -37,6 +38,7 @@ from mezzo.observe.nonfinite.shadows import (
     measure_gradients,
     rounded,
 )
+from mezzo.observe.source_lines import script_line
 from mezzo.observe.tensors import (
     by_design,
     floats,
@@ -58,6 +60,8 @@ _MATERIAL = 2.0**-10
 _DECISIONS = frozenset(("_amp_update_scale_", "_amp_update_scale"))
 """Operations whose results count as true: the loss scale has to follow from the overflow that was detected."""
 _REFUSED = "without overflow"
+_LEAST_SCALE = 64.0
+"""A smaller factor counts as the weight of a loss."""
 
 
 class InfinityTracer(PlacingTracer):
@@ -84,9 +88,19 @@ class InfinityTracer(PlacingTracer):
         super().__init__(formats, device_type=device_type, flags=flags)
         self.sources: list[Source] = []
         self.nonfinite_results: list[NonFiniteResult] = []
+        self.update_sources: list[Source] = []
+        """Where an optimizer's step made a weight infinite or NaN."""
         self.gradient_errors: list[GradientErrors] = []
         self.problems: dict[str, str] = {}
         """Operations that could not be inspected, and why."""
+        self.in_update = False
+        """Whether a backward pass has ended and no module was called since: clipping and unscaling run then."""
+        self.narrow = False
+        """Whether an operation read or returned 16-bit values."""
+        self._factors: dict[float, None] = {}
+        """Large numbers by which the script multiplied a single value, such as its loss."""
+        self._undone: dict[float, None] = {}
+        """The numbers by which it divided, or multiplied by their inverses, between the backward pass and the update."""
         self._before_reduction: GradientErrors | None = None
         """The errors of the gradients before a reduction over all processes."""
         self._scale, self._weights = scale, weights
@@ -96,7 +110,7 @@ class InfinityTracer(PlacingTracer):
     def forget(self) -> None:
         """Discard what was recorded; values that are already lost remain known as lost."""
         super().turn(len(self.trace.operations))
-        self.sources, self.nonfinite_results, self.gradient_errors = [], [], []
+        self.sources, self.nonfinite_results, self.gradient_errors, self.update_sources = [], [], [], []
 
     def mark(self) -> int:
         """Mark everything recorded so far as belonging to the step; return the number of operations."""
@@ -115,7 +129,63 @@ class InfinityTracer(PlacingTracer):
             result.index -= index
         self.sources = [s for s in self.sources if s.index >= 0]
         self.nonfinite_results = [r for r in self.nonfinite_results if r.index >= 0]
-        self.gradient_errors = []
+        self.gradient_errors, self.update_sources = [], []
+        self._undone = {}
+
+    def static_scale(self) -> float | None:
+        """Return the number by which the script itself scales its loss, and divides its gradients; None if there is none."""
+        return next((factor for factor in self._factors if factor in self._undone), None)
+
+    def _note_numbers(self, args: Sequence[Any], result: Any) -> None:
+        numbers = [float(x) for x in tree_leaves(tuple(args)) if type(x) in (int, float) and x]
+        if self.in_update:
+            self._undone.update(dict.fromkeys(n for x in numbers for n in (x, 1 / x)))
+        elif isinstance(result, Tensor) and result.numel() == 1:
+            self._factors.update(dict.fromkeys(x for x in numbers if x >= _LEAST_SCALE))
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Record that a module is called."""
+        self.in_update = False
+        super().enter(module, args)
+
+    def inspect_update(self, optimizer: torch.optim.Optimizer, names: Callable[[Tensor], nn.Module | None]) -> None:
+        """Record the first weight that an optimizer's step made infinite or NaN; reads one flag for each weight.
+
+        Args:
+            optimizer: the optimizer, whose step just ended.
+            names: returns the module that owns a weight.
+        """
+        with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    if weight.grad is None or is_finite(weight) or not is_finite(weight.grad):
+                        continue
+                    self._update_broke(optimizer, group, weight, names(weight))
+                    return
+
+    def _update_broke(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: Tensor, module: nn.Module | None
+    ) -> None:
+        second: Tensor | None = optimizer.state.get(weight, {}).get("exp_avg_sq")
+        read = [t for t in (weight.grad, second) if t is not None]
+        eps = group.get("eps")
+        rounds_to_0 = isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=weight.dtype)) == 0
+        line, _ = script_line(sys._getframe(1))
+        source = Source(
+            index=len(self.trace.operations),
+            kind="made",
+            op=f"{type(optimizer).__name__}.step",
+            module=module,
+            line=line,
+            backward=False,
+            in_update=True,
+            zero_eps=eps if rounds_to_0 and second is not None else None,
+            format=format_name(weight.dtype),
+            operands=[operand(t) for t in read],
+            wide=None,
+            scale=self._scale(),
+        )
+        self.update_sources.append(source)
 
     def compare_gradients(self) -> None:
         """Compare the current gradients with their true values; of a step's comparisons, the last counts."""
@@ -144,6 +214,8 @@ class InfinityTracer(PlacingTracer):
             if _REFUSED in str(error) and operation is not None:
                 self._refused(index, operation)
             raise
+        if not self.in_backward():
+            self._note_numbers(args, result)
         if operation is not None:
             with self._guarded(), torch.autocast(self._device_type, enabled=False):
                 self._inspect(index, operation, result)
@@ -218,6 +290,7 @@ class InfinityTracer(PlacingTracer):
     ) -> list[Tensor] | None:
         """Return an operation's FP32 results from its operands if it may have lost values; else None."""
         narrow = any(t.element_size() < 4 for t in (*results, *(read for read, _ in operation.read)))
+        self.narrow = self.narrow or narrow
         if not operation.read or not narrow:
             return None
         if not made and (operation.draws or operation.keeps_magnitude()):
@@ -301,7 +374,9 @@ class InfinityTracer(PlacingTracer):
     def _record_nonfinite(self, index: int, sources: tuple[Source, ...], bad_results: list[Tensor]) -> None:
         for tensor in bad_results:
             self._taint.put(tensor, sources)
-        self.nonfinite_results.append(NonFiniteResult(index, self.in_backward(), sources))
+        backward = self.in_backward()
+        in_update = self.in_update and not backward
+        self.nonfinite_results.append(NonFiniteResult(index, backward, in_update, sources))
 
     # --- sources -----------------------------------------------------------------------------------------------------------------
 
@@ -377,6 +452,7 @@ class InfinityTracer(PlacingTracer):
             module=place.module,
             line=place.line,
             backward=place.backward,
+            in_update=self.in_update and not place.backward and place.module is None,
             format=format_name(result.dtype),
             operands=[operand(t) for t in tensors[:4]],
             wide=largest,
