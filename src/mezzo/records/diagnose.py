@@ -12,10 +12,10 @@ Diagnosed: TypeAlias = Literal[
 ]
 """``undecided``: a step is not finite, and the run that would tell the cause was not made or contradicts it; ``unfinished``: the run
 raised, was interrupted or trained no step, and no value that left its format explains it."""
-Origin: TypeAlias = Literal["", "made", "entered", "constant", "refused", "vanished", "norm"]
+Origin: TypeAlias = Literal["", "made", "entered", "constant", "refused", "vanished", "norm", "raised"]
 """``made`` from finite values; ``entered`` the step from outside; a ``constant`` in the script; ``refused``: a number in the
 script that torch does not convert to the format; ``vanished``: too small for the format, so 0; ``norm``: every gradient is finite, and
-the square of their norm is beyond FP32."""
+the square of their norm is beyond FP32; ``raised``: no value, but an operation that raised an error."""
 StepPhase: TypeAlias = Literal["", "forward", "backward", "update"]
 """``update``: between a backward pass and the next forward pass, such as clipping, unscaling and the optimizer's step."""
 
@@ -59,6 +59,8 @@ class DiagnoseRecord(WholeRecord):
     kind: Literal["diagnose"] = "diagnose"
     run: RunRecord
     verdict: Diagnosed
+    perhaps: Diagnosed | Literal[""] = ""
+    """What the operation alone suggests if the verdict is ``undecided``."""
     module: str = ""
     pattern: str = ""
     """The module's name for ``fp32_modules``; empty where it has none: a model itself, or code outside any module."""
@@ -94,6 +96,8 @@ class DiagnoseRecord(WholeRecord):
     """The loss scale of that step."""
     zero_eps: float | None = None
     """The optimizer's eps, if it is 0 in the weight's format and the update divides by it."""
+    settled_scale: float | None = None
+    """The loss scale at the end, if skipped updates have lowered it so far that small gradients are lost."""
     static_scale: bool = False
     """Whether the loss scale is a number by which the script itself multiplies its loss and divides its gradients."""
     own_scaler: bool = False
@@ -126,5 +130,9 @@ class DiagnoseRecord(WholeRecord):
     def summary(self) -> str:
         """The script, the verdict and its place, in one line."""
         place = [f"step {self.step}"] if self.step else []
-        place += [f"{self.during} of {self.module or 'the script'}", self.line] if self.located else []
+        place += (
+            [f"{self.during} of {self.module or 'the script'}", self.line]
+            if self.located or self.origin == "raised"
+            else []
+        )
         return ", ".join([f"{self.run.where}: {self.verdict.replace('_', ' ')}", *filter(None, place)])

@@ -25,7 +25,7 @@ from mezzo.observe.nonfinite.fixes import Offer, Tried, next_offer, settled
 from mezzo.observe.nonfinite.verdict import Role, ScriptRun, diagnosis, known, tried, verdict_on
 from mezzo.observe.settings import DiagnoseSettings, TrialChanges
 from mezzo.policy import Policy
-from mezzo.records import AS_IS, DiagnoseRecord, StepPhase, Operand, RunRecord, Steps
+from mezzo.records import AS_IS, DiagnoseRecord, Operand, RunRecord, StepPhase, Steps
 from mezzo.records.diagnose import Origin
 from mezzo.report.sheets.diagnose import diagnose_sheet
 from record_builders import environment

@@ -9,8 +9,8 @@
 Each run leaves evidence. What to run next follows from the evidence of all runs (``next_run``), and so does the verdict
 (``mezzo.observe.nonfinite.verdict``).
 
-A script that sets its seeds does the same each time. One that does not may pass the faulty step without a fault the second time:
-then every later step is inspected. Under a launcher of several processes, all of them run again together, and each leaves evidence.
+Every run begins with the same seed, and leaves the seeds that the script sets alone, so that it does the same each time. A script that
+draws from elsewhere may pass the faulty step without a fault the second time: then every later step is inspected. Under a launcher of several processes, all of them run again together, and each leaves evidence.
 Imports no torch.
 """
 
@@ -58,6 +58,7 @@ def diagnose_script(
         child: runs a request; returns its record, and leaves its evidence where the request's settings say.
         note: called with the reason when the script runs again.
     """
+    request = request.model_copy(update={"seed": request.seed or 0})
     planned: ScriptRun | None = ScriptRun(
         role="first",
         reason="to find the first step that is not finite",
@@ -244,7 +245,7 @@ def _with_fix(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun
     """Try the next fix, for as many steps after the fault as a loss scale may need to settle."""
     first = runs[0].run
     assert first is not None
-    if not diagnosis.located or not repeats(runs):
+    if not (diagnosis.located or diagnosis.origin == "raised") or not repeats(runs):
         return None
     diagnosis = diagnosis.model_copy(update={"run": first})
     last = last_step(diagnosis, first)

@@ -18,9 +18,9 @@ from mezzo.observe.limits import FADED
 from mezzo.records import Operand, Value
 from mezzo.records.files import write_whole
 
-Kind: TypeAlias = Literal["made", "entered", "constant", "refused", "vanished"]
+Kind: TypeAlias = Literal["made", "entered", "constant", "refused", "vanished", "raised"]
 """``made`` from finite values; ``entered`` the step from outside; a ``constant`` of the script; ``refused``: a number too large for
-the format, for which torch raises an error; ``vanished``: too small for the format, so 0."""
+the format, for which torch raises an error; ``vanished``: too small for the format, so 0; ``raised``: no value, but an error."""
 _MAX_SOURCES = 6
 """Most sources at the lower end of the range that a tensor keeps; at the upper end twice as many."""
 
@@ -127,6 +127,10 @@ class Evidence(Value):
     """Steps whose loss or gradients were not finite."""
     faulty_steps: list[int] = []
     """The bad steps that are not normal skips."""
+    settled_scale: float | None = None
+    """The dynamic loss scale at the end of the run, if skipped updates have lowered it below ``LEAST_SCALE``."""
+    zeros: float = 0.0
+    """The share of all gradient elements that are 0 only because of the format, in the last healthy step that was inspected."""
     unexplained_skips: list[int] = []
     """Normal skips (few enough) that neither the search for a loss scale nor its growth explains."""
     lost_step: int | None = None
@@ -144,6 +148,8 @@ class Evidence(Value):
     problems: dict[str, str] = {}
     """Operations that could not be inspected, and why."""
     harmless: list[Harmless] = []
+    raised: LostValues | None = None
+    """The operation that raised an error, of kind ``raised``, if that ended the run."""
 
 
 # --- what is found while the script runs -----------------------------------------------------------------------------------------
@@ -315,6 +321,7 @@ def of_all(by_rank: Sequence[Evidence | None]) -> Evidence | None:
             "found_by_rank": rank if elsewhere else first.found_by_rank,
             "bad_steps": sorted({step for evidence in everyone for step in evidence.bad_steps}),
             "faulty_steps": sorted({step for evidence in everyone for step in evidence.faulty_steps}),
+            "raised": next((evidence.raised for evidence in everyone if evidence.raised is not None), None),
             "narrow": any(evidence.narrow for evidence in everyone),
             "problems": {op: why for evidence in reversed(everyone) for op, why in evidence.problems.items()},
             "harmless": list({value.line: value for evidence in everyone for value in evidence.harmless}.values()),

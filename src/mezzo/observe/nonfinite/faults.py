@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
-from mezzo.observe.limits import HARMLESS_LISTED, WEIGHTY
+from mezzo.observe.limits import HARMLESS_LISTED, LEAST_SCALE, WEIGHTY
 from mezzo.observe.nonfinite.evidence import Evidence, GradientErrors, Harmless, Located, ModelNames, Source
 from mezzo.records import RunRecord
 
@@ -102,6 +102,8 @@ class Faults:
         """Whether a step was bad for a reason that no later step can cure."""
         self._lost_step: int | None = None
         """The step whose loss was not finite."""
+        self._zeros = 0.0
+        """The share of gradient elements that the format lost in the last healthy step that was inspected."""
         self._broken_updates: list[int] = []
         """Steps whose update made a weight infinite or NaN of finite gradients."""
 
@@ -126,6 +128,8 @@ class Faults:
             curable = step.skipped and step.loss_finite and fault.gradients is None and fault.fits_fp32
             (self._skipped if curable else self._located).append(fault)
         elif step.inspected is not None and not bad:
+            errors = step.inspected.gradient_errors
+            self._zeros = 0.0 if errors is None else errors.zeros
             self._harmless |= {value.line: value for value in step.inspected.harmless}
         rule = training.skip_rule()
         if step.loss_finite:  # a loss that is infinite is not skipped because of its scale
@@ -147,11 +151,15 @@ class Faults:
         """Return whether no update succeeded even at a scale below 1: then the scale is not the cause."""
         return not self.skips.settled() and self._training.loss_scale() < 1
 
-    def first(self) -> Located | None:
-        """Return the place to blame in the steps so far; an overflow that the loss scale skipped counts only if the skip is not normal."""
+    def first(self, lowered: Sequence[int] = ()) -> Located | None:
+        """Return the place to blame in the steps so far; an overflow that the loss scale skipped counts only if the skip is not normal.
+
+        Args:
+            lowered: steps whose skips have lowered the scale too far.
+        """
         if self._located:
             return self._located[0]
-        wanted = {*self.skips.steps(), *self._suspects}
+        wanted = {*self.skips.steps(), *self._suspects, *lowered}
         return next((fault for fault in self._skipped if fault.step in wanted), None)
 
     def evidence(self, run: RunRecord, *, watched: Sequence[int], unfinished: InspectedStep | None) -> Evidence:
@@ -162,10 +170,11 @@ class Faults:
             watched: the steps whose operations were inspected.
             unfinished: what the operations of the last step showed, if it was inspected and never ended.
         """
-        fault, inspected = self.first(), list(watched)
+        lowered = _lowered(run) if self._training.skip_rule().dynamic else []
+        fault, inspected = self.first(lowered), list(watched)
         unskipped = [step for step in self.bad_steps if not run.steps.skipped[step - 1]]
         lost = [self._lost_step] if self._lost_step else []
-        faulty = sorted({*self.skips.steps(), *unskipped, *lost, *self._broken_updates})
+        faulty = sorted({*self.skips.steps(), *unskipped, *lost, *self._broken_updates, *lowered})
         if fault is None and run.error is not None and unfinished is not None and not faulty:
             last, names = len(run.steps) + 1, self._training.names()
             fault = place_to_blame(unfinished, last, names, loss_bad=True, bad=True, before=None)
@@ -176,8 +185,18 @@ class Faults:
             bad_steps=self.bad_steps,
             faulty_steps=faulty,
             lost_step=self._lost_step,
+            settled_scale=run.steps.loss_scale[-1] if lowered else None,
+            zeros=self._zeros,
             harmless=list(self._harmless.values())[:HARMLESS_LISTED],
         )
+
+
+def _lowered(run: RunRecord) -> list[int]:
+    """Return the steps whose skipped updates lowered the loss scale below ``LEAST_SCALE``, if it is still there at the end."""
+    steps = run.steps
+    if not steps.loss_scale or steps.loss_scale[-1] >= LEAST_SCALE or not any(not skipped for skipped in steps.skipped):
+        return []
+    return [n for n, scale in enumerate(steps.loss_scale, 1) if steps.skipped[n - 1] and scale < LEAST_SCALE]
 
 
 # --- blame -----------------------------------------------------------------------------------------------------------------------

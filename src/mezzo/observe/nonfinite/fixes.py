@@ -118,12 +118,20 @@ def _policy(record: DiagnoseRecord) -> Policy | None:
 
 
 def _offers(record: DiagnoseRecord) -> list[Offer]:
+    if record.origin == "raised":
+        narrow = any(o.format in ("fp16", "bf16") for o in record.operands)
+        module = [_wider(record, (record.pattern,))] if record.pattern else []
+        return [*_line(record), *module] if narrow else []
     if not record.located:
         return []
+    if record.verdict == "scale_overflow" and record.settled_scale is not None:
+        return _for_range(record)  # a scale that fits is what loses the small gradients
     if record.verdict == "scale_overflow":
         return _for_scale(record)
     if record.zero_eps is not None and record.format in FORMATS:
         return [_for_eps(record), *_bf16(record)]
+    if record.phase == "update" and record.op.endswith(".step"):
+        return [*_bf16(record), _for_update(record.op)]
     if record.origin in ("entered", "constant"):
         return [_for_entered(record)]
     if record.verdict == "invalid_operation":
@@ -294,7 +302,14 @@ def _for_scale(record: DiagnoseRecord) -> list[Offer]:
     own = _policy(record)
     if own is None and record.static_scale:
         line = f"scale = {scale}  # in place of the script's {record.loss_scale:g}, wherever it multiplies or divides by it"
-        return [Offer(f"lower the static loss scale to {scale:g}", line, changes=TrialChanges(own_scale=(record.loss_scale, scale))), *bf16]
+        return [
+            Offer(
+                f"lower the static loss scale to {scale:g}",
+                line,
+                changes=TrialChanges(own_scale=(record.loss_scale, scale)),
+            ),
+            *bf16,
+        ]
     if own is None:
         line = f"scaler = torch.amp.GradScaler(init_scale={scale})"
         return [Offer(f"begin with a loss scale of {scale:g}", line, changes=TrialChanges(loss_scale=scale)), *bf16]
@@ -382,7 +397,7 @@ def _bf16(record: DiagnoseRecord) -> list[Offer]:
         line = (
             "dtype=torch.bfloat16  # for each torch.float16 of the script, .bfloat16() for .half(), and no GradScaler"
         )
-        return [Offer(advice, line, changes=TrialChanges(own_format="bf16"))]
+        return [Offer(advice, line, changes=TrialChanges(own_format="bf16"), where="wherever the script names FP16")]
     if policy.compute != FP16.name:
         return []
     plain = Policy.parse(policy.name.replace(FP16.name, "bf16"))
@@ -400,10 +415,12 @@ def _for_entered(record: DiagnoseRecord) -> Offer:
     if record.origin == "constant":
         return Offer("the script creates a value here that is not finite, and it reaches the loss", "")
     if record.parameter:
-        return Offer(
-            "an update made a weight infinite or NaN: lower the learning rate, or raise the optimizer's eps", ""
-        )
+        return _for_update("an update")
     return Offer("clean the data: no precision helps", "assert torch.isfinite(batch).all()")
+
+
+def _for_update(step: str) -> Offer:
+    return Offer(f"{step} made a weight infinite or NaN: lower the learning rate, or raise the optimizer's eps", "")
 
 
 def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:

@@ -301,6 +301,7 @@ class NonFinite(Observer):
         """Return the evidence of the run."""
         found = self._faults.evidence(run, watched=self.watched, unfinished=self._unfinished)
         rank, remote = self._remote_fault
+        raised = None if self._unfinished is None or self._tracer is None else self._tracer.raised
         unexplained = [step for step in self._faults.skips.unexplained if step not in found.faulty_steps]
         return found.model_copy(
             update={
@@ -314,6 +315,7 @@ class NonFinite(Observer):
                 "narrow": self._narrow or self._tracer is None or self._tracer.narrow,
                 "forced_eager": self.forced_eager,
                 "problems": self._problems,
+                "raised": None if raised is None or run.error is None else raised.as_record(self.names()),
             }
         )
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from mezzo.formats import FP32
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite import recomputing
 from mezzo.observe.nonfinite.evidence import GradientErrors, Kind, NonFiniteResult, Source, merge_sources
@@ -38,7 +39,7 @@ from mezzo.observe.nonfinite.shadows import (
     measure_gradients,
     rounded,
 )
-from mezzo.observe.source_lines import script_line
+from mezzo.observe.source_lines import caller, script_line
 from mezzo.observe.tensors import (
     by_design,
     floats,
@@ -60,6 +61,9 @@ _MATERIAL = 2.0**-10
 _DECISIONS = frozenset(("_amp_update_scale_", "_amp_update_scale"))
 """Operations whose results count as true: the loss scale has to follow from the overflow that was detected."""
 _REFUSED = "without overflow"
+_SQUARES = ("exp_avg_sq", "square_avg", "sum")
+"""The names of squared gradients in the state of torch's optimizers, which divide by their root plus eps."""
+_SCALES = frozenset(("mul", "div", "foreach_mul", "foreach_div"))
 _LEAST_SCALE = 64.0
 """A smaller factor counts as the weight of a loss."""
 
@@ -97,6 +101,8 @@ class InfinityTracer(PlacingTracer):
         """Whether a backward pass has ended and no module was called since: clipping and unscaling run then."""
         self.narrow = False
         """Whether an operation read or returned 16-bit values."""
+        self.raised: Source | None = None
+        """The last operation that raised an error."""
         self._factors: dict[float, None] = {}
         """Large numbers by which the script multiplied a single value, such as its loss."""
         self._undone: dict[float, None] = {}
@@ -136,12 +142,14 @@ class InfinityTracer(PlacingTracer):
         """Return the number by which the script itself scales its loss, and divides its gradients; None if there is none."""
         return next((factor for factor in self._factors if factor in self._undone), None)
 
-    def _note_numbers(self, args: Sequence[Any], result: Any) -> None:
+    def _note_numbers(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        if func.overloadpacket.__name__.strip("_") not in _SCALES or self._scale() != 1:
+            return
         numbers = [float(x) for x in tree_leaves(tuple(args)) if type(x) in (int, float) and x]
         if self.in_update:
             self._undone.update(dict.fromkeys(n for x in numbers for n in (x, 1 / x)))
         elif isinstance(result, Tensor) and result.numel() == 1:
-            self._factors.update(dict.fromkeys(x for x in numbers if x >= _LEAST_SCALE))
+            self._factors.update(dict.fromkeys(x for x in numbers if _LEAST_SCALE <= x < math.inf))
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Record that a module is called."""
@@ -166,8 +174,8 @@ class InfinityTracer(PlacingTracer):
     def _update_broke(
         self, optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: Tensor, module: nn.Module | None
     ) -> None:
-        second: Tensor | None = optimizer.state.get(weight, {}).get("exp_avg_sq")
-        read = [t for t in (weight.grad, second) if t is not None]
+        state = optimizer.state.get(weight, {})
+        read = [t for t in (weight.grad, *(state.get(name) for name in _SQUARES)) if isinstance(t, Tensor)]
         eps = group.get("eps")
         rounds_to_0 = isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=weight.dtype)) == 0
         line, _ = script_line(sys._getframe(1))
@@ -179,7 +187,7 @@ class InfinityTracer(PlacingTracer):
             line=line,
             backward=False,
             in_update=True,
-            zero_eps=eps if rounds_to_0 and second is not None else None,
+            zero_eps=eps if rounds_to_0 else None,
             format=format_name(weight.dtype),
             operands=[operand(t) for t in read],
             wide=None,
@@ -210,12 +218,12 @@ class InfinityTracer(PlacingTracer):
             operation = self._prepared(func, args, kwargs)
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-        except RuntimeError as error:
-            if _REFUSED in str(error) and operation is not None:
-                self._refused(index, operation)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            if operation is not None:
+                self._note_error(index, operation, error)
             raise
         if not self.in_backward():
-            self._note_numbers(args, result)
+            self._note_numbers(func, args, result)
         if operation is not None:
             with self._guarded(), torch.autocast(self._device_type, enabled=False):
                 self._inspect(index, operation, result)
@@ -376,6 +384,8 @@ class InfinityTracer(PlacingTracer):
             self._taint.put(tensor, sources)
         backward = self.in_backward()
         in_update = self.in_update and not backward
+        if in_update and caller(sys._getframe(1)) == "mezzo":  # such as the norm that a record keeps
+            return
         self.nonfinite_results.append(NonFiniteResult(index, backward, in_update, sources))
 
     # --- sources -----------------------------------------------------------------------------------------------------------------
@@ -430,6 +440,14 @@ class InfinityTracer(PlacingTracer):
             return (self._source(index, "made", tensors, None, result),)  # such as a softmax of -inf only
         return merge_sources(found)
 
+    def _note_error(self, index: int, operation: recomputing.Recomputable, error: Exception) -> None:
+        """Record where an operation raised an error: it ends the script unless that catches it."""
+        tensors = [read for read, _ in operation.read]
+        narrow = min((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize, default=FP32.dtype)
+        self.raised = self._made_source(index, "raised", tensors, None, torch.empty(0, dtype=narrow))
+        if _REFUSED in str(error):
+            self._refused(index, operation)
+
     def _refused(self, index: int, operation: recomputing.Recomputable) -> None:
         """Record a number that torch refuses to write into a format because it would overflow."""
         tensors = [read for read, _ in operation.read]
@@ -444,8 +462,15 @@ class InfinityTracer(PlacingTracer):
     def _source(
         self, index: int, kind: Kind, tensors: Sequence[Tensor], largest: float | None, result: Tensor
     ) -> Source:
+        source = self._made_source(index, kind, tensors, largest, result)
+        self.sources.append(source)
+        return source
+
+    def _made_source(
+        self, index: int, kind: Kind, tensors: Sequence[Tensor], largest: float | None, result: Tensor
+    ) -> Source:
         place = self.place_of_running()
-        source = Source(
+        return Source(
             index=index,
             kind=kind,
             op=place.op,
@@ -458,5 +483,3 @@ class InfinityTracer(PlacingTracer):
             wide=largest,
             scale=self._scale(),
         )
-        self.sources.append(source)
-        return source

@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from mezzo.formats import FP16
 from mezzo.observe.nonfinite import fixes, words
-from mezzo.observe.nonfinite.evidence import Evidence, Located
+from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues
 from mezzo.observe.nonfinite.fixes import Offer, Tried
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
@@ -71,13 +71,15 @@ def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "") -> DiagnoseRecord
     """
     first, evidence = _showed(runs[0])
     record = known(runs).model_copy(update={"run": first})
-    if record.located:
+    if record.located or record.origin == "raised":
         untried = untried or ("" if repeats(runs) else "the script does not repeat the same steps each time")
         last = last_step(record, first)
         record = fixes.offered(record, untried=untried) if untried else fixes.settled(record, tried(runs), last=last)
     recurs = record.verdict == "range_overflow" and len(evidence.faulty_steps) > 1
     of_skips = recurs or record.verdict == "scale_overflow"
     skips = words.skipped(first, evidence.faulty_steps) if of_skips else ""
+    if evidence.settled_scale is not None and of_skips:
+        skips = words.settled(first, evidence.settled_scale, zeros=evidence.zeros)
     own_notes = judged(runs[0]).notes
     record = _decided(record, runs)
     return record.model_copy(
@@ -147,6 +149,7 @@ def judged(ran: ScriptRun) -> DiagnoseRecord:
         faulty_steps=evidence.faulty_steps,
         num_skipped=run.steps.num_skipped,
         own_scaler=evidence.own_scaler,
+        settled_scale=evidence.settled_scale,
         session_policy=evidence.session_policy,
         forced_eager=evidence.forced_eager,
         notes=words.notes(evidence),
@@ -156,7 +159,8 @@ def judged(ran: ScriptRun) -> DiagnoseRecord:
     if evidence.faulty_steps:
         return _of_unseen(record, evidence)
     if run.error is not None or run.exit_code or not len(run.steps):
-        return record.model_copy(update={"verdict": "unfinished", "detail": words.unfinished(run)})
+        place = {} if evidence.raised is None else _place_of(evidence.raised, step=len(run.steps) + 1)
+        return record.model_copy(update={**place, "verdict": "unfinished", "detail": words.unfinished(run)})
     harmless = [words.harmless(value) for value in evidence.harmless]
     return record.model_copy(update={"notes": [*record.notes, *harmless]})
 
@@ -179,15 +183,10 @@ def _of_fault(record: DiagnoseRecord, located: Located) -> DiagnoseRecord:
     source, gradients, verdict = located.source, located.gradients, verdict_on(located)
     return record.model_copy(
         update={
+            **_place_of(source, step=located.step),
             "verdict": verdict,
-            "module": source.module,
-            "pattern": source.pattern,
-            "op": source.op,
             "origin": "vanished" if located.vanished is not None else source.kind,
             "parameter": source.parameter,
-            "phase": "backward" if source.backward else "update" if source.in_update else "forward",
-            "step": located.step,
-            "line": source.line,
             "located": True,
             "detail": words.detail(located, verdict),
             "format": source.format if located.vanished is None else located.vanished.format,
@@ -197,10 +196,24 @@ def _of_fault(record: DiagnoseRecord, located: Located) -> DiagnoseRecord:
             "zero_eps": source.zero_eps,
             "gradient": "" if gradients is None else gradients.parameter,
             "gradient_error": None if gradients is None else gradients.error,
-            "operands": source.operands,
             "swallowed_by": "" if gradients is None else ", ".join(source.swallowed_by),
         }
     )
+
+
+def _place_of(source: LostValues, *, step: int) -> dict[str, Any]:
+    """Return the fields of a record that say where an operation is, and what it read."""
+    return {
+        "module": source.module,
+        "pattern": source.pattern,
+        "op": source.op,
+        "origin": source.kind,
+        "phase": "backward" if source.backward else "update" if source.in_update else "forward",
+        "step": step,
+        "line": source.line,
+        "format": source.format,
+        "operands": source.operands,
+    }
 
 
 def _of_unseen(record: DiagnoseRecord, evidence: Evidence) -> DiagnoseRecord:
@@ -293,7 +306,7 @@ def _decided(record: DiagnoseRecord, runs: Sequence[ScriptRun]) -> DiagnoseRecor
     if not why:
         return record
     note = words.undecided(record, why)
-    return record.model_copy(update={"verdict": "undecided", "notes": [*record.notes, note]})
+    return record.model_copy(update={"verdict": "undecided", "perhaps": record.verdict, "notes": [*record.notes, note]})
 
 
 def needs_fp32(record: DiagnoseRecord, runs: Sequence[ScriptRun]) -> bool:

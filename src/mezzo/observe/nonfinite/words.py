@@ -27,6 +27,8 @@ BAD_IN_FP32 = "the training is not finite in FP32 either, for a reason that was 
 GOOD_IN_FP32 = "the same step is finite in FP32"
 STILL_16_BITS = "the run in FP32 still computed in 16 bits, which the script itself asks for"
 _FIRST_STEPS = 6
+_LEAST_SHARE = 0.005
+"""A smaller share is not worth a number."""
 
 
 def undecided(record: DiagnoseRecord, why: str) -> Reason:
@@ -133,6 +135,13 @@ def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
         return f"1 of {total} updates was skipped, after the loss scale had been found: step {steps}"
     which = f"step{'s' if len(lost) > 1 else ''} {steps}"
     return f"{count} of {total} updates were skipped, {share} after the loss scale had been found: {which}"
+
+
+def settled(run: RunRecord, scale: float, *, zeros: float) -> str:
+    """Return at which low loss scale the training goes on, and which share of the gradients that costs."""
+    lost = f"; {zeros:.0%} of all gradient elements are 0 at that scale" if zeros >= _LEAST_SHARE else ""
+    count = f"{run.steps.num_skipped} of {len(run.steps)} updates were skipped"
+    return f"{count} until the loss scale was down to {scale:g}{lost}"
 
 
 def beyond_fp32(step: int) -> str:

@@ -150,13 +150,14 @@ def _headline(record: DiagnoseRecord, script: str) -> str:
 
 
 def _place(record: DiagnoseRecord) -> list[Fact]:
-    if record.verdict in ("healthy", "unfinished"):
+    if record.verdict in ("healthy", "unfinished") and record.origin != "raised":
         return []
     facts = [Fact(what="step", value=str(record.step)), Fact(what="phase", value=record.phase)]
-    if record.located:
+    if record.located or record.origin == "raised":
+        result = "raised the error" if record.origin == "raised" else f"result in {fmt.clean(record.format)}"
         facts = [
             Fact(what="module", value=fmt.clean(record.module)),
-            Fact(what="operation", value=fmt.clean(record.op), reason=f"result in {fmt.clean(record.format)}"),
+            Fact(what="operation", value=fmt.clean(record.op), reason=result),
             Fact(what="line", value=fmt.clean(record.line)),
             *facts,
         ]
