@@ -59,31 +59,38 @@ def healthy_own_update_eps():
 
 
 def update_leaves_range():
-    """A weight beyond 65504 is a number in FP32."""
-    train_half(lambda parameters: torch.optim.SGD(parameters, lr=1e6))
+    """A weight beyond 65504 is a number in FP32 and in BF16."""
+    model = half_net()
+    level = nn.Parameter(torch.tensor(65000.0).half())
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "lr": 0.0}, {"params": [level], "lr": 6e4}])
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        optimizer.zero_grad()
+        (F.mse_loss(model(x.half()).float(), y) - level * 0.02).backward()
+        optimizer.step()
 
 
 def update_diverges():
     torch.manual_seed(0)
     model = net(torch.tanh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e39)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e38)
     for step in range(1, STEPS + 1):
         x, y = data(step)
         optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+        (F.mse_loss(model(x), y) * 1e3).backward()
         optimizer.step()
 
 
 def update_late():
-    """The third update has an infinite learning rate; the step after it is inspected for another reason."""
+    """The third update has a learning rate of 1e38; the step after it is inspected for another reason."""
     torch.manual_seed(0)
     model = net(torch.tanh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(1, STEPS + 1):
         x, y = data(step)
-        optimizer.param_groups[0]["lr"] = 1e39 if step == 3 else 1e-3
+        optimizer.param_groups[0]["lr"] = 1e38 if step == 3 else 1e-6
         optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
+        (F.mse_loss(model(x), y) * 1e3).backward()
         optimizer.step()
 
 
@@ -223,7 +230,7 @@ def own_half_weights():
     model = net(lambda h: h * 300).half()
     with torch.no_grad():
         model[0].weight.mul_(300)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
     for step in range(1, STEPS + 1):
         x, y = data(step)
         optimizer.zero_grad()

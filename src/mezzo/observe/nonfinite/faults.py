@@ -159,8 +159,11 @@ class Faults:
         """
         if self._located:
             return self._located[0]
-        wanted = {*self.skips.steps(), *self._suspects, *lowered}
-        return next((fault for fault in self._skipped if fault.step in wanted), None)
+        for wanted in (self._suspects, {*self.skips.steps(), *lowered}):
+            found = next((fault for fault in self._skipped if fault.step in wanted), None)
+            if found is not None:
+                return found
+        return None
 
     def evidence(self, run: RunRecord, *, watched: Sequence[int], unfinished: InspectedStep | None) -> Evidence:
         """Return the evidence of these steps.

@@ -131,7 +131,8 @@ def _offers(record: DiagnoseRecord) -> list[Offer]:
     if record.zero_eps is not None and record.format in FORMATS:
         return [_for_eps(record), *_bf16(record)]
     if record.phase == "update" and record.op.endswith(".step"):
-        return [*_bf16(record), _for_update(record.op)]
+        wider = _bf16(record) if record.verdict == "range_overflow" else []
+        return [*wider, _for_update(record.op)]
     if record.origin in ("entered", "constant"):
         return [_for_entered(record)]
     if record.verdict == "invalid_operation":

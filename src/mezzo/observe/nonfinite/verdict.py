@@ -246,7 +246,8 @@ def _has_infinite_norm_alone(evidence: Evidence) -> bool:
 def _inspected(record: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
     outcome, (_, evidence) = judged(ran), _showed(ran)
     explained = outcome.located or (_has_infinite_norm_alone(evidence) and not record.located)
-    return outcome if explained else record
+    settled = {"settled_scale": record.settled_scale}  # known at the end of the whole run only
+    return outcome.model_copy(update=settled) if explained else record
 
 
 def _behind_skips(record: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
