@@ -16,6 +16,8 @@ FADED = 2.0**-10
 """Share of the largest gradient norm so far below which the training has converged, so that small gradients do not matter."""
 WEIGHTY = 0.1
 """Share of a result's norm that must vanish for the operation to be to blame: less is rounding."""
+LEAST_SCALE = 2.0**7
+"""The loss scale below which so many small gradients are lost that the operation which forces it is at fault."""
 HARMLESS_LISTED = 3
 """The largest number of harmless values in a diagnosis."""
 TENSOR_CORE_MULTIPLE = 8

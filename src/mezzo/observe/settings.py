@@ -69,6 +69,28 @@ class RangesSettings(ObserverSettings):
     """Where to write the counts, for one of several processes; empty for the only one."""
 
 
+class TrialChanges(BaseModel):
+    """What a run of a diagnosis changes about the script's own precision, to decide on a cause or to try a fix."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    loss_scale: float | None = None
+    """The loss scale from the first inspected step on; None leaves it alone."""
+    fp32_modules: tuple[str, ...] = ()
+    """Name patterns of the modules to keep in FP32 under the script's own precision."""
+    fp32_line: str = ""
+    """The line of the script (``file:line``) whose operations get their 16-bit operands in FP32, outside autocast; empty for none."""
+    own_format: Literal["", "fp32", "bf16"] = ""
+    """The format in the place of every 16-bit one that the script names: autocast, weights, casts; its GradScaler is then off."""
+    own_scale: tuple[float, float] | None = None
+    """A number by which the script multiplies its loss and divides its gradients, and the one in its place."""
+    eps: float | None = None
+    """The eps of every optimizer; None leaves it alone."""
+
+    def __bool__(self) -> bool:
+        return self != TrialChanges()
+
+
 class DiagnoseSettings(ObserverSettings):
     """Settings of a diagnosis: where the first non-finite value comes from."""
 
@@ -77,10 +99,8 @@ class DiagnoseSettings(ObserverSettings):
     """Numbers of the steps whose operations are inspected, in ascending order; the script ends after the last."""
     suspects: StepNumbers = ()
     """Steps that were not finite in an earlier run; if one is finite now, all later steps are inspected."""
-    loss_scale: float | None = None
-    """The loss scale from the first inspected step on; None leaves it alone."""
-    fp32_modules: tuple[str, ...] = ()
-    """Name patterns of the modules to keep in FP32 under the script's own precision."""
+    changes: TrialChanges = TrialChanges()
+    """What the run changes about the script's own precision."""
     from_start: bool = False
     """Whether step 1 begins with the script's first line, for one that calls no module; else at the first call of a module."""
     evidence_path: str = ""

@@ -38,9 +38,9 @@ from mezzo.records.compare import SharedFile as SharedFile
 from mezzo.records.compare import Verdict as Verdict
 from mezzo.records.diagnose import Diagnosed as Diagnosed
 from mezzo.records.diagnose import DiagnoseRecord as DiagnoseRecord
-from mezzo.records.diagnose import Direction as Direction
 from mezzo.records.diagnose import Operand as Operand
 from mezzo.records.diagnose import Pass as Pass
+from mezzo.records.diagnose import StepPhase as StepPhase
 from mezzo.records.diagnose import TrendStep as TrendStep
 from mezzo.records.doctor import DeviceReport as DeviceReport
 from mezzo.records.doctor import DoctorRecord as DoctorRecord

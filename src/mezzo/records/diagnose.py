@@ -8,13 +8,16 @@ from mezzo.records.run import RunRecord
 from mezzo.records.values import Reason, Value, WholeRecord
 
 Diagnosed: TypeAlias = Literal[
-    "healthy", "scale_overflow", "range_overflow", "invalid_operation", "silent_saturation", "unfinished"
+    "healthy", "scale_overflow", "range_overflow", "invalid_operation", "silent_saturation", "undecided", "unfinished"
 ]
-"""``unfinished``: the run raised, was interrupted or trained no step, and no value that left its format explains it."""
-Origin: TypeAlias = Literal["", "made", "entered", "constant", "refused", "vanished"]
+"""``undecided``: a step is not finite, and the run that would tell the cause was not made or contradicts it; ``unfinished``: the run
+raised, was interrupted or trained no step, and no value that left its format explains it."""
+Origin: TypeAlias = Literal["", "made", "entered", "constant", "refused", "vanished", "norm", "raised"]
 """``made`` from finite values; ``entered`` the step from outside; a ``constant`` in the script; ``refused``: a number in the
-script that torch does not convert to the format; ``vanished``: too small for the format, so 0."""
-Direction: TypeAlias = Literal["", "forward", "backward"]
+script that torch does not convert to the format; ``vanished``: too small for the format, so 0; ``norm``: every gradient is finite, and
+the square of their norm is beyond FP32; ``raised``: no value, but an operation that raised an error."""
+StepPhase: TypeAlias = Literal["", "forward", "backward", "update"]
+"""``update``: between a backward pass and the next forward pass, such as clipping, unscaling and the optimizer's step."""
 
 
 class Operand(Value):
@@ -56,6 +59,8 @@ class DiagnoseRecord(WholeRecord):
     kind: Literal["diagnose"] = "diagnose"
     run: RunRecord
     verdict: Diagnosed
+    perhaps: Diagnosed | Literal[""] = ""
+    """What the operation alone suggests if the verdict is ``undecided``."""
     module: str = ""
     pattern: str = ""
     """The module's name for ``fp32_modules``; empty where it has none: a model itself, or code outside any module."""
@@ -65,7 +70,7 @@ class DiagnoseRecord(WholeRecord):
     """Where the value came from."""
     parameter: bool = False
     """Whether the value that entered the step is a weight."""
-    phase: Direction = ""
+    phase: StepPhase = ""
     step: int = 0
     """The step of the first such value; 0 if there is none."""
     line: str = ""
@@ -89,6 +94,12 @@ class DiagnoseRecord(WholeRecord):
     """The largest magnitude of the result in FP32; None if that is not finite either."""
     loss_scale: float = 1.0
     """The loss scale of that step."""
+    zero_eps: float | None = None
+    """The optimizer's eps, if it is 0 in the weight's format and the update divides by it."""
+    settled_scale: float | None = None
+    """The loss scale at the end, if skipped updates have lowered it so far that small gradients are lost."""
+    static_scale: bool = False
+    """Whether the loss scale is a number by which the script itself multiplies its loss and divides its gradients."""
     own_scaler: bool = False
     """Whether it is the loss scale of the script's own GradScaler."""
     session_policy: str = ""
@@ -111,8 +122,17 @@ class DiagnoseRecord(WholeRecord):
     notes: list[Reason] = []
 
     @property
+    def during(self) -> str:
+        """The phase in words."""
+        return self.phase if self.phase in ("", "update") else f"{self.phase} pass"
+
+    @property
     def summary(self) -> str:
         """The script, the verdict and its place, in one line."""
         place = [f"step {self.step}"] if self.step else []
-        place += [f"{self.phase} pass of {self.module or 'the script'}", self.line] if self.located else []
+        place += (
+            [f"{self.during} of {self.module or 'the script'}", self.line]
+            if self.located or self.origin == "raised"
+            else []
+        )
         return ", ".join([f"{self.run.where}: {self.verdict.replace('_', ' ')}", *filter(None, place)])

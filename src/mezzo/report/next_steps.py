@@ -263,7 +263,7 @@ def _after_audit(record: AuditRecord) -> Iterator[NextStep]:
 def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
     commands, policy = _Commands(record.run), typed_policy(record.run)
     written = _WRITTEN.fullmatch(record.fix_line)
-    if record.verdict == "unfinished":
+    if record.verdict == "unfinished" and not record.fix_tried:
         yield from _after_failure(record.run, commands, policy)
     elif record.verdict == "healthy" and record.run.changed_nothing:
         yield from commands.step(f"{policy} {record.run.no_effect}; see why", "audit", policy=policy)
@@ -274,6 +274,10 @@ def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
         if record.run.policy != AS_IS and commands.script:
             why = "if the loss is NaN in the script's own precision, diagnose that"
             yield from commands.step(why, "diagnose", policy=AS_IS)
+    elif record.verdict == "undecided" and not record.fix_tried and commands.script:
+        if preset_of(record.run.policy) not in WIDE:
+            yield from commands.step("see whether the same step is finite in FP32", "diagnose", policy="fp32")
+        yield from commands.again("if the script draws from generators of its own, after setting their seeds")
     elif written and (record.fix_tried or record.located):
         fixed = written[1]
         yield from commands.step("train with the fix", "run", policy=fixed)

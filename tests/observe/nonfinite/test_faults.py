@@ -64,7 +64,11 @@ def showed(
     *sources: Source, of_loss: tuple[Source, ...] = (), in_backward: tuple[Source, ...] = (), **known: Any
 ) -> InspectedStep:
     return InspectedStep(
-        list(sources), list(of_loss), list(in_backward), known.get("errors"), known.get("harmless", [])
+        sources=list(sources),
+        of_loss=list(of_loss),
+        in_backward=list(in_backward),
+        gradient_errors=known.get("errors"),
+        harmless=known.get("harmless", []),
     )
 
 

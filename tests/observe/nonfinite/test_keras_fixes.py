@@ -8,6 +8,7 @@ import pytest
 
 from mezzo.observe.nonfinite.fixes import Offer
 from mezzo.observe.nonfinite.keras_fixes import in_keras
+from mezzo.observe.settings import TrialChanges
 from mezzo.policy import Policy
 
 FP16 = Policy.parse("fp16")
@@ -19,7 +20,7 @@ def offer(policy: str = "", line: str = "", **fields: Any) -> Offer:
 
 
 def words(made: Offer, own: Policy | None) -> tuple[str, str] | None:
-    known = {"policy": made.policy, "scale": made.loss_scale, "kept": made.kept_beyond(own)}
+    known = {"policy": made.policy, "scale": made.changes.loss_scale, "kept": made.kept_beyond(own)}
     return in_keras(made.advice, made.line, own, **known)  # type: ignore[arg-type]
 
 
@@ -28,11 +29,11 @@ def words(made: Offer, own: Policy | None) -> tuple[str, str] | None:
     [
         (offer("fp16:fp32_modules=head"), FP16, 'dtype="float32"  # argument of the layer head'),
         (offer("fp16:fp32_modules=head+mid"), FP16, 'dtype="float32"  # argument of the layers head and mid'),
-        (offer(fp32_modules=("head",)), None, 'dtype="float32"  # argument of the layer head'),
+        (offer(changes=TrialChanges(fp32_modules=("head",))), None, 'dtype="float32"  # argument of the layer head'),
         (offer("bf16"), FP16, 'keras.config.set_dtype_policy("mixed_bfloat16")'),
         (offer("bf16"), None, 'keras.config.set_dtype_policy("mixed_bfloat16")'),
         (offer("fp16:init_scale=1024"), FP16, SCALER),
-        (offer(loss_scale=1024.0), None, SCALER),
+        (offer(changes=TrialChanges(loss_scale=1024.0)), None, SCALER),
         (
             offer("fp16:init_scale=1024:fp32_modules=head"),
             FP16,
@@ -43,7 +44,7 @@ def words(made: Offer, own: Policy | None) -> tuple[str, str] | None:
     ],
 )
 def test_lines(made: Offer, policy: Policy | None, line: str) -> None:
-    advice = "keep head in FP32" if made.fp32_modules else "do it"
+    advice = "keep head in FP32" if made.changes.fp32_modules else "do it"
     assert words(made, policy) == (advice, line)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import families
 import pytest
 import torch
+import updates
 
 import faults
 from helpers_backward import BOTH_WAYS, in_ways
@@ -73,7 +74,7 @@ def diagnosed(name: str, policy: str, tmp_path: Path, *, steps: int = 20) -> Dia
     request = Request(
         target=name, kind="script", policy=policy, record_path=str(tmp_path / "record.json"), command=("mezzo",)
     )
-    script = getattr(faults, name, None) or getattr(families, name)
+    script = getattr(faults, name, None) or getattr(families, name, None) or getattr(updates, name)
     record = diagnose_script(request, steps=steps, child=lambda asked, **_: run_here(script, asked))
     assert isinstance(record, DiagnoseRecord)
     assert not [note for note in record.notes if note.what == "not inspected"]
@@ -222,6 +223,24 @@ BY_FAMILY = [
     InFamily("compiled_refused", RANGE, "1", "masked_fill", "forward", 1, "-1e9", 'policy = "'),
     InFamily("parallel_norm", SILENT, "1", "mul", "forward", 1, "sqrt", KEPT),
     InFamily("checkpointed_norm", SILENT, "body", "mul", "forward", 1, "sqrt", "=body"),
+    InFamily("update_eps_adamw", RANGE, "0", "AdamW.step", "update", 1, "optimizer.step()", "eps=0.0001", AS_IS),
+    InFamily("update_eps_rmsprop", RANGE, "0", "RMSprop.step", "update", 1, "optimizer.step()", "eps=0.0001", AS_IS),
+    InFamily("update_eps_adagrad", RANGE, "0", "Adagrad.step", "update", 1, "optimizer.step()", "eps=0.0001", AS_IS),
+    InFamily("update_eps_embedding", RANGE, "Embedding", "Adam.step", "update", 1, "step()", "eps=0.0001", AS_IS),
+    InFamily("update_leaves_range", RANGE, "(script)", "SGD.step", "update", 1, "step()", "torch.bfloat16", AS_IS),
+    InFamily("update_diverges", INVALID, "0", "SGD.step", "update", 1, "step()", "", AS_IS),
+    InFamily("update_diverges", INVALID, "0", "SGD.step", "update", 1, "step()", ""),
+    InFamily("update_late", INVALID, "0", "SGD.step", "update", 3, "step()", "", AS_IS),
+    InFamily("update_clipped_by_hand", SILENT, "(script)", "pow", "update", 1, "square", "enabled=False", AS_IS),
+    InFamily("update_normalized_by_hand", INVALID, "(script)", "div", "update", 1, "norm()", "", AS_IS),
+    InFamily("scale_static_by_hand", SCALE, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
+    InFamily("scale_static_zeroed", SILENT, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
+    InFamily("scale_clipped_away", SCALE, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
+    InFamily("scale_settles_low", SCALE, "(script)", "to", "backward", 10, "float()", "bfloat16", AS_IS),
+    InFamily("penalty_at_zero", INVALID, "(script)", "sqrt", "backward", 1, "sqrt()", "", AS_IS),
+    InFamily("own_half_weights", RANGE, "1", "mul", "forward", 1, "h * 300", "bfloat16", AS_IS),
+    InFamily("own_half_log", INVALID, "1", "log", "forward", 1, "torch.log", "", AS_IS),
+    InFamily("own_probabilities", RANGE, "(script)", "log1p", "forward", 1, "log1p", "enabled=False", AS_IS),
     InFamily(
         "bert_outlier", RANGE, "bert.encoder.layer.1.output.dense", "to", "forward", 1, "", "layer.1.output.dense"
     ),
@@ -247,8 +266,22 @@ def test_a_fault_of_a_family_is_found_and_a_fix_is_tried(planted: InFamily, tmp_
         assert not tries
 
 
-HEALTHY = [name for name in (*vars(faults), *vars(families)) if name.startswith("healthy_")]
-IN_FAMILIES = [name for name in vars(families) if name.startswith("healthy_")]
+HEALTHY = [name for name in (*vars(faults), *vars(families), *vars(updates)) if name.startswith("healthy_")]
+IN_FAMILIES = [name for name in (*vars(families), *vars(updates)) if name.startswith("healthy_")]
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "line"),
+    [("raises_in_scatter", "scatter_reduce", "scatter_reduce_"), ("raises_in_put", "index_put", "= h")],
+)
+def test_an_operation_that_raises_is_named_and_a_fix_is_tried(name: str, op: str, line: str, tmp_path: Path) -> None:
+    record = diagnosed(name, AS_IS, tmp_path)
+    found = (record.verdict, record.module, record.op, record.phase, record.step)
+    assert found == ("unfinished", "1", op, "forward", 1)
+    file, number = record.line.rsplit(":", 1)
+    assert line in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
+    assert record.fix_tried
+    assert "enabled=False" in record.fix_line
 
 
 @in_ways("name", dict.fromkeys(HEALTHY), both=lambda name: name not in IN_FAMILIES, ids=str)
@@ -300,7 +333,7 @@ def test_a_step_between_the_looks_is_looked_at_in_a_second_run(tmp_path: Path) -
     record = diagnosed("late_log", "fp16", tmp_path)
     assert [(p.policy, p.num_steps, p.watched) for p in record.passes] == [
         ("fp16", 7, [1, 2, 4]),
-        ("fp16", 7, [7]),
+        ("fp16", 7, [6, 7]),
         ("fp32", 7, [7]),
     ]
     assert record.bad_steps == [7]
@@ -310,8 +343,8 @@ def test_a_step_between_the_looks_is_looked_at_in_a_second_run(tmp_path: Path) -
 
 def test_a_script_that_goes_another_way_is_looked_at_until_the_next_fault(tmp_path: Path) -> None:
     record = diagnosed("another_step", "bf16", tmp_path)
-    assert (record.verdict, record.op, record.step) == ("invalid_operation", "log", 6)
-    assert record.passes[1].watched == [3, 5, 6]  # a look cannot begin before it is known that step 3 was finite
+    assert (record.verdict, record.perhaps, record.op, record.step) == ("undecided", "invalid_operation", "log", 6)
+    assert record.passes[1].watched == [2, 3, 5, 6]  # a look cannot begin before it is known that step 3 was finite
 
 
 @pytest.mark.parametrize(
@@ -341,9 +374,10 @@ def test_finite_suspects_let_all_later_steps_be_looked_at(
 
 def test_weights_that_an_update_made_infinite_are_named(tmp_path: Path) -> None:
     record = diagnosed("invalid_weights", AS_IS, tmp_path)
-    assert (record.verdict, record.module, record.phase, record.step) == ("invalid_operation", "0", "forward", 2)
-    assert "a weight that already had" in record.detail
-    assert "eps" in record.fix
+    found = (record.verdict, record.module, record.op, record.phase, record.step)
+    assert found == ("range_overflow", "0", "Adam.step", "update", 1)
+    assert record.detail.startswith("Adam.step() makes weights that are not finite: its eps of 1e-08 is 0 in FP16")
+    assert (record.fix_tried, record.fix_line) == (True, "optimizer = Adam(..., eps=0.0001)")
 
 
 @BOTH_WAYS

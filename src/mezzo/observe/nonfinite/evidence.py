@@ -18,9 +18,9 @@ from mezzo.observe.limits import FADED
 from mezzo.records import Operand, Value
 from mezzo.records.files import write_whole
 
-Kind: TypeAlias = Literal["made", "entered", "constant", "refused", "vanished"]
+Kind: TypeAlias = Literal["made", "entered", "constant", "refused", "vanished", "raised"]
 """``made`` from finite values; ``entered`` the step from outside; a ``constant`` of the script; ``refused``: a number too large for
-the format, for which torch raises an error; ``vanished``: too small for the format, so 0."""
+the format, for which torch raises an error; ``vanished``: too small for the format, so 0; ``raised``: no value, but an error."""
 _MAX_SOURCES = 6
 """Most sources at the lower end of the range that a tensor keeps; at the upper end twice as many."""
 
@@ -37,11 +37,17 @@ class LostValues(Value):
     """The module's name for ``fp32_modules``; empty if it has none."""
     line: str = ""
     backward: bool = False
+    in_update: bool = False
+    """Whether it ran between a backward pass and the next forward pass."""
+    zero_eps: float | None = None
+    """The optimizer's eps, if it is 0 in the format of the weight."""
     format: str
     """The format of the result."""
     largest: float | None = None
     """The largest magnitude of the result in FP32, or of what vanished; None if it is not finite in FP32 either."""
     loss_scale: float = 1.0
+    static_scale: bool = False
+    """Whether that is a number by which the script itself multiplies its loss and divides its gradients."""
     operands: list[Operand] = []
     parameter: bool = False
     """Whether it entered as a weight."""
@@ -121,6 +127,10 @@ class Evidence(Value):
     """Steps whose loss or gradients were not finite."""
     faulty_steps: list[int] = []
     """The bad steps that are not normal skips."""
+    settled_scale: float | None = None
+    """The dynamic loss scale at the end of the run, if skipped updates have lowered it below ``LEAST_SCALE``."""
+    zeros: float = 0.0
+    """The share of all gradient elements that are 0 only because of the format, in the last healthy step that was inspected."""
     unexplained_skips: list[int] = []
     """Normal skips (few enough) that neither the search for a loss scale nor its growth explains."""
     lost_step: int | None = None
@@ -131,11 +141,15 @@ class Evidence(Value):
     """The policy of the script's own ``mezzo.Session``."""
     scaled: bool = False
     """Whether any loss scale is in use."""
+    narrow: bool = True
+    """Whether an inspected operation read or returned 16-bit values; True if that is unknown."""
     forced_eager: bool = False
     """Whether compiled code ran eagerly in inspected steps."""
     problems: dict[str, str] = {}
     """Operations that could not be inspected, and why."""
     harmless: list[Harmless] = []
+    raised: LostValues | None = None
+    """The operation that raised an error, of kind ``raised``, if that ended the run."""
 
 
 # --- what is found while the script runs -----------------------------------------------------------------------------------------
@@ -172,8 +186,14 @@ class Source:
     """The largest magnitude of the result in FP32, or of what vanished; None if it is not finite in FP32 either."""
     scale: float
     """The loss scale."""
+    static_scale: bool = False
+    """Whether that is a number by which the script itself multiplies its loss and divides its gradients."""
     parameter: bool = False
     """Whether it entered as a weight."""
+    in_update: bool = False
+    """Whether it ran between a backward pass and the next forward pass."""
+    zero_eps: float | None = None
+    """The optimizer's eps, if it is 0 in the format of the weight."""
     share: float = 0.0
     """Share of the result's norm that vanished."""
     because: tuple[Source, ...] = ()
@@ -192,9 +212,12 @@ class Source:
             pattern=names.pattern(self.module),
             line=self.line,
             backward=self.backward,
+            in_update=self.in_update,
+            zero_eps=self.zero_eps,
             format=self.format,
             largest=self.wide,
             loss_scale=self.scale,
+            static_scale=self.static_scale,
             operands=self.operands,
             parameter=self.parameter,
             swallowed_by=list(self.swallowed),
@@ -207,6 +230,7 @@ class NonFiniteResult:
 
     index: int
     backward: bool
+    in_update: bool
     sources: tuple[Source, ...]
 
 
@@ -297,6 +321,8 @@ def of_all(by_rank: Sequence[Evidence | None]) -> Evidence | None:
             "found_by_rank": rank if elsewhere else first.found_by_rank,
             "bad_steps": sorted({step for evidence in everyone for step in evidence.bad_steps}),
             "faulty_steps": sorted({step for evidence in everyone for step in evidence.faulty_steps}),
+            "raised": next((evidence.raised for evidence in everyone if evidence.raised is not None), None),
+            "narrow": any(evidence.narrow for evidence in everyone),
             "problems": {op: why for evidence in reversed(everyone) for op, why in evidence.problems.items()},
             "harmless": list({value.line: value for evidence in everyone for value in evidence.harmless}.values()),
         }

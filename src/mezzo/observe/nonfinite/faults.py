@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
-from mezzo.observe.limits import HARMLESS_LISTED, WEIGHTY
+from mezzo.observe.limits import HARMLESS_LISTED, LEAST_SCALE, WEIGHTY
 from mezzo.observe.nonfinite.evidence import Evidence, GradientErrors, Harmless, Located, ModelNames, Source
 from mezzo.records import RunRecord
 
@@ -28,7 +28,7 @@ Part: TypeAlias = tuple[int, int]
 """The part of an update that one optimizer makes: the identity of the GradScaler, 0 for the policy's loss scale, and of the optimizer."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class InspectedStep:
     """What the operations of a step showed."""
 
@@ -37,6 +37,10 @@ class InspectedStep:
     """The sources of a loss that was not finite."""
     in_backward: list[Source]
     """The sources of non-finite results in the backward pass."""
+    in_update: list[Source] = field(default_factory=list)
+    """The sources of non-finite results between the backward pass and the optimizer's step."""
+    by_update: Source | None = None
+    """The optimizer's step, if it made a weight infinite or NaN of finite gradients."""
     gradient_errors: GradientErrors | None
     """The errors of the gradients; None if they were not compared with their true values."""
     harmless: list[Harmless]
@@ -98,6 +102,10 @@ class Faults:
         """Whether a step was bad for a reason that no later step can cure."""
         self._lost_step: int | None = None
         """The step whose loss was not finite."""
+        self._zeros = 0.0
+        """The share of gradient elements that the format lost in the last healthy step that was inspected."""
+        self._broken_updates: list[int] = []
+        """Steps whose update made a weight infinite or NaN of finite gradients."""
 
     @property
     def are_enough(self) -> bool:
@@ -113,10 +121,15 @@ class Faults:
             fault = place_to_blame(
                 step.inspected, step.number, training.names(), loss_bad=loss_bad, bad=bad, before=before
             )
+        if fault is None and not bad and step.inspected is not None and step.inspected.by_update is not None:
+            fault = Located(step=step.number, source=step.inspected.by_update.as_record(training.names()))
+            self._broken_updates.append(step.number)
         if fault is not None:
             curable = step.skipped and step.loss_finite and fault.gradients is None and fault.fits_fp32
             (self._skipped if curable else self._located).append(fault)
         elif step.inspected is not None and not bad:
+            errors = step.inspected.gradient_errors
+            self._zeros = 0.0 if errors is None else errors.zeros
             self._harmless |= {value.line: value for value in step.inspected.harmless}
         rule = training.skip_rule()
         if step.loss_finite:  # a loss that is infinite is not skipped because of its scale
@@ -138,12 +151,19 @@ class Faults:
         """Return whether no update succeeded even at a scale below 1: then the scale is not the cause."""
         return not self.skips.settled() and self._training.loss_scale() < 1
 
-    def first(self) -> Located | None:
-        """Return the place to blame in the steps so far; an overflow that the loss scale skipped counts only if the skip is not normal."""
+    def first(self, lowered: Sequence[int] = ()) -> Located | None:
+        """Return the place to blame in the steps so far; an overflow that the loss scale skipped counts only if the skip is not normal.
+
+        Args:
+            lowered: steps whose skips have lowered the scale too far.
+        """
         if self._located:
             return self._located[0]
-        wanted = {*self.skips.steps(), *self._suspects}
-        return next((fault for fault in self._skipped if fault.step in wanted), None)
+        for wanted in (self._suspects, {*self.skips.steps(), *lowered}):
+            found = next((fault for fault in self._skipped if fault.step in wanted), None)
+            if found is not None:
+                return found
+        return None
 
     def evidence(self, run: RunRecord, *, watched: Sequence[int], unfinished: InspectedStep | None) -> Evidence:
         """Return the evidence of these steps.
@@ -153,9 +173,11 @@ class Faults:
             watched: the steps whose operations were inspected.
             unfinished: what the operations of the last step showed, if it was inspected and never ended.
         """
-        fault, inspected = self.first(), list(watched)
+        lowered = _lowered(run) if self._training.skip_rule().dynamic else []
+        fault, inspected = self.first(lowered), list(watched)
         unskipped = [step for step in self.bad_steps if not run.steps.skipped[step - 1]]
-        faulty = sorted({*self.skips.steps(), *unskipped, *([self._lost_step] if self._lost_step else [])})
+        lost = [self._lost_step] if self._lost_step else []
+        faulty = sorted({*self.skips.steps(), *unskipped, *lost, *self._broken_updates, *lowered})
         if fault is None and run.error is not None and unfinished is not None and not faulty:
             last, names = len(run.steps) + 1, self._training.names()
             fault = place_to_blame(unfinished, last, names, loss_bad=True, bad=True, before=None)
@@ -166,8 +188,18 @@ class Faults:
             bad_steps=self.bad_steps,
             faulty_steps=faulty,
             lost_step=self._lost_step,
+            settled_scale=run.steps.loss_scale[-1] if lowered else None,
+            zeros=self._zeros,
             harmless=list(self._harmless.values())[:HARMLESS_LISTED],
         )
+
+
+def _lowered(run: RunRecord) -> list[int]:
+    """Return the steps whose skipped updates lowered the loss scale below ``LEAST_SCALE``, if it is still there at the end."""
+    steps = run.steps
+    if not steps.loss_scale or steps.loss_scale[-1] >= LEAST_SCALE or not any(not skipped for skipped in steps.skipped):
+        return []
+    return [n for n, scale in enumerate(steps.loss_scale, 1) if steps.skipped[n - 1] and scale < LEAST_SCALE]
 
 
 # --- blame -----------------------------------------------------------------------------------------------------------------------
@@ -199,7 +231,7 @@ def place_to_blame(
     quiet = _saturated(errors, step, names, bad=bad) or (None if bad else _vanished(errors, step, names, before))
     if not bad:
         return quiet
-    suspects = inspected.of_loss if loss_bad and inspected.of_loss else inspected.in_backward
+    suspects = inspected.of_loss if loss_bad and inspected.of_loss else inspected.in_backward or inspected.in_update
     chosen = [s for s in suspects if s.kind != "constant"] or suspects
     source = min(chosen, key=lambda s: s.index, default=None)
     if source is None:

@@ -1,7 +1,7 @@
 """Possible fixes of a fault, the best first, and which of them helped. Imports no torch.
 
-A fix that a run can try (a module or an operation in FP32, BF16, another loss scale) is tried before it is offered: the script runs with it
-up to the step of the fault. A change to the script's own lines cannot be tried, and the record says so.
+A fix that a run can try (a module, an operation or a line in FP32, BF16, another loss scale, another eps) is tried before it is offered,
+as it is printed: the script runs with it up to the step of the fault. Any other change cannot be tried, and the record says so.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mezzo.observe.limits import HEADROOM
 from mezzo.observe.module_names import outermost
 from mezzo.observe.nonfinite.keras_fixes import in_keras
 from mezzo.observe.nonfinite.words import ITSELF
+from mezzo.observe.settings import TrialChanges
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand
 
@@ -46,21 +47,21 @@ class Offer(NamedTuple):
     line: str
     policy: Policy | None = None
     """The policy under which to try it; None for the run's own."""
-    loss_scale: float | None = None
-    """The loss scale to begin with, if the script has its own scaler."""
-    fp32_modules: tuple[str, ...] = ()
-    """Modules to keep in FP32 if the script keeps its own precision."""
+    changes: TrialChanges = TrialChanges()
+    """What the line changes about the script's own precision, as a run makes it."""
+    where: str = ""
+    """Where to write the line; empty if that follows from the line and the kind of script."""
 
     @property
     def can_run(self) -> bool:
-        """Whether a run can try it; a change to the script's own lines cannot be tried."""
-        return self.policy is not None or self.loss_scale is not None or bool(self.fp32_modules)
+        """Whether a run can try it."""
+        return self.policy is not None or bool(self.changes)
 
     def kept_beyond(self, policy: Policy | None) -> tuple[str, ...]:
         """Return the modules that it keeps in FP32 and ``policy``, the one of the script's run, does not."""
         before = () if policy is None else policy.fp32_modules
         after = () if self.policy is None else self.policy.fp32_modules
-        return tuple(name for name in dict.fromkeys((*self.fp32_modules, *after)) if name not in before)
+        return tuple(name for name in dict.fromkeys((*self.changes.fp32_modules, *after)) if name not in before)
 
 
 class Tried(NamedTuple):
@@ -78,7 +79,9 @@ def offered(record: DiagnoseRecord, *, untried: str) -> DiagnoseRecord:
         return record
     first = offers[0]
     note = f"not tried: {untried if first.can_run else _IN_SCRIPT}"
-    return record.model_copy(update={"fix": first.advice, "fix_line": first.line, "fix_note": note})
+    return record.model_copy(
+        update={"fix": first.advice, "fix_line": first.line, "fix_where": first.where, "fix_note": note}
+    )
 
 
 def offers_for(record: DiagnoseRecord) -> list[Offer]:
@@ -97,7 +100,12 @@ def _in_its_terms(offers: list[Offer], record: DiagnoseRecord) -> list[Offer]:
     own, terms = _policy(record), []
     for offer in offers:
         words = in_keras(
-            offer.advice, offer.line, own, policy=offer.policy, scale=offer.loss_scale, kept=offer.kept_beyond(own)
+            offer.advice,
+            offer.line,
+            own,
+            policy=offer.policy,
+            scale=offer.changes.loss_scale,
+            kept=offer.kept_beyond(own),
         )
         terms += [] if words is None else [offer._replace(advice=words[0], line=words[1])]
     return terms
@@ -110,10 +118,21 @@ def _policy(record: DiagnoseRecord) -> Policy | None:
 
 
 def _offers(record: DiagnoseRecord) -> list[Offer]:
+    if record.origin == "raised":
+        narrow = any(o.format in ("fp16", "bf16") for o in record.operands)
+        module = [_wider(record, (record.pattern,))] if record.pattern else []
+        return [*_line(record), *module] if narrow else []
     if not record.located:
         return []
+    if record.verdict == "scale_overflow" and record.settled_scale is not None:
+        return _for_range(record)  # a scale that fits is what loses the small gradients
     if record.verdict == "scale_overflow":
         return _for_scale(record)
+    if record.zero_eps is not None and record.format in FORMATS:
+        return [_for_eps(record), *_bf16(record)]
+    if record.phase == "update" and record.op.endswith(".step"):
+        wider = _bf16(record) if record.verdict == "range_overflow" else []
+        return [*wider, _for_update(record.op)]
     if record.origin in ("entered", "constant"):
         return [_for_entered(record)]
     if record.verdict == "invalid_operation":
@@ -201,7 +220,13 @@ def _with_fix(record: DiagnoseRecord, offer: Offer, outcome: DiagnoseRecord) -> 
     how = "with it" if offer.policy is None or str(offer.policy) == record.run.policy else f"under {offer.policy}"
     note = f"tried: the script ran {count} step{'s' if count != 1 else ''} {how}, and nothing is wrong"
     note = "; ".join(filter(None, [note, _in_the_script(record)]))
-    update = {"fix": offer.advice, "fix_line": offer.line, "fix_tried": True, "fix_note": note}
+    update = {
+        "fix": offer.advice,
+        "fix_line": offer.line,
+        "fix_where": offer.where,
+        "fix_tried": True,
+        "fix_note": note,
+    }
     return record.model_copy(update=update)
 
 
@@ -238,7 +263,7 @@ def _new(offers: Sequence[Offer], known: Sequence[Offer]) -> list[Offer]:
 
 def _is_among(offer: Offer, others: Sequence[Offer]) -> bool:
     """Return whether one of ``others`` would run the script in the same way."""
-    return any(offer[2:] == other[2:] for other in others)
+    return any((offer.policy, offer.changes) == (other.policy, other.changes) for other in others)
 
 
 def _in_the_script(record: DiagnoseRecord) -> str:
@@ -256,7 +281,7 @@ def _wider(record: DiagnoseRecord, modules: tuple[str, ...]) -> Offer:
     names, policy = " and ".join(modules), _policy(record)
     if policy is None:
         line = "with torch.autocast(x.device.type, enabled=False):  # in their forward, on x.float()"
-        return Offer(f"turn autocast off inside {names}", line, None, None, modules)
+        return Offer(f"turn autocast off inside {names}", line, changes=TrialChanges(fp32_modules=modules))
     kept = policy.replace(fp32_modules=tuple(dict.fromkeys((*policy.fp32_modules, *modules))))
     return Offer(f"keep {names} in FP32", f'policy = "{kept}"', kept)
 
@@ -276,9 +301,19 @@ def _for_scale(record: DiagnoseRecord) -> list[Offer]:
         return bf16
     scale = 2.0**exponent
     own = _policy(record)
+    if own is None and record.static_scale:
+        line = f"scale = {scale}  # in place of the script's {record.loss_scale:g}, wherever it multiplies or divides by it"
+        return [
+            Offer(
+                f"lower the static loss scale to {scale:g}",
+                line,
+                changes=TrialChanges(own_scale=(record.loss_scale, scale)),
+            ),
+            *bf16,
+        ]
     if own is None:
         line = f"scaler = torch.amp.GradScaler(init_scale={scale})"
-        return [Offer(f"begin with a loss scale of {scale:g}", line, None, scale), *bf16]
+        return [Offer(f"begin with a loss scale of {scale:g}", line, changes=TrialChanges(loss_scale=scale)), *bf16]
     policy = own.replace(loss_scale="dynamic", init_scale=scale)
     advice = f"begin with a loss scale of {scale:g} and let it be dynamic"
     return [Offer(advice, f'policy = "{policy}"', policy), *bf16]
@@ -292,7 +327,8 @@ def _for_vanished(record: DiagnoseRecord) -> list[Offer]:
         return [Offer("multiply the loss by a dynamic loss scale", f'policy = "{policy}"', policy), *bf16]
     if record.own_scaler:
         line = f"scaler = torch.amp.GradScaler(init_scale={_DEFAULT_SCALE})"
-        return [Offer(f"begin with a loss scale of {_DEFAULT_SCALE:g}", line, None, _DEFAULT_SCALE), *bf16]
+        changes = TrialChanges(loss_scale=_DEFAULT_SCALE)
+        return [Offer(f"begin with a loss scale of {_DEFAULT_SCALE:g}", line, changes=changes), *bf16]
     line = "scaler = torch.amp.GradScaler()  # scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()"
     return [Offer("multiply the loss by a loss scale", line, Policy.parse(FP16.name)), *bf16]
 
@@ -305,8 +341,32 @@ def _for_range(record: DiagnoseRecord) -> list[Offer]:
     module = [_wider(record, (record.pattern,))] if record.pattern else []
     operation = _operation(record)
     costly = record.op in _COSTLY
+    operation = operation or _line(record)
     offers = [*module, *_bf16(record), *operation] if costly else [*module, *operation, *_bf16(record)]
     return offers or [Offer(f"compute {record.op} in FP32", "x = x.float()  # before this line")]
+
+
+def _line(record: DiagnoseRecord) -> list[Offer]:
+    """Offer FP32 for the operations of the script's line, where no policy lowers them."""
+    if not record.line or not _in_torch(record):
+        return []
+    advice = f"compute the line of {record.op} in FP32"
+    line = "with torch.autocast(x.device.type, enabled=False):  # and x.float() for the line's 16-bit operands"
+    changes = TrialChanges(fp32_line=record.line)
+    return [Offer(advice, line, changes=changes, where=f"around {record.line}")]
+
+
+def _in_torch(record: DiagnoseRecord) -> bool:
+    """Return whether a run can change the script's own calls: those of PyTorch."""
+    return not record.run.framework.startswith(("keras", "paddle"))
+
+
+def _for_eps(record: DiagnoseRecord) -> Offer:
+    """Offer the smallest power of ten that is a normal number of the weight's format."""
+    eps = 10.0 ** math.ceil(math.log10(FORMATS[record.format].min_normal))
+    optimizer = record.op.removesuffix(".step")
+    advice = f"raise eps to {eps:g}, which {record.format.upper()} can represent, or keep the weights in FP32"
+    return Offer(advice, f"optimizer = {optimizer}(..., eps={eps:g})", changes=TrialChanges(eps=eps))
 
 
 def _operation(record: DiagnoseRecord) -> list[Offer]:
@@ -325,8 +385,20 @@ def _operation(record: DiagnoseRecord) -> list[Offer]:
 def _bf16(record: DiagnoseRecord) -> list[Offer]:
     advice, policy = "train in BF16, which has FP32's range", _policy(record)
     if policy is None:
-        line = "torch.autocast(device_type, dtype=torch.bfloat16)  # and no GradScaler"
-        return [Offer(advice, line, Policy.parse("bf16"))] if record.format == FP16.name else []
+        if record.format != FP16.name:
+            return []
+        if not _in_torch(record):
+            return [
+                Offer(
+                    advice,
+                    "torch.autocast(device_type, dtype=torch.bfloat16)  # and no GradScaler",
+                    Policy.parse("bf16"),
+                )
+            ]
+        line = (
+            "dtype=torch.bfloat16  # for each torch.float16 of the script, .bfloat16() for .half(), and no GradScaler"
+        )
+        return [Offer(advice, line, changes=TrialChanges(own_format="bf16"), where="wherever the script names FP16")]
     if policy.compute != FP16.name:
         return []
     plain = Policy.parse(policy.name.replace(FP16.name, "bf16"))
@@ -344,10 +416,12 @@ def _for_entered(record: DiagnoseRecord) -> Offer:
     if record.origin == "constant":
         return Offer("the script creates a value here that is not finite, and it reaches the loss", "")
     if record.parameter:
-        return Offer(
-            "an update made a weight infinite or NaN: lower the learning rate, or raise the optimizer's eps", ""
-        )
+        return _for_update("an update")
     return Offer("clean the data: no precision helps", "assert torch.isfinite(batch).all()")
+
+
+def _for_update(step: str) -> Offer:
+    return Offer(f"{step} made a weight infinite or NaN: lower the learning rate, or raise the optimizer's eps", "")
 
 
 def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:

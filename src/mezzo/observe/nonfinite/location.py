@@ -189,7 +189,7 @@ def _resolved(name: str) -> str:
             shorter = _AFTER.sub("", last)
         if shorter == last:
             break
-    return found or bare
+    return found or _public(bare.replace("_", "")) or bare
 
 
 def _public(name: str) -> str:

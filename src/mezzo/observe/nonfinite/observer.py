@@ -9,6 +9,7 @@ Which steps are faulty, and where each fault began, is decided without torch (``
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,8 @@ from mezzo.measure.flops import OperandFormats
 from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, NonFiniteResult, Source, write_evidence
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule, where_it_began
-from mezzo.observe.nonfinite.keep_fp32 import keep_fp32
 from mezzo.observe.nonfinite.propagation import InfinityTracer
+from mezzo.observe.nonfinite.trial_changes import apply
 from mezzo.observe.observer import ObservedRun, Observer, Update
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.observe.stopping import StopScript
@@ -55,11 +56,14 @@ class NonFinite(Observer):
         self._until = settings.steps[-1]
         self._settings = settings
         self._scale_hook: RemovableHandle | None = None
-        self._fp32_hook: RemovableHandle | None = None
+        self._changed = ExitStack()
+        """Undoes what the settings change about the script's precision."""
         self._unfinished: InspectedStep | None = None
         """The record of the last step, if it never ended."""
         self._tracer: InfinityTracer | None = None
         self._marked = 0
+        self._narrow = False
+        """Whether an operation of an earlier inspected step read or returned 16-bit values."""
         self._inspected: InspectedStep | None = None
         self._pending: _Pending | None = None
         self._faults = Faults(self, settings.suspects)
@@ -78,6 +82,7 @@ class NonFinite(Observer):
     def begin(self, step: int) -> None:
         """Enter the tracer."""
         self._first_inspected = self._first_inspected or step
+        self._narrow = self._narrow or (self._tracer is not None and self._tracer.narrow)
         formats = OperandFormats(inside=lambda: self.run.inside)
         device_type = self.run.device_type or "cpu"
         self._tracer = InfinityTracer(
@@ -86,7 +91,7 @@ class NonFinite(Observer):
         self._tracer.problems = self._problems
         self._marked = 0
         self._tracer.start(stepping_is_called=True)
-        if self._settings.loss_scale is not None and step == self._first_inspected:
+        if self._settings.changes.loss_scale is not None and step == self._first_inspected:
             # Not now: the previous step may still have to divide its gradients by the old scale.
             self._scale_hook = register_module_forward_pre_hook(lambda *_: self._set_scale_of_script())
 
@@ -95,6 +100,20 @@ class NonFinite(Observer):
         if self._tracer is not None and self._observing is not None and not self.run.skips:
             self._tracer.compare_gradients()
         super().stepping()
+
+    def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Inspect the weights that an optimizer's step changed."""
+        if self._tracer is not None and optimizer is not None and self._observing == self._num_closed + 1:
+            self._tracer.inspect_update(optimizer, self._owner_of)
+        super().updated(optimizer)
+
+    def _owner_of(self, weight: Tensor) -> nn.Module | None:
+        """Return the module whose own parameter a weight is; None for a weight outside any module."""
+        for root in self.names().roots:
+            for _, module in self.run.tree.modules(root):
+                if any(parameter is weight for _, parameter in self.run.tree.parameters(module)):
+                    return module
+        return None
 
     def restart(self) -> None:
         """Discard what was recorded."""
@@ -126,8 +145,7 @@ class NonFinite(Observer):
 
     def start(self) -> None:
         """Prepare; step 1 begins with the script's first line, or inside the first call of a module."""
-        if self._settings.fp32_modules:
-            self._fp32_hook = keep_fp32(self._settings.fp32_modules, self.run.tree)
+        apply(self._settings.changes, self.run.tree, self._changed)
         if self._settings.from_start and self._waiting[:1] == [1]:
             self._begin_immediately()
         else:
@@ -145,19 +163,22 @@ class NonFinite(Observer):
 
     def backward_begins(self) -> None:
         """Set the policy's loss scale if the settings have one: the previous step has closed by now."""
-        if self._settings.loss_scale is not None and self._observing == self._first_inspected:
-            self.run.scale.load_state_dict({"scale": self._settings.loss_scale})
+        if self._settings.changes.loss_scale is not None and self._observing == self._first_inspected:
+            self.run.scale.load_state_dict({"scale": self._settings.changes.loss_scale})
 
     def backward_ended(self) -> None:
         """Compare the current gradients with their true values."""
         if self._tracer is not None and self._observing is not None:
             self._tracer.compare_gradients()
+            self._tracer.in_update = True
         super().backward_ended()
 
     def scaler_met(self, scaler: Any) -> None:
         """Set the loss scale of the script's own scaler if the settings have one."""
-        if self._settings.loss_scale is not None and (self._settings.steps[0] == 1 or self._observing is not None):
-            _set_scale(scaler, self._settings.loss_scale)
+        if self._settings.changes.loss_scale is not None and (
+            self._settings.steps[0] == 1 or self._observing is not None
+        ):
+            _set_scale(scaler, self._settings.changes.loss_scale)
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
@@ -193,9 +214,9 @@ class NonFinite(Observer):
     def close(self) -> None:
         """Stop inspecting, wherever the script ended, and keep the record of a step that never ended."""
         self._inspected = None
-        for hook in (self._scale_hook, self._fp32_hook):
-            if hook is not None:
-                hook.remove()
+        self._changed.close()
+        if self._scale_hook is not None:
+            self._scale_hook.remove()
         self._decide_pending()
         super().close()
         if self._inspected is not None and self._num_closed + 1 not in self.watched:
@@ -261,8 +282,8 @@ class NonFinite(Observer):
         if self._scale_hook is not None:
             self._scale_hook.remove()
             self._scale_hook = None
-        if self.run.script_scaler is not None and self._settings.loss_scale is not None:
-            _set_scale(self.run.script_scaler, self._settings.loss_scale)
+        if self.run.script_scaler is not None and self._settings.changes.loss_scale is not None:
+            _set_scale(self.run.script_scaler, self._settings.changes.loss_scale)
 
     def _weights(self) -> list[nn.Parameter]:
         return trained_by(self.run.optimizers) or parameters_of(self.run.roots)
@@ -280,6 +301,7 @@ class NonFinite(Observer):
         """Return the evidence of the run."""
         found = self._faults.evidence(run, watched=self.watched, unfinished=self._unfinished)
         rank, remote = self._remote_fault
+        raised = None if self._unfinished is None or self._tracer is None else self._tracer.raised
         unexplained = [step for step in self._faults.skips.unexplained if step not in found.faulty_steps]
         return found.model_copy(
             update={
@@ -290,8 +312,10 @@ class NonFinite(Observer):
                 "own_scaler": self.run.script_scaler is not None,
                 "session_policy": self.run.session_policy,
                 "scaled": self.run.scale.checks or self.run.script_scaler is not None,
+                "narrow": self._narrow or self._tracer is None or self._tracer.narrow,
                 "forced_eager": self.forced_eager,
                 "problems": self._problems,
+                "raised": None if raised is None or run.error is None else raised.as_record(self.names()),
             }
         )
 
@@ -308,21 +332,34 @@ def _set_scale(scaler: Any, value: float) -> None:
 
 def _inspected_step(tracer: InfinityTracer, marked: int) -> InspectedStep:
     """Return what the operations before the mark showed."""
+    static = tracer.static_scale()
+    for source in tracer.sources if static is not None else ():
+        if source.backward or source.in_update:
+            source.scale, source.static_scale = static or 1.0, True
     sources = [s for s in tracer.sources if s.index < marked]
     results = [result for result in tracer.nonfinite_results if result.index < marked]
     of_loss: list[Source] = []
     for result in results:
-        later = next((r for r in results if r.index > result.index and not r.backward), None)
-        if not result.backward and (later is None or _backward_between(tracer, result, later)):
+        later = next((r for r in results if r.index > result.index and not (r.backward or r.in_update)), None)
+        if not (result.backward or result.in_update) and (later is None or _backward_between(tracer, result, later)):
             of_loss += result.sources
     backward = [s for result in results if result.backward for s in result.sources]
+    in_update = [s for result in results if result.in_update for s in result.sources]
     harmless = [
         Harmless(op=s.op, line=s.line, format=s.format, largest=s.wide, absorbed_by=list(s.absorbed))
         for s in sources
         if s.absorbed and s.wide and not s.swallowed
     ]
     errors = next((errors for errors in reversed(tracer.gradient_errors) if errors.index <= marked), None)
-    return InspectedStep(sources, list(dict.fromkeys(of_loss)), list(dict.fromkeys(backward)), errors, harmless)
+    return InspectedStep(
+        sources=sources,
+        of_loss=list(dict.fromkeys(of_loss)),
+        in_backward=list(dict.fromkeys(backward)),
+        in_update=list(dict.fromkeys(in_update)),
+        by_update=next((s for s in tracer.update_sources if s.index <= marked), None),
+        gradient_errors=errors,
+        harmless=harmless,
+    )
 
 
 def _backward_between(tracer: InfinityTracer, first: NonFiniteResult, last: NonFiniteResult) -> bool:

@@ -16,15 +16,17 @@ steps are inspected. Limits: a fused kernel is one operation; an operation that 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from mezzo.formats import FP32
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite import recomputing
 from mezzo.observe.nonfinite.evidence import GradientErrors, Kind, NonFiniteResult, Source, merge_sources
@@ -37,6 +39,7 @@ from mezzo.observe.nonfinite.shadows import (
     measure_gradients,
     rounded,
 )
+from mezzo.observe.source_lines import caller, script_line
 from mezzo.observe.tensors import (
     by_design,
     floats,
@@ -58,6 +61,11 @@ _MATERIAL = 2.0**-10
 _DECISIONS = frozenset(("_amp_update_scale_", "_amp_update_scale"))
 """Operations whose results count as true: the loss scale has to follow from the overflow that was detected."""
 _REFUSED = "without overflow"
+_SQUARES = ("exp_avg_sq", "square_avg", "sum")
+"""The names of squared gradients in the state of torch's optimizers, which divide by their root plus eps."""
+_SCALES = frozenset(("mul", "div", "foreach_mul", "foreach_div"))
+_LEAST_SCALE = 64.0
+"""A smaller factor counts as the weight of a loss."""
 
 
 class InfinityTracer(PlacingTracer):
@@ -84,9 +92,21 @@ class InfinityTracer(PlacingTracer):
         super().__init__(formats, device_type=device_type, flags=flags)
         self.sources: list[Source] = []
         self.nonfinite_results: list[NonFiniteResult] = []
+        self.update_sources: list[Source] = []
+        """Where an optimizer's step made a weight infinite or NaN."""
         self.gradient_errors: list[GradientErrors] = []
         self.problems: dict[str, str] = {}
         """Operations that could not be inspected, and why."""
+        self.in_update = False
+        """Whether a backward pass has ended and no module was called since: clipping and unscaling run then."""
+        self.narrow = False
+        """Whether an operation read or returned 16-bit values."""
+        self.raised: Source | None = None
+        """The last operation that raised an error."""
+        self._factors: dict[float, None] = {}
+        """Large numbers by which the script multiplied a single value, such as its loss."""
+        self._undone: dict[float, None] = {}
+        """The numbers by which it divided, or multiplied by their inverses, between the backward pass and the update."""
         self._before_reduction: GradientErrors | None = None
         """The errors of the gradients before a reduction over all processes."""
         self._scale, self._weights = scale, weights
@@ -96,7 +116,7 @@ class InfinityTracer(PlacingTracer):
     def forget(self) -> None:
         """Discard what was recorded; values that are already lost remain known as lost."""
         super().turn(len(self.trace.operations))
-        self.sources, self.nonfinite_results, self.gradient_errors = [], [], []
+        self.sources, self.nonfinite_results, self.gradient_errors, self.update_sources = [], [], [], []
 
     def mark(self) -> int:
         """Mark everything recorded so far as belonging to the step; return the number of operations."""
@@ -115,7 +135,65 @@ class InfinityTracer(PlacingTracer):
             result.index -= index
         self.sources = [s for s in self.sources if s.index >= 0]
         self.nonfinite_results = [r for r in self.nonfinite_results if r.index >= 0]
-        self.gradient_errors = []
+        self.gradient_errors, self.update_sources = [], []
+        self._undone = {}
+
+    def static_scale(self) -> float | None:
+        """Return the number by which the script itself scales its loss, and divides its gradients; None if there is none."""
+        return next((factor for factor in self._factors if factor in self._undone), None)
+
+    def _note_numbers(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        if func.overloadpacket.__name__.strip("_") not in _SCALES or self._scale() != 1:
+            return
+        numbers = [float(x) for x in tree_leaves(tuple(args)) if type(x) in (int, float) and x]
+        if self.in_update:
+            self._undone.update(dict.fromkeys(n for x in numbers for n in (x, 1 / x)))
+        elif isinstance(result, Tensor) and result.numel() == 1:
+            self._factors.update(dict.fromkeys(x for x in numbers if _LEAST_SCALE <= x < math.inf))
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Record that a module is called."""
+        self.in_update = False
+        super().enter(module, args)
+
+    def inspect_update(self, optimizer: torch.optim.Optimizer, names: Callable[[Tensor], nn.Module | None]) -> None:
+        """Record the first weight that an optimizer's step made infinite or NaN; reads one flag for each weight.
+
+        Args:
+            optimizer: the optimizer, whose step just ended.
+            names: returns the module that owns a weight.
+        """
+        with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    if weight.grad is None or is_finite(weight) or not is_finite(weight.grad):
+                        continue
+                    self._update_broke(optimizer, group, weight, names(weight))
+                    return
+
+    def _update_broke(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], weight: Tensor, module: nn.Module | None
+    ) -> None:
+        state = optimizer.state.get(weight, {})
+        read = [t for t in (weight.grad, *(state.get(name) for name in _SQUARES)) if isinstance(t, Tensor)]
+        eps = group.get("eps")
+        rounds_to_0 = isinstance(eps, float) and eps > 0 and float(torch.tensor(eps, dtype=weight.dtype)) == 0
+        line, _ = script_line(sys._getframe(1))
+        source = Source(
+            index=len(self.trace.operations),
+            kind="made",
+            op=f"{type(optimizer).__name__}.step",
+            module=module,
+            line=line,
+            backward=False,
+            in_update=True,
+            zero_eps=eps if rounds_to_0 else None,
+            format=format_name(weight.dtype),
+            operands=[operand(t) for t in read],
+            wide=None,
+            scale=self._scale(),
+        )
+        self.update_sources.append(source)
 
     def compare_gradients(self) -> None:
         """Compare the current gradients with their true values; of a step's comparisons, the last counts."""
@@ -140,10 +218,12 @@ class InfinityTracer(PlacingTracer):
             operation = self._prepared(func, args, kwargs)
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-        except RuntimeError as error:
-            if _REFUSED in str(error) and operation is not None:
-                self._refused(index, operation)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            if operation is not None:
+                self._note_error(index, operation, error)
             raise
+        if not self.in_backward():
+            self._note_numbers(func, args, result)
         if operation is not None:
             with self._guarded(), torch.autocast(self._device_type, enabled=False):
                 self._inspect(index, operation, result)
@@ -218,6 +298,7 @@ class InfinityTracer(PlacingTracer):
     ) -> list[Tensor] | None:
         """Return an operation's FP32 results from its operands if it may have lost values; else None."""
         narrow = any(t.element_size() < 4 for t in (*results, *(read for read, _ in operation.read)))
+        self.narrow = self.narrow or narrow
         if not operation.read or not narrow:
             return None
         if not made and (operation.draws or operation.keeps_magnitude()):
@@ -301,7 +382,11 @@ class InfinityTracer(PlacingTracer):
     def _record_nonfinite(self, index: int, sources: tuple[Source, ...], bad_results: list[Tensor]) -> None:
         for tensor in bad_results:
             self._taint.put(tensor, sources)
-        self.nonfinite_results.append(NonFiniteResult(index, self.in_backward(), sources))
+        backward = self.in_backward()
+        in_update = self.in_update and not backward
+        if in_update and caller(sys._getframe(1)) == "mezzo":  # such as the norm that a record keeps
+            return
+        self.nonfinite_results.append(NonFiniteResult(index, backward, in_update, sources))
 
     # --- sources -----------------------------------------------------------------------------------------------------------------
 
@@ -355,6 +440,14 @@ class InfinityTracer(PlacingTracer):
             return (self._source(index, "made", tensors, None, result),)  # such as a softmax of -inf only
         return merge_sources(found)
 
+    def _note_error(self, index: int, operation: recomputing.Recomputable, error: Exception) -> None:
+        """Record where an operation raised an error: it ends the script unless that catches it."""
+        tensors = [read for read, _ in operation.read]
+        narrow = min((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize, default=FP32.dtype)
+        self.raised = self._made_source(index, "raised", tensors, None, torch.empty(0, dtype=narrow))
+        if _REFUSED in str(error):
+            self._refused(index, operation)
+
     def _refused(self, index: int, operation: recomputing.Recomputable) -> None:
         """Record a number that torch refuses to write into a format because it would overflow."""
         tensors = [read for read, _ in operation.read]
@@ -369,18 +462,24 @@ class InfinityTracer(PlacingTracer):
     def _source(
         self, index: int, kind: Kind, tensors: Sequence[Tensor], largest: float | None, result: Tensor
     ) -> Source:
+        source = self._made_source(index, kind, tensors, largest, result)
+        self.sources.append(source)
+        return source
+
+    def _made_source(
+        self, index: int, kind: Kind, tensors: Sequence[Tensor], largest: float | None, result: Tensor
+    ) -> Source:
         place = self.place_of_running()
-        source = Source(
+        return Source(
             index=index,
             kind=kind,
             op=place.op,
             module=place.module,
             line=place.line,
             backward=place.backward,
+            in_update=self.in_update and not place.backward and place.module is None,
             format=format_name(result.dtype),
             operands=[operand(t) for t in tensors[:4]],
             wide=largest,
             scale=self._scale(),
         )
-        self.sources.append(source)
-        return source

@@ -1,6 +1,6 @@
 """The verdict on a script, from the evidence of all its runs. Imports no torch.
 
-The verdict on a fault that one run located follows from the operation, recomputed in FP32 from its operands:
+What one run located suggests a verdict, by the operation recomputed in FP32 from its operands:
 
 - loss and gradients finite, gradients wrong: *silent saturation*, by values too large or too small for the format;
 - result not finite in FP32 either: an *invalid operation*, as are values that were not finite when the step began; but *range overflow*
@@ -9,19 +9,21 @@ The verdict on a fault that one run located follows from the operation, recomput
 - result finite in FP32, in a backward pass: *scale overflow* if it would fit its format at a loss scale of 1, because a backward pass is
   linear in the scale; else *range overflow*.
 
-Each further run may change the verdict, depending on its role (``known``).
+A further run decides, depending on its role (``known``). An overflow of the scale needs a run in which the same step was finite at a
+lower one; an overflow of the range, one in which it was finite in FP32; an invalid operation, one in which it was not, with weights and
+arithmetic in FP32. Without that run, or against it, the verdict is *undecided*. Silent saturation needs none: its gradients were compared.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from mezzo.formats import FP16
 from mezzo.observe.nonfinite import fixes, words
-from mezzo.observe.nonfinite.evidence import Evidence, Located
+from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues
 from mezzo.observe.nonfinite.fixes import Offer, Tried
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.policy import Policy
@@ -69,14 +71,17 @@ def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "") -> DiagnoseRecord
     """
     first, evidence = _showed(runs[0])
     record = known(runs).model_copy(update={"run": first})
-    if record.located:
+    if record.located or record.origin == "raised":
         untried = untried or ("" if repeats(runs) else "the script does not repeat the same steps each time")
         last = last_step(record, first)
         record = fixes.offered(record, untried=untried) if untried else fixes.settled(record, tried(runs), last=last)
     recurs = record.verdict == "range_overflow" and len(evidence.faulty_steps) > 1
     of_skips = recurs or record.verdict == "scale_overflow"
     skips = words.skipped(first, evidence.faulty_steps) if of_skips else ""
+    if evidence.settled_scale is not None and of_skips:
+        skips = words.settled(first, evidence.settled_scale, zeros=evidence.zeros)
     own_notes = judged(runs[0]).notes
+    record = _decided(record, runs)
     return record.model_copy(
         update={
             "detail": ". ".join(filter(None, [record.detail, skips])),
@@ -113,7 +118,8 @@ def repeats(runs: Sequence[ScriptRun]) -> bool:
     """Return whether the script repeats the same steps in each run, as far as the runs show."""
     rerun = next((ran for ran in runs if ran.role in ("suspects", "skips") and ran.evidence is not None), None)
     located = None if rerun is None or rerun.evidence is None else rerun.evidence.located
-    return rerun is None or located is None or located.step in rerun.settings.suspects
+    # An update is blamed for the step after it.
+    return rerun is None or located is None or not {located.step, located.step + 1}.isdisjoint(rerun.settings.suspects)
 
 
 def last_step(record: DiagnoseRecord, first: RunRecord) -> int:
@@ -143,6 +149,7 @@ def judged(ran: ScriptRun) -> DiagnoseRecord:
         faulty_steps=evidence.faulty_steps,
         num_skipped=run.steps.num_skipped,
         own_scaler=evidence.own_scaler,
+        settled_scale=evidence.settled_scale,
         session_policy=evidence.session_policy,
         forced_eager=evidence.forced_eager,
         notes=words.notes(evidence),
@@ -152,7 +159,8 @@ def judged(ran: ScriptRun) -> DiagnoseRecord:
     if evidence.faulty_steps:
         return _of_unseen(record, evidence)
     if run.error is not None or run.exit_code or not len(run.steps):
-        return record.model_copy(update={"verdict": "unfinished", "detail": words.unfinished(run)})
+        place = {} if evidence.raised is None else _place_of(evidence.raised, step=len(run.steps) + 1)
+        return record.model_copy(update={**place, "verdict": "unfinished", "detail": words.unfinished(run)})
     harmless = [words.harmless(value) for value in evidence.harmless]
     return record.model_copy(update={"notes": [*record.notes, *harmless]})
 
@@ -175,26 +183,37 @@ def _of_fault(record: DiagnoseRecord, located: Located) -> DiagnoseRecord:
     source, gradients, verdict = located.source, located.gradients, verdict_on(located)
     return record.model_copy(
         update={
+            **_place_of(source, step=located.step),
             "verdict": verdict,
-            "module": source.module,
-            "pattern": source.pattern,
-            "op": source.op,
             "origin": "vanished" if located.vanished is not None else source.kind,
             "parameter": source.parameter,
-            "phase": "backward" if source.backward else "forward",
-            "step": located.step,
-            "line": source.line,
             "located": True,
             "detail": words.detail(located, verdict),
             "format": source.format if located.vanished is None else located.vanished.format,
             "largest": source.largest,
             "loss_scale": source.loss_scale,
+            "static_scale": source.static_scale,
+            "zero_eps": source.zero_eps,
             "gradient": "" if gradients is None else gradients.parameter,
             "gradient_error": None if gradients is None else gradients.error,
-            "operands": source.operands,
             "swallowed_by": "" if gradients is None else ", ".join(source.swallowed_by),
         }
     )
+
+
+def _place_of(source: LostValues, *, step: int) -> dict[str, Any]:
+    """Return the fields of a record that say where an operation is, and what it read."""
+    return {
+        "module": source.module,
+        "pattern": source.pattern,
+        "op": source.op,
+        "origin": source.kind,
+        "phase": "backward" if source.backward else "update" if source.in_update else "forward",
+        "step": step,
+        "line": source.line,
+        "format": source.format,
+        "operands": source.operands,
+    }
 
 
 def _of_unseen(record: DiagnoseRecord, evidence: Evidence) -> DiagnoseRecord:
@@ -203,7 +222,8 @@ def _of_unseen(record: DiagnoseRecord, evidence: Evidence) -> DiagnoseRecord:
     diverges = _has_infinite_norm_alone(evidence)
     return record.model_copy(
         update={
-            "verdict": "scale_overflow" if evidence.scaled and lost is None else "invalid_operation",
+            "verdict": "invalid_operation" if diverges else "undecided",
+            "origin": "norm" if diverges else "",
             "step": step if lost is None else lost,
             "phase": "backward" if lost is None else "forward",
             "detail": words.beyond_fp32(step) if diverges else words.unlocated(lost or step, lost=lost is not None),
@@ -226,7 +246,8 @@ def _has_infinite_norm_alone(evidence: Evidence) -> bool:
 def _inspected(record: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
     outcome, (_, evidence) = judged(ran), _showed(ran)
     explained = outcome.located or (_has_infinite_norm_alone(evidence) and not record.located)
-    return outcome if explained else record
+    settled = {"settled_scale": record.settled_scale}  # known at the end of the whole run only
+    return outcome.model_copy(update=settled) if explained else record
 
 
 def _behind_skips(record: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
@@ -251,23 +272,104 @@ def _at_scale_of_1(record: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
 
 
 def _in_fp32(record: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) -> DiagnoseRecord:
-    """Return the verdict after a run in FP32: range overflow if an operation fails only because its operands were rounded."""
+    """Return the verdict after a run in FP32, which may end an earlier step's training or be finite where the format is not."""
     outcome, (_, evidence) = judged(ran), _showed(ran)
     if _fails(outcome):
-        cause = [words.cause_in_fp32(record, outcome)] if record.verdict == "range_overflow" else []
-        return record.model_copy(update={"notes": [*record.notes, *cause]})
+        if record.verdict != "range_overflow":
+            return record
+        of_script = outcome.located and outcome.format == record.format
+        cause = [words.cause_in_fp32(record, of_script=of_script, step=outcome.step)]
+        if not _is_fp32(ran):  # a further run decides
+            return record.model_copy(update={"notes": [*record.notes, *(cause if of_script else [])]})
+        found = outcome.verdict == "invalid_operation" and (outcome.located or outcome.origin == "norm")
+        return (outcome if found else record).model_copy(update={"notes": [*record.notes, *cause]})
     if record.step not in evidence.watched or not repeats(runs) or record.verdict != "invalid_operation":
         return record
     if any(other.role == "skips" for other in runs):  # caused by the format, and rare enough for the loss scale to skip
         return judged(runs[0])
     own = FP16.name if runs[0].policy is None else runs[0].policy.compute
     narrow = next((o.format for o in record.operands if o.format in ("fp16", "bf16")), own)
-    update = {"verdict": "range_overflow", "format": narrow, "detail": words.rounded_away(record, narrow)}
-    return record.model_copy(update=update)
+    changed = record.model_copy(update={"verdict": "range_overflow", "format": narrow})
+    detail = words.zero_eps(changed) if record.zero_eps is not None else words.rounded_away(record, narrow)
+    return changed.model_copy(update={"detail": detail})
 
 
 def _fails(record: DiagnoseRecord) -> bool:
     return record.verdict not in ("healthy", "unfinished")
+
+
+# --- the run that decides ----------------------------------------------------------------------------------------------------------
+
+
+def _decided(record: DiagnoseRecord, runs: Sequence[ScriptRun]) -> DiagnoseRecord:
+    """Return ``record`` if the run that decides on its verdict was made and agrees; otherwise as undecided, with the reason."""
+    why = _UNDECIDED_BY.get(record.verdict, _nothing_missing)(record, runs)
+    if not why:
+        return record
+    note = words.undecided(record, why)
+    return record.model_copy(update={"verdict": "undecided", "perhaps": record.verdict, "notes": [*record.notes, note]})
+
+
+def needs_fp32(record: DiagnoseRecord, runs: Sequence[ScriptRun]) -> bool:
+    """Return whether only a run in FP32 can decide: none was made, or the last one still computed in 16 bits of the script's own."""
+    if record.verdict not in ("range_overflow", "invalid_operation") or not (record.located or record.origin == "norm"):
+        return False
+    last = next((ran for ran in reversed(runs) if ran.role == "fp32"), None)
+    if last is None:
+        return record.verdict == "range_overflow" or not _is_all_fp32(runs)
+    return last.evidence is not None and _fails(judged(last)) and not _is_fp32(last)
+
+
+def _is_fp32(ran: ScriptRun) -> bool:
+    """Return whether a run in FP32 computed all of its inspected steps in FP32, the script's own 16 bits too."""
+    return ran.settings.changes.own_format == "fp32" or (ran.evidence is not None and not ran.evidence.narrow)
+
+
+def _is_all_fp32(runs: Sequence[ScriptRun]) -> bool:
+    """Return whether the script's own run computed nothing in 16 bits: then it is the run in FP32."""
+    own = [ran for ran in runs if ran.role in ("first", "suspects", "skips") and ran.evidence is not None]
+    return not any(ran.evidence.narrow for ran in own if ran.evidence is not None)
+
+
+def _why_not_of_scale(record: DiagnoseRecord, runs: Sequence[ScriptRun]) -> str:
+    lower = next((ran for ran in reversed(runs) if ran.role == "scale of 1"), None)
+    watched = [] if lower is None or lower.evidence is None else lower.evidence.watched
+    if lower is None or record.step not in watched or not repeats(runs):
+        return words.NO_LOWER_SCALE
+    return words.BAD_AT_LOWER_SCALE if record.step in _showed(lower)[1].bad_steps else ""
+
+
+def _why_not_of_range(record: DiagnoseRecord, runs: Sequence[ScriptRun]) -> str:
+    wide = next((ran for ran in reversed(runs) if ran.role == "fp32"), None)
+    if wide is None or not _reached(wide, record.step) or not repeats(runs):
+        return words.NO_FP32
+    return words.BAD_IN_FP32 if _fails(judged(wide)) else ""
+
+
+def _why_not_invalid(record: DiagnoseRecord, runs: Sequence[ScriptRun]) -> str:
+    if _is_all_fp32(runs):
+        return ""
+    wide = next((ran for ran in reversed(runs) if ran.role == "fp32"), None)
+    if wide is None or wide.evidence is None:
+        return words.NO_FP32
+    if _fails(judged(wide)):
+        return "" if _is_fp32(wide) else words.STILL_16_BITS
+    return words.GOOD_IN_FP32 if _reached(wide, record.step) else words.NO_FP32
+
+
+def _nothing_missing(record: DiagnoseRecord, runs: Sequence[ScriptRun]) -> str:
+    return ""
+
+
+_UNDECIDED_BY: dict[str, Callable[[DiagnoseRecord, Sequence[ScriptRun]], str]] = {
+    "scale_overflow": _why_not_of_scale,
+    "range_overflow": _why_not_of_range,
+    "invalid_operation": _why_not_invalid,
+}
+
+
+def _reached(ran: ScriptRun, step: int) -> bool:
+    return ran.evidence is not None and (step in ran.evidence.watched or _fails(judged(ran)))
 
 
 # --- the runs in the record --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,20 @@ HIDDEN_BY_SKIP = (
     "The loss scaler skipped that update, so the training continued; without a scaler, as in FP32 and BF16, the weights "
     "become NaN"
 )
+NO_LOWER_SCALE = "no run at a lower loss scale reached the same step"
+BAD_AT_LOWER_SCALE = "the same step is not finite at a loss scale of 1 either"
+NO_FP32 = "no run in FP32 reached the same step"
+BAD_IN_FP32 = "the training is not finite in FP32 either, for a reason that was not found"
+GOOD_IN_FP32 = "the same step is finite in FP32"
+STILL_16_BITS = "the run in FP32 still computed in 16 bits, which the script itself asks for"
 _FIRST_STEPS = 6
+_LEAST_SHARE = 0.005
+"""A smaller share is not worth a number."""
+
+
+def undecided(record: DiagnoseRecord, why: str) -> Reason:
+    """Return the verdict that the operation alone suggests, and why it is not one."""
+    return Reason(what="undecided", value=f"perhaps {record.verdict.replace('_', ' ')}", reason=why)
 
 
 def detail(located: Located, verdict: Diagnosed) -> str:
@@ -41,9 +54,11 @@ def detail(located: Located, verdict: Diagnosed) -> str:
     if verdict == "invalid_operation" or source.largest is None:
         return _failing(source.op, source.backward, source.operands, " in FP32 either")
     reach = f"{_where(source)} reaches {source.largest:.4g}; {_end(source.format)}"
+    if source.loss_scale > 1 and (verdict == "scale_overflow" or (source.backward and located.gradients is not None)):
+        of = "the script's own static loss scale" if source.static_scale else "the loss scale"
+        reach = f"{reach}. Without {of} of {source.loss_scale:g} it would be {source.largest / source.loss_scale:.3g}"
     if verdict == "scale_overflow":
-        at_one = source.largest / source.loss_scale
-        return f"{reach}. Without the loss scale of {source.loss_scale:g} it would be {at_one:.3g}"
+        return reach
     if verdict == "silent_saturation":
         names = [f"{op}()" for op in source.swallowed_by] or ["what reads it"]
         turn = "turns" if len(names) == 1 else "turn"
@@ -74,12 +89,12 @@ def harmless(value: Harmless) -> Reason:
     return Reason(what="harmless", value=where, reason=why)
 
 
-def cause_in_fp32(record: DiagnoseRecord, in_fp32: DiagnoseRecord) -> Reason:
-    """Return the cause of a fault if a run in FP32, ``in_fp32``, fails as well."""
-    if in_fp32.located and in_fp32.format == record.format:
+def cause_in_fp32(record: DiagnoseRecord, *, of_script: bool, step: int) -> Reason:
+    """Return the cause of a fault if a run in FP32 fails as well: in a format ``of_script``, or in FP32 itself, in ``step``."""
+    if of_script:
         why = "the step leaves this format under fp32, too, because the script itself casts to it"
         return Reason(what="cause", value=record.format, reason=why)
-    why = f"the training fails in FP32, too, in step {in_fp32.step}: precision is not the cause"
+    why = f"the training fails in FP32, too, in step {step}: precision is not the cause"
     return Reason(what="cause", value=ITSELF, reason=why)
 
 
@@ -93,6 +108,15 @@ def rounded_away(record: DiagnoseRecord, form: str) -> str:
     """Return what happened at an operation that has a finite result only in a run in FP32."""
     failing = _failing(record.op, record.phase == "backward", record.operands)
     return f"{failing}. The same step is finite in FP32: rounding to {form.upper()} gave the operation an input that it has no result for"
+
+
+def zero_eps(record: DiagnoseRecord) -> str:
+    """Return what happened in an update that divides by an eps of 0."""
+    least = FORMATS[record.format].min_subnormal if record.format in FORMATS else 0.0
+    return (
+        f"{record.op}() makes weights that are not finite: its eps of {record.zero_eps:g} is 0 in {record.format.upper()}, whose smallest "
+        f"number is {least:.2g}, so where the squared gradients are 0 as well it divides by 0. The same step is finite in FP32"
+    )
 
 
 def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
@@ -111,6 +135,13 @@ def skipped(run: RunRecord, faulty: Sequence[int]) -> str:
         return f"1 of {total} updates was skipped, after the loss scale had been found: step {steps}"
     which = f"step{'s' if len(lost) > 1 else ''} {steps}"
     return f"{count} of {total} updates were skipped, {share} after the loss scale had been found: {which}"
+
+
+def settled(run: RunRecord, scale: float, *, zeros: float) -> str:
+    """Return at which low loss scale the training goes on, and which share of the gradients that costs."""
+    lost = f"; {zeros:.0%} of all gradient elements are 0 at that scale" if zeros >= _LEAST_SHARE else ""
+    count = f"{run.steps.num_skipped} of {len(run.steps)} updates were skipped"
+    return f"{count} until the loss scale was down to {scale:g}{lost}"
 
 
 def beyond_fp32(step: int) -> str:

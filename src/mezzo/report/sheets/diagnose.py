@@ -18,9 +18,10 @@ TITLES = {
     "range_overflow": "range overflow",
     "invalid_operation": "invalid operation",
     "silent_saturation": "silent saturation",
+    "undecided": "undecided",
     "unfinished": "no verdict",
 }
-_TONES = {"healthy": "good", "unfinished": "open"}
+_TONES = {"healthy": "good", "undecided": "open", "unfinished": "open"}
 _NORMAL = (
     "Skipped updates are normal at the start, one after another until a loss scale fits, and later once in a growth interval, "
     "when a larger scale is tried."
@@ -106,6 +107,7 @@ def _meaning(record: DiagnoseRecord) -> str:
         "scale_overflow": "gradients overflow because of the loss scale, and are finite at a lower one",
         "range_overflow": f"a value that {name} cannot represent, {scales}",
         "invalid_operation": "not finite in FP32 either",
+        "undecided": "a step is not finite, and no run shows why: the notes say which one is missing",
         "silent_saturation": f"values too large for {name} become finite again: nothing shows it, but the gradients are wrong",
         "unfinished": ". To fix it: ".join(fmt.clean(text) for text in (record.detail, record.run.hint) if text),
         "healthy": _untried(record),
@@ -143,18 +145,19 @@ def _headline(record: DiagnoseRecord, script: str) -> str:
         return f"{script} under {policy}: no verdict, the run ended after {count} with exit code {record.run.exit_code}"
     where = f"step {record.step}"
     if record.located:
-        where += f", {record.phase} pass of {fmt.clean(record.module)}"
+        where += f", {record.during} of {fmt.clean(record.module)}"
     return f"{script} under {policy}: {TITLES[record.verdict]} in {where}"
 
 
 def _place(record: DiagnoseRecord) -> list[Fact]:
-    if record.verdict in ("healthy", "unfinished"):
+    if record.verdict in ("healthy", "unfinished") and record.origin != "raised":
         return []
     facts = [Fact(what="step", value=str(record.step)), Fact(what="phase", value=record.phase)]
-    if record.located:
+    if record.located or record.origin == "raised":
+        result = "raised the error" if record.origin == "raised" else f"result in {fmt.clean(record.format)}"
         facts = [
             Fact(what="module", value=fmt.clean(record.module)),
-            Fact(what="operation", value=fmt.clean(record.op), reason=f"result in {fmt.clean(record.format)}"),
+            Fact(what="operation", value=fmt.clean(record.op), reason=result),
             Fact(what="line", value=fmt.clean(record.line)),
             *facts,
         ]

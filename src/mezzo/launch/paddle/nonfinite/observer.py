@@ -41,7 +41,7 @@ class NonFinite(StepObserver):
         self._faults = Faults(self, settings.suspects)
         self._problems: dict[str, str] = {}
         self._scale_is_set = False
-        run.fp32_patterns = (*run.fp32_patterns, *settings.fp32_modules)
+        run.fp32_patterns = (*run.fp32_patterns, *settings.changes.fp32_modules)
 
     # --- recording ---------------------------------------------------------------------------------------------------------------------
 
@@ -69,9 +69,9 @@ class NonFinite(StepObserver):
         """Record the losses of a backward pass; set the policy's loss scale if the settings say so."""
         super().backward_begins(losses)
         self._losses += list(losses)
-        if self._settings.loss_scale is not None and self.observing and not self._scale_is_set:
+        if self._settings.changes.loss_scale is not None and self.observing and not self._scale_is_set:
             self._scale_is_set = True
-            self.run.scale.value = self._settings.loss_scale
+            self.run.scale.value = self._settings.changes.loss_scale
 
     def scaled(self, losses: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Keep the gradients from which the backward pass starts."""
@@ -80,9 +80,9 @@ class NonFinite(StepObserver):
 
     def scaler_met(self, scaler: Any) -> None:
         """Set the scale of the script's own scaler if the settings say so."""
-        if self._settings.loss_scale is not None and self.observing and not self._scale_is_set:
+        if self._settings.changes.loss_scale is not None and self.observing and not self._scale_is_set:
             self._scale_is_set = True
-            scaler.set_init_loss_scaling(self._settings.loss_scale)
+            scaler.set_init_loss_scaling(self._settings.changes.loss_scale)
 
     def judge(self, norm: Any | None) -> None:
         """Inspect the step's records before its weights change."""
@@ -100,7 +100,13 @@ class NonFinite(StepObserver):
             for s in followed.sources
             if s.kind == "made" and s.wide and s.swallowed
         ]
-        return InspectedStep(list(followed.sources), of_losses, followed.in_backward, errors, harmless)
+        return InspectedStep(
+            sources=list(followed.sources),
+            of_loss=of_losses,
+            in_backward=followed.in_backward,
+            gradient_errors=errors,
+            harmless=harmless,
+        )
 
     def _gradient_errors(self) -> GradientErrors | None:
         if self.run.casts:

@@ -1,0 +1,298 @@
+"""Scripts with a fault between the backward pass and the next forward pass, or of a loss scale; and twins without it."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from faults import data, net
+
+STEPS = 6
+SCALE = 2.0**16
+
+
+def half_net():
+    return net(torch.tanh).half()
+
+
+def train_half(optimizer_of, *, change=lambda parameters: None, gain=1.0, steps=STEPS):
+    """Train a model whose weights are FP16 and whose last input is always 0, without a loss scale."""
+    model = half_net()
+    optimizer = optimizer_of(model.parameters())
+    for step in range(1, steps + 1):
+        x, y = data(step)
+        x[:, 5] = 0
+        optimizer.zero_grad()
+        (F.mse_loss(model(x.half()).float(), y) * gain).backward()
+        change(list(model.parameters()))
+        optimizer.step()
+
+
+# --- the optimizer's step ------------------------------------------------------------------------
+
+
+def update_eps_adamw():
+    train_half(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+
+
+def update_eps_rmsprop():
+    train_half(lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, foreach=False))
+
+
+def update_eps_adagrad():
+    train_half(lambda parameters: torch.optim.Adagrad(parameters, lr=1e-3))
+
+
+def update_eps_embedding():
+    """Most rows of an embedding have no gradient."""
+    torch.manual_seed(0)
+    table, head = nn.Embedding(50, 8).half(), nn.Linear(8, 2).half()
+    optimizer = torch.optim.Adam([*table.parameters(), *head.parameters()], lr=1e-3)
+    for step in range(1, STEPS + 1):
+        _, y = data(step)
+        optimizer.zero_grad()
+        F.mse_loss(head(table(torch.arange(8))).float(), y).backward()
+        optimizer.step()
+
+
+def healthy_own_update_eps():
+    train_half(lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4))
+
+
+def update_leaves_range():
+    """A weight beyond 65504 is a number in FP32 and in BF16."""
+    model = half_net()
+    level = nn.Parameter(torch.tensor(65000.0).half())
+    optimizer = torch.optim.SGD([{"params": model.parameters(), "lr": 0.0}, {"params": [level], "lr": 6e4}])
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        optimizer.zero_grad()
+        (F.mse_loss(model(x.half()).float(), y) - level * 0.02).backward()
+        optimizer.step()
+
+
+def update_diverges():
+    torch.manual_seed(0)
+    model = net(torch.tanh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e38)
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        optimizer.zero_grad()
+        (F.mse_loss(model(x), y) * 1e3).backward()
+        optimizer.step()
+
+
+def update_late():
+    """The third update has a learning rate of 1e38; the step after it is inspected for another reason."""
+    torch.manual_seed(0)
+    model = net(torch.tanh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        optimizer.param_groups[0]["lr"] = 1e38 if step == 3 else 1e-6
+        optimizer.zero_grad()
+        (F.mse_loss(model(x), y) * 1e3).backward()
+        optimizer.step()
+
+
+# --- between the backward pass and the optimizer's step ------------------------------------------
+
+
+def clip_by_hand(parameters, wide=False):
+    squares = [(p.grad.float() if wide else p.grad).square().sum() for p in parameters]
+    norm = torch.stack(squares).sum().sqrt()
+    for p in parameters:
+        p.grad.mul_(1.0 / (norm + 1e-3))
+
+
+def update_clipped_by_hand():
+    """The squares of gradients of some hundreds leave FP16, and every gradient becomes 0."""
+    train_half(lambda parameters: torch.optim.SGD(parameters, lr=1e-3), change=clip_by_hand, gain=3e3)
+
+
+def healthy_own_update_clipped():
+    optimizer_of = lambda parameters: torch.optim.SGD(parameters, lr=1e-3)  # noqa: E731 - one expression
+    train_half(optimizer_of, change=lambda parameters: clip_by_hand(parameters, wide=True), gain=3e3)
+
+
+def update_normalized_by_hand():
+    """A gradient that is 0 has no direction."""
+    model = net(torch.tanh)
+    unused = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([*model.parameters(), unused], lr=1e-3)
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        optimizer.zero_grad()
+        (F.mse_loss(model(x), y) + (unused * 0).sum()).backward()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.div_(p.grad.norm())
+        optimizer.step()
+
+
+# --- loss scales ---------------------------------------------------------------------------------
+
+
+def own_static(scale, *, zeroes=False, loss_of=F.mse_loss):
+    """Train under the script's own autocast, with a loss scale that never changes."""
+    model = net(torch.tanh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = model(x)
+        optimizer.zero_grad()
+        (loss_of(out.float(), y) * scale).backward()
+        for p in model.parameters():
+            p.grad.div_(scale)
+            if zeroes:
+                p.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        optimizer.step()
+
+
+def large(p, y):
+    return F.mse_loss(p, y) * 50
+
+
+def scale_static_by_hand():
+    own_static(SCALE, loss_of=large)
+
+
+def scale_static_zeroed():
+    own_static(SCALE, zeroes=True, loss_of=large)
+
+
+def healthy_own_static():
+    own_static(2.0**10, loss_of=large)
+
+
+def scale_clipped_away():
+    """The norm is infinite, the factor 0, and an infinite gradient times 0 is NaN."""
+    model = net(torch.tanh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = model(x)
+        optimizer.zero_grad()
+        (large(out.float(), y) * SCALE).backward()
+        for p in model.parameters():
+            p.grad.div_(SCALE)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+def own_scaler(gain, *, steps=24):
+    model = net(torch.tanh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(1, steps + 1):
+        x, y = data(step)
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = model(x)
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(out.float(), y) * gain).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def scale_settles_low():
+    """Gradients of some thousands fit at a scale of 8 only."""
+    own_scaler(3e4)
+
+
+def healthy_own_scale_settles():
+    own_scaler(100.0)
+
+
+def penalty_at_zero():
+    """The second derivative of a root at 0 has no value at any loss scale."""
+    model = net(torch.tanh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(1, 25):
+        x, y = data(step)
+        x.requires_grad_()
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = model(x)
+        loss = F.mse_loss(out.float(), y)
+        slope = torch.autograd.grad((out.float()[:4] * 0).sum(), x, create_graph=True)[0]
+        optimizer.zero_grad()
+        scaler.scale(loss + slope.square().sum(-1).sqrt().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+# --- the script's own 16 bits --------------------------------------------------------------------
+
+
+def own_half_weights():
+    """A model that was cast whole: its second layer leaves FP16."""
+    model = net(lambda h: h * 300).half()
+    with torch.no_grad():
+        model[0].weight.mul_(300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        optimizer.zero_grad()
+        F.mse_loss(model(x.half()).float(), y).backward()
+        optimizer.step()
+
+
+def own_half_log():
+    """A logarithm of 0 has no value in FP32 either, whatever the weights are."""
+    model = net(lambda h: torch.log(h.abs() * 0)).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        optimizer.zero_grad()
+        F.mse_loss(model(x.half()).float(), y).backward()
+        optimizer.step()
+
+
+def own_probabilities():
+    """1 - 1e-6 is 1 in FP16, so the clamp keeps no distance from it."""
+    model = net(lambda h: h * 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for step in range(1, STEPS + 1):
+        x, _ = data(step)
+        with torch.autocast("cpu", dtype=torch.float16):
+            p = torch.sigmoid(model(x))
+            loss = -torch.log1p(-p.clamp(max=1 - 1e-6)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+# --- an error of torch ---------------------------------------------------------------------------
+
+
+class Scatter(nn.Module):
+    def forward(self, h):
+        return torch.zeros(8, h.shape[1]).scatter_reduce_(0, torch.arange(8)[:, None].expand_as(h), h, reduce="sum")
+
+
+class Put(nn.Module):
+    def forward(self, h):
+        out = torch.zeros(8, h.shape[1])
+        out[torch.arange(8)] = h
+        return out
+
+
+def raising(module):
+    model = net(None, module=module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = F.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def raises_in_scatter():
+    raising(Scatter())
+
+
+def raises_in_put():
+    raising(Put())
