@@ -177,15 +177,13 @@ class Tracer(TorchDispatchMode):
         result = func._op(*args, **kwargs) if kwargs else func._op(*args)
         if self._is_over:
             return result
-        kind = self._kinds.get(id(func))  # hashing the operation itself is a Python call
-        if kind is None:
+        if (kind := self._kinds.get(id(func))) is None:  # hashing the operation itself is a Python call
             kind = self._classify(func)
         if self._stepping and kind <= _PLAIN:  # half of a small model's operations, with nothing more to record
             if kind == _PLAIN:
                 self._note((func, NOWHERE, None, *_both(args, result), True, False, None, "", False, False, (), ""))
             return result
-        running, recomputed, number = _node_running(), False, _next_number()
-        local = self._local
+        local, running, recomputed, number = self._local, _node_running(), False, _next_number()
         if running is None:
             if self._on_operation is not None and not self._stepping:
                 self._on_operation(func, args, result, sys._getframe().f_back)

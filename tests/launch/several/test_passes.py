@@ -115,7 +115,7 @@ ORDERS: list[tuple[Answer, str, list[str]]] = [
     (  # the weights that step 3 reads were not finite before
         told(BY_UPDATE, {"suspects": UPDATE, "fp32": FINE}),
         "fp16",
-        ["to inspect the operations of step 3", "in FP32, to step 2", "to try: keep 1 in FP32"],
+        ["to inspect the operations of step 3", "in FP32, to step 2", "to try: train in BF16, which has FP32's range"],
     ),
     (told(INVALID, {"fp32": FINE}), "fp16", ["in FP32, to step 3", "to try: keep 1 in FP32"]),
     (told(INVALID, {"fp32": None}), "fp16", ["in FP32, to step 3"]),

@@ -10,8 +10,8 @@ Each run leaves evidence. What to run next follows from the evidence of all runs
 (``mezzo.observe.nonfinite.verdict``).
 
 Every run begins with the same seed, and leaves the seeds that the script sets alone, so that it does the same each time. A script that
-draws from elsewhere may pass the faulty step without a fault the second time: then every later step is inspected. Under a launcher of several processes, all of them run again together, and each leaves evidence.
-Imports no torch.
+draws from elsewhere may pass the faulty step without a fault the second time: then every later step is inspected. Under a launcher of
+several processes, all of them run again together, and each leaves evidence. Imports no torch.
 """
 
 from __future__ import annotations
