@@ -64,7 +64,7 @@ def test_an_average_is_of_the_weight_that_it_reads_where_weights_share_a_storage
     flat = torch.zeros(16)
     weights = [flat[:8], flat[8:]]
     found: list[Tensor] = []
-    view = AverageView(weights, averaged=found.append)
+    view = AverageView(weights, averaged=lambda weight, narrow: found.append(weight))
     average = torch.zeros(8, dtype=torch.bfloat16)
     for weight in weights:
         view.inspect_call("lerp_", (average, weight.detach(), 0.1), average)

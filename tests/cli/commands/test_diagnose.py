@@ -36,7 +36,7 @@ def test_the_command_finds_a_fault_in_three_runs(tmp_path: Path, capfd: pytest.C
     record = read_record(tmp_path / "record.json")
     assert isinstance(record, DiagnoseRecord)
     assert (record.verdict, record.module, record.op, record.step) == ("invalid_operation", "1", "log", 7)
-    assert [p.watched for p in record.passes] == [[1, 2, 4], [7], [7]]
+    assert [p.watched for p in record.passes] == [[1, 2, 4], [6, 7], [7]]
     assert record.run.script == FAULTY
     assert {p.name for p in tmp_path.iterdir()} >= {"record.json", "report.html", "pass2.log", "pass3.log"}
     shown = capfd.readouterr().out
@@ -202,7 +202,8 @@ def found() -> DiagnoseRecord:
 def test_views_say_verdict_place_and_fix() -> None:
     record = found()
     sheet = diagnose_sheet(record)
-    assert sheet.headline.endswith("under fp16: invalid operation in step 1, forward pass of (script)")
+    assert sheet.headline.endswith("under fp16: undecided in step 1, forward pass of (script)")
+    assert ("undecided", "perhaps invalid operation") in [(note.what, note.value) for note in sheet.notes]
     assert {f.what: f.value for f in sheet.place} == {
         "module": "(script)",
         "operation": "log",

@@ -84,10 +84,13 @@ def steps_of(pattern: str) -> list[ClosedStep]:
     return [ClosedStep(n, mark != "l", mark not in "xg", mark == "x", None) for n, mark in enumerate(pattern, 1)]
 
 
-def run_of(steps: list[ClosedStep], error: str | None = None) -> RunRecord:
+def run_of(steps: list[ClosedStep], error: str | None = None, *, scale: float = 1024.0) -> RunRecord:
     count = len(steps)
     recorded = Steps(
-        loss=[0.5] * count, loss_scale=[4.0] * count, grad_norm=[1.0] * count, skipped=[step.skipped for step in steps]
+        loss=[0.5] * count,
+        loss_scale=[scale] * count,
+        grad_norm=[1.0] * count,
+        skipped=[step.skipped for step in steps],
     )
     return RunRecord(
         command=["mezzo"],
@@ -123,6 +126,25 @@ def test_steps_that_were_not_inspected(
     assert faults.are_enough is enough
     assert (evidence.bad_steps, evidence.faulty_steps, evidence.lost_step) == (bad, faulty, lost)
     assert (evidence.located, evidence.watched) == (None, [1])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rule", "scale", "faulty"),
+    [
+        ("xx..", SkipRule(dynamic=True), 64.0, [1, 2]),  # for good: the scale at the end is as low
+        ("xx..", SkipRule(dynamic=True), 128.0, []),
+        ("....", SkipRule(dynamic=True), 64.0, []),  # the script began there
+    ],
+)
+def test_skips_that_lower_the_scale_for_good_are_faults(
+    pattern: str, rule: SkipRule, scale: float, faulty: list[int]
+) -> None:
+    faults, steps = Faults(Told(rule=rule), ()), steps_of(pattern)
+    for step in steps:
+        faults.close(step)
+    evidence = faults.evidence(run_of(steps, scale=scale), watched=[1], unfinished=None)
+    assert evidence.faulty_steps == faulty
+    assert evidence.settled_scale == (scale if faulty else None)
 
 
 MADE, BACKWARD = source(), source(index=7, backward=True, scale=1024.0)

@@ -50,7 +50,7 @@ def apply(changes: TrialChanges, tree: ModuleTree, undo: ExitStack) -> None:
 
 
 class LineInFP32(TorchFunctionMode):
-    """The operations of one line of the script in FP32."""
+    """The operations of one line of the script in FP32, but not those of modules that it calls."""
 
     def __init__(self, line: str) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ class LineInFP32(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if script_line(sys._getframe(1))[0] != self._line:
+        line, callers = script_line(sys._getframe(1))
+        if line != self._line or _MODULE_CALL in callers:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _SAME:
@@ -105,6 +106,8 @@ class OwnScale(TorchFunctionMode):
 
 
 _CASTS = (Tensor.half, Tensor.bfloat16)
+_MODULE_CALL = "_call_impl"
+"""The function of torch through which a module is called."""
 _SAME = ("__get__", "__set__", "backward", "requires_grad_", "register_hook")
 """Calls that need the script's own tensor."""
 
