@@ -160,7 +160,8 @@ FAULTS: dict[str, tuple[Code, str, tuple[str, str, str, str, int]]] = {
 def test_a_planted_fault_is_named(name: str) -> None:
     code, policy, expected = FAULTS[name]
     found = diagnosed(code, policy)
-    assert (found.verdict, found.module, found.op, found.phase, found.step) == expected, found.detail
+    verdict = found.perhaps or found.verdict  # one run alone
+    assert (verdict, found.module, found.op, found.phase, found.step) == expected, found.detail
 
 
 # --- healthy trainings -------------------------------------------------------------------------------------------------------------

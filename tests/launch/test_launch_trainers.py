@@ -135,7 +135,9 @@ def test_windows_of_accumulation_are_one_update(name: str) -> None:
     assert_close(found.losses, expected.losses, 4 * UNIT["fp16"])
     assert found.values["steps"] == len(found.steps) == 3  # 5, 5 and 2 of 12 micro-batches
     assert found.steps.skipped == [False] * 3
-    assert found.findings == [] == ran(script, AS_IS, *arguments).findings
+    short = ["A624"] if name in ("Trainer", "Accelerate") else []  # they divide the window of 2 by 5
+    as_is = ran(script, AS_IS, *arguments)
+    assert [finding.code for finding in found.findings] == short == [finding.code for finding in as_is.findings]
     skipping = ran(script, "fp16:init_scale=16777216", *arguments)
     assert skipping.steps.skipped == [True] * 3
     assert skipping.steps.loss_scale == [2.0**23, 2.0**22, 2.0**21]

@@ -250,6 +250,15 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "stopped learning in FP32's range": (
+        compare(("bf16", "stopped_learning", {})),
+        [
+            (
+                "bf16 stopped learning; find the modules or operations that lose digits",
+                f"mezzo fallback --policy bf16 {TAIL}",
+            )
+        ],
+    ),
     "failed": (
         compare(("fp16", "failed", {})),
         [("fp16 failed; see its output", f"mezzo run --policy fp16 {TAIL}")],
@@ -317,6 +326,10 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         diagnose("healthy"),
         [
             ("see whether fp16 trains like fp32", f"mezzo compare --policies fp32,fp16 {TAIL}"),
+            (
+                "if it does not, find the modules or operations that lose digits",
+                f"mezzo fallback --policy fp16 {TAIL}",
+            ),
             (
                 "if the loss is NaN in the script's own precision, diagnose that",
                 f"mezzo diagnose --policy as-is {TAIL}",

@@ -194,7 +194,12 @@ def _after_row(row: Row, record: CompareRecord, commands: _Commands) -> Iterator
         where = _first_not_finite(record, row.compared_as)
         yield from commands.step(f"{policy} diverged{where}; find the first bad value", "diagnose", policy=policy)
     elif row.verdict == "stopped_learning":
-        yield from commands.step(f"{policy} stopped learning; find out why", "diagnose", policy=policy)
+        if preset_of(row.policy).startswith("bf16") and not _first_not_finite(record, row.compared_as):
+            # Its range is FP32's, so no value left it: what it loses are digits.
+            why = f"{policy} stopped learning; find the modules or operations that lose digits"
+            yield from commands.step(why, "fallback", policy=policy)
+        else:
+            yield from commands.step(f"{policy} stopped learning; find out why", "diagnose", policy=policy)
     elif row.verdict == "failed" and (known := explained(_errors(record, row.compared_as), policy)):
         yield from commands.step(*known, policy=policy)
     elif row.verdict == "failed":
@@ -271,6 +276,9 @@ def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
         if record.run.findings:
             yield from commands.again(f"after fixing {record.run.findings[0].code}, see whether anything is left")
         yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
+        if record.run.policy != AS_IS and commands.script and preset_of(record.run.policy) not in WIDE:
+            why = "if it does not, find the modules or operations that lose digits"
+            yield from commands.step(why, "fallback", policy=policy)
         if record.run.policy != AS_IS and commands.script:
             why = "if the loss is NaN in the script's own precision, diagnose that"
             yield from commands.step(why, "diagnose", policy=AS_IS)

@@ -173,6 +173,7 @@ class NonFinite(StepObserver):
             update={
                 "own_scaler": self.run.script_scale is not None,
                 "scaled": self.run.scale.checks or self.run.script_scale is not None,
+                "narrow": self.run.policy is None or self.run.policy.lowers,
                 "problems": self._problems,
             }
         )
