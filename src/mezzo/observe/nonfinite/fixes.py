@@ -139,7 +139,9 @@ def _offers(record: DiagnoseRecord) -> list[Offer]:
         return [_for_invalid(record.op, record.operands, forward=record.phase == "forward")]
     if record.verdict == "silent_saturation" and record.origin == "vanished" and record.phase == "backward":
         return _for_vanished(record)
-    of_scale = record.phase == "backward" and record.origin == "made" and record.loss_scale > 1
+    of_scale = (
+        record.phase == "backward" and record.origin == "made" and record.loss_scale > 1 and record.largest is not None
+    )
     return [*(_for_scale(record)[:1] if of_scale else []), *_for_range(record)]
 
 
