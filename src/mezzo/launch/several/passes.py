@@ -149,7 +149,9 @@ def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
     if "scale of 1" not in roles and diagnosis.located and diagnosis.verdict == "scale_overflow":
         return _at_scale_of_1(diagnosis, runs[0])
     if needs_fp32(diagnosis, runs):
-        return _in_fp32(diagnosis, wide="fp32" in roles or str(runs[0].policy) == "fp32")
+        # The script's own 16-bit weights stay so under fp32: an update of them is decided by the wide run alone.
+        own_weights = runs[0].policy is None and diagnosis.phase == "update" and diagnosis.format in ("fp16", "bf16")
+        return _in_fp32(diagnosis, wide="fp32" in roles or str(runs[0].policy) == "fp32" or own_weights)
     return _with_fix(diagnosis, runs)
 
 
