@@ -90,9 +90,9 @@ def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
 def diagnose(train: Callable[[], Any], *, policy: Policy | str = AS_IS, steps: int = 20) -> DiagnoseRecord:
     """Return where the first value that is not finite comes from in the training steps that ``train()`` runs.
 
-    The operations of every step are inspected, and the cause is inferred from the operation alone. A SystemExit, caught
-    here, ends ``train`` at the first fault or after ``steps`` updates. An error of ``train`` in a step that is not
-    finite ends it too, and is in the record.
+    The operations of every step are inspected. A function cannot be run again, so one that computes in 16 bits is
+    ``undecided``, and ``perhaps`` is what the operation suggests. A SystemExit, caught here, ends ``train`` at the first
+    fault or after ``steps`` updates. An error of ``train`` in a step that is not finite ends it too, and is in the record.
 
     Args:
         train: runs training steps, called without arguments.

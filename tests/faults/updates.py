@@ -14,11 +14,11 @@ def half_net():
     return net(torch.tanh).half()
 
 
-def train_half(optimizer_of, *, change=lambda parameters: None, gain=1.0, steps=STEPS):
+def train_half(optimizer_of, *, change=lambda parameters: None, gain=1.0, model=None):
     """Train a model whose weights are FP16 and whose last input is always 0, without a loss scale."""
-    model = half_net()
+    model = model or half_net()
     optimizer = optimizer_of(model.parameters())
-    for step in range(1, steps + 1):
+    for step in range(1, STEPS + 1):
         x, y = data(step)
         x[:, 5] = 0
         optimizer.zero_grad()
@@ -132,8 +132,8 @@ def update_normalized_by_hand():
 # --- loss scales ---------------------------------------------------------------------------------
 
 
-def own_static(scale, *, zeroes=False, loss_of=F.mse_loss):
-    """Train under the script's own autocast, with a loss scale that never changes."""
+def own_static(scale, *, change=lambda parameters: None):
+    """Train with large gradients under the script's own autocast, with a loss scale that never changes."""
     model = net(torch.tanh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(1, STEPS + 1):
@@ -141,44 +141,51 @@ def own_static(scale, *, zeroes=False, loss_of=F.mse_loss):
         with torch.autocast("cpu", dtype=torch.float16):
             out = model(x)
         optimizer.zero_grad()
-        (loss_of(out.float(), y) * scale).backward()
+        (F.mse_loss(out.float(), y) * 50 * scale).backward()
         for p in model.parameters():
             p.grad.div_(scale)
-            if zeroes:
-                p.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        change(list(model.parameters()))
         optimizer.step()
 
 
-def large(p, y):
-    return F.mse_loss(p, y) * 50
+def zero_nans(parameters):
+    for p in parameters:
+        p.grad.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def scale_static_by_hand():
-    own_static(SCALE, loss_of=large)
+    own_static(SCALE)
 
 
 def scale_static_zeroed():
-    own_static(SCALE, zeroes=True, loss_of=large)
+    own_static(SCALE, change=zero_nans)
 
 
 def healthy_own_static():
-    own_static(2.0**10, loss_of=large)
+    own_static(2.0**10)
 
 
 def scale_clipped_away():
     """The norm is infinite, the factor 0, and an infinite gradient times 0 is NaN."""
+    own_static(SCALE, change=lambda parameters: nn.utils.clip_grad_norm_(parameters, 1.0))
+
+
+def range_beside_a_percentage():
+    """A metric in percent, and an average that moves by a hundredth, are no loss scale."""
     model = net(torch.tanh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    average = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
     for step in range(1, STEPS + 1):
         x, y = data(step)
         with torch.autocast("cpu", dtype=torch.float16):
             out = model(x)
+        loss = F.mse_loss(out.float(), y)
+        print((loss * 100.0).item())
         optimizer.zero_grad()
-        (large(out.float(), y) * SCALE).backward()
-        for p in model.parameters():
-            p.grad.div_(SCALE)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        (loss * torch.tensor(3e6)).backward()
         optimizer.step()
+        for mean, p in zip(average, model.parameters(), strict=True):
+            mean.mul_(0.99).add_(p.detach() * 0.01)
 
 
 def own_scaler(gain, *, steps=24):
@@ -230,23 +237,13 @@ def own_half_weights():
     model = net(lambda h: h * 300).half()
     with torch.no_grad():
         model[0].weight.mul_(300)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
-    for step in range(1, STEPS + 1):
-        x, y = data(step)
-        optimizer.zero_grad()
-        F.mse_loss(model(x.half()).float(), y).backward()
-        optimizer.step()
+    train_half(lambda parameters: torch.optim.SGD(parameters, lr=1e-12), model=model)
 
 
 def own_half_log():
     """A logarithm of 0 has no value in FP32 either, whatever the weights are."""
     model = net(lambda h: torch.log(h.abs() * 0)).half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for step in range(1, STEPS + 1):
-        x, y = data(step)
-        optimizer.zero_grad()
-        F.mse_loss(model(x.half()).float(), y).backward()
-        optimizer.step()
+    train_half(lambda parameters: torch.optim.SGD(parameters, lr=1e-3), model=model)
 
 
 def own_probabilities():

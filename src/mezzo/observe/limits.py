@@ -1,6 +1,6 @@
 """Limits that several kinds of observation share. Imports no torch."""
 
-from mezzo.formats import FP32, FP64, TF32
+from mezzo.formats import BF16, FP16, FP32, FP64, TF32
 
 MOST_LISTED = 12
 """The largest number of modules or lines in a finding."""
@@ -24,6 +24,8 @@ TENSOR_CORE_MULTIPLE = 8
 """16-bit elements that a Tensor Core kernel loads at once: 16 bytes."""
 IMAGE_CHANNELS = 4
 """Number of input channels up to which they count as an image's: cuDNN has kernels for so few, and pads them itself."""
+NARROW = (FP16.name, BF16.name)
+"""The 16-bit formats."""
 WIDE = (FP32.name, TF32.name, FP64.name)
 """Formats of products outside mixed precision."""
 FITTING = 0.9

@@ -122,6 +122,11 @@ class DiagnoseRecord(WholeRecord):
     notes: list[Reason] = []
 
     @property
+    def has_place(self) -> bool:
+        """Whether it names an operation: one whose value left its format, or one that raised an error."""
+        return self.located or self.origin == "raised"
+
+    @property
     def during(self) -> str:
         """The phase in words."""
         return self.phase if self.phase in ("", "update") else f"{self.phase} pass"
@@ -130,9 +135,5 @@ class DiagnoseRecord(WholeRecord):
     def summary(self) -> str:
         """The script, the verdict and its place, in one line."""
         place = [f"step {self.step}"] if self.step else []
-        place += (
-            [f"{self.during} of {self.module or 'the script'}", self.line]
-            if self.located or self.origin == "raised"
-            else []
-        )
+        place += [f"{self.during} of {self.module or 'the script'}", self.line] if self.has_place else []
         return ", ".join([f"{self.run.where}: {self.verdict.replace('_', ' ')}", *filter(None, place)])

@@ -51,7 +51,7 @@ WIDE = "in FP32, the script's own 16 bits too, to step 3"
 
 
 def diagnosed(
-    folder: Path, answer: Answer, *, policy: str = "fp16", **ending: Any
+    folder: Path, answer: Answer, *, policy: str = "fp16", seed: int | None = None, **ending: Any
 ) -> tuple[DiagnoseRecord | RunRecord, list[Request]]:
     """Return the record of a made-up script, and what was asked for; ``answer`` gives the evidence of each run."""
     asked: list[Request] = []
@@ -62,6 +62,7 @@ def diagnosed(
         record_path=str(folder / "record.json"),
         command=("mezzo",),
         output_to_stderr=True,
+        seed=seed,
     )
 
     def child(one: Request, **_: Any) -> RunRecord:
@@ -227,6 +228,12 @@ def test_an_earlier_skip_is_inspected_before_the_one_that_was_seen(tmp_path: Pat
     _, asked = diagnosed(tmp_path, told(first, {}))
     assert isinstance(asked[1].observe, DiagnoseSettings)
     assert asked[1].observe.suspects == (2,)
+
+
+@pytest.mark.parametrize(("seed", "used"), [(None, 0), (3, 3)])
+def test_every_run_begins_with_the_same_seed(seed: int | None, used: int, tmp_path: Path) -> None:
+    _, asked = diagnosed(tmp_path, told(OVERFLOW, {}), seed=seed)
+    assert [one.seed for one in asked] == [used] * 3
 
 
 def test_a_child_that_dies_gives_the_record_of_a_run(tmp_path: Path) -> None:

@@ -236,6 +236,7 @@ BY_FAMILY = [
     InFamily("scale_static_by_hand", SCALE, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
     InFamily("scale_static_zeroed", SILENT, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
     InFamily("scale_clipped_away", SCALE, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
+    InFamily("range_beside_a_percentage", RANGE, "(script)", "to", "backward", 1, "float()", "bfloat16", AS_IS),
     InFamily("scale_settles_low", SCALE, "(script)", "to", "backward", 10, "float()", "bfloat16", AS_IS),
     InFamily("penalty_at_zero", INVALID, "(script)", "sqrt", "backward", 1, "sqrt()", "", AS_IS),
     InFamily("own_half_weights", RANGE, "1", "mul", "forward", 1, "h * 300", "bfloat16", AS_IS),

@@ -31,10 +31,11 @@ from mezzo.launch.keras.scales import LayerScale
 from mezzo.launch.keras.state import KerasRun
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch import observer_for
+from mezzo.launch.torch.script_amp.trial_changes import make_changes
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.observer import ModuleTree, Observer, Update
 from mezzo.observe.one_module import OneModule
-from mezzo.observe.settings import AnySettings, RangesSettings
+from mezzo.observe.settings import AnySettings, DiagnoseSettings, RangesSettings, TrialChanges
 from mezzo.policy import Policy
 
 Call = Callable[..., Any]
@@ -86,6 +87,7 @@ class ObservedKeras:
         judged = settings.policy if isinstance(settings, RangesSettings) else None
         formats = None if judged is None else JudgedLayers(judged, run.own_dtypes, self.tree, self.roots)
         self.observer: Observer = observer_for(settings, self, formats)
+        self._changes = settings.changes if isinstance(settings, DiagnoseSettings) else TrialChanges()
 
     @property
     def optimizers(self) -> list[Any]:
@@ -106,6 +108,7 @@ class ObservedKeras:
 
     def install(self, patches: Patches) -> None:
         """Begin to observe, until ``patches`` are undone."""
+        make_changes(self._changes, self.tree, patches)
         backend = importlib.import_module("keras.src.backend")
         patches.around(backend, "compute_output_spec", _call_unobserved)
         patches.around(torch, "compile", self._never_compile)

@@ -27,6 +27,7 @@ from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.launch.several.caller import caller_of
+from mezzo.observe.limits import NARROW
 from mezzo.observe.nonfinite import fixes
 from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence
 from mezzo.observe.nonfinite.verdict import ScriptRun, diagnosis, judged, known, last_step, needs_fp32, repeats, tried
@@ -150,7 +151,7 @@ def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
         return _at_scale_of_1(diagnosis, runs[0])
     if needs_fp32(diagnosis, runs):
         # The script's own 16-bit weights stay so under fp32: an update of them is decided by the wide run alone.
-        own_weights = runs[0].policy is None and diagnosis.phase == "update" and diagnosis.format in ("fp16", "bf16")
+        own_weights = runs[0].policy is None and diagnosis.phase == "update" and diagnosis.format in NARROW
         return _in_fp32(diagnosis, wide="fp32" in roles or str(runs[0].policy) == "fp32" or own_weights)
     return _with_fix(diagnosis, runs)
 
@@ -247,7 +248,7 @@ def _with_fix(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun
     """Try the next fix, for as many steps after the fault as a loss scale may need to settle."""
     first = runs[0].run
     assert first is not None
-    if not (diagnosis.located or diagnosis.origin == "raised") or not repeats(runs):
+    if not diagnosis.has_place or not repeats(runs):
         return None
     diagnosis = diagnosis.model_copy(update={"run": first})
     last = last_step(diagnosis, first)

@@ -21,6 +21,7 @@ from mezzo.launch.torch.models.communication import Communication
 from mezzo.launch.torch.script_amp.lint_hooks import report_to_lint
 from mezzo.launch.torch.script_amp.own_amp import replace_amp
 from mezzo.launch.torch.script_amp.tf32_switches import keep_fp32_products
+from mezzo.launch.torch.script_amp.trial_changes import make_changes
 from mezzo.launch.torch.sessions import record_sessions
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.torch_training import TorchTraining
@@ -148,6 +149,8 @@ def _begin_observing(settings: AnySettings, run: Run, patches: Patches) -> None:
         run.watchers.remove(run.observer)
         begin()
 
+    if isinstance(settings, DiagnoseSettings):
+        make_changes(settings.changes, run.tree, patches)
     begin()
     run.by_hand.restart_observer = restart
     _note_script_profiles(observer, patches)

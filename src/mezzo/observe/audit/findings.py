@@ -12,16 +12,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mezzo.formats import BF16, FP16, FP32
+from mezzo.formats import BF16, FP32
 from mezzo.observe.audit.causes import lowers
 from mezzo.observe.audit.eligibility import copied_bytes
 from mezzo.observe.audit.operations import TracedOperation, listed_precision
-from mezzo.observe.limits import MOST_LISTED, WIDE
+from mezzo.observe.limits import MOST_LISTED, NARROW, WIDE
 from mezzo.records import Cause, Finding, Product, RoundTrip, WideProduct
 
 MIN_SHARE = 0.01
 MUCH_CAST = 0.25
-_HALF = (FP16.name, BF16.name)
 _AMPERE = (8, 0)
 _NORMS = ("native_layer_norm", "native_group_norm", "_fused_rms_norm")
 """Kernels that keep their operand for the backward pass, and add up in FP32 whatever its format."""
@@ -272,8 +271,8 @@ def _mb(size: float) -> str:
 
 def _no_masters(audited: AuditedSteps) -> Part | None:
     updates = [o for o in audited.operations if o.raw.stepping and o.cast is None and o.reads_parameter]
-    found = [o for o in updates if o.outputs[:1] and o.outputs[0] in _HALF] or [
-        o for o in updates if not o.outputs and o.inputs[:1] and o.inputs[0] in _HALF
+    found = [o for o in updates if o.outputs[:1] and o.outputs[0] in NARROW] or [
+        o for o in updates if not o.outputs and o.inputs[:1] and o.inputs[0] in NARROW
     ]
     if not found:
         return None
@@ -293,9 +292,9 @@ def _sensitive(audited: AuditedSteps) -> Part | None:
         and listed_precision(o.op) == "fp32"
         and "upsample"
         not in o.op  # a mean of a few values, which its kernels add in FP32; its backward pass is why it is listed
-        and any(name in _HALF for name in o.inputs[:1])
+        and any(name in NARROW for name in o.inputs[:1])
         and not (o.op in _NORMS and o.inputs[:1] == (BF16.name,))  # no range is left, and sums are FP32
-        and any(name in _HALF for name in o.outputs[:1])  # else it reads 16 bits and computes in FP32
+        and any(name in NARROW for name in o.outputs[:1])  # else it reads 16 bits and computes in FP32
         and any(meta[2] > 2 for meta in o.raw.ins)
     ]
     if not found:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mezzo import oplists
 from mezzo.errors import PolicyError
 from mezzo.formats import FORMATS, FP16
-from mezzo.observe.limits import HEADROOM
+from mezzo.observe.limits import HEADROOM, NARROW
 from mezzo.observe.module_names import outermost
 from mezzo.observe.nonfinite.keras_fixes import in_keras
 from mezzo.observe.nonfinite.words import ITSELF
@@ -119,7 +119,7 @@ def _policy(record: DiagnoseRecord) -> Policy | None:
 
 def _offers(record: DiagnoseRecord) -> list[Offer]:
     if record.origin == "raised":
-        narrow = any(o.format in ("fp16", "bf16") for o in record.operands)
+        narrow = any(o.format in NARROW for o in record.operands)
         module = [_wider(record, (record.pattern,))] if record.pattern else []
         return [*_line(record), *module] if narrow else []
     if not record.located:

@@ -9,7 +9,6 @@ Which steps are faulty, and where each fault began, is decided without torch (``
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,6 @@ from mezzo.observe.module_names import Names
 from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, NonFiniteResult, Source, write_evidence
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule, where_it_began
 from mezzo.observe.nonfinite.propagation import InfinityTracer
-from mezzo.observe.nonfinite.trial_changes import apply
 from mezzo.observe.observer import ObservedRun, Observer, Update
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.observe.stopping import StopScript
@@ -56,8 +54,6 @@ class NonFinite(Observer):
         self._until = settings.steps[-1]
         self._settings = settings
         self._scale_hook: RemovableHandle | None = None
-        self._changed = ExitStack()
-        """Undoes what the settings change about the script's precision."""
         self._unfinished: InspectedStep | None = None
         """The record of the last step, if it never ended."""
         self._tracer: InfinityTracer | None = None
@@ -102,8 +98,10 @@ class NonFinite(Observer):
         super().stepping()
 
     def updated(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Inspect the weights that an optimizer's step changed."""
-        if self._tracer is not None and optimizer is not None and self._observing == self._num_closed + 1:
+        """Inspect the weights that an optimizer's step changed; Keras' optimizers have no state to show."""
+        is_of_torch = isinstance(optimizer, torch.optim.Optimizer)
+        if self._tracer is not None and is_of_torch and self._observing == self._num_closed + 1:
+            assert optimizer is not None
             self._tracer.inspect_update(optimizer, self._owner_of)
         super().updated(optimizer)
 
@@ -145,7 +143,6 @@ class NonFinite(Observer):
 
     def start(self) -> None:
         """Prepare; step 1 begins with the script's first line, or inside the first call of a module."""
-        apply(self._settings.changes, self.run.tree, self._changed)
         if self._settings.from_start and self._waiting[:1] == [1]:
             self._begin_immediately()
         else:
@@ -214,7 +211,6 @@ class NonFinite(Observer):
     def close(self) -> None:
         """Stop inspecting, wherever the script ended, and keep the record of a step that never ended."""
         self._inspected = None
-        self._changed.close()
         if self._scale_hook is not None:
             self._scale_hook.remove()
         self._decide_pending()

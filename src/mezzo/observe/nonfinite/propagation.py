@@ -140,35 +140,40 @@ class InfinityTracer(PlacingTracer):
 
     def static_scale(self) -> float | None:
         """Return the number by which the script itself scales its loss, and divides its gradients; None if there is none."""
-        return next((factor for factor in self._factors if factor in self._undone), None)
+        factor = next((factor for factor in self._factors if factor in self._undone), None)
+        return None if factor is None or self._scale() != 1 else factor
 
     def _note_numbers(self, func: Any, args: Sequence[Any], result: Any) -> None:
-        if func.overloadpacket.__name__.strip("_") not in _SCALES or self._scale() != 1:
+        if func.overloadpacket.__name__.strip("_") not in _SCALES:
             return
         numbers = [float(x) for x in tree_leaves(tuple(args)) if type(x) in (int, float) and x]
-        if self.in_update:
+        if self.in_update and numbers and self._is_gradient(args[0]):
             self._undone.update(dict.fromkeys(n for x in numbers for n in (x, 1 / x)))
-        elif isinstance(result, Tensor) and result.numel() == 1:
+        elif not self.in_update and isinstance(result, Tensor) and result.numel() == 1:
             self._factors.update(dict.fromkeys(x for x in numbers if _LEAST_SCALE <= x < math.inf))
+
+    def _is_gradient(self, operand: Any) -> bool:
+        gradients = {storage_of(p.grad) for p in self._weights() if p.grad is not None}
+        return any(storage_of(t) in gradients for t in tree_leaves(operand) if isinstance(t, Tensor))
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Record that a module is called."""
         self.in_update = False
         super().enter(module, args)
 
-    def inspect_update(self, optimizer: torch.optim.Optimizer, names: Callable[[Tensor], nn.Module | None]) -> None:
+    def inspect_update(self, optimizer: torch.optim.Optimizer, owner_of: Callable[[Tensor], nn.Module | None]) -> None:
         """Record the first weight that an optimizer's step made infinite or NaN; reads one flag for each weight.
 
         Args:
             optimizer: the optimizer, whose step just ended.
-            names: returns the module that owns a weight.
+            owner_of: returns the module that owns a weight.
         """
         with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
             for group in optimizer.param_groups:
                 for weight in group["params"]:
                     if weight.grad is None or is_finite(weight) or not is_finite(weight.grad):
                         continue
-                    self._update_broke(optimizer, group, weight, names(weight))
+                    self._update_broke(optimizer, group, weight, owner_of(weight))
                     return
 
     def _update_broke(

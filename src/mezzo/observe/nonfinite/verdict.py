@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from mezzo.formats import FP16
+from mezzo.observe.limits import NARROW
 from mezzo.observe.nonfinite import fixes, words
 from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues
 from mezzo.observe.nonfinite.fixes import Offer, Tried
@@ -71,7 +72,7 @@ def diagnosis(runs: Sequence[ScriptRun], *, untried: str = "") -> DiagnoseRecord
     """
     first, evidence = _showed(runs[0])
     record = known(runs).model_copy(update={"run": first})
-    if record.located or record.origin == "raised":
+    if record.has_place:
         untried = untried or ("" if repeats(runs) else "the script does not repeat the same steps each time")
         last = last_step(record, first)
         record = fixes.offered(record, untried=untried) if untried else fixes.settled(record, tried(runs), last=last)
@@ -288,7 +289,7 @@ def _in_fp32(record: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) 
     if any(other.role == "skips" for other in runs):  # caused by the format, and rare enough for the loss scale to skip
         return judged(runs[0])
     own = FP16.name if runs[0].policy is None else runs[0].policy.compute
-    narrow = next((o.format for o in record.operands if o.format in ("fp16", "bf16")), own)
+    narrow = next((o.format for o in record.operands if o.format in NARROW), own)
     changed = record.model_copy(update={"verdict": "range_overflow", "format": narrow})
     detail = words.zero_eps(changed) if record.zero_eps is not None else words.rounded_away(record, narrow)
     return changed.model_copy(update={"detail": detail})

@@ -150,10 +150,10 @@ def _headline(record: DiagnoseRecord, script: str) -> str:
 
 
 def _place(record: DiagnoseRecord) -> list[Fact]:
-    if record.verdict in ("healthy", "unfinished") and record.origin != "raised":
+    if record.verdict in ("healthy", "unfinished") and not record.has_place:
         return []
     facts = [Fact(what="step", value=str(record.step)), Fact(what="phase", value=record.phase)]
-    if record.located or record.origin == "raised":
+    if record.has_place:
         result = "raised the error" if record.origin == "raised" else f"result in {fmt.clean(record.format)}"
         facts = [
             Fact(what="module", value=fmt.clean(record.module)),

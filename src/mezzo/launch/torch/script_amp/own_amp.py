@@ -48,7 +48,7 @@ def replace_amp(run: Run, patches: Patches) -> None:
     patches.wrap(autocast, "__init__", functools.partial(_in_policy, run))
     patches.wrap(autocast, "__enter__", functools.partial(_with_table, run))
     patches.wrap(autocast, "__exit__", functools.partial(_without_table, run))
-    patches.around(GradScaler, "__init__", _turned_off)
+    patches.around(GradScaler, "__init__", turned_off)
 
 
 def note_autocast_without_device(run: Run, patches: Patches) -> None:
@@ -220,7 +220,8 @@ def _without_table(run: Run, original: Callable[..., Any]) -> Callable[..., Any]
     return leave
 
 
-def _turned_off(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+def turned_off(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Create a GradScaler that is off, whatever the script says."""
     original(self, *args[:5], **{**kwargs, "enabled": False})
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,27 +25,33 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from mezzo.engine.casts.half import HALF
 from mezzo.formats import FORMATS
+from mezzo.launch.patches import Patches
+from mezzo.launch.torch.script_amp.own_amp import turned_off
 from mezzo.observe.observer import ModuleTree
 from mezzo.observe.settings import TrialChanges
 from mezzo.observe.source_lines import script_line
 
 
-def apply(changes: TrialChanges, tree: ModuleTree, undo: ExitStack) -> None:
-    """Make all changes but that of the loss scale, until ``undo`` closes."""
+def make_changes(changes: TrialChanges, tree: ModuleTree, patches: Patches) -> None:
+    """Make all changes but the loss scale's, which the observer sets in the step that it inspects, until ``patches`` are undone."""
     if changes.fp32_modules:
-        undo.callback(_keep_modules(changes.fp32_modules, tree).remove)
+        patches.on_undo(_keep_modules(changes.fp32_modules, tree).remove)
     if changes.eps is not None:
-        undo.callback(register_optimizer_step_pre_hook(_with_eps(changes.eps)).remove)
+        patches.on_undo(register_optimizer_step_pre_hook(_with_eps(changes.eps)).remove)
+    modes: list[TorchFunctionMode] = []
     if changes.fp32_line:
-        undo.enter_context(LineInFP32(changes.fp32_line))
+        modes.append(LineInFP32(changes.fp32_line))
     if changes.own_scale is not None:
-        undo.enter_context(OwnScale(*changes.own_scale))
+        modes.append(OwnScale(*changes.own_scale))
     if changes.own_format:
         own = OwnFormat(FORMATS[changes.own_format].dtype)
-        _replace(autocast, "__init__", functools.partial(_with_dtype, own), undo)
-        _replace(GradScaler, "__init__", _turned_off, undo)
-        _replace(torch, "set_default_dtype", functools.partial(_with_default, own), undo)
-        undo.enter_context(own)
+        patches.around(autocast, "__init__", functools.partial(_with_dtype, own))
+        patches.around(GradScaler, "__init__", turned_off)
+        patches.around(torch, "set_default_dtype", functools.partial(_with_default, own))
+        modes.append(own)
+    for mode in modes:
+        mode.__enter__()
+        patches.on_undo(functools.partial(mode.__exit__, None, None, None))
 
 
 class LineInFP32(TorchFunctionMode):
@@ -141,30 +146,17 @@ def _with_eps(eps: float) -> Callable[..., None]:
     return stepping
 
 
-def _replace(
-    owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack
+def _with_dtype(
+    own: OwnFormat,
+    original: Callable[..., Any],
+    self: Any,
+    device_type: str,
+    dtype: Any = None,
+    *rest: Any,
+    **named: Any,
 ) -> None:
-    original = getattr(owner, name)
-    setattr(owner, name, functools.wraps(original)(change(original)))
-    undo.callback(setattr, owner, name, original)
+    original(self, device_type, own.of(dtype or torch.get_autocast_dtype(device_type)), *rest, **named)
 
 
-def _with_dtype(own: OwnFormat, original: Callable[..., Any]) -> Callable[..., Any]:
-    def init(self: Any, device_type: str, dtype: Any = None, *rest: Any, **named: Any) -> None:
-        original(self, device_type, own.of(dtype or torch.get_autocast_dtype(device_type)), *rest, **named)
-
-    return init
-
-
-def _turned_off(original: Callable[..., Any]) -> Callable[..., Any]:
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args[:5], **{**kwargs, "enabled": False})
-
-    return init
-
-
-def _with_default(own: OwnFormat, original: Callable[..., Any]) -> Callable[..., Any]:
-    def choose(dtype: torch.dtype) -> None:
-        original(own.of(dtype))
-
-    return choose
+def _with_default(own: OwnFormat, original: Callable[..., Any], dtype: torch.dtype) -> None:
+    original(own.of(dtype))
