@@ -140,6 +140,60 @@ def test_an_infinity_matters_as_it_does_to_fp32(name: str) -> None:
         assert record.line.startswith(str(Path(__file__)))
 
 
+class Model(nn.Module):
+    """A model whose loss has a part that ``of`` computes from the hidden values, detached: no gradient depends on it."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.of = nn.Linear(8, 16), nn.Linear(16, 4), of
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x)
+        return F.mse_loss(self.second(h), y) + self.of(h.detach()).mean()
+
+
+BESIDE: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    # name: (part of the loss, verdict, what the note says, or "")
+    "a ratio": (lambda h: 3e4 / (3e4 + sq(h)), "silent_saturation", ""),
+    "nan_to_num": (lambda h: sq(h).nan_to_num() * 1e-5, "silent_saturation", ""),
+    "nothing reads it": (lambda h: (sq(h), h)[1], "healthy", "neither the loss nor"),
+    "clamp": (lambda h: sq(h).clamp(max=1.0), "healthy", "clamp() returns the same for both"),
+    "log 0, not chosen": (lambda h: torch.where(h > 1e4, h.mul(0).log(), h), "healthy", "not finite in FP32 either"),
+    "a mask": (lambda h: masked(h @ h.mT, -1e9).softmax(-1), "healthy", "softmax() returns the same for both"),
+    "a mask of -inf": (lambda h: (h @ h.mT).masked_fill(h @ h.mT > 1, -math.inf).softmax(-1), "healthy", ""),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_loss_that_an_infinity_makes_wrong_is_a_fault_and_one_that_changes_nothing_is_a_note(name: str) -> None:
+    of, verdict, note = BESIDE[name]
+    losses: list[float] = []
+
+    def trained() -> None:
+        torch.manual_seed(0)
+        model = Model(of)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loss = model(torch.randn(32, 8), torch.randn(32, 4))
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+
+    record = mezzo.diagnose(trained, policy=POLICY, steps=1)
+    with switched(Policy.parse("fp32")):
+        trained()
+    off = abs(losses[0] / losses[1] - 1)
+    assert record.verdict == verdict, record.detail
+    if verdict == "silent_saturation":
+        assert (record.gradient, record.gradient_error) == ("", None)
+        assert record.loss_error == pytest.approx(off, rel=0.1)
+        assert "the gradients are right" in record.detail
+    else:
+        assert off < HARMLESS
+        harmless = [found.reason for found in record.notes if found.what == "harmless"]
+        assert len(harmless) == bool(note)
+        assert all(note in reason for reason in harmless)
+
+
 def test_there_are_functions_of_either_kind() -> None:
     found = [error(function) < HARMLESS for function in FUNCTIONS.values()]
     assert min(found.count(True), found.count(False)) >= 10

@@ -15,6 +15,7 @@ steps are inspected. Limits: a fused kernel is one operation; an operation that 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,14 @@ from torch.utils._pytree import tree_leaves
 from mezzo.formats import FP32
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite import recomputing
-from mezzo.observe.nonfinite.evidence import GradientErrors, Kind, NonFiniteResult, Source, merge_sources
+from mezzo.observe.nonfinite.evidence import (
+    GradientErrors,
+    Kind,
+    NonFiniteResult,
+    Source,
+    WrongGradient,
+    merge_sources,
+)
 from mezzo.observe.nonfinite.location import PlacingTracer, public_name
 from mezzo.observe.nonfinite.shadows import (
     RangeEnd,
@@ -38,6 +46,7 @@ from mezzo.observe.nonfinite.shadows import (
     measure_errors,
     measure_gradients,
     rounded,
+    wrong_losses,
 )
 from mezzo.observe.source_lines import caller, script_line
 from mezzo.observe.tensors import (
@@ -107,6 +116,8 @@ class InfinityTracer(PlacingTracer):
         """Large numbers by which the script multiplied a single value, such as its loss."""
         self._undone: dict[float, None] = {}
         """The numbers by which it divided, or multiplied by their inverses, between the backward pass and the update."""
+        self._wrong_losses: list[WrongGradient] = []
+        """The losses of the update so far that differ from their true values."""
         self._before_reduction: GradientErrors | None = None
         """The errors of the gradients before a reduction over all processes."""
         self._scale, self._weights = scale, weights
@@ -117,6 +128,7 @@ class InfinityTracer(PlacingTracer):
         """Discard what was recorded; values that are already lost remain known as lost."""
         super().turn(len(self.trace.operations))
         self.sources, self.nonfinite_results, self.gradient_errors, self.update_sources = [], [], [], []
+        self._wrong_losses = []
 
     def mark(self) -> int:
         """Mark everything recorded so far as belonging to the step; return the number of operations."""
@@ -135,7 +147,7 @@ class InfinityTracer(PlacingTracer):
             result.index -= index
         self.sources = [s for s in self.sources if s.index >= 0]
         self.nonfinite_results = [r for r in self.nonfinite_results if r.index >= 0]
-        self.gradient_errors, self.update_sources = [], []
+        self.gradient_errors, self.update_sources, self._wrong_losses = [], [], []
         self._undone = {}
 
     def static_scale(self) -> float | None:
@@ -200,12 +212,18 @@ class InfinityTracer(PlacingTracer):
         )
         self.update_sources.append(source)
 
+    def compare_losses(self, losses: Iterable[Tensor]) -> None:
+        """Compare the losses of a backward pass that begins with their true values."""
+        with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+            self._wrong_losses += wrong_losses(losses, self._shadows[RangeEnd.ABOVE])
+
     def compare_gradients(self) -> None:
         """Compare the current gradients with their true values; of a step's comparisons, the last counts."""
         with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
             errors = measure_errors(len(self.trace.operations), self._weights(), self._shadows)
         sent, self._before_reduction = self._before_reduction, None
-        self.gradient_errors.append(sent if sent is not None and errors.nothing else errors)
+        errors = sent if sent is not None and errors.nothing else errors
+        self.gradient_errors.append(dataclasses.replace(errors, losses=tuple(self._wrong_losses)))
 
     # --- operations --------------------------------------------------------------------------------------------------------------
 
