@@ -240,3 +240,24 @@ def test_a_number_that_torch_refuses_to_write_is_named(value: float | Tensor) ->
     record = mezzo.diagnose(lambda: train(model), policy=POLICY, steps=1)
     assert (record.perhaps, record.module, record.op, record.phase) == ("range_overflow", "1", "masked_fill", "forward")
     assert "1e+09" in record.detail
+
+
+A, B = torch.full((4, 4), 300.0), torch.full((4, 4), 200.0)
+PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "addmm": torch.addmm,
+    "linear": lambda c, a, b: F.linear(a, b, c[0]),
+    "matmul": lambda c, a, b: a @ b,
+    "bmm": lambda c, a, b: torch.bmm(a[None], b[None]),
+    "einsum": lambda c, a, b: torch.einsum("ij,jk->ik", a, b),
+    "conv1d": lambda c, a, b: F.conv1d(a[None], b[:, :, None], c[0]),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_operands_of_an_emulated_product_are_those_of_the_product(name: str) -> None:
+    """Its result is computed in FP32 and then rounded: the operand of that last part is the result."""
+    model = made(lambda h: h + 0 * PRODUCTS[name](torch.ones_like(A, dtype=h.dtype), A.to(h.dtype), B.to(h.dtype)).sum())
+    record = mezzo.diagnose(lambda: train(model), policy=f"{POLICY}:arithmetic=emulated", steps=1)
+    assert (record.op, record.phase, record.largest) == (name, "forward", pytest.approx(4 * 300 * 200, abs=1))
+    assert [o.largest for o in record.operands if o.largest != 1] == [300.0, 200.0]
+    assert {o.format for o in record.operands} == {"fp16"}

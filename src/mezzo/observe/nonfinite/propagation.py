@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.matrix_units.emulation import running
 from mezzo.formats import FP32
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite import recomputing
@@ -116,6 +117,10 @@ class InfinityTracer(PlacingTracer):
         """Large numbers by which the script multiplied a single value, such as its loss."""
         self._undone: dict[float, None] = {}
         """The numbers by which it divided, or multiplied by their inverses, between the backward pass and the update."""
+        self._emulation: Any = None
+        """The emulated operation that runs, or the node of its backward pass."""
+        self._parts: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """What its parts have computed so far, each with the operands of the emulated operation that it follows from, by storage."""
         self._wrong_losses: list[WrongGradient] = []
         """The losses of the update so far that differ from their true values."""
         self._before_reduction: GradientErrors | None = None
@@ -285,6 +290,7 @@ class InfinityTracer(PlacingTracer):
     def _inspect(self, index: int, operation: recomputing.Recomputable, result: Any) -> None:
         outputs = operation.outputs(result)
         results = floats(outputs)
+        self._note_parts(operation, results)
         bad_results = [t for t in results if not is_finite(t)]
         if operation.func.namespace in recomputing.COLLECTIVES:
             self._inspect_collective(index, operation, results, bad_results)
@@ -315,6 +321,22 @@ class InfinityTracer(PlacingTracer):
             self._keep_true(end, operation, outputs, local, true, new.get(end, ()))
         if bad_operands and not bad_results and results:
             self._swallowed(read_sources, results)
+
+    def _note_parts(self, operation: recomputing.Recomputable, results: list[Tensor]) -> None:
+        """Keep the results of an emulated operation's parts, such as a product in FP32 before it is rounded."""
+        emulation = None
+        if self._formats.emulated() is not None:
+            emulation = running() or torch._C._current_autograd_node()
+        if emulation is not self._emulation:
+            self._emulation, self._parts = emulation, {}
+        if emulation is not None:
+            read = self._read_by(operation)
+            self._parts |= {storage_of(t): (t, read) for t in results if t.element_size() >= FP32.dtype.itemsize}
+
+    def _read_by(self, operation: recomputing.Recomputable) -> list[Tensor]:
+        """Return the tensors that an operation reads; of an emulated one's part, those that the whole operation reads."""
+        pairs = (self._parts.get(storage_of(passed), (None, [read]))[1] for read, passed in operation.read)
+        return list({id(t): t for tensors in pairs for t in tensors}.values())
 
     def _computed_locally(
         self, operation: recomputing.Recomputable, results: list[Tensor], result: Any, *, made: bool
@@ -423,7 +445,7 @@ class InfinityTracer(PlacingTracer):
         finite: Sequence[RangeEnd],
     ) -> tuple[Source, ...]:
         """Return the sources of values that are not finite: those of the operands, or a new one here."""
-        tensors = [read for read, _ in operation.read]
+        tensors = self._read_by(operation)
         if bad_operands:
             return self._inherited(index, bad_operands, tensors, result)
         if operation.func.namespace in recomputing.COLLECTIVES:
