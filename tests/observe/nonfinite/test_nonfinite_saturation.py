@@ -256,7 +256,9 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_the_operands_of_an_emulated_product_are_those_of_the_product(name: str) -> None:
     """Its result is computed in FP32 and then rounded: the operand of that last part is the result."""
-    model = made(lambda h: h + 0 * PRODUCTS[name](torch.ones_like(A, dtype=h.dtype), A.to(h.dtype), B.to(h.dtype)).sum())
+    model = made(
+        lambda h: h + 0 * PRODUCTS[name](torch.ones_like(A, dtype=h.dtype), A.to(h.dtype), B.to(h.dtype)).sum()
+    )
     record = mezzo.diagnose(lambda: train(model), policy=f"{POLICY}:arithmetic=emulated", steps=1)
     assert (record.op, record.phase, record.largest) == (name, "forward", pytest.approx(4 * 300 * 200, abs=1))
     assert [o.largest for o in record.operands if o.largest != 1] == [300.0, 200.0]
