@@ -48,8 +48,8 @@ class Casting:
         self.device_type = device.kind
         self._dtype = policy.storage.dtype
         self.arithmetic, _ = policy.arithmetic_on(device)
-        self.way, reason = self.choose()
         self._stands_for_cuda = self.emulates if stands_for_cuda is None else stands_for_cuda
+        self.way, reason = self.choose()
         self.choice = Choice(what="casting", value=self.way, reason=reason)
         self.table = None if self.way in ("none", "kernels") else self._table()
 
@@ -71,6 +71,8 @@ class Casting:
         if self.emulates:
             return "table", "emulated arithmetic replaces the device's kernels"
         if policy.casting == "model":
+            if self._stands_for_cuda and self.device_type != "cuda":
+                return "table", "weights and inputs are cast; operations refuse what CUDA refuses"
             return "none", "weights and inputs are cast; operations run in their operands' format"
         if policy.op_lists == "device":
             if policy.lower or policy.fp32 or policy.widest:

@@ -209,6 +209,13 @@ for _ in range(4):
             r"fails under fp16: .*train.py:4: NoKernelError: cuFFT only supports .* but got a signal size of\[12\]",
             "mezzo fallback --policy fp16",
         ),
+        (
+            "nn.Linear(8, 12), type('F', (nn.Module,), {'forward': lambda m, x: torch.fft.fft(x).abs()})(), nn.Linear(12, 4)",
+            "torch.randn(16, 8)",
+            "fp16-pure",
+            r"fails under fp16-pure: .*train.py:4: NoKernelError: cuFFT only supports .* but got a signal size of\[12\]",
+            "mezzo fallback --policy fp16-pure",
+        ),
     ],
 )
 def test_what_a_trace_cannot_price_is_said(
@@ -218,6 +225,14 @@ def test_what_a_trace_cannot_price_is_said(
     with traced_in_forks(), pytest.raises(UsageError, match=message) as told:
         _recorded(script, policy)
     assert hint in told.value.hint
+
+
+def test_a_transform_that_cuda_computes_in_16_bit_weights_is_traced(tmp_path: Path) -> None:
+    transform = "type('F', (nn.Module,), {'forward': lambda m, x: torch.fft.fft(x).abs()})()"
+    setup = f"nn.Linear(8, 16), {transform}, nn.Linear(16, 4)"
+    script = _written(tmp_path, TRAINED.replace("SETUP", setup).replace("INPUT", "torch.randn(16, 8)"))
+    with traced_in_forks():
+        assert _recorded(script, "fp16-pure").batch == 16
 
 
 GOOD = ScriptTape(tape=TrainingTape(batch=1), num_steps=2)
