@@ -135,6 +135,7 @@ EXPECTED |= {
         "stored_in_half",
         "rotary_in_autocast",
         "rotary_upcast_too_late",
+        "times_rounded_first",
     )
 }
 """Seen in the counted step only."""
