@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,19 +16,15 @@ import updates
 
 import faults
 from helpers_backward import BOTH_WAYS, in_ways
-from mezzo.launch.request import Request, policy_text
+from helpers_diagnose import diagnosed, run_here
+from mezzo.launch.request import Request
 from mezzo.launch.several.passes import diagnose_script
-from mezzo.launch.torch import switched
-from mezzo.measure.environment import environment
 from mezzo.observe.nonfinite.evidence import Evidence
 from mezzo.observe.nonfinite.propagation import InfinityTracer
-from mezzo.observe.observer import StopScript
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.records import (
     AS_IS,
-    AnyRecord,
     DiagnoseRecord,
-    RunRecord,
 )
 from paths import (
     SCRIPTS,
@@ -43,42 +39,6 @@ def _fresh() -> Iterator[None]:
     faults.RUNS.clear()
     yield
     torch._dynamo.reset()
-
-
-def run_here(script: Callable[[], None], request: Request) -> AnyRecord:
-    """Run ``script`` in this process as the child process would."""
-    error: Exception | None = None
-    with switched(request.policy, observe=request.observe) as (run, _):
-        for action in (script, run.close_update):
-            try:
-                action()
-            except StopScript:
-                pass
-            except Exception as raised:
-                error = raised
-    whole = RunRecord(
-        command=[],
-        script=request.target,
-        script_sha256="",
-        policy=policy_text(request.policy),
-        environment=environment("cpu"),
-        steps=run.recorder.steps(),
-        exit_code=int(error is not None),
-        error=None if error is None else f"{type(error).__name__}: {error}",
-    )
-    assert run.observer is not None
-    return run.observer.record(whole)
-
-
-def diagnosed(name: str, policy: str, tmp_path: Path, *, steps: int = 20) -> DiagnoseRecord:
-    request = Request(
-        target=name, kind="script", policy=policy, record_path=str(tmp_path / "record.json"), command=("mezzo",)
-    )
-    script = getattr(faults, name, None) or getattr(families, name, None) or getattr(updates, name)
-    record = diagnose_script(request, steps=steps, child=lambda asked, **_: run_here(script, asked))
-    assert isinstance(record, DiagnoseRecord)
-    assert not [note for note in record.notes if note.what == "not inspected"]
-    return record
 
 
 class Planted(NamedTuple):

@@ -430,7 +430,8 @@ def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
     if not operands:
         return Offer(f"{op} has no values to work on: skip it for empty tensors", "if x.numel():")
     if any(o.num_not_finite for o in operands) and "softmax" not in op:
-        return _of_infinities(op)
+        is_0 = any(o.smallest == 0 for o in operands)
+        return _ZERO_TIMES_INFINITY if forward and is_0 and op in ("mul", "multiply") else _of_infinities(op)
     if forward and op in ("std", "var"):
         return Offer(
             "a single value has no standard deviation: pass more values, or divide by their number",
@@ -459,6 +460,11 @@ def _of_infinities(op: str) -> Offer:
     return Offer(advice, "x = x.masked_fill(mask, torch.finfo(x.dtype).min)")
 
 
+_ZERO_TIMES_INFINITY = Offer(
+    "an infinity that the script creates, as in a mask, is multiplied by 0, as in p * log p: put 0 in its place before the product",
+    "y = p * logs.masked_fill(p == 0, 0.0)",
+)
+"""Its gradient is finite as well: where the product itself is filled, 0 times the infinity returns in the backward pass."""
 _SCALES = ("div", "divide", "true_divide", "mul", "multiply")
 _INVALID: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("sqrt",), "the derivative of a root at 0 is infinite: keep its argument above 0", "y = torch.sqrt(x + 1e-12)"),
