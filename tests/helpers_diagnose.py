@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import families
 import reports
 import updates
+from fixed import FIXED, Fixed
 
 import faults
 from mezzo.launch.request import Request, policy_text
@@ -17,6 +19,8 @@ from mezzo.measure.environment import environment
 from mezzo.observe.observer import StopScript
 from mezzo.records import AnyRecord, DiagnoseRecord, RunRecord
 
+CLEAN = "assert torch.isfinite(batch).all()"
+"""A printed check that finds bad data, and mends nothing."""
 MODULES = (faults, families, updates, reports)
 
 
@@ -45,12 +49,33 @@ def run_here(script: Callable[[], None], request: Request) -> AnyRecord:
     return run.observer.record(whole)
 
 
-def diagnosed(name: str, policy: str, tmp_path: Path, *, steps: int = 20) -> DiagnoseRecord:
+def diagnosed(
+    name: str, policy: str, tmp_path: Path, *, steps: int = 20, script: Callable[[], None] | None = None
+) -> DiagnoseRecord:
+    """Return the diagnosis of a planted fault, or of ``script`` in its place."""
     request = Request(
         target=name, kind="script", policy=policy, record_path=str(tmp_path / "record.json"), command=("mezzo",)
     )
-    script = next(getattr(module, name) for module in MODULES if hasattr(module, name))
-    record = diagnose_script(request, steps=steps, child=lambda asked, **_: run_here(script, asked))
+    function = script or getattr(module_of(name), name)
+    record = diagnose_script(request, steps=steps, child=lambda asked, **_: run_here(function, asked))
     assert isinstance(record, DiagnoseRecord)
     assert not [note for note in record.notes if note.what == "not inspected"]
     return record
+
+
+def module_of(name: str) -> ModuleType:
+    """Return the file of ``tests/faults`` that has a fault."""
+    return next(module for module in MODULES if hasattr(module, name))
+
+
+def assert_printed(record: DiagnoseRecord, name: str) -> None:
+    """Check that a printed line can be applied: a policy ran the script, any other is written into the fault by ``fixed.py``."""
+    if record.fix_line.startswith("policy = "):
+        assert record.fix_tried
+    elif record.fix_line not in ("", CLEAN):
+        assert record.fix_line == fixed(name, record.run.policy).printed
+
+
+def fixed(name: str, policy: str) -> Fixed:
+    """Return how the printed line is written into a fault."""
+    return FIXED.get(f"{name}-{policy}") or FIXED[name]

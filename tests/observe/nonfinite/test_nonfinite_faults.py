@@ -13,10 +13,11 @@ import families
 import pytest
 import torch
 import updates
+from fixed import FIXED, with_fix
 
 import faults
 from helpers_backward import BOTH_WAYS, in_ways
-from helpers_diagnose import diagnosed, run_here
+from helpers_diagnose import assert_printed, diagnosed, fixed, module_of, run_here
 from mezzo.launch.request import Request
 from mezzo.launch.several.passes import diagnose_script
 from mezzo.observe.nonfinite.evidence import Evidence
@@ -119,6 +120,7 @@ def test_a_planted_fault_is_found(planted: Planted, tmp_path: Path) -> None:
     file, number = record.line.rsplit(":", 1)
     assert planted.line in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
     assert record.forced_eager == planted.name.startswith("compiled")
+    assert_printed(record, planted.name)
 
 
 def test_a_norm_beyond_fp32_is_not_called_unseen(tmp_path: Path) -> None:
@@ -217,6 +219,7 @@ def test_a_fault_of_a_family_is_found_and_a_fix_is_tried(planted: InFamily, tmp_
     file, number = record.line.rsplit(":", 1)
     assert planted.line in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
     tries = [p for p in record.passes if p.reason.startswith("to try")]
+    assert_printed(record, planted.name)
     if planted.fix:
         assert planted.fix in record.fix_line
         assert record.fix_tried
@@ -225,6 +228,22 @@ def test_a_fault_of_a_family_is_found_and_a_fix_is_tried(planted: InFamily, tmp_
     else:
         assert (record.fix_tried, record.fix_note) == (False, "not tried: it is a change of the script itself")
         assert not tries
+
+
+WRITTEN = [(p.name, p.policy) for p in (*PLANTED, *BY_FAMILY) if {p.name, f"{p.name}-{p.policy}"} & FIXED.keys()]
+WRITTEN += [("masked_entropy", AS_IS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "policy"), WRITTEN)
+def test_a_printed_line_written_into_the_script_makes_it_healthy_to_its_end(
+    name: str, policy: str, tmp_path: Path
+) -> None:
+    file = Path(str(module_of(name).__file__))
+    script = with_fix(name, fixed(name, policy), file, tmp_path)
+    record = diagnosed(name, policy, tmp_path, steps=64, script=script)
+    assert (record.verdict, record.run.error) == ("healthy", None), record.detail
+    assert 0 < len(record.run.steps) < 64
 
 
 HEALTHY = [name for name in (*vars(faults), *vars(families), *vars(updates)) if name.startswith("healthy_")]
