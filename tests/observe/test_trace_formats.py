@@ -169,7 +169,7 @@ def test_diagnose_says_that_nothing_was_tried(case: Case) -> None:
     assert (effective.num_lowered, effective.emulated) == (0, False)
     assert [(left.what, left.value) for left in effective.left_alone] == case.left_alone
     sheet = diagnose_sheet(record)
-    assert sheet.headline.endswith("every value is finite in 4 steps, but fp16 changed nothing")
+    assert sheet.headline.endswith("every loss and gradient is finite in 4 steps, but fp16 changed nothing")
     assert (sheet.verdict, sheet.tone) == ("healthy", "open")
     ran = "100% fp32 ran" if case.flops else "no operation ran below 32 bits"
     assert f"healthy: but this says nothing about fp16, which changed nothing: {ran}" in shown(record)

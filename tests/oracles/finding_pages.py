@@ -173,6 +173,9 @@ HOW = {
     "A624": _GRAPH
     + "Here an update had fewer backward passes than one before it, which were divided by their number, and each loss was divided by that "
     "number, too." + _FIRST,
+    "A625": _INSPECTED
+    + "Here numbers that are not negative were added in place to a 16-bit tensor from an earlier step that nothing multiplied or "
+    "overwrote, or a quarter of a 16-bit `cumsum`'s addends did not change it.",
 }
 
 

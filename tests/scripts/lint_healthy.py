@@ -1238,5 +1238,54 @@ def windows_that_shrink():
         first += count
 
 
+def running_loss_in_fp32():
+    total = torch.zeros(())
+
+    def loss(batch):
+        value = plain_loss(batch)
+        total.add_(value.detach().to(torch.bfloat16))
+        return value
+
+    train_with(loss)
+
+
+def sum_within_a_step():
+    def loss(batch):
+        total = torch.zeros((), dtype=torch.bfloat16)
+        for value in plain_loss(batch).detach().expand(4):
+            total += value
+        return plain_loss(batch) + 0 * total.float()
+
+    train_with(loss)
+
+
+def buffer_that_decays():
+    spread = torch.ones(2, dtype=torch.bfloat16)
+
+    def loss(batch):
+        spread.mul_(0.9).add_(model(batch[0]).detach().square().mean(0) * 0.1)
+        return plain_loss(batch)
+
+    train_with(loss)
+
+
+def residual_stream():
+    state = torch.zeros(16, 2, dtype=torch.bfloat16)
+
+    def loss(batch):
+        state.add_(model(batch[0]).detach() - 1)
+        return plain_loss(batch)
+
+    train_with(loss)
+
+
+def cumulative_sum_of_few():
+    def loss(batch):
+        place = torch.ones(200, dtype=torch.bfloat16).cumsum(0)
+        return plain_loss(batch) * place[:10].float().mean()
+
+    train_with(loss)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

@@ -921,5 +921,35 @@ def last_window_of_accelerate():
             opt.zero_grad()
 
 
+def running_loss_in_bf16():
+    total = torch.zeros((), dtype=torch.bfloat16)
+
+    def loss(batch):
+        value = plain_loss(batch)
+        total.add_(value.detach())  # A625
+        return value
+
+    train_with(loss)
+
+
+def running_counts_in_half():
+    counts = torch.zeros(2, dtype=torch.float16)
+
+    def loss(batch):
+        nonlocal counts
+        counts += (model(batch[0]) > 0).sum(0)  # A625
+        return plain_loss(batch)
+
+    train_with(loss)
+
+
+def cumulative_sum_in_bf16():
+    def loss(batch):
+        place = torch.ones(2000, dtype=torch.bfloat16).cumsum(0)  # A625
+        return plain_loss(batch) * place[:10].float().mean()
+
+    train_with(loss)
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequen
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -210,8 +210,8 @@ class Observer(ABC):
     def autocast_left(self, entered: Any) -> None:  # noqa: B027 - most observers have nothing to do here
         """Record that the script leaves an autocast region."""
 
-    def backward_begins(self) -> None:  # noqa: B027 - most observers have nothing to do here
-        """Record that a backward pass begins."""
+    def backward_begins(self, losses: Sequence[Tensor]) -> None:  # noqa: B027 - most observers have nothing to do here
+        """Record that a backward pass of ``losses`` begins."""
 
     def backward_ended(self) -> None:
         """Record that a backward pass ended; it belongs to its step whether or not the update is skipped."""

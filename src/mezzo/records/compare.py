@@ -56,9 +56,9 @@ class Row(Value, NamedByPolicy):
     num_failed: int = 0
     emulated: bool = False
     step_ms: float | None = None
-    """Median wall time of a step over all runs; None where no run recorded one."""
+    """Median wall time of a step over all runs, without their first steps; None where no run recorded one."""
     speedup: float | None = None
-    """Median over seeds of the baseline's time over this policy's; None for emulated rows, which claim no speed."""
+    """The baseline's ``step_ms`` over this one; None for emulated rows, which claim no speed."""
     speedup_low: float | None = None
     speedup_high: float | None = None
     memory: Memory = Memory()

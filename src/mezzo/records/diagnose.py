@@ -108,6 +108,8 @@ class DiagnoseRecord(WholeRecord):
     """The parameter with the largest gradient error, if values leave the format and gradients stay finite."""
     gradient_error: float | None = None
     """Norm of that gradient's error over its true norm."""
+    loss_error: float | None = None
+    """The error of a finite loss over its true value, if values that left the format made it wrong."""
     operands: list[Operand] = []
     swallowed_by: str = ""
     """The operations that turned infinities into wrong finite numbers."""

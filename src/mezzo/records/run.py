@@ -36,6 +36,10 @@ class Loss(Value):
     values: list[float] = []
 
 
+_COLD_STEPS = 3
+"""First steps whose times do not count: allocations, autotuning, compilation."""
+
+
 class Steps(Value):
     """One number for each training step, column by column. A step ends with an optimizer's update."""
 
@@ -71,6 +75,12 @@ class Steps(Value):
     def num_skipped(self) -> int:
         """How many updates were skipped."""
         return sum(self.skipped)
+
+    @property
+    def warm_ms(self) -> list[float]:
+        """The known times of the steps after the first tenth, and after the first three; of all steps if there are no others."""
+        warm = self.time_ms[max(_COLD_STEPS, len(self.time_ms) // 10) :] or self.time_ms
+        return [ms for ms in warm if math.isfinite(ms)]
 
 
 class Memory(Value):

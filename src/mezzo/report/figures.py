@@ -15,11 +15,12 @@ from mezzo.report.colours import Style, styles_of
 def compare_charts(record: CompareRecord) -> list[Drawn]:
     """Return the charts of a comparison in reading order."""
     styles = compare_styles(record)
+    trained = [run for run in record.runs if run.error is None]
     timed = [
         StepTimes(
             policy=row.policy_shown,
             style=styles[row.policy_shown],
-            times_ms=[v for run in record.runs if run.compared_as == row.compared_as for v in run.steps.time_ms],
+            times_ms=[ms for run in trained if run.compared_as == row.compared_as for ms in run.steps.warm_ms],
             emulated=row.emulated,
         )
         for row in record.rows

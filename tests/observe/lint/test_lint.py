@@ -136,6 +136,9 @@ EXPECTED |= {
         "rotary_in_autocast",
         "rotary_upcast_too_late",
         "times_rounded_first",
+        "running_loss_in_bf16",
+        "running_counts_in_half",
+        "cumulative_sum_in_bf16",
     )
 }
 """Seen in the counted step only."""
@@ -277,7 +280,7 @@ def test_diagnose_has_it_beside_a_healthy_verdict(tmp_path: Path, capsys: pytest
     said = capsys.readouterr().out
     assert f"A601  {TITLE}" in said
     assert "nothing wrong" not in said
-    assert "every value is finite in 4 steps; 1 finding on the script's mixed precision" in said
+    assert "every loss and gradient is finite in 4 steps; 1 finding on the script's mixed precision" in said
     assert "A601" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 

@@ -140,6 +140,60 @@ def test_an_infinity_matters_as_it_does_to_fp32(name: str) -> None:
         assert record.line.startswith(str(Path(__file__)))
 
 
+class Model(nn.Module):
+    """A model whose loss has a part that ``of`` computes from the hidden values, detached: no gradient depends on it."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.of = nn.Linear(8, 16), nn.Linear(16, 4), of
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = self.first(x)
+        return F.mse_loss(self.second(h), y) + self.of(h.detach()).mean()
+
+
+BESIDE: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
+    # name: (part of the loss, verdict, what the note says, or "")
+    "a ratio": (lambda h: 3e4 / (3e4 + sq(h)), "silent_saturation", ""),
+    "nan_to_num": (lambda h: sq(h).nan_to_num() * 1e-5, "silent_saturation", ""),
+    "nothing reads it": (lambda h: (sq(h), h)[1], "healthy", "neither the loss nor"),
+    "clamp": (lambda h: sq(h).clamp(max=1.0), "healthy", "clamp() returns the same for both"),
+    "log 0, not chosen": (lambda h: torch.where(h > 1e4, h.mul(0).log(), h), "healthy", "not finite in FP32 either"),
+    "a mask": (lambda h: masked(h @ h.mT, -1e9).softmax(-1), "healthy", "softmax() returns the same for both"),
+    "a mask of -inf": (lambda h: (h @ h.mT).masked_fill(h @ h.mT > 1, -math.inf).softmax(-1), "healthy", ""),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_loss_that_an_infinity_makes_wrong_is_a_fault_and_one_that_changes_nothing_is_a_note(name: str) -> None:
+    of, verdict, note = BESIDE[name]
+    losses: list[float] = []
+
+    def trained() -> None:
+        torch.manual_seed(0)
+        model = Model(of)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        loss = model(torch.randn(32, 8), torch.randn(32, 4))
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+
+    record = mezzo.diagnose(trained, policy=POLICY, steps=1)
+    with switched(Policy.parse("fp32")):
+        trained()
+    off = abs(losses[0] / losses[1] - 1)
+    assert record.verdict == verdict, record.detail
+    if verdict == "silent_saturation":
+        assert (record.gradient, record.gradient_error) == ("", None)
+        assert record.loss_error == pytest.approx(off, rel=0.1)
+        assert "the gradients are right" in record.detail
+    else:
+        assert off < HARMLESS
+        harmless = [found.reason for found in record.notes if found.what == "harmless"]
+        assert len(harmless) == bool(note)
+        assert all(note in reason for reason in harmless)
+
+
 def test_there_are_functions_of_either_kind() -> None:
     found = [error(function) < HARMLESS for function in FUNCTIONS.values()]
     assert min(found.count(True), found.count(False)) >= 10
@@ -186,3 +240,26 @@ def test_a_number_that_torch_refuses_to_write_is_named(value: float | Tensor) ->
     record = mezzo.diagnose(lambda: train(model), policy=POLICY, steps=1)
     assert (record.perhaps, record.module, record.op, record.phase) == ("range_overflow", "1", "masked_fill", "forward")
     assert "1e+09" in record.detail
+
+
+A, B = torch.full((4, 4), 300.0), torch.full((4, 4), 200.0)
+PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "addmm": torch.addmm,
+    "linear": lambda c, a, b: F.linear(a, b, c[0]),
+    "matmul": lambda c, a, b: a @ b,
+    "bmm": lambda c, a, b: torch.bmm(a[None], b[None]),
+    "einsum": lambda c, a, b: torch.einsum("ij,jk->ik", a, b),
+    "conv1d": lambda c, a, b: F.conv1d(a[None], b[:, :, None], c[0]),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_operands_of_an_emulated_product_are_those_of_the_product(name: str) -> None:
+    """Its result is computed in FP32 and then rounded: the operand of that last part is the result."""
+    model = made(
+        lambda h: h + 0 * PRODUCTS[name](torch.ones_like(A, dtype=h.dtype), A.to(h.dtype), B.to(h.dtype)).sum()
+    )
+    record = mezzo.diagnose(lambda: train(model), policy=f"{POLICY}:arithmetic=emulated", steps=1)
+    assert (record.op, record.phase, record.largest) == (name, "forward", pytest.approx(4 * 300 * 200, abs=1))
+    assert [o.largest for o in record.operands if o.largest != 1] == [300.0, 200.0]
+    assert {o.format for o in record.operands} == {"fp16"}

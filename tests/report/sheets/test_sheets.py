@@ -370,7 +370,7 @@ policy    verdict   speed-up    ratio    95% interval        95% interval skips 
         "97.3% bf16, 2.7% fp32",
     ):
         assert words in shown
-    note = "Step: median. Speed-up: median of the seeds' ratios. Final loss: mean over the last tenth of the steps."
+    note = "Step: median after the first ones. Speed-up: ratio of two steps. Final loss: mean of the last tenth of the steps."
     assert note in " ".join(shown.split())
 
 

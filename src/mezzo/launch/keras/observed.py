@@ -170,7 +170,7 @@ class ObservedKeras:
             scaled: whether the parameters' gradients will include the loss scale.
         """
         self.close_update()
-        self.observer.backward_begins()
+        self.observer.backward_begins(losses)
         for loss in losses:
             self.recorder.loss(loss)
         self.gradient_scale = self.script_scaler.get_scale() if scaled and self.script_scaler is not None else 1.0

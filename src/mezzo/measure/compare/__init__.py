@@ -94,7 +94,7 @@ def _row(group: Group, *, base: Baseline) -> Row:
 
 
 def _facts(group: Group, *, base: Baseline) -> dict[str, Any]:
-    """Return the facts of a row besides its verdict, over the seeds that also trained under the baseline."""
+    """Return the facts of a row besides its verdict, over the seeds that also trained under the baseline; times over all that trained."""
     pairs = group.pairs(base.group.trained)
     runs = [pair.run for pair in pairs] or list(group.trained.values())
     facts = {
@@ -105,7 +105,7 @@ def _facts(group: Group, *, base: Baseline) -> dict[str, Any]:
         "num_skipped": mean(run.steps.num_skipped for run in runs),
         "final_scale": runs[0].final_scale,
     }
-    return facts | time_facts(runs, pairs)
+    return facts | time_facts(list(group.trained.values()), list(base.group.trained.values()), pairs)
 
 
 def _compared(judged: Judged) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -11,17 +10,14 @@ from mezzo.formats import FP32, TF32
 from mezzo.measure.compare.pairing import Pair
 from mezzo.records import RunRecord
 
-_MIN_WARMUP_STEPS = 3
 SLOWER, _LARGER = 0.95, 1.02
 """The speed-up below which a policy is called slower, and the memory ratio above which it is called larger."""
 
 
-def step_ms(run: RunRecord) -> float:
-    """Return the median step time after warm-up, or of all steps if there are no others."""
-    times = run.steps.time_ms
-    warm = times[max(_MIN_WARMUP_STEPS, len(times) // 10) :] or times
-    finite = [ms for ms in warm if math.isfinite(ms)]
-    return statistics.median(finite) if finite else math.nan
+def _median_ms(*runs: RunRecord) -> float | None:
+    """Return the median time of a step over ``runs``; None if no step was timed."""
+    times_ms = [ms for run in runs for ms in run.steps.warm_ms]
+    return statistics.median(times_ms) if times_ms else None
 
 
 def why_not_timed(pairs: Sequence[Pair]) -> str:
@@ -68,19 +64,22 @@ def _timing_conditions(run: RunRecord) -> list[tuple[str, str]]:
     ]
 
 
-def time_facts(runs: Sequence[RunRecord], pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return a row's times: the median step, and the speed-up unless either side emulated formats or the runs are not alike."""
-    medians = [ms for run in runs if math.isfinite(ms := step_ms(run))]
-    facts: dict[str, Any] = {"step_ms": statistics.median(medians) if medians else None}
+def time_facts(runs: Sequence[RunRecord], baselines: Sequence[RunRecord], pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Return a row's times: the median step, and the speed-up unless either side emulated formats or the runs are not alike.
+
+    The speed-up is the ratio of the two rows' medians, as they are shown; its range, what each seed by itself would give.
+    """
+    ours_ms, theirs_ms = _median_ms(*runs), _median_ms(*baselines)
+    facts: dict[str, Any] = {"step_ms": ours_ms}
     if why_not_timed(pairs) or any(run.effective.emulated for pair in pairs for run in (pair.run, pair.baseline)):
         return facts
-    times = [(step_ms(pair.run), step_ms(pair.baseline)) for pair in pairs]
-    ratios = [theirs / ours for ours, theirs in times if ours > 0 and theirs > 0]
-    if not ratios:
+    times = [(_median_ms(pair.run), _median_ms(pair.baseline)) for pair in pairs]
+    ratios = [theirs / ours for ours, theirs in times if ours and theirs]
+    if not ratios or not ours_ms or not theirs_ms:
         return facts
-    facts["speedup"] = statistics.median(ratios)
+    facts["speedup"] = theirs_ms / ours_ms
     if len(ratios) > 1:  # one ratio has no spread
-        facts |= {"speedup_low": min(ratios), "speedup_high": max(ratios)}
+        facts |= {"speedup_low": min(*ratios, facts["speedup"]), "speedup_high": max(*ratios, facts["speedup"])}
     return facts
 
 

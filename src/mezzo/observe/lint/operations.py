@@ -21,7 +21,7 @@ from mezzo.engine.casts.half import HALF
 from mezzo.formats import FP32, FP64, Format, format_of
 from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.source_lines import caller, is_of_torch, running_line
-from mezzo.observe.tensors import readable, storage
+from mezzo.observe.tensors import readable, storage, storage_of
 
 if TYPE_CHECKING:
     from mezzo.observe.tracer import InspectOperation
@@ -31,6 +31,8 @@ _INTEGERS = (torch.int32, torch.int64)
 _MAX_CHECKED = 2**20
 _MAX_PENDING = 128
 _MIN_ANGLES = 16
+_STILL = 0.25
+"""Share of addends that a cumulative sum has to lose to be reported."""
 _BLURRED_RADIANS = 0.5
 """Angles are reported if neighbouring numbers of their format are at least this far apart."""
 
@@ -44,7 +46,7 @@ class _Pending(NamedTuple):
     line: str
     step: int
     result: torch.UntypedStorage | None
-    """The memory of a cast integer, which is no finding if it only divides."""
+    """The memory of a cast integer, which is no finding if it only divides, or of a sum."""
 
 
 class _Rounded(NamedTuple):
@@ -65,6 +67,10 @@ class Operations:
     def __init__(self, log: MisuseLog) -> None:
         self._log = log
         self._pending: list[_Pending] = []
+        self._created: set[int] = set()
+        """The addresses of the 16-bit results of the step: any other 16-bit tensor is older than the step."""
+        self._not_totals: set[int] = set()
+        """The addresses of tensors that the step multiplies or overwrites, so they are no sums."""
         self._reported: set[tuple[str, str]] = set()
         """The codes and lines that were reported: the next forward pass runs under the mode, too."""
         self._step = 0
@@ -78,6 +84,8 @@ class Operations:
             **dict.fromkeys(("div", "div_"), self._divided),
             **dict.fromkeys(("arange", "linspace"), self._counted),
             **dict.fromkeys(("sin", "cos", "sin_", "cos_"), self._turned),
+            **dict.fromkeys(("cumsum", "cumsum_"), self._summed),
+            **dict.fromkeys(("mul_", "lerp_", "zero_", "fill_"), self._rewritten),
         }
 
     def mode(self, *, step: int, in_step: Callable[[], bool]) -> TorchDispatchMode:
@@ -89,6 +97,7 @@ class Operations:
         """Begin to check step number ``step``."""
         self._step = step
         self._rounded = {}
+        self._created, self._not_totals = set(), set()
 
     def inspect(self, func: Any, args: Sequence[Any], result: Any, frame: FrameType | None) -> None:
         """Check one operation outside backward passes and optimizers' steps, which the code of ``frame`` called."""
@@ -96,11 +105,15 @@ class Operations:
         check = self._checks.get(name)
         if check is not None and args and not is_of_torch(frame) and caller(frame) == "script":
             check(name, args, result)
+        if _half_of(result) is not None and not name.endswith("_"):
+            self._created.add(storage_of(result))
 
     def report(self) -> None:
         """Read the values that decide, and report."""
         pending, self._pending, self._rounded = self._pending, [], {}
         for one in pending:
+            if one.code == "A625" and one.result is not None and one.result.data_ptr() in self._not_totals:
+                continue
             detail = one.judge([float(v) for v in one.values.tolist()])
             if detail:
                 self._report(one.code, detail, one.line, one.step)
@@ -109,8 +122,44 @@ class Operations:
 
     def _added(self, name: str, args: Sequence[Any], result: Any) -> None:
         form, term = _half_of(result), args[1] if len(args) > 1 else None
+        if form is not None and name == "add_" and isinstance(term, Tensor):
+            self._totalled(result, term, form)
         if form is not None and type(term) is float and term != 0 and _rounded(term, form) == 0:
             self._add("A620", f"{term:g} is added to {form.name.upper()} values, and rounds to 0 in that format")
+
+    # --- running sums ------------------------------------------------------------------------------------------------------------
+
+    def _totalled(self, total: Tensor, addend: Tensor, form: Format) -> None:
+        """Check a sum of numbers that are not negative, in a 16-bit tensor that is older than the step."""
+        memory = storage(total)
+        if memory is None or memory.data_ptr() in self._created or total.requires_grad or not readable(addend):
+            return
+        if not 0 < addend.numel() <= _MAX_CHECKED or total.numel() > _MAX_CHECKED:
+            return
+        with _disable_current_modes():
+            wide = addend.detach().float()
+            before = total.detach().float() - wide
+            values = torch.stack([wide.amin(), wide.amax(), before.amin(), before.amax()])
+        self._wait("A625", values, lambda v: _total(v, form), memory)
+
+    def _rewritten(self, name: str, args: Sequence[Any], result: Any) -> None:
+        if _half_of(result) is not None:
+            self._not_totals.add(storage_of(result))
+
+    def _summed(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Check a cumulative sum: where an addend that is not 0 leaves it as it is."""
+        form, addends = _half_of(result), args[0]
+        if form is None or name.endswith("_") or not isinstance(addends, Tensor) or not readable(addends):
+            return
+        dim = args[1] if len(args) > 1 and type(args[1]) is int else 0
+        count = result.shape[dim] if result.dim() else 0
+        if count < 2 or result.numel() > _MAX_CHECKED:
+            return
+        with _disable_current_modes():
+            sums, added = result.detach(), addends.detach().narrow(dim, 1, count - 1) != 0
+            still = (sums.narrow(dim, 1, count - 1) == sums.narrow(dim, 0, count - 1)) & added
+            values = torch.stack([still.sum().float(), added.sum().float(), sums.abs().amax().float()])
+        self._wait("A625", values, lambda v: _cumulative(v, form))
 
     def _bounded(self, name: str, args: Sequence[Any], result: Any) -> None:
         form = _half_of(result)
@@ -180,7 +229,8 @@ class Operations:
             self._follow([source], result)
         elif readable(source) and not source.requires_grad and 1 < source.numel() <= _MAX_CHECKED:
             with _disable_current_modes():
-                changed = (source.detach() != result.detach()).any().float()
+                exact = source.detach()  # the result may be on another device
+                changed = (exact.to(result.dtype) != exact).any().float()
             self._keep(result, form, changed, running_line())
 
     def _multiplied(self, name: str, args: Sequence[Any], result: Any) -> None:
@@ -215,11 +265,12 @@ class Operations:
         dtypes = [angles.dtype] if angles.dtype in HALF else list(HALF)
         formats = [form for dtype in dtypes if (form := format_of(dtype)) is not None]
         with _disable_current_modes():
-            exact = angles.detach().double()
-            fits = [(exact.to(form.dtype).double() == exact).all().double() for form in formats]
-            largest, whole = exact.abs().amax(), (exact == exact.round()).all().double()
+            wide = FP64.dtype if angles.dtype is FP64.dtype else FP32.dtype
+            exact = angles.detach().to(wide)
+            fits = [(exact.to(form.dtype).to(wide) == exact).all().to(wide) for form in formats]
+            largest, whole = exact.abs().amax(), (exact == exact.round()).all().to(wide)
             values = torch.stack([largest, whole, *fits])
-            of_products = None if rounded is None else torch.cat([rounded.changed.double()[None], values])
+            of_products = None if rounded is None else torch.cat([rounded.changed.to(values)[None], values])
         self._wait("A623", values, lambda v: _angles(v, formats))
         if rounded is not None and of_products is not None:
             self._wait("A623", of_products, lambda v: _products(v, rounded.form, formats), line=rounded.line)
@@ -284,6 +335,27 @@ def _integers(values: list[float], form: Format) -> str:
     before, after = values
     name = form.name.upper()
     return "" if before == after else f"the integer {before:.0f} becomes {after:.0f} in {name}"
+
+
+def _total(values: list[float], form: Format) -> str:
+    least, largest, least_before, most_before = values
+    if least < 0 or not 0 < largest < math.inf or least_before < 0 or not most_before > 0:
+        return ""
+    count = round(4 / form.eps)
+    return (
+        f"numbers up to {largest:.3g} are added to a {form.name.upper()} tensor that was kept from earlier steps: "
+        f"once it is {count} times as large as one of them, adding that changes nothing"
+    )
+
+
+def _cumulative(values: list[float], form: Format) -> str:
+    still, added, largest = values
+    if not math.isfinite(largest) or not added or still < _STILL * added:
+        return ""
+    name = form.name.upper()
+    return (
+        f"{still / added:.0%} of the addends of a cumulative sum in {name} do not change it; it reaches {largest:.3g}"
+    )
 
 
 def _angles(values: list[float], formats: list[Format]) -> str:

@@ -197,6 +197,13 @@ MISUSES: tuple[Misuse, ...] = (
         "divide by the number of micro-batches in the window, or leave out the rest: drop_last=True and a number of batches that is a "
         "multiple of the window",
     ),
+    Misuse(
+        "A625",
+        "a running sum in 16 bits",
+        "warning",
+        "it stands still: a number below half a unit in the last place of the sum is lost, so totals and averages are too small",
+        "add in FP32: total += loss.detach().float() with a total in FP32, or x.float().cumsum(dim)",
+    ),
 )
 
 BY_CODE = {misuse.code: misuse for misuse in MISUSES}

@@ -56,15 +56,17 @@ class LostValues(Value):
 
 
 class WrongGradients(Value):
-    """Gradients that are wrong although they are finite."""
+    """Gradients, or a loss, that are wrong although they are finite."""
 
-    parameter: str
-    """The one with the largest error."""
-    error: float
+    parameter: str = ""
+    """The one with the largest error; empty if only the loss is wrong."""
+    error: float = 0.0
     """The norm of that gradient's error over its true norm."""
-    count: int
+    count: int = 0
     total: int
     """How many gradients were compared."""
+    loss_error: float | None = None
+    """The error of the loss over its true value; None if that is right."""
     zeros: float = 0.0
     """If values vanished, the share of all elements that are 0 for that reason."""
 
@@ -107,9 +109,10 @@ class Harmless(Value):
     op: str
     line: str
     format: str
-    largest: float
+    largest: float | None
+    """None if it is not finite in FP32 either."""
     absorbed_by: list[str]
-    """Operations whose result is the same as for the true value."""
+    """Operations whose result is the same as for the true value; empty if neither loss nor gradients depend on it."""
 
 
 class Evidence(Value):
@@ -245,9 +248,10 @@ def merge_sources(sources: Iterable[Source]) -> tuple[Source, ...]:
 
 @dataclass(frozen=True)
 class WrongGradient:
-    """One parameter whose gradient is wrong."""
+    """One parameter whose gradient is wrong, or a loss that is."""
 
     parameter: Any
+    """The loss itself if that is wrong."""
     error: float
     """The norm of the difference over the true gradient's."""
     sources: tuple[Source, ...]
@@ -268,6 +272,8 @@ class GradientErrors:
     """The norm of the true gradients, with the loss scale."""
     index: int = 0
     """Number of operations recorded before the comparison."""
+    losses: tuple[WrongGradient, ...] = ()
+    """The losses that are wrong because values became too large."""
 
     @property
     def nothing(self) -> bool:
@@ -279,14 +285,15 @@ class GradientErrors:
         return self.norm < FADED * largest_before
 
     def as_record(self, names: ModelNames, *, below: bool) -> WrongGradients:
-        """Return the wrong gradients of one end of the range as they are recorded."""
-        wrong = self.below if below else self.above
-        worst = max(wrong, key=lambda gradient: gradient.error)
+        """Return what is wrong at one end of the range as it is recorded."""
+        wrong, losses = (self.below, ()) if below else (self.above, self.losses)
+        worst = max(wrong, key=lambda gradient: gradient.error, default=None)
         return WrongGradients(
-            parameter=names.parameter(worst.parameter),
-            error=worst.error,
+            parameter="" if worst is None else names.parameter(worst.parameter),
+            error=0.0 if worst is None else worst.error,
             count=len(wrong),
             total=self.num_gradients,
+            loss_error=max((loss.error for loss in losses), default=None),
             zeros=self.zeros if below else 0.0,
         )
 

@@ -241,8 +241,8 @@ def place_to_blame(
 
 
 def _saturated(errors: GradientErrors | None, step: int, names: ModelNames, *, bad: bool) -> Located | None:
-    """Return the overflow that made finite gradients wrong; in a bad step, only one of the forward pass."""
-    wrong = () if errors is None else errors.above
+    """Return the overflow that made finite gradients, or a finite loss, wrong; in a bad step, only one of the forward pass."""
+    wrong = () if errors is None else errors.above or errors.losses
     sources = [s for gradient in wrong for s in gradient.sources if s.kind == "made" and s.wide is not None]
     source = min((s for s in sources if not (bad and s.backward)), key=lambda s: s.index, default=None)
     if source is None or errors is None:

@@ -9,6 +9,7 @@ Which steps are faulty, and where each fault began, is decided without torch (``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,8 +159,10 @@ class NonFinite(Observer):
         self._tracer.leave_behind()
         self.begin(step)
 
-    def backward_begins(self) -> None:
-        """Set the policy's loss scale if the settings have one: the previous step has closed by now."""
+    def backward_begins(self, losses: Sequence[Tensor]) -> None:
+        """Compare the losses; set the policy's loss scale if the settings have one: the previous step has closed by now."""
+        if self._tracer is not None and self._observing is not None:
+            self._tracer.compare_losses(losses)
         if self._settings.changes.loss_scale is not None and self._observing == self._first_inspected:
             self.run.scale.load_state_dict({"scale": self._settings.changes.loss_scale})
 
@@ -341,10 +344,9 @@ def _inspected_step(tracer: InfinityTracer, marked: int) -> InspectedStep:
             of_loss += result.sources
     backward = [s for result in results if result.backward for s in result.sources]
     in_update = [s for result in results if result.in_update for s in result.sources]
+    lost = dict.fromkeys(s for result in results for s in result.sources if s.kind == "made" and not s.swallowed)
     harmless = [
-        Harmless(op=s.op, line=s.line, format=s.format, largest=s.wide, absorbed_by=list(s.absorbed))
-        for s in sources
-        if s.absorbed and s.wide and not s.swallowed
+        Harmless(op=s.op, line=s.line, format=s.format, largest=s.wide, absorbed_by=list(s.absorbed)) for s in lost
     ]
     errors = next((errors for errors in reversed(tracer.gradient_errors) if errors.index <= marked), None)
     return InspectedStep(

@@ -15,6 +15,7 @@ steps are inspected. Limits: a fused kernel is one operation; an operation that 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,10 +27,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from mezzo.engine.matrix_units.emulation import running
 from mezzo.formats import FP32
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite import recomputing
-from mezzo.observe.nonfinite.evidence import GradientErrors, Kind, NonFiniteResult, Source, merge_sources
+from mezzo.observe.nonfinite.evidence import (
+    GradientErrors,
+    Kind,
+    NonFiniteResult,
+    Source,
+    WrongGradient,
+    merge_sources,
+)
 from mezzo.observe.nonfinite.location import PlacingTracer, public_name
 from mezzo.observe.nonfinite.shadows import (
     RangeEnd,
@@ -38,6 +47,7 @@ from mezzo.observe.nonfinite.shadows import (
     measure_errors,
     measure_gradients,
     rounded,
+    wrong_losses,
 )
 from mezzo.observe.source_lines import caller, script_line
 from mezzo.observe.tensors import (
@@ -107,6 +117,12 @@ class InfinityTracer(PlacingTracer):
         """Large numbers by which the script multiplied a single value, such as its loss."""
         self._undone: dict[float, None] = {}
         """The numbers by which it divided, or multiplied by their inverses, between the backward pass and the update."""
+        self._emulation: Any = None
+        """The emulated operation that runs, or the node of its backward pass."""
+        self._parts: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """What its parts have computed so far, each with the operands of the emulated operation that it follows from, by storage."""
+        self._wrong_losses: list[WrongGradient] = []
+        """The losses of the update so far that differ from their true values."""
         self._before_reduction: GradientErrors | None = None
         """The errors of the gradients before a reduction over all processes."""
         self._scale, self._weights = scale, weights
@@ -117,6 +133,7 @@ class InfinityTracer(PlacingTracer):
         """Discard what was recorded; values that are already lost remain known as lost."""
         super().turn(len(self.trace.operations))
         self.sources, self.nonfinite_results, self.gradient_errors, self.update_sources = [], [], [], []
+        self._wrong_losses = []
 
     def mark(self) -> int:
         """Mark everything recorded so far as belonging to the step; return the number of operations."""
@@ -135,7 +152,7 @@ class InfinityTracer(PlacingTracer):
             result.index -= index
         self.sources = [s for s in self.sources if s.index >= 0]
         self.nonfinite_results = [r for r in self.nonfinite_results if r.index >= 0]
-        self.gradient_errors, self.update_sources = [], []
+        self.gradient_errors, self.update_sources, self._wrong_losses = [], [], []
         self._undone = {}
 
     def static_scale(self) -> float | None:
@@ -200,12 +217,18 @@ class InfinityTracer(PlacingTracer):
         )
         self.update_sources.append(source)
 
+    def compare_losses(self, losses: Iterable[Tensor]) -> None:
+        """Compare the losses of a backward pass that begins with their true values."""
+        with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+            self._wrong_losses += wrong_losses(losses, self._shadows[RangeEnd.ABOVE])
+
     def compare_gradients(self) -> None:
         """Compare the current gradients with their true values; of a step's comparisons, the last counts."""
         with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
             errors = measure_errors(len(self.trace.operations), self._weights(), self._shadows)
         sent, self._before_reduction = self._before_reduction, None
-        self.gradient_errors.append(sent if sent is not None and errors.nothing else errors)
+        errors = sent if sent is not None and errors.nothing else errors
+        self.gradient_errors.append(dataclasses.replace(errors, losses=tuple(self._wrong_losses)))
 
     # --- operations --------------------------------------------------------------------------------------------------------------
 
@@ -267,6 +290,7 @@ class InfinityTracer(PlacingTracer):
     def _inspect(self, index: int, operation: recomputing.Recomputable, result: Any) -> None:
         outputs = operation.outputs(result)
         results = floats(outputs)
+        self._note_parts(operation, results)
         bad_results = [t for t in results if not is_finite(t)]
         if operation.func.namespace in recomputing.COLLECTIVES:
             self._inspect_collective(index, operation, results, bad_results)
@@ -297,6 +321,22 @@ class InfinityTracer(PlacingTracer):
             self._keep_true(end, operation, outputs, local, true, new.get(end, ()))
         if bad_operands and not bad_results and results:
             self._swallowed(read_sources, results)
+
+    def _note_parts(self, operation: recomputing.Recomputable, results: list[Tensor]) -> None:
+        """Keep the results of an emulated operation's parts, such as a product in FP32 before it is rounded."""
+        emulation = None
+        if self._formats.emulated() is not None:
+            emulation = running() or torch._C._current_autograd_node()
+        if emulation is not self._emulation:
+            self._emulation, self._parts = emulation, {}
+        if emulation is not None:
+            read = self._read_by(operation)
+            self._parts |= {storage_of(t): (t, read) for t in results if t.element_size() >= FP32.dtype.itemsize}
+
+    def _read_by(self, operation: recomputing.Recomputable) -> list[Tensor]:
+        """Return the tensors that an operation reads; of an emulated one's part, those that the whole operation reads."""
+        pairs = (self._parts.get(storage_of(passed), (None, [read]))[1] for read, passed in operation.read)
+        return list({id(t): t for tensors in pairs for t in tensors}.values())
 
     def _computed_locally(
         self, operation: recomputing.Recomputable, results: list[Tensor], result: Any, *, made: bool
@@ -405,7 +445,7 @@ class InfinityTracer(PlacingTracer):
         finite: Sequence[RangeEnd],
     ) -> tuple[Source, ...]:
         """Return the sources of values that are not finite: those of the operands, or a new one here."""
-        tensors = [read for read, _ in operation.read]
+        tensors = self._read_by(operation)
         if bad_operands:
             return self._inherited(index, bad_operands, tensors, result)
         if operation.func.namespace in recomputing.COLLECTIVES:

@@ -195,6 +195,19 @@ def measure_gradients(
     return GradientErrors(tuple(above), tuple(lost) if enough else (), len(comparable), zeros, true_norm, index)
 
 
+def wrong_losses(losses: Iterable[Tensor], above: Shadows[Source]) -> list[WrongGradient]:
+    """Return those of ``losses`` that values beyond the upper end of the range made wrong; waits for the device if there are any."""
+    found: list[WrongGradient] = []
+    for loss in losses:
+        truth = above.read(loss) if above and loss.numel() == 1 and is_finite(loss) else None
+        if truth is None:
+            continue
+        error, whole = difference(loss, truth[0]), norm(truth[0])
+        if error > tolerance(truth[1]) * whole:
+            found.append(WrongGradient(loss, error / whole if whole else math.inf, truth[1]))
+    return found
+
+
 def _off(gradients: list[tuple[Tensor, Tensor]], shadows: Shadows[Source]) -> tuple[list[WrongGradient], float, float]:
     """Return the gradients that differ from the true ones, the share of elements that became 0, and the norm of the true gradients."""
     if not shadows:

@@ -196,7 +196,8 @@ def _of_fault(record: DiagnoseRecord, located: Located) -> DiagnoseRecord:
             "static_scale": source.static_scale,
             "zero_eps": source.zero_eps,
             "gradient": "" if gradients is None else gradients.parameter,
-            "gradient_error": None if gradients is None else gradients.error,
+            "gradient_error": gradients.error if gradients is not None and gradients.count else None,
+            "loss_error": None if gradients is None else gradients.loss_error,
             "swallowed_by": "" if gradients is None else ", ".join(source.swallowed_by),
         }
     )

@@ -26,6 +26,7 @@ NO_FP32 = "no run in FP32 reached the same step"
 BAD_IN_FP32 = "the training is not finite in FP32 either, for a reason that was not found"
 GOOD_IN_FP32 = "the same step is finite in FP32"
 STILL_16_BITS = "the run in FP32 still computed in 16 bits, which the script itself asks for"
+_UNREAD = "neither the loss nor a gradient depends on it"
 _FIRST_STEPS = 6
 _LEAST_SHARE = 0.005
 """A smaller share is not worth a number."""
@@ -85,7 +86,11 @@ def harmless(value: Harmless) -> Reason:
     """Return a note on a value that left its format and made no difference."""
     absorbed = " and ".join(f"{op}()" for op in value.absorbed_by)
     where = f"{value.op}() in {PurePath(value.line).name}"
-    why = f"{value.largest:.3g} is infinite in {value.format.upper()}; {absorbed} returns the same for both, and no gradient changes"
+    if value.largest is None:
+        why = f"it is not finite in FP32 either; {f'{absorbed} hides that' if absorbed else 'nothing reads it'}, and no gradient changes"
+    else:
+        why = f"{value.largest:.3g} is infinite in {value.format.upper()}; "
+        why += f"{absorbed} returns the same for both, and no gradient changes" if absorbed else _UNREAD
     return Reason(what="harmless", value=where, reason=why)
 
 
@@ -219,6 +224,8 @@ def _vanishing(source: LostValues) -> str:
 def _off(gradients: WrongGradients | None) -> str:
     if gradients is None:
         return ""
+    if not gradients.count and gradients.loss_error is not None:
+        return f"The loss is off by {min(gradients.loss_error, 99.99):.0%}; the gradients are right"
     zeros = f"{gradients.zeros:.0%} of all gradient elements are 0 for this reason alone. " if gradients.zeros else ""
     wrong = f"{gradients.count} of {gradients.total} gradients are wrong"
     return f"{zeros}{wrong}; that of {gradients.parameter} is off by {min(gradients.error, 99.99):.0%} of its norm"

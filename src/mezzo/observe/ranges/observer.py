@@ -14,6 +14,7 @@ Cost, in observed steps only: one pass over each of these tensors, and a copy of
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
@@ -187,7 +188,7 @@ class Ranges(Observer):
         """Record where that region ends."""
         self._formats.off.leave(entered)
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, losses: Sequence[Tensor]) -> None:
         """Hook every known parameter: its hooks see gradients before accumulation."""
         if not self._on:
             return

@@ -10,6 +10,7 @@ from mezzo.report import formatting as fmt
 from mezzo.report.charts import series
 from mezzo.report.charts.data import Axis, Chart, Drawn, Mark, Nothing
 from mezzo.report.colours import Style
+from mezzo.report.sheets import shared
 
 _MOST_SKIPS = 60
 
@@ -105,7 +106,7 @@ def time_chart(run: RunRecord, *, style: Style) -> Drawn:
         return Nothing(name="timeline", title="Time of each step", description="No step was timed.")
     ordered = sorted(v for _, v in known)
     description = (
-        f"The time of {fmt.plural(len(known), 'step')}: {fmt.ms_text(series.quantile(ordered, 0.5))} in the median; the slowest is "
+        f"The time of {fmt.plural(len(known), 'step')}: {fmt.ms_text(shared.median_ms(run.steps.warm_ms))} in the median; the slowest is "
         f"step {max(known, key=lambda timed: timed[1])[0]} with {fmt.ms_text(ordered[-1])}."
     )
     return _one_line(

@@ -42,7 +42,7 @@ def time_boxes(timed: Sequence[StepTimes]) -> Drawn:
         name="times",
         title=title,
         description=f"The median time of a step: {', '.join(medians)}.",
-        note="A box spans the middle half of all steps, its line is the median, and the whiskers span 5% to 95%.",
+        note="A box spans the middle half of all steps after the first ones, its line is the median, and the whiskers span 5% to 95%.",
         rows=rows,
         ticks=[(place * step / top, fmt.ms_text(place * step)) for place in range(1 + round(top / step))],
     )

@@ -26,7 +26,9 @@ VERDICT_TONES = {
 }
 
 
-_COLUMNS = "Step: median. Speed-up: median of the seeds' ratios. Final loss: mean over the last tenth of the steps."
+_COLUMNS = (
+    "Step: median after the first ones. Speed-up: ratio of two steps. Final loss: mean of the last tenth of the steps."
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,12 +103,13 @@ def _meaning(record: DiagnoseRecord) -> str:
     # A scale below 1 may help gradients; it changes neither a forward value nor one that rounding made 0.
     of_gradients = record.phase == "backward" and record.origin != "vanished"
     scales = "at a loss scale of 1 or more" if of_gradients else "at any loss scale"
+    wrong = "gradients are wrong" if record.gradient_error is not None else "loss is wrong"
     return {
         "scale_overflow": "gradients overflow because of the loss scale, and are finite at a lower one",
         "range_overflow": f"a value that {name} cannot represent, {scales}",
         "invalid_operation": "not finite in FP32 either",
         "undecided": "a step is not finite, and no run shows why: the notes say which one is missing",
-        "silent_saturation": f"values too large for {name} become finite again: nothing shows it, but the gradients are wrong",
+        "silent_saturation": f"values too large for {name} become finite again: nothing shows it, but the {wrong}",
         "unfinished": ". To fix it: ".join(fmt.clean(text) for text in (record.detail, record.run.hint) if text),
         "healthy": _untried(record),
     }[record.verdict]
@@ -135,11 +136,11 @@ def _headline(record: DiagnoseRecord, script: str) -> str:
     policy = fmt.clean(record.run.policy_shown)
     count = fmt.plural(len(record.run.steps), "step")
     if record.verdict == "healthy" and record.run.changed_nothing:
-        return f"{script} under {policy}: every value is finite in {count}, but {policy} {record.run.no_effect}"
+        return f"{script} under {policy}: every loss and gradient is finite in {count}, but {policy} {record.run.no_effect}"
     if record.verdict == "healthy":
         found = fmt.plural(len(record.run.findings), "finding")
         if record.run.findings:
-            return f"{script} under {policy}: every value is finite in {count}; {found} on the script's mixed precision"
+            return f"{script} under {policy}: every loss and gradient is finite in {count}; {found} on the script's mixed precision"
         return f"{script} under {policy}: nothing wrong in {count}"
     if record.verdict == "unfinished":
         return f"{script} under {policy}: no verdict, the run ended after {count} with exit code {record.run.exit_code}"

@@ -105,7 +105,7 @@ def run_facts(record: RunRecord) -> list[Fact]:
         Fact(what="final loss", value=line.final_loss, tone="bad" if broken else ""),
         Fact(what="skipped steps", value=line.skipped, tone="warn" if steps.num_skipped else ""),
         Fact(what="final loss scale", value=line.final_scale),
-        Fact(what="time per step", value=fmt.ms_text(shared.median_ms(steps.time_ms)), reason=emulated),
+        Fact(what="time per step", value=fmt.ms_text(shared.median_ms(steps.warm_ms)), reason=emulated),
         Fact(what="memory", value=fmt.bytes_text(record.memory.total_bytes)),
         Fact(what="duration", value=line.duration),
     ]

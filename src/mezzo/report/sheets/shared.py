@@ -5,7 +5,6 @@ A sheet has no markup. Text from a script or a model passes through ``clean`` he
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -245,8 +244,8 @@ def command_text(command: Sequence[str], environment: Environment) -> str:
 
 
 def median_ms(times_ms: Sequence[float]) -> float | None:
-    """Return the median of the finite times; None if there are none."""
-    ordered = sorted(filter(math.isfinite, times_ms))
+    """Return the median time; None if there is none."""
+    ordered = sorted(times_ms)
     return quantile(ordered, 0.5) if ordered else None
 
 

@@ -90,7 +90,7 @@ class CountedStep:
         self._over = self._counted_step is not None and num_steps >= self._counted_step
         self._begin_or_end()
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, *_: object) -> None:
         """Count the tensors that the forward pass saved."""
         if self._stack is not None:
             self._saved.backward_begins()

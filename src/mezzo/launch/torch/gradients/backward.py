@@ -311,7 +311,7 @@ class BackwardPasses:
         run.close_update()
         run.left_out.pass_begins()
         for watcher in run.watchers:
-            watcher.backward_begins()
+            watcher.backward_begins(outputs)
         recorder = run.recorder
         needs_reach = recorder.separate_losses.needs_reach or run.owners.may_need_reach(recorder.num_closed)
         reached = run.owners.reached(leaves_of(outputs)) if needs_reach else None
