@@ -12,6 +12,7 @@ precision. A ``check`` is in lower precision and is compared with the reference.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ class Fallback(Observer):
 
     # --- gradients -------------------------------------------------------------------------------------------------------------
 
-    def backward_begins(self) -> None:
+    def backward_begins(self, losses: Sequence[Tensor]) -> None:
         """Inspect no further products: the first forward pass is over."""
         if self._products is not None and not self._probing:
             self._products.pause()
