@@ -51,7 +51,7 @@ CONTENTS: dict[str, list[str]] = {
     "Library": ["library", "session", "policies", "optimizers", "checkpointing", "snapshots", "distributed", "fast-path"],
     "Frameworks": ["lightning", "accelerate", "transformers", "apex", "keras", "paddle"],
     "Results": ["report", "records", "tracking", "notebook", "agents", "findings/README"],
-    "Trust": ["examples", "paper", "article-numbers", "benchmarks", "public-scripts"],
+    "Trust": ["examples", "paper", "article-numbers", "benchmarks", "public-scripts", "public-reports"],
     "Reference": ["glossary"],
     "中文": ["zh-CN/start", "zh-CN/choosing-a-policy", "zh-CN/troubleshooting", "zh-CN/glossary"],
     "Inside Mezzo": [],

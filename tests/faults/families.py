@@ -459,7 +459,7 @@ def healthy_scale_settles():
     train(net(torch.tanh), lr=1e-9, loss_of=lambda p, y: F.mse_loss(p, y) * 400, steps=14)
 
 
-def healthy_one_spike():
+def healthy_one_spike_in_thirty():
     """One batch in thirty overflows at the scale that was found."""
     weight = [1.0]
 

@@ -167,8 +167,9 @@ HOW = {
         "number, which is 2^-9 of it: decays above 0.998."
     ),
     "A623": _INSPECTED
-    + "Here `sin` or `cos` read angles that all are 16-bit numbers, whatever format they were stored in, and the largest lies where "
-    "neighbouring numbers are at least half a radian apart: from 64 in BF16 and from 512 in FP16.",
+    + "Here `sin` or `cos` read angles that all are 16-bit numbers, whatever format they were stored in, or products of "
+    "untrained numbers that a cast to 16 bits rounded; and the largest lies where neighbouring numbers are at least half a radian apart: "
+    "from 64 in BF16 and from 512 in FP16.",
     "A624": _GRAPH
     + "Here an update had fewer backward passes than one before it, which were divided by their number, and each loss was divided by that "
     "number, too." + _FIRST,

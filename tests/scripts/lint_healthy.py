@@ -1164,6 +1164,19 @@ def small_angles_in_half():
     train_with(loss)
 
 
+def times_that_rounding_leaves():
+    """Multiples of 4 are BF16 numbers up to 1024; times in [0, 1] are rounded, and stay certain to a tenth of a radian."""
+
+    def loss(batch):
+        x = model(batch[0])
+        exact = (4 * torch.arange(200.0)).bfloat16().float() * 0.7
+        short = torch.linspace(0, 1, 64).bfloat16().float() * 50
+        learned = (700 * x).bfloat16().float() * 1.1
+        return x.mean() + exact.cos().mean() + short.sin().mean() + learned.tanh().mean()
+
+    train_with(loss)
+
+
 def moments_in_fp32():
     for opt in train_in(torch.float32, torch.optim.AdamW, lr=1e-3):
         opt.step()

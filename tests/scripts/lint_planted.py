@@ -291,6 +291,15 @@ def unscale_after_step():
         scaler.update()
 
 
+def stepped_again():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.step()  # A605
+
+
 def unscale_each_micro_batch():
     for number, batch in enumerate(batches, 1):
         scaler.scale(loss_of(batch) / 2).backward()
@@ -829,6 +838,18 @@ def rotary_upcast_too_late():
         angles = torch.outer(position, frequency).float()
         turned = torch.cat([angles, angles], -1).sin()  # A623
         return (model(batch[0]) * turned[:, :2]).square().mean()
+
+    train_with(loss)
+
+
+def times_rounded_first():
+    frequency = 100.0 ** -torch.linspace(0, 1, 8, dtype=torch.float64)
+    times = torch.linspace(0.0, 999.0, 16)
+
+    def loss(batch):
+        seen = times.to(torch.bfloat16).double()  # A623
+        turned = torch.cat([torch.outer(seen, frequency).sin(), torch.outer(seen, frequency).cos()], -1)
+        return (model(batch[0]) * turned[:, :2].float()).square().mean()
 
     train_with(loss)
 

@@ -135,6 +135,7 @@ EXPECTED |= {
         "stored_in_half",
         "rotary_in_autocast",
         "rotary_upcast_too_late",
+        "times_rounded_first",
         "running_loss_in_bf16",
         "running_counts_in_half",
         "cumulative_sum_in_bf16",

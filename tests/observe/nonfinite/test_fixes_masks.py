@@ -6,22 +6,22 @@ import pytest
 import torch
 
 from mezzo.observe.nonfinite.fixes import offers_for
-from mezzo.records import DiagnoseRecord, Operand
+from mezzo.records import DiagnoseRecord, Operand, StepPhase
 from record_builders import run_record
 
-MASKED = [Operand(format="fp32", shape=[2, 3], largest=1.0, smallest=0.1, num_not_finite=2)]
+MASKED = Operand(format="fp32", shape=[2, 3], largest=1.0, smallest=0.1, num_not_finite=2)
 MASK = torch.tensor([[False, True, False], [False, False, True]])
 
 
-def printed(op: str) -> str:
+def printed(op: str, *, phase: StepPhase = "backward", smallest: float = 0.1) -> str:
     record = DiagnoseRecord(
         run=run_record(),
         verdict="invalid_operation",
         located=True,
         op=op,
         origin="made",
-        phase="backward",
-        operands=MASKED,
+        phase=phase,
+        operands=[MASKED, Operand(format="fp32", shape=[2, 3], largest=1.0, smallest=smallest)],
     )
     (offer,) = offers_for(record)
     return offer.line
@@ -56,3 +56,21 @@ def test_elsewhere_a_large_number_hides_as_well() -> None:
     assert shown[MASK].tolist() == [0, 0]
     assert x.grad is not None
     assert x.grad.isfinite().all()
+
+
+def test_a_probability_of_0_times_its_logarithm_is_0() -> None:
+    """The entropy of masked logits, and its gradient, are those of ``torch.distributions``."""
+    logits = torch.tensor([[1.0, 2.0, 3.0], [2.0, 0.5, 4.0]]).masked_fill(MASK, -torch.inf)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    logs = ours.log_softmax(-1)
+    scope = {"logs": logs, "p": logs.exp()}
+    exec(printed("mul", phase="forward", smallest=0.0), scope)
+    entropy = -scope["y"].sum(-1)
+    entropy.sum().backward()
+    expected = torch.distributions.Categorical(logits=theirs).entropy()
+    expected.sum().backward()
+    assert entropy.tolist() == pytest.approx(expected.tolist())
+    assert ours.grad is not None
+    assert theirs.grad is not None
+    assert ours.grad[~MASK].tolist() == pytest.approx(theirs.grad[~MASK].tolist())
+    assert ours.grad.isfinite().all()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,26 +14,21 @@ import families
 import pytest
 import torch
 import updates
+from fixed import FIXED, with_fix
 
 import faults
 from helpers_backward import BOTH_WAYS, in_ways
-from mezzo.launch.request import Request, policy_text
+from helpers_diagnose import assert_printed, diagnosed, fixed, module_of, run_here
+from mezzo.launch.request import Request
 from mezzo.launch.several.passes import diagnose_script
-from mezzo.launch.torch import switched
-from mezzo.measure.environment import environment
 from mezzo.observe.nonfinite.evidence import Evidence
 from mezzo.observe.nonfinite.propagation import InfinityTracer
-from mezzo.observe.observer import StopScript
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.records import (
     AS_IS,
-    AnyRecord,
     DiagnoseRecord,
-    RunRecord,
 )
-from paths import (
-    SCRIPTS,
-)
+from paths import ROOT, SCRIPTS
 
 # torch.compile instantiates a class of torch's while it traces a custom function.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -43,42 +39,6 @@ def _fresh() -> Iterator[None]:
     faults.RUNS.clear()
     yield
     torch._dynamo.reset()
-
-
-def run_here(script: Callable[[], None], request: Request) -> AnyRecord:
-    """Run ``script`` in this process as the child process would."""
-    error: Exception | None = None
-    with switched(request.policy, observe=request.observe) as (run, _):
-        for action in (script, run.close_update):
-            try:
-                action()
-            except StopScript:
-                pass
-            except Exception as raised:
-                error = raised
-    whole = RunRecord(
-        command=[],
-        script=request.target,
-        script_sha256="",
-        policy=policy_text(request.policy),
-        environment=environment("cpu"),
-        steps=run.recorder.steps(),
-        exit_code=int(error is not None),
-        error=None if error is None else f"{type(error).__name__}: {error}",
-    )
-    assert run.observer is not None
-    return run.observer.record(whole)
-
-
-def diagnosed(name: str, policy: str, tmp_path: Path, *, steps: int = 20) -> DiagnoseRecord:
-    request = Request(
-        target=name, kind="script", policy=policy, record_path=str(tmp_path / "record.json"), command=("mezzo",)
-    )
-    script = getattr(faults, name, None) or getattr(families, name, None) or getattr(updates, name)
-    record = diagnose_script(request, steps=steps, child=lambda asked, **_: run_here(script, asked))
-    assert isinstance(record, DiagnoseRecord)
-    assert not [note for note in record.notes if note.what == "not inspected"]
-    return record
 
 
 class Planted(NamedTuple):
@@ -159,6 +119,7 @@ def test_a_planted_fault_is_found(planted: Planted, tmp_path: Path) -> None:
     file, number = record.line.rsplit(":", 1)
     assert planted.line in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
     assert record.forced_eager == planted.name.startswith("compiled")
+    assert_printed(record, planted.name)
 
 
 def test_a_norm_beyond_fp32_is_not_called_unseen(tmp_path: Path) -> None:
@@ -257,6 +218,7 @@ def test_a_fault_of_a_family_is_found_and_a_fix_is_tried(planted: InFamily, tmp_
     file, number = record.line.rsplit(":", 1)
     assert planted.line in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
     tries = [p for p in record.passes if p.reason.startswith("to try")]
+    assert_printed(record, planted.name)
     if planted.fix:
         assert planted.fix in record.fix_line
         assert record.fix_tried
@@ -265,6 +227,22 @@ def test_a_fault_of_a_family_is_found_and_a_fix_is_tried(planted: InFamily, tmp_
     else:
         assert (record.fix_tried, record.fix_note) == (False, "not tried: it is a change of the script itself")
         assert not tries
+
+
+WRITTEN = [(p.name, p.policy) for p in (*PLANTED, *BY_FAMILY) if {p.name, f"{p.name}-{p.policy}"} & FIXED.keys()]
+WRITTEN += [("masked_entropy", AS_IS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "policy"), WRITTEN)
+def test_a_printed_line_written_into_the_script_makes_it_healthy_to_its_end(
+    name: str, policy: str, tmp_path: Path
+) -> None:
+    file = Path(str(module_of(name).__file__))
+    script = with_fix(name, fixed(name, policy), file, tmp_path)
+    record = diagnosed(name, policy, tmp_path, steps=64, script=script)
+    assert (record.verdict, record.run.error) == ("healthy", None), record.detail
+    assert 0 < len(record.run.steps) < 64
 
 
 HEALTHY = [name for name in (*vars(faults), *vars(families), *vars(updates)) if name.startswith("healthy_")]
@@ -316,17 +294,31 @@ def test_scenarios_of_the_launcher_raise_no_alarm(name: str, tmp_path: Path, mon
     assert (record.verdict, record.run.error) == ("healthy", None), record.detail
 
 
-def test_there_are_enough_scripts() -> None:
-    assert len({p.name for p in PLANTED}) >= 16
-    assert len({p.name for p in BY_FAMILY}) >= 30
-    assert len(set(HEALTHY)) >= 30
-    assert {p.verdict for p in PLANTED} == {
-        "scale_overflow",
-        "range_overflow",
-        "invalid_operation",
-        "silent_saturation",
-    }
-    assert all(inspect.isfunction(getattr(faults, p.name)) for p in PLANTED)
+def by_kind() -> dict[str, tuple[int, int]]:
+    """Return how many planted faults and healthy scripts each section of ``tests/faults`` has."""
+    found: dict[str, tuple[int, int]] = {}
+    planted, kind = {p.name for p in (*PLANTED, *BY_FAMILY)}, ""
+    for module in (faults, families, updates):
+        for line in inspect.getsource(module).splitlines():
+            section, function = re.match(r"# --- (.+?) -+$", line), re.match(r"def (\w+)\(", line)
+            kind = section[1] if section else kind
+            if function and (function[1] in planted or function[1] in HEALTHY):
+                before = found.get(kind, (0, 0))
+                found[kind] = before[0] + (function[1] in planted), before[1] + (function[1] in HEALTHY)
+    return found
+
+
+def test_the_page_counts_the_scripts() -> None:
+    counted = by_kind()
+    names = [name for module in (faults, families, updates) for name in vars(module) if name.startswith("healthy_")]
+    assert len(names) == len(set(names)) == sum(healthy for _, healthy in counted.values())
+    page = (ROOT / "docs" / "public-reports.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|`\[]+) \| (\d+) \| (\d+) \|$", page, re.M)
+    expected = [(kind, *map(str, numbers)) for kind, numbers in counted.items()]
+    total = ("all", *(str(sum(column)) for column in zip(*counted.values(), strict=True)))
+    assert rows == [*expected, total]
+    assert sum(planted > 0 for planted, _ in counted.values()) >= 12
+    assert {p.verdict for p in PLANTED} == {RANGE, SCALE, INVALID, SILENT}
 
 
 @BOTH_WAYS

@@ -43,10 +43,21 @@ class StepErrors(Value):
         return max(((error, name) for name, error in self.errors.items()), default=(0.0, ""))
 
 
+class LossyProduct(Value):
+    """A matrix product whose rows differ by less than the policy's format can tell."""
+
+    line: str
+    """The script's line, as ``file:line``."""
+    lost: float
+    """The share of the differences between its rows that rounding makes wrong."""
+
+
 class Measured(Value):
     """The measurements of one run."""
 
     local: list[LocalError] = []
+    lossy: LossyProduct | None = None
+    """In the reference, the first product of the forward pass that loses its digits under the policy."""
     steps: list[StepErrors] = []
     """Errors relative to the reference; in the reference itself 0, or infinite for a non-finite gradient."""
     problem: str = ""
@@ -81,6 +92,7 @@ class Measurements:
         self._settings, self._norm, self._distance = settings, norm, distance
         self.steps: list[StepErrors] = []
         self.local: list[LocalError] = []
+        self.lossy: LossyProduct | None = None
         self._problem = ""
 
     def add_reference(self, step: int, finite: Mapping[str, bool]) -> None:
@@ -112,7 +124,7 @@ class Measurements:
 
     def write(self) -> None:
         """Write the measurements to the folder of the search."""
-        measured = Measured(local=self.local, steps=self.steps, problem=self._problem)
+        measured = Measured(local=self.local, lossy=self.lossy, steps=self.steps, problem=self._problem)
         measured_path(self._settings).write_text(measured.model_dump_json(), encoding="utf-8")
 
 
@@ -141,6 +153,7 @@ def of_all(by_rank: Sequence[Measured]) -> Measured:
             largest[name] = max(largest.get(name, 0.0), error)
     return Measured(
         local=list(local.values()),
+        lossy=first.lossy,
         steps=[StepErrors(step=step.step, errors=errors[step.step]) for step in first.steps],
         problem=next((measured.problem for measured in by_rank if measured.problem), ""),
     )

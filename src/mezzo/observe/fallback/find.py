@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from mezzo.errors import PolicyError, ScriptError, SessionError
-from mezzo.observe.fallback.evidence import LocalError, Measured, fitting_scale
+from mezzo.observe.fallback.evidence import LocalError, LossyProduct, Measured, fitting_scale
 from mezzo.observe.fallback.operations import in_fp32, needed
 from mezzo.observe.fallback.search import Names, search
 from mezzo.observe.fallback.trials import Measure, expected, guesses_for, name_of
@@ -243,7 +243,17 @@ def _operations_in_fp32(state: SearchState) -> str:
         without=next((trial.error for trial in state.trials if not trial.kept), math.inf),
     )
     named = ", ".join(state.operations)
-    return f"with {named} in FP32 wherever they run it passes" if named else "nor does any operation in FP32 help"
+    outcome = f"with {named} in FP32 wherever they run it passes" if named else "nor does any operation in FP32 help"
+    lossy = state.reference[0].lossy if state.reference is not None else None
+    return outcome if lossy is None else f"{outcome}; {_lossy(lossy, state.policy)}"
+
+
+def _lossy(product: LossyProduct, policy: Policy) -> str:
+    form = policy.required_formats[0].name.upper()
+    return (
+        f"the first product that {form} cannot hold is at {product.line}: it makes {min(1.0, product.lost):.0%} of the "
+        "differences between its rows wrong, as of positions that round to one number"
+    )
 
 
 def _verify(state: SearchState, kept: Names, *, operations: Names = (), all_steps: bool = False) -> float:

@@ -12,6 +12,7 @@ precision. A ``check`` is in lower precision and is compared with the reference.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mezzo.engine.processes.shards import is_shared
 from mezzo.formats import FP32
 from mezzo.observe.fallback.evidence import Measurements
 from mezzo.observe.fallback.local_errors import Bench, Calls
+from mezzo.observe.fallback.lossy import LossyProducts
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.settings import FallbackSettings
 from mezzo.observe.stopping import StopScript
@@ -50,6 +52,7 @@ class Fallback(Observer):
         self._reference: dict[int, dict[str, Tensor]] = {}
         self._measured = Measurements(settings, norm=norm, distance=lambda found, exact: difference(found.cpu(), exact))
         self._calls = Calls()
+        self._products: LossyProducts | None = None
         self._signs: dict[torch.device, torch.Generator] = {}
         self._probing = False
 
@@ -60,6 +63,9 @@ class Fallback(Observer):
         if self._settings.role != "reference":
             path = Path(self._settings.folder) / REFERENCE
             self._reference = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        else:
+            self._products = LossyProducts(self._settings.policy.required_formats[0].dtype)
+            self._products.__enter__()
         self._begin_immediately()
 
     def begin(self, step: int) -> None:
@@ -97,6 +103,9 @@ class Fallback(Observer):
             # torch's remove() leaves an entry for hooks that take keywords, which torch.compile mistakes for a hook.
             torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(handle.id, None)
         self._handles = []
+        if self._products is not None:
+            self._products.end()
+            self._measured.lossy, self._products = self._products.first, None
         if self._current and self._observing is not None and self._observing in self.watched:
             self._keep(self._observing)
 
@@ -108,6 +117,11 @@ class Fallback(Observer):
         return run
 
     # --- gradients -------------------------------------------------------------------------------------------------------------
+
+    def backward_begins(self, losses: Sequence[Tensor]) -> None:
+        """Inspect no further products: the first forward pass is over."""
+        if self._products is not None and not self._probing:
+            self._products.pause()
 
     def backward_ended(self) -> None:
         """Keep the current gradients of all parameters."""

@@ -89,6 +89,8 @@ class GradientState:
     """The same, and not forgotten when a scheduler steps."""
     early: str = ""
     """The script's line that stepped a scheduler between the last backward pass and the step."""
+    by_scaler: bool = False
+    """Whether the last step that used them was a GradScaler's, and they are the same since."""
     marks: list[int] = field(default_factory=list)
 
     @property
@@ -101,14 +103,15 @@ class GradientState:
         self.dropped += len(self.passes)
         self._forget()
 
-    def use(self) -> None:
-        """Record that a step used the gradients."""
+    def use(self, *, by_scaler: bool) -> None:
+        """Record that a step used the gradients, and whether a GradScaler called it."""
         self.dropped = 0
         self._forget()
+        self.by_scaler = by_scaler
 
     def _forget(self) -> None:
         self.passes = []
-        self.unscaled = self.late = self.by_hand = self.clipped = False
+        self.unscaled = self.late = self.by_hand = self.clipped = self.by_scaler = False
         self.norm_read = self.limit_read = self.early = ""
 
 
@@ -134,6 +137,7 @@ class Gradients:
                 state.clear()
             else:
                 state.by_hand = bool(state.passes)
+            state.by_scaler = False
             state.marks = now
         return state
 
@@ -154,6 +158,7 @@ class Gradients:
             places = tuple(k for k, (a, b) in enumerate(zip(before, now, strict=False)) if a != b)
             if places:
                 found.append((optimizer, hash(places)))
+                state.by_scaler = False
             state.marks = now
         return found
 

@@ -243,7 +243,7 @@ class Lint:
         finally:
             self._in_scaler -= 1
         self.scalers.stepped(scaler, optimizer)
-        self._ended(optimizer, skipped=self._skipped)
+        self._ended(optimizer, skipped=self._skipped, by_scaler=True)
 
     def gradient_state(self, optimizer: Optimizer) -> GradientState:
         """Return the state of an optimizer's gradients and steps."""
@@ -279,15 +279,18 @@ class Lint:
     def step_ended(self, optimizer: Optimizer) -> None:
         """Record that an optimizer has stepped."""
         if not self._in_scaler and not self._run.in_backward:
-            self._ended(optimizer, skipped=False)
+            self._ended(optimizer, skipped=False, by_scaler=False)
 
     def _check_used(self, optimizer: Optimizer) -> None:
         """Check gradients that an optimizer uses without a GradScaler."""
         if not self.awake:
             return
-        state = self._gradients.inspect(optimizer)
+        name, state = type(optimizer).__name__, self._gradients.inspect(optimizer)
+        if state.by_scaler:
+            detail = f"{name}.step() after scaler.step({name}): the same gradients are used twice, and where the scaler skipped them"
+            self._log.add("A605", detail, parameters=trained_leaves(optimizer))
         if state.scaled and not self.scalers.may_undo(state):
-            detail = f"{type(optimizer).__name__}.step() uses gradients that are multiplied by the loss scale"
+            detail = f"{name}.step() uses gradients that are multiplied by the loss scale"
             self._log.add("A603", detail, parameters=trained_leaves(optimizer))
         bare = next((p for p in state.passes if p.fp16), None)
         if bare is not None:
@@ -315,12 +318,12 @@ class Lint:
             count = state.num_empty if state.num_empty <= 2 else 1
             self._log.add("A614", detail, parameters=trained_leaves(optimizer), step=step, line=line, count=count)
 
-    def _ended(self, optimizer: Optimizer, *, skipped: bool) -> None:
+    def _ended(self, optimizer: Optimizer, *, skipped: bool, by_scaler: bool) -> None:
         state = self._gradients.of(optimizer)
         state.num_steps += 1
         state.num_skipped += skipped
         state.skipped, state.made = state.skipped + skipped, state.made + (not skipped)
-        state.use()
+        state.use(by_scaler=by_scaler)
         if self.over:
             return
         if self.awake:

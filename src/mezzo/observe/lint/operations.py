@@ -49,6 +49,18 @@ class _Pending(NamedTuple):
     """The memory of a cast integer, which is no finding if it only divides, or of a sum."""
 
 
+class _Rounded(NamedTuple):
+    """Numbers that a cast to 16 bits rounded, or products of them."""
+
+    memory: torch.UntypedStorage
+    """Kept, so that its address is not used again."""
+    form: Format
+    changed: Tensor
+    """Whether the cast changed any of them."""
+    line: str
+    """The line of the cast."""
+
+
 class Operations:
     """The checked operations of a run."""
 
@@ -62,10 +74,13 @@ class Operations:
         self._reported: set[tuple[str, str]] = set()
         """The codes and lines that were reported: the next forward pass runs under the mode, too."""
         self._step = 0
+        self._rounded: dict[int, _Rounded] = {}
+        """Untrained numbers that a cast to 16 bits rounded, and their products, by the address of their memory."""
         self._checks: dict[str, Callable[[str, Sequence[Any], Any], None]] = {
             **dict.fromkeys(("add", "add_", "sub", "sub_"), self._added),
             **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"), self._bounded),
-            **dict.fromkeys(("_to_copy", "copy_", "mul"), self._cast),
+            **dict.fromkeys(("_to_copy", "copy_"), self._copied),
+            **dict.fromkeys(("mul", "mm", "bmm"), self._multiplied),
             **dict.fromkeys(("div", "div_"), self._divided),
             **dict.fromkeys(("arange", "linspace"), self._counted),
             **dict.fromkeys(("sin", "cos", "sin_", "cos_"), self._turned),
@@ -81,6 +96,7 @@ class Operations:
     def begin(self, step: int) -> None:
         """Begin to check step number ``step``."""
         self._step = step
+        self._rounded = {}
         self._created, self._not_totals = set(), set()
 
     def inspect(self, func: Any, args: Sequence[Any], result: Any, frame: FrameType | None) -> None:
@@ -94,7 +110,7 @@ class Operations:
 
     def report(self) -> None:
         """Read the values that decide, and report."""
-        pending, self._pending = self._pending, []
+        pending, self._pending, self._rounded = self._pending, [], {}
         for one in pending:
             if one.code == "A625" and one.result is not None and one.result.data_ptr() in self._not_totals:
                 continue
@@ -180,6 +196,7 @@ class Operations:
 
     def _divided(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Leave out integers that divide: a count is as exact as its quotient."""
+        self._follow(args[:1], result)
         divisor = storage(args[1]) if len(args) > 1 and isinstance(args[1], Tensor) else None
         if divisor is not None:
             address = divisor.data_ptr()
@@ -204,19 +221,59 @@ class Operations:
 
     # --- angles ------------------------------------------------------------------------------------------------------------------
 
+    def _copied(self, name: str, args: Sequence[Any], result: Any) -> None:
+        self._cast(name, args, result)
+        source = args[1] if name == "copy_" and len(args) > 1 else args[0]
+        form = _half_of(result)
+        if form is None or not isinstance(source, Tensor) or source.dtype not in (FP32.dtype, FP64.dtype):
+            self._follow([source], result)
+        elif readable(source) and not source.requires_grad and 1 < source.numel() <= _MAX_CHECKED:
+            with _disable_current_modes():
+                exact = source.detach()  # the result may be on another device
+                changed = (exact.to(result.dtype) != exact).any().float()
+            self._keep(result, form, changed, running_line())
+
+    def _multiplied(self, name: str, args: Sequence[Any], result: Any) -> None:
+        if name == "mul":
+            self._cast(name, args, result)
+        if _half_of(result) is None:  # the values of 16-bit angles tell
+            self._follow(args, result)
+
+    def _follow(self, sources: Sequence[Any], result: Any) -> None:
+        """Keep a result that is computed from rounded numbers, and not from trained ones."""
+        found = next((one for one in map(self._rounded_of, sources) if one is not None), None)
+        if found is not None and isinstance(result, Tensor) and not result.requires_grad:
+            self._keep(result, found.form, found.changed, found.line)
+
+    def _keep(self, result: Tensor, form: Format, changed: Tensor, line: str) -> None:
+        memory = storage(result)
+        if memory is not None and len(self._rounded) < _MAX_PENDING and result.numel() <= _MAX_CHECKED:
+            self._rounded[memory.data_ptr()] = _Rounded(memory, form, changed, line)
+
+    def _rounded_of(self, source: Any) -> _Rounded | None:
+        memory = storage(source) if self._rounded and isinstance(source, Tensor) else None
+        return None if memory is None else self._rounded.get(memory.data_ptr())
+
     def _turned(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """Check angles of which neighbours are far apart: also FP32 ones whose values all are 16-bit numbers."""
+        """Check angles of which neighbours are far apart: those whose values all are 16-bit numbers, and products of rounded ones."""
         angles = args[0]
         if name.endswith("_") or not isinstance(angles, Tensor) or not readable(angles):
             return
-        if angles.dtype not in (*HALF, FP32.dtype) or not _MIN_ANGLES <= angles.numel() <= _MAX_CHECKED:
+        rounded = self._rounded_of(angles)
+        if angles.dtype not in (*HALF, FP32.dtype, FP64.dtype) or not _MIN_ANGLES <= angles.numel() <= _MAX_CHECKED:
             return
-        formats = [form for dtype in HALF if (form := format_of(dtype)) is not None]
+        dtypes = [angles.dtype] if angles.dtype in HALF else list(HALF)
+        formats = [form for dtype in dtypes if (form := format_of(dtype)) is not None]
         with _disable_current_modes():
-            exact = angles.detach().float()
-            fits = [(exact.to(form.dtype).float() == exact).all().float() for form in formats]
-            values = torch.stack([exact.abs().amax(), (exact == exact.round()).all().float(), *fits])
+            wide = FP64.dtype if angles.dtype is FP64.dtype else FP32.dtype
+            exact = angles.detach().to(wide)
+            fits = [(exact.to(form.dtype).to(wide) == exact).all().to(wide) for form in formats]
+            largest, whole = exact.abs().amax(), (exact == exact.round()).all().to(wide)
+            values = torch.stack([largest, whole, *fits])
+            of_products = None if rounded is None else torch.cat([rounded.changed.to(values)[None], values])
         self._wait("A623", values, lambda v: _angles(v, formats))
+        if rounded is not None and of_products is not None:
+            self._wait("A623", of_products, lambda v: _products(v, rounded.form, formats), line=rounded.line)
 
     # --- findings ----------------------------------------------------------------------------------------------------------------
 
@@ -234,9 +291,10 @@ class Operations:
         values: Tensor,
         judge: Callable[[list[float]], str],
         result: torch.UntypedStorage | None = None,
+        line: str = "",
     ) -> None:
         if len(self._pending) < _MAX_PENDING:
-            self._pending.append(_Pending(code, values, judge, running_line(), self._step, result))
+            self._pending.append(_Pending(code, values, judge, line or running_line(), self._step, result))
 
 
 class _Mode(TorchDispatchMode):
@@ -310,3 +368,12 @@ def _angles(values: list[float], formats: list[Format]) -> str:
                 f"angles up to {largest:g} are {form.name.upper()} numbers, which are {spacing:g} radians apart there"
             )
     return ""
+
+
+def _products(values: list[float], form: Format, formats: list[Format]) -> str:
+    """Return what is wrong with angles that are products of numbers of ``form``, if rounding changed these."""
+    changed, largest, *_ = values
+    spacing = _spacing(largest, form) if math.isfinite(largest) else 0.0
+    if not changed or spacing < _BLURRED_RADIANS or _angles(values[1:], formats):
+        return ""
+    return f"angles up to {largest:g} are products of numbers rounded to {form.name.upper()}, and as uncertain: by {spacing:g} radians"

@@ -52,7 +52,7 @@ MISUSES: tuple[Misuse, ...] = (
         "A605",
         "GradScaler calls out of order",
         "error",
-        "torch raises an error, or gradients are divided by the scale twice or not at all",
+        "torch raises an error, or gradients are divided by the scale twice or not at all, or used twice",
         "keep the order: scale(loss).backward(), unscale_(optimizer) if needed, step(optimizer), and update() once at the end",
     ),
     Misuse(

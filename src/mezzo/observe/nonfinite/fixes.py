@@ -430,21 +430,21 @@ def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
     if not operands:
         return Offer(f"{op} has no values to work on: skip it for empty tensors", "if x.numel():")
     if any(o.num_not_finite for o in operands) and "softmax" not in op:
-        return _of_infinities(op)
+        is_0 = any(o.smallest == 0 for o in operands)
+        return _ZERO_TIMES_INFINITY if forward and is_0 and op in ("mul", "multiply") else _of_infinities(op)
     if forward and op in ("std", "var"):
         return Offer(
             "a single value has no standard deviation: pass more values, or divide by their number",
             "y = x.std(correction=0)",
         )
     if forward and op in ("sqrt", "sqrt_"):
-        return Offer(
-            "a negative number has no root: keep the argument at or above 0", "y = torch.sqrt(x.clamp_min(1e-12))"
-        )
+        advice = "a negative number has no root: keep the argument at or above 0"
+        return Offer(advice, _in_format("y = torch.sqrt(x.clamp_min(1e-12))", operands))
     if op in _GROWS and min(o.smallest for o in operands) > 0 and max(o.largest for o in operands) > _LARGE_SQUARE:
         return Offer(_BEYOND_FP32, "clip_grad_norm_(parameters, 1.0)")
     for names, advice, line in _INVALID:
         if any(name in op.split("_") or name == op for name in names):
-            return Offer(advice, line)
+            return Offer(advice, _in_format(line, operands))
     if max((o.largest for o in operands), default=0.0) > _LARGE:
         return Offer(_BEYOND_FP32, "clip_grad_norm_(parameters, 1.0)")
     return Offer(f"keep the input of {op} in the range where its result is finite", "x = x.clamp(min=1e-6)")
@@ -459,16 +459,43 @@ def _of_infinities(op: str) -> Offer:
     return Offer(advice, "x = x.masked_fill(mask, torch.finfo(x.dtype).min)")
 
 
+_ZERO_TIMES_INFINITY = Offer(
+    "an infinity that the script creates, as in a mask, is multiplied by 0, as in p * log p: put 0 in its place before the product",
+    "y = p * logs.masked_fill(p == 0, 0.0)",
+)
+"""Its gradient is finite as well: where the product itself is filled, 0 times the infinity returns in the backward pass."""
 _SCALES = ("div", "divide", "true_divide", "mul", "multiply")
 _INVALID: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("sqrt",), "the derivative of a root at 0 is infinite: keep its argument above 0", "y = torch.sqrt(x + 1e-12)"),
     (("rsqrt", "reciprocal"), "1 / 0 is infinite: keep the argument above 0", "y = torch.rsqrt(x + 1e-6)"),
     (("log", "log2", "log10"), "the logarithm needs an argument above 0", "y = torch.log(x.clamp_min(1e-6))"),
     (("log1p",), "the argument must be above -1", "y = torch.log1p(x.clamp_min(-1 + 1e-6))"),
-    (("div", "divide"), "keep the divisor away from 0", "y = a / torch.where(b.abs() < 1e-6, 1e-6, b)"),
+    (("div", "divide"), "keep the divisor away from 0", "y = a / torch.where(b.abs() < 1e-6, 1.0, b)"),
     (("pow",), "keep the base above 0 where the exponent is below 1", "y = x.clamp_min(1e-12).pow(p)"),
     (("norm", "std", "var"), "it has no derivative at 0", "y = (x * x).sum(-1).add(1e-12).sqrt()"),
     (("exp",), "clamp the argument: FP32's exponential ends at 88", "y = x.clamp_max(80).exp()"),
     (("acos", "asin", "atanh"), "keep the argument inside (-1, 1)", "y = x.clamp(-1 + 1e-6, 1 - 1e-6).acos()"),
     (("softmax",), "a row that is all masked has no softmax", "mask = mask & ~mask.all(-1, keepdim=True)"),
 )
+_IN_FP16 = {
+    "y = torch.sqrt(x + 1e-12)": "y = torch.sqrt(x + 1e-4)",
+    "y = torch.sqrt(x.clamp_min(1e-12))": "y = torch.sqrt(x.clamp_min(1e-4))",
+    "y = torch.rsqrt(x + 1e-6)": "y = torch.rsqrt(x + 1e-2)",
+    "y = torch.log(x.clamp_min(1e-6))": "y = torch.log(x.clamp_min(1e-4))",
+    "y = x.clamp_min(1e-12).pow(p)": "y = x.clamp_min(1e-4).pow(p)",
+    "y = (x * x).sum(-1).add(1e-12).sqrt()": "y = (x * x).sum(-1).add(1e-4).sqrt()",
+    "y = x.clamp_max(80).exp()": "y = x.clamp_max(10).exp()",
+}
+"""FP16 rounds 1e-12 to 0, does not hold the slopes of roots and logarithms near 1e-6, and ends at the exponential of 11."""
+_IN_16_BITS = {
+    "y = torch.log1p(x.clamp_min(-1 + 1e-6))": "y = torch.log1p(x.float().clamp_min(-1 + 1e-6))",
+    "y = x.clamp(-1 + 1e-6, 1 - 1e-6).acos()": "y = x.float().clamp(-1 + 1e-6, 1 - 1e-6).acos()",
+}
+"""No 16-bit format has a number between 1 and 1 - 1e-6."""
+
+
+def _in_format(line: str, operands: list[Operand]) -> str:
+    """Return a line that works on operands of the formats of ``operands``."""
+    formats = {o.format for o in operands}
+    line = _IN_FP16.get(line, line) if FP16.name in formats else line
+    return _IN_16_BITS.get(line, line) if formats.intersection(NARROW) else line
