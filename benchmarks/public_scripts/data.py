@@ -114,9 +114,9 @@ def penn_treebank(folder: Path) -> None:
 
 
 def few_image_folders(folder: Path) -> None:
-    """Write two classes of eight images for training."""
-    images(folder / "images" / "train" / "disc", count=8, side=64)
-    images(folder / "images" / "train" / "mask", count=8, side=64, suffix="png", masks=True)
+    """Write two classes of six images for training."""
+    images(folder / "images" / "train" / "disc", count=6, side=64)
+    images(folder / "images" / "train" / "mask", count=6, side=64, suffix="png", masks=True)
 
 
 def characters(folder: Path) -> None:

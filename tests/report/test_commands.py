@@ -51,6 +51,8 @@ CASES = [
         "mezzo run --policy fp16:init_scale=2 t.py --out o/run-fp16-init_scale-2",
     ),
     ("compare t.py --out 'o/{run}'", "t.py", ("compare", {}), "mezzo compare t.py --out 'o/{run}'"),
+    ("compare t.py --out 'o/{run}'", "t.py", ("diagnose", {}), "mezzo diagnose t.py --out 'o/{run}'"),
+    ("diagnose t.py --out 'o/{run}'", "t.py", ("fallback", {}), "mezzo fallback t.py --out 'o/{run}'"),
     (
         "run 'my script.py' \"it's\" '$HOME' '*' ''",
         "my script.py",

@@ -35,7 +35,7 @@ DROPPED: Mapping[str, str] = {
     "--json": "a person types the next command",
 }
 """Options that even a repeated command leaves out, with the reason."""
-_NAMES_RUNS = ("compare", "check", "tune", "resume-check")
+_NAMES_RUNS = ("compare", "check", "tune", "resume-check", "diagnose", "fallback")
 """Commands that replace ``{run}`` in the script's arguments."""
 _DEFAULT_EXPONENT = 16
 """Exponent of the initial loss scale of a policy that does not set one."""

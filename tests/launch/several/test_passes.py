@@ -51,7 +51,13 @@ WIDE = "in FP32, the script's own 16 bits too, to step 3"
 
 
 def diagnosed(
-    folder: Path, answer: Answer, *, policy: str = "fp16", seed: int | None = None, **ending: Any
+    folder: Path,
+    answer: Answer,
+    *,
+    policy: str = "fp16",
+    seed: int | None = None,
+    arguments: tuple[str, ...] = (),
+    **ending: Any,
 ) -> tuple[DiagnoseRecord | RunRecord, list[Request]]:
     """Return the record of a made-up script, and what was asked for; ``answer`` gives the evidence of each run."""
     asked: list[Request] = []
@@ -63,6 +69,7 @@ def diagnosed(
         command=("mezzo",),
         output_to_stderr=True,
         seed=seed,
+        arguments=arguments,
     )
 
     def child(one: Request, **_: Any) -> RunRecord:
@@ -234,6 +241,11 @@ def test_an_earlier_skip_is_inspected_before_the_one_that_was_seen(tmp_path: Pat
 def test_every_run_begins_with_the_same_seed(seed: int | None, used: int, tmp_path: Path) -> None:
     _, asked = diagnosed(tmp_path, told(OVERFLOW, {}), seed=seed)
     assert [one.seed for one in asked] == [used] * 3
+
+
+def test_no_run_finds_the_checkpoints_of_another(tmp_path: Path) -> None:
+    _, asked = diagnosed(tmp_path, told(OVERFLOW, {}), arguments=("--out", "a/{run}"))
+    assert [one.arguments for one in asked] == [("--out", f"a/pass{number}") for number in (1, 2, 3)]
 
 
 def test_a_child_that_dies_gives_the_record_of_a_run(tmp_path: Path) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mezzo.observe.nonfinite.shadows import RangeEnd, Shadows, Storages, differs, rounded
 
@@ -63,7 +66,61 @@ def test_views_share_what_is_kept() -> None:
     shadows.write(whole[0], torch.tensor([1.0, 2, INF]), ("b",))
     found = shadows.read(whole)
     assert found is not None
-    assert (found[0].flatten().tolist(), found[1]) == ([1, 2, INF, 4, 5, 8e4], ("a", "b"))
+    assert (found[0].flatten().tolist(), found[1]) == ([1, 2, INF, 4, 5, 8e4], ("a",))  # what was written last agrees
+
+
+def test_a_write_into_a_view_replaces_only_what_the_view_covers() -> None:
+    shadows: Shadows[str] = Shadows(RangeEnd.ABOVE)
+    buffer = torch.full((12,), INF, dtype=HALF)
+    assert shadows.write(buffer[:8].view(2, 4), 1e5 + torch.arange(8.0).view(2, 4), ("a",))
+    assert shadows.write(buffer[8:], torch.full((4,), 2e5), ("b",))
+    assert shadows.write(buffer[2:5], torch.tensor([3e5, INF, 4e5]), ("c",))
+    assert not shadows.write(buffer[6:7], half(INF).float(), ("d",))
+    expected = [
+        (buffer, [1e5, 1e5 + 1, 3e5, INF, 4e5, 1e5 + 5, INF, 1e5 + 7, 2e5, 2e5, 2e5, 2e5], {"a", "b", "c"}),
+        (buffer[:2], [1e5, 1e5 + 1], {"a"}),
+        (buffer[2:5], [3e5, INF, 4e5], {"c"}),
+        (buffer[4:6], [4e5, 1e5 + 5], {"a", "c"}),
+        (buffer[7:9], [1e5 + 7, 2e5], {"a", "b"}),
+        (buffer[0:6:5], [1e5, 1e5 + 5], {"a", "c"}),
+    ]
+    for view, values, sources in expected:
+        found = shadows.read(view)
+        assert found is not None
+        assert (found[0].tolist(), set(found[1])) == (values, sources)
+    assert shadows.read(buffer[3:4]) is None
+    buffer[0] = 3  # a write that was not seen
+    assert shadows.read(buffer[:1]) is None
+    rest = shadows.read(buffer[1:2])
+    assert rest is not None
+    assert rest[0].tolist() == [1e5 + 1]
+
+
+class Elements(TorchDispatchMode):
+    """Counts the elements of all results."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += sum(t.numel() for t in tree_leaves(result) if isinstance(t, Tensor))
+        return result
+
+
+def test_views_of_one_buffer_cost_no_more_than_tensors_of_their_own() -> None:
+    """Gradients of DDP are views of one buffer: each once cost as much as the whole buffer."""
+
+    def cost(tensors: list[Tensor]) -> int:
+        shadows: Shadows[str] = Shadows(RangeEnd.ABOVE)
+        with Elements() as elements:
+            for tensor in tensors:
+                assert shadows.write(tensor, torch.full((50,), 1e5), ("a",))
+                found = shadows.read(tensor)
+                assert found is not None
+        return elements.count
+
+    views = list(torch.full((5000,), INF, dtype=HALF).view(100, 50))
+    assert cost(views) == cost([view.clone() for view in views])
 
 
 def test_what_no_longer_differs_is_forgotten() -> None:

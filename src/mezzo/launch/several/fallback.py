@@ -10,6 +10,7 @@ from mezzo.launch.process.command_signals import Stopped
 from mezzo.launch.ranks.leading import leader
 from mezzo.launch.ranks.requests import folder_of_rank
 from mezzo.launch.request import Request
+from mezzo.launch.several.compared_runs import named_arguments
 from mezzo.launch.several.side_by_side import output_of
 from mezzo.launch.several.waves import Waves
 from mezzo.observe.fallback.evidence import Measured, checked, failed_by_format, measured_path, of_all, read_measured
@@ -86,6 +87,7 @@ class _Children:
                 "policy": policy,
                 "policy_typed": "",
                 "observe": settings,
+                "arguments": named_arguments(self._request.arguments, settings.name),
                 "record_path": str(self._folder / f"{settings.name}.record.json"),
             }
         )

@@ -27,6 +27,7 @@ from mezzo.launch.process.command_signals import Stop, Stopped, stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
 from mezzo.launch.several.caller import caller_of
+from mezzo.launch.several.compared_runs import named_arguments
 from mezzo.observe.limits import NARROW
 from mezzo.observe.nonfinite import fixes
 from mezzo.observe.nonfinite.evidence import Evidence, of_all, read_evidence
@@ -106,7 +107,8 @@ def _run(planned: ScriptRun, request: Request, number: int, child: Child, stop: 
     """Run the script as planned and return the run with its record; from the second run on, its output goes to a file."""
     path, output = Path(request.record_path), None
     typed = request.policy_typed if planned.policy == request.policy else ""
-    update: dict[str, Any] = {"policy": planned.policy, "policy_typed": typed}
+    arguments = named_arguments(request.arguments, f"pass{number}")
+    update: dict[str, Any] = {"policy": planned.policy, "policy_typed": typed, "arguments": arguments}
     if number > 1:
         path, output = path.with_name(f"pass{number}.json"), path.with_name(f"pass{number}.log")
         update |= {"output_to_stderr": False, "record_path": str(path)}

@@ -299,9 +299,9 @@ class InfinityTracer(PlacingTracer):
             operation.truths = {}
             for tensor in results:
                 self._forget_truth(tensor)
-        bad_operands = (
-            [pair for pair in operation.read if not is_finite(pair[0])] if bad_results or len(self._taint) else []
-        )
+        # Without bad results only operands that are known to be bad say something: these may have been swallowed.
+        suspects = [pair for pair in operation.read if bad_results or self._taint.get(pair[1]) is not None]
+        bad_operands = [pair for pair in suspects if not is_finite(pair[0])]
         local = self._computed_locally(operation, results, result, made=bool(bad_results) and not bad_operands)
         true = {end: operation.computed(result, known) for end, (known, _) in operation.truths.items()}
         new: dict[RangeEnd, tuple[Source, ...]] = {}

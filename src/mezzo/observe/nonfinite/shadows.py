@@ -8,8 +8,8 @@ the range. It alone decides whether a lost value matters (``measure_errors``). G
 lost gradient would not show in a norm over all of them. One that is only rounding noise (a bias before a norm) is not judged.
 
 Each end of the range has its own true values (``RangeEnd``). Those for the lower end have no upper limit either, because a division by a
-small number is often undone by a multiplication. Only the elements that differ are kept, by storage, so that views share them. Cost: a
-second run of each operation that reads such elements, and 16 bytes per element.
+small number is often undone by a multiplication. Only the elements that differ are kept, by their places in storages, so that views share
+them. Cost: a second run of each operation that reads such elements, and 16 bytes per element.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -80,9 +80,10 @@ class Storages(Generic[T]):
             self._sweep_at = max(_SWEEP, 2 * len(self._values))
         self._values[key] = StorageWeakRef(tensor.untyped_storage()), value
 
-    def drop(self, which: Callable[[T], bool]) -> None:
-        """Drop the values for which ``which`` is true."""
-        self._values = {key: kept for key, kept in self._values.items() if not which(kept[1])}
+    def change(self, to: Callable[[T], T]) -> None:
+        """Replace every value by ``to(value)``, and drop those that become empty."""
+        changed = {key: (storage, to(value)) for key, (storage, value) in self._values.items()}
+        self._values = {key: kept for key, kept in changed.items() if kept[1]}
 
     def pop(self, tensor: Tensor) -> None:
         """Drop the value for the storage of ``tensor``."""
@@ -97,10 +98,13 @@ def _storage_key(tensor: Tensor) -> int | None:
 
 
 @dataclass
-class _Shadow(Generic[T]):
-    """The elements of a storage that differ from their true values."""
+class _Piece(Generic[T]):
+    """The elements of a part of a storage that differ from their true values."""
 
+    start: int
+    stop: int
     positions: Tensor
+    """Their places in the storage, ascending."""
     actual: Tensor
     """The elements themselves: if they have changed since, a write that was not seen has made the true values obsolete."""
     true: Tensor
@@ -108,13 +112,33 @@ class _Shadow(Generic[T]):
     sources: tuple[T, ...]
     mark: int
 
+    def between(self, start: int, stop: int) -> _Piece[T]:
+        """Return the elements from ``start`` up to ``stop``."""
+        start, stop = max(start, self.start), min(stop, self.stop)
+        if (start, stop) == (self.start, self.stop):
+            return self
+        ends = torch.tensor([start, max(start, stop)], device=self.positions.device)
+        some = slice(*torch.searchsorted(self.positions, ends).tolist())
+        return replace(
+            self,
+            start=start,
+            stop=stop,
+            positions=self.positions[some],
+            actual=self.actual[some],
+            true=self.true[some],
+        )
+
 
 class Shadows(Generic[T]):
-    """True values for one end of the range, each with its sources."""
+    """True values for one end of the range, each with its sources.
+
+    A tensor reads and writes only its own part of its storage: thousands of gradients may be views of one buffer.
+    """
 
     def __init__(self, end: RangeEnd) -> None:
         self.end = end
-        self._shadows: Storages[_Shadow[T]] = Storages()
+        self._pieces: Storages[list[_Piece[T]]] = Storages()
+        """Of each storage those parts that no later write has replaced; they do not overlap."""
         self._mark = 0
 
     def mark(self) -> None:
@@ -123,52 +147,82 @@ class Shadows(Generic[T]):
 
     def turn(self) -> None:
         """Begin another step: values left over from the previous step, such as running statistics, count as true in it."""
-        self._shadows.drop(lambda shadow: shadow.mark < self._mark)
+        self._pieces.change(lambda pieces: [piece for piece in pieces if piece.mark >= self._mark])
 
     def __bool__(self) -> bool:
-        return len(self._shadows) > 0
+        return len(self._pieces) > 0
 
     def read(self, tensor: Tensor) -> tuple[Tensor, tuple[T, ...]] | None:
         """Return the true values of ``tensor``, 16-bit ones in FP32, with their sources; None if its own values are true."""
-        shadow = self._shadows.get(tensor)
-        if shadow is None or tensor.layout is not torch.strided:
+        if self._pieces.get(tensor) is None or tensor.layout is not torch.strided:
             return None
-        flat = _flat(tensor)
-        if not bool(_equal(flat[shadow.positions], shadow.actual).all()):
-            self._shadows.pop(tensor)
+        flat, start = _span(tensor)
+        pieces = self._between(tensor, start, start + len(flat))
+        if not pieces:
             return None
         wide = _wide(flat)
-        wide[shadow.positions] = shadow.true
-        true = wide.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        for piece in pieces:
+            places = piece.positions - start
+            if not bool(_equal(flat[places], piece.actual).all()):
+                self._replace(tensor, start, start + len(flat), [])
+                return None
+            wide[places] = piece.true
+        true = wide.as_strided(tensor.shape, tensor.stride(), 0)
         if tensor.numel() < flat.numel() and bool(_equal(true, tensor.detach().to(true.dtype)).all()):
             return None  # the elements that differ lie outside this view
-        return true, shadow.sources
+        return true, _sources(pieces)
 
     def write(self, tensor: Tensor, true: Tensor, sources: tuple[T, ...]) -> bool:
         """Keep the elements of ``true`` that differ from ``tensor``; return whether any do."""
         if tensor.layout is not torch.strided or _storage_key(tensor) is None:
             return False
-        before, flat = self._shadows.get(tensor), _flat(tensor)
-        if tensor.numel() == flat.numel() and tensor.is_contiguous():
+        flat, start = _span(tensor)
+        if tensor.is_contiguous():
             whole = true.reshape(-1)
         else:
-            whole = _wide(flat)
-            if before is not None:
-                kept = _equal(flat[before.positions], before.actual)
-                whole[before.positions[kept]] = before.true[kept]
-                sources = tuple(dict.fromkeys((*before.sources, *sources)))
-            whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(true)
-        positions = differs(flat, whole).nonzero().flatten()
-        if not len(positions):
-            self._shadows.pop(tensor)
-            return False
-        self._shadows.put(tensor, _Shadow(positions, flat[positions], whole[positions], sources, self._mark))
-        return True
+            whole, pieces = _wide(flat), self._between(tensor, start, start + len(flat))
+            for piece in pieces:
+                places = piece.positions - start
+                kept = _equal(flat[places], piece.actual)
+                whole[places[kept]] = piece.true[kept]
+            sources = tuple(dict.fromkeys((*_sources(pieces), *sources)))
+            whole.as_strided(tensor.shape, tensor.stride(), 0).copy_(true)
+        found, stop = differs(flat, whole).nonzero().flatten(), start + len(flat)
+        piece = _Piece(start, stop, found + start, flat[found], whole[found], sources, self._mark)
+        self._replace(tensor, start, stop, [piece] if len(found) else [])
+        return len(found) > 0
 
     def forget(self, tensor: Tensor) -> None:
         """Accept the values of ``tensor`` as true."""
-        if self._shadows.get(tensor) is not None:
+        if self._pieces.get(tensor) is not None:
             self.write(tensor, _wide(tensor.detach()), ())
+
+    def _between(self, tensor: Tensor, start: int, stop: int) -> list[_Piece[T]]:
+        """Return what is kept for a part of the storage of ``tensor``."""
+        found = [
+            piece.between(start, stop)
+            for piece in self._pieces.get(tensor) or ()
+            if piece.start < stop and piece.stop > start
+        ]
+        return [piece for piece in found if len(piece.positions)]
+
+    def _replace(self, tensor: Tensor, start: int, stop: int, new: list[_Piece[T]]) -> None:
+        """Keep ``new`` for a part of the storage of ``tensor``, and what was kept outside it."""
+        pieces = list(new)
+        for piece in self._pieces.get(tensor) or ():
+            if piece.stop <= start or piece.start >= stop:
+                pieces.append(piece)
+                continue
+            outside = [piece.between(piece.start, start), piece.between(stop, piece.stop)]
+            pieces += [part for part in outside if part.start < part.stop and len(part.positions)]
+        if pieces:
+            self._pieces.put(tensor, pieces)
+        else:
+            self._pieces.pop(tensor)
+
+
+def _sources(pieces: Iterable[_Piece[T]]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(source for piece in pieces for source in piece.sources))
 
 
 # --- gradients -------------------------------------------------------------------------------------------------------------------
@@ -266,10 +320,12 @@ def _equal(a: Tensor, b: Tensor) -> Tensor:
     return (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() else a == b
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the whole storage of ``tensor`` in one dimension."""
+def _span(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return the part of its storage from the first to the last element of ``tensor``, in one dimension, and where it starts."""
+    length = 1 + sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return whole.set_(tensor.untyped_storage())
+    return whole.set_(tensor.untyped_storage(), start, (length,), (1,)), start
 
 
 def _wide(tensor: Tensor) -> Tensor:
