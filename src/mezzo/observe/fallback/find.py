@@ -232,8 +232,8 @@ def _searched(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
     where = f"on {len(state.steps)} batches" if len(state.steps) > 1 else "on one batch"
     if before.passed:
         return _passed(before, where)
-    if _is_rounding(state, judged):
-        return "not needed", _shared_error(before, where), ()
+    if (rounding := _as_rounding(state, judged, where)) is not None:
+        return rounding
     names = [local.module for local in state.local if not local.unnamed]
     costs = {local.module: float(local.flops) for local in state.local}
     search_modules = functools.partial(search, names, tolerance=1.0, costs=costs, whole=_not_opened(state))
@@ -253,18 +253,25 @@ def _searched(state: SearchState) -> tuple[FallbackVerdict, str, Names]:
     return _found(state, judged, again, f"searched {where}, since the set of the first failed on another")
 
 
-def _is_rounding(state: SearchState, judged: Sequence[StepErrors], kept: Names | None = None) -> bool:
-    """Return whether the policy's error is that of rounding everywhere, because no module (of ``kept``) makes more than that."""
+def _as_rounding(
+    state: SearchState, judged: Sequence[StepErrors], where: str, kept: Names | None = None
+) -> tuple[FallbackVerdict, str, Names] | None:
+    """Return the verdict where no module (of ``kept``) makes more than rounding on its own; None if rounding does not explain the error."""
     if state.is_strict or not judged or stand_out(state.local, state.tolerance, inside=kept):
-        return False
-    return state.allowed.is_rounding(judged)
-
-
-def _shared_error(before: Verification, where: str) -> str:
-    return (
+        return None
+    explained, before = state.allowed.is_rounding(judged), state.trials[0]
+    shared = (
         f"the gradient of {before.tensor} is off by {before.error:.2g}, {where}, but no module that was run by itself makes more than "
-        "rounding: the error is that of all of them together, and keeping some in FP32 is no remedy"
+        "rounding"
     )
+    if explained is None:
+        return (
+            "undecided",
+            f"{shared}; rounding alone moves gradients as much, so whether one is lost cannot be told",
+            (),
+        )
+    remedy = "the error is that of all of them together, and keeping some in FP32 is no remedy"
+    return ("not needed", f"{shared}: {remedy}", ()) if explained else None
 
 
 _CHANGED_NOTHING = "the policy lowers nothing in these steps, or no value that it rounds, so this says nothing about it"
@@ -285,11 +292,11 @@ def _passed(before: Verification, where: str) -> tuple[FallbackVerdict, str, Nam
 def _found(
     state: SearchState, judged: Sequence[StepErrors], kept: Names, how: str
 ) -> tuple[FallbackVerdict, str, Names]:
-    if _is_rounding(state, judged, kept):
-        return "not needed", _shared_error(state.trials[0], how), ()
-    if (share := _fp32_share(state, kept)) > _PAYS_UP_TO:
+    if (rounding := _as_rounding(state, judged, how, kept)) is not None:
+        return rounding
+    if _fp32_share(state, kept) > _PAYS_UP_TO:
         _find_instead(state)
-        return "does not pay", f"the set that passes has {share:.3g} of the FLOPs; {how}", kept
+        return "does not pay", f"with fewer modules a gradient is off by more than is allowed; {how}", kept
     return "found", f"with fewer modules a gradient is off by more than is allowed; {how}", kept
 
 
