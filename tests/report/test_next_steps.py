@@ -462,6 +462,26 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         fallback("not needed", error_before=0.001),
         [("see whether fp16 trains like fp32", f"mezzo compare --policies fp32,fp16 {TAIL}")],
     ),
+    "undecided gradients": (
+        fallback("undecided", error_before=None),
+        [("see whether fp16 trains like fp32", f"mezzo compare --policies fp32,fp16 {TAIL}")],
+    ),
+    "does not pay, bf16 passes": (
+        fallback("does not pay", kept=["body"], suggested="fp16:fp32_modules=body", instead="bf16"),
+        [
+            (
+                "bf16 passes on the same batches; see whether it trains like fp32",
+                f"mezzo compare --policies fp32,bf16 {TAIL}",
+            )
+        ],
+    ),
+    "does not pay at all": (
+        fallback("does not pay", kept=["body"], suggested="fp16:fp32_modules=body", instead="fp32"),
+        [
+            ("stay in fp32", f"mezzo run --policy fp32 {TAIL}"),
+            ("see whether fp16 trains like it all the same", f"mezzo compare --policies fp32,fp16 {TAIL}"),
+        ],
+    ),
     "doctor": (
         build.doctor_record(),
         [

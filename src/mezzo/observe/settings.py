@@ -111,13 +111,13 @@ class FallbackSettings(ObserverSettings):
     """Settings of a fallback run: the gradients of the first steps, to compare between precisions."""
 
     kind: Literal["fallback"] = "fallback"
-    role: Literal["reference", "noise", "check"] = "reference"
+    role: Literal["reference", "noise", "rounding", "check"] = "reference"
     steps: StepNumbers = (1, 2, 3)
     """Numbers of the steps to compare, from 1 without a gap."""
     all_steps: bool = True
     """Whether a check continues after the first step with finite gradients."""
     policy: JudgedPolicy = Policy.parse("fp16")
-    """The policy under which the reference runs each module on its own."""
+    """The policy under judgement: the reference runs each module on its own under it, and ``rounding`` rounds as coarsely."""
     folder: str = "."
     """The folder of the reference's gradients and of the measurements."""
     name: str = "reference"

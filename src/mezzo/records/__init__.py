@@ -49,6 +49,7 @@ from mezzo.records.fallback import FallbackRecord as FallbackRecord
 from mezzo.records.fallback import FallbackVerdict as FallbackVerdict
 from mezzo.records.fallback import ModuleError as ModuleError
 from mezzo.records.fallback import Verification as Verification
+from mezzo.records.fallback import clear_error as clear_error
 from mezzo.records.files import AnyRecord as AnyRecord
 from mezzo.records.files import Record as Record
 from mezzo.records.files import read_record as read_record

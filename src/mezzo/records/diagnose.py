@@ -97,7 +97,7 @@ class DiagnoseRecord(WholeRecord):
     zero_eps: float | None = None
     """The optimizer's eps, if it is 0 in the weight's format and the update divides by it."""
     settled_scale: float | None = None
-    """The loss scale at the end, if skipped updates have lowered it so far that small gradients are lost."""
+    """The loss scale at which the run settled, if skipped updates have lowered it so far that small gradients are lost."""
     static_scale: bool = False
     """Whether the loss scale is a number by which the script itself multiplies its loss and divides its gradients."""
     own_scaler: bool = False

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import PurePath
 from typing import Literal, TypeAlias
 
 from mezzo.records.run import RunRecord
 from mezzo.records.values import Reason, Value, WholeRecord
 
-FallbackVerdict: TypeAlias = Literal["found", "not needed", "elsewhere", "not repeatable", "fp32 fails"]
+FallbackVerdict: TypeAlias = Literal[
+    "found", "does not pay", "not needed", "elsewhere", "undecided", "not repeatable", "fp32 fails"
+]
+_TIMES_CLEAR, _MOST_CLEAR = 5, 0.8
+
+
+def clear_error(tolerance: float) -> float:
+    """Return the relative error from which a gradient is clearly wrong: five tolerances, and less than that of a gradient of zeros."""
+    return min(_TIMES_CLEAR * tolerance, _MOST_CLEAR)
 
 
 class ModuleError(Value):
@@ -43,13 +52,20 @@ class Verification(Value):
     operations: list[str] = []
     """Operations, or families of them, in FP32 wherever they run."""
     error: float
-    """The largest relative error of a parameter's gradient."""
+    """The relative error of the gradient that is furthest beyond what is allowed."""
     tensor: str = ""
-    """That parameter."""
+    """That gradient's parameter."""
+    allowed: float | None = None
+    """The largest error that passes for it: the tolerance, or what rounding alone does to it; None in records of earlier versions."""
     init_scale: float = 1.0
     steps: list[int] = []
     """The batches that were compared, as step numbers."""
     passed: bool = False
+
+    @property
+    def excess(self) -> float:
+        """The error as a multiple of what is allowed; infinite for NaN."""
+        return math.inf if math.isnan(self.error) or not self.allowed else self.error / self.allowed
 
 
 class FallbackRecord(WholeRecord):
@@ -71,12 +87,15 @@ class FallbackRecord(WholeRecord):
     """Operations, or families of them, to keep in FP32 wherever they run, if no set of modules helps; empty if these do not help either."""
     suggested: str = ""
     """The policy with them."""
+    instead: str = ""
+    """If the set does not pay, the policy to use instead: ``bf16`` if it passed on the same batches, else ``fp32``."""
     policy_file: str = ""
     fp32_share: float = 0.0
     """Share of the model's product FLOPs in them."""
     error_before: float | None = None
+    """The error with nothing kept, fresh batches included: of the gradient that is furthest beyond what is allowed."""
     error_after: float | None = None
-    """The largest error of a gradient with the set kept, fresh batches included."""
+    """The same with the set kept, on the same batches."""
     steps: list[int] = []
     """Batches on which the final set was checked; the search used the first."""
     modules: list[ModuleError] = []
@@ -84,6 +103,8 @@ class FallbackRecord(WholeRecord):
     verifications: list[Verification] = []
     noise: float | None = None
     """The largest error of a judged gradient when FP32 itself rounds differently."""
+    rounding: float | None = None
+    """The largest error of a judged gradient when FP32 rounds as coarsely as the policy; None in records of earlier versions."""
     ignored: list[Reason] = []
     """Parameters that are not judged, and why."""
     notes: list[Reason] = []
@@ -91,10 +112,15 @@ class FallbackRecord(WholeRecord):
     @property
     def summary(self) -> str:
         """The script, the verdict and what to keep in FP32, in one line."""
-        kept = ", ".join([*self.kept, *self.operations])
+        kept = ", ".join([*self.kept, *self.operations]) if self.helps else ""
         return f"{PurePath(self.run.script).name} under {self.policy}: {self.verdict}" + (
             f", {kept} in fp32" if kept else ""
         )
+
+    @property
+    def helps(self) -> bool:
+        """Whether the suggested policy is worth training with."""
+        return self.verdict == "found" or bool(self.operations)
 
     @property
     def policy_shown(self) -> str:

@@ -66,7 +66,7 @@ class ResumeCheckRecord(WholeRecord):
     without_effect: list[Reason] = []
     """Differences that had no effect in this run."""
     checkpoints: list[str] = []
-    """Files that the stopped run wrote and the resumed one read, or could have read."""
+    """Files, or folders of them, that the stopped run wrote and the resumed one read, or could have read."""
     folder: str = ""
     """Where the script ran."""
     whole: RunRecord

@@ -333,7 +333,7 @@ def _after_ranges(record: RangesRecord) -> Iterator[NextStep]:
 
 def _after_fallback(record: FallbackRecord) -> Iterator[NextStep]:
     commands, policy = _Commands(record.run), record.policy_shown
-    if record.policy_file or record.kept or record.operations:
+    if record.helps:
         kept = record.policy_file if record.policy_file and "," not in record.policy_file else record.suggested
         yield from commands.step(
             "train with the modules in FP32" if record.kept else "train with the operations in FP32", "run", policy=kept
@@ -346,9 +346,17 @@ def _after_fallback(record: FallbackRecord) -> Iterator[NextStep]:
     elif record.verdict == "not repeatable":
         why = "after setting the script's seeds, so that it reads the same batches in the same order at each start"
         yield from commands.step(why, "fallback", policy=policy)
+    elif record.verdict == "does not pay" and record.instead != "fp32":
+        why = f"{record.instead} passes on the same batches; see whether it trains like fp32"
+        yield from commands.step(why, "compare", policies=with_fp32(record.instead))
+    elif record.verdict == "does not pay":
+        yield from commands.step("stay in fp32", "run", policy="fp32")
+        yield from commands.step(
+            f"see whether {policy} trains like it all the same", "compare", policies=with_fp32(policy)
+        )
     elif record.verdict == "not needed" and record.error_before == 0:
         yield from commands.step(f"{policy} changed nothing; see why", "audit", policy=policy)
-    elif record.verdict == "not needed":
+    elif record.verdict in ("not needed", "undecided"):
         yield from commands.step(f"see whether {policy} trains like fp32", "compare", policies=with_fp32(policy))
     else:
         yield from commands.step("find the operation that loses values, and its line", "diagnose", policy=policy)

@@ -18,7 +18,16 @@ from mezzo.launch.several.plan import (
     repairs,
     undone,
 )
-from mezzo.records import DiagnoseRecord, Effective, FallbackRecord, Pass, RangesRecord, RunRecord, ScaleWindow
+from mezzo.records import (
+    DiagnoseRecord,
+    Effective,
+    FallbackRecord,
+    FallbackVerdict,
+    Pass,
+    RangesRecord,
+    RunRecord,
+    ScaleWindow,
+)
 
 POLICIES = ("fp32", "bf16", "fp16")
 NAN = float("nan")
@@ -159,13 +168,13 @@ def ranges(*, suggested: int | None) -> RangesRecord:
     )
 
 
-def search(suggested: str) -> FallbackRecord:
+def search(suggested: str, verdict: FallbackVerdict = "found") -> FallbackRecord:
     kept = ["head"] if suggested else []
     return FallbackRecord(
         run=trained("fp32", 0),
         policy="fp16",
         tolerance=0.02,
-        verdict="found",
+        verdict=verdict,
         reason="",
         kept=kept,
         suggested=suggested,
@@ -240,6 +249,12 @@ COURSES: list[tuple[str, dict[str, Any], tuple[RunRecord, ...], str]] = [
         {"diagnosed": {"fp16": None}, "searched": {"fp16": search("fp16:fp32_modules=tail")}},
         (),
         "run fp16:fp32_modules=tail 0",
+    ),
+    (
+        "modules with most of the FLOPs are no repair",
+        {"diagnosed": {"fp16": None}, "searched": {"fp16": search("fp16:fp32_modules=tail", "does not pay")}},
+        (),
+        "",
     ),
     ("nothing is left", {"diagnosed": {"fp16": None}, "searched": {"fp16": None}}, (), ""),
 ]

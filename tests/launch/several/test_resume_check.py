@@ -12,14 +12,17 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from helpers_launch import children_in_this_process
 from mezzo.errors import ScriptError
+from mezzo.launch.patches import Patches
 from mezzo.launch.process.script_signals import EndedBySignal
 from mezzo.launch.request import Request
 from mezzo.launch.runner import shared_imports
-from mezzo.launch.several.resume_check import ResumeCheck, stop_of
+from mezzo.launch.several.resume_check import ResumeCheck, checkpoints_of, stop_of
 from mezzo.launch.torch.tracing.traced import StateTrace
+from mezzo.launch.torch.tracing.written import FilesWritten
 from mezzo.measure.resumption.judgement import Judgement
 from mezzo.measure.resumption.trace import Point, RunTrace, Written
 from mezzo.policy import Policy
@@ -147,6 +150,62 @@ def test_processes_that_are_really_stopped(tmp_path: Path, arguments: tuple[str,
 def test_a_step_after_the_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ScriptError, match="--stop-after 24 was given, and train"):
         checked(tmp_path, stop_after=24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arguments", "states"), [((), ["data order"]), (("--seedable",), [])])
+def test_accelerates_checkpoints_in_the_middle_of_an_epoch(
+    tmp_path: Path, arguments: tuple[str, ...], states: list[str]
+) -> None:
+    pytest.importorskip("accelerate")
+    found = checked(tmp_path, *arguments, script="resume_accelerate", children=lambda work: shared_imports())
+    assert found is not None
+    assert (found.verdict, found.resumed_at) == ("differs" if states else "exact", 6), found
+    assert [one.state for one in found.missing] == states
+
+
+def _write_state(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"PK\x03\x04")
+
+
+FOLDERS: list[tuple[list[tuple[str, int]], list[str]]] = [
+    # the files with the update after which each was written; the checkpoints
+    ([("last.pt", 5), ("last.pt", 10)], ["last.pt"]),
+    ([("model.pt", 5), ("optimizer.pt", 5)], ["model.pt", "optimizer.pt"]),  # where the script runs
+    ([("ckpt/model.safetensors", 6), ("ckpt/optimizer.bin", 6), ("ckpt/random_states_0.pkl", 6)], ["ckpt"]),
+    ([("ckpt/step5.pt", 5), ("ckpt/step10.pt", 10)], ["ckpt/step5.pt", "ckpt/step10.pt"]),
+    ([("dcp/5/.metadata", 5), ("dcp/5/__0_0.distcp", 5), ("dcp/10/.metadata", 10), ("dcp/10/__0_0.distcp", 10)], ["dcp/5", "dcp/10"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "checkpoints"), FOLDERS)
+def test_a_folder_is_one_checkpoint(tmp_path: Path, files: list[tuple[str, int]], checkpoints: list[str]) -> None:
+    for name, _ in files:
+        _write_state(tmp_path / name)
+    (tmp_path / "ckpt").mkdir(exist_ok=True)
+    (tmp_path / "ckpt" / "where.json").write_text("[0, 6]")
+    written = [Written(path=str(tmp_path / name), updates=n, is_checkpoint=False) for name, n in files]
+    written.append(Written(path=str(tmp_path / "ckpt" / "where.json"), updates=6, is_checkpoint=False))
+    found = checkpoints_of(written, work=str(tmp_path))
+    assert [os.path.relpath(path, tmp_path) for path in found] == checkpoints
+
+
+@pytest.mark.parametrize("kind", [str, Path, Path.open])
+def test_the_whole_path_of_a_file_is_recorded(tmp_path: Path, kind: Callable[..., object]) -> None:
+    path, found = tmp_path / "ckpt" / "model.pt", []
+    path.parent.mkdir()
+    patches = Patches()
+    with contextlib.ExitStack() as undone:
+        undone.callback(patches.undo)
+        FilesWritten(lambda path, is_checkpoint: found.append((path, is_checkpoint))).install(patches)
+        if kind is Path.open:
+            with path.open("wb") as file:
+                torch.save({}, file)
+        else:
+            torch.save({}, kind(path))
+    assert (str(path), True) in found
+    assert {name for name, _ in found} == {str(path)}
 
 
 def test_a_script_whose_graph_replays_its_steps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

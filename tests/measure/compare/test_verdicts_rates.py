@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 import pytest
-from benchmarks.verdicts import courses, differences, metrics, promises
+from benchmarks.verdicts import courses, differences, metrics, modules, promises, scales
 
 from helpers_compare import row_of, run
 
@@ -76,6 +76,29 @@ def test_as_many_seeds_as_promised_decide(num_seen: int) -> None:
     made = [bool(outcome) for outcome in kept if outcome is not None]
     assert len(made) >= 15
     assert sum(made) / len(made) >= 0.8
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+@pytest.mark.parametrize(("rounding", "size", "noise"), [(0.1, 1, "heavy"), (0.3, 10, "normal"), (0.6, 1000, "normal")])
+def test_fallback_blames_no_module_of_a_healthy_training(policy: str, rounding: float, size: int, noise: str) -> None:
+    setting = modules.Setting(policy, rounding, size, noise)
+    assert modules.share_of(setting, modules.BLAMED, num=60, seed=1) <= above(0.05, 60)
+
+
+@pytest.mark.parametrize("policy", ["fp16", "bf16"])
+@pytest.mark.parametrize(("lost", "hidden"), [(math.inf, False), (1.0, False), (0.6, False), (1.0, True)])
+def test_fallback_misses_no_fault(policy: str, lost: float, hidden: bool) -> None:
+    for rounding in (0.03, 0.6):
+        setting = modules.Setting(policy, rounding, 10, "normal", lost, hidden)
+        assert modules.share_of(setting, ("not needed",), num=20, seed=1) == 0.0
+
+
+@pytest.mark.parametrize("num_steps", [200, 1000])
+@pytest.mark.parametrize(("noise", "autocorrelation"), [("normal", 0.0), ("skewed", 0.9)])
+def test_scales_that_settle_too_low(num_steps: int, noise: str, autocorrelation: float) -> None:
+    for mean, is_named in ((8.0, True), (5.0, False)):
+        setting = scales.Setting(num_steps, 1.0, autocorrelation, noise, 2000, mean)
+        assert float((scales.named(setting, num=200, seed=1) == is_named).mean()) <= above(0.05, 200)
 
 
 def test_the_simulations_judge_as_a_comparison_does() -> None:

@@ -48,6 +48,27 @@ def test_the_same_course_is_exact() -> None:
     assert (found.verdict, found.resumed_at, found.missing, found.without_effect) == ("exact", AT, [], [])
 
 
+def anew(n: int) -> dict[str, object]:
+    """Return generators that are not as they were, since the order was drawn a second time."""
+    return {"torch": f"u{n}", "python": "p"}
+
+
+@pytest.mark.parametrize(
+    ("batch", "drew", "states"),
+    [
+        (1, (), ["random generators"]),  # the pass begins here: its order is drawn from the generator
+        (2, (), ["data order"]),
+        (2, ("torch",), ["data order", "random generators"]),  # dropout draws from it as well
+    ],
+)
+def test_the_order_of_an_interrupted_pass(batch: int, drew: tuple[str, ...], states: list[str]) -> None:
+    passes = {"batch": lambda n: (n - AT + batch - 1) % 4 + 1}
+    parts = {"samples": lambda n: f"s{n + 4}", "generators": anew, "weights": other, **passes}
+    whole, stopped = trace(0, STEPS, drew=drew, **passes), trace(0, STOP, **passes)
+    found = judged(runs(trace(AT, STEPS, **parts), whole=whole, stopped=stopped))
+    assert [one.state for one in found.missing] == states
+
+
 @pytest.mark.parametrize(
     "parts",
     [

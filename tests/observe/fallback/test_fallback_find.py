@@ -181,8 +181,8 @@ def test_everything_is_as_it_was() -> None:
 def test_a_healthy_model_needs_nothing(policy: str) -> None:
     record = mezzo.fallback(trainer(Net({}, blocks=2)), policy=policy)
     assert (record.verdict, record.kept) == ("not needed", [])
-    assert record.reason.endswith("checked on 2 fresh batches")
-    assert [t.steps for t in record.verifications] == [[1], [1, 2, 3]]
+    assert record.reason.endswith("on 3 batches")
+    assert [t.steps for t in record.verifications] == [[1, 2, 3]]
     assert record.error_after is not None
     assert 0 < record.error_after < record.tolerance == default_tolerance(Policy.parse(policy))
 

@@ -147,6 +147,25 @@ def test_skips_that_lower_the_scale_for_good_are_faults(
     assert evidence.settled_scale == (scale if faulty else None)
 
 
+@pytest.mark.parametrize(
+    ("exponents", "settled"),
+    [
+        ([9, 8, 7, 6, 6, 6, 6, 6], 64.0),
+        ([9, 8, 8, 8, 8, 8, 7, 6], None),  # down to 2^6 in the last step, as a scale around 2^8 is now and then
+        ([9, 8, 7, 6, 6, 6, 6, 7], 64.0),  # it grew once: it was at 2^6 before
+        ([9, 8, 7, 6, 6, 6, 7, 7], None),
+        ([9, 8, 7, 7, 7, 7, 7, 7], None),
+    ],
+)
+def test_a_scale_settles_where_most_of_the_later_steps_are(exponents: list[int], settled: float | None) -> None:
+    skipped = [now < then for now, then in zip(exponents, [10, *exponents], strict=False)]
+    steps = steps_of("".join("x" if skip else "." for skip in skipped))
+    run = run_of(steps).model_copy(
+        update={"steps": Steps(loss=[1.0] * 8, skipped=skipped, loss_scale=[2.0**e for e in exponents])}
+    )
+    assert Faults(Told(), ()).evidence(run, watched=[1], unfinished=None).settled_scale == settled
+
+
 MADE, BACKWARD = source(), source(index=7, backward=True, scale=1024.0)
 CONSTANT, ENTERED = source("constant", index=1), source("entered", index=2, wide=None)
 VANISHED = source("vanished", index=4, share=0.5)

@@ -28,7 +28,8 @@ def fallback(
         typer.Option(
             min=1e-9,
             max=1.0,
-            help="Largest relative error accepted in a parameter's gradient. [default: fp16 0.02, bf16 0.16, fp8 0.5]",
+            help="Largest relative error accepted in a parameter's gradient. [default: what rounding explains, and at least "
+            "0.02 for fp16, 0.16 for bf16, 0.5 for fp8]",
         ),
     ] = None,
     fresh: Annotated[int, typer.Option(min=0, max=100, help="Number of further batches to check the set on.")] = 2,
@@ -75,7 +76,7 @@ def fallback(
             record = stopped.record
         if record.kind == "fallback":
             record = record.model_copy(update={"policy_typed": options.typed_name(policy, judged)})
-        if record.kind == "fallback" and (record.kept or record.operations):
+        if record.kind == "fallback" and record.helps:
             path = folder / "policy.toml"
             path.write_text(Policy.parse(record.suggested).to_toml(), encoding="utf-8")
             record = record.model_copy(update={"policy_file": str(path)})

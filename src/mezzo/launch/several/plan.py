@@ -249,7 +249,7 @@ def _from_ranges(known: CheckState) -> Iterator[Repair]:
 
 def _from_searches(known: CheckState) -> Iterator[Repair]:
     for policy, record in known.searched.items():
-        if record is not None and record.suggested and (record.kept or record.operations):
+        if record is not None and record.suggested and record.helps:
             kept = ", ".join([*record.kept, *record.operations])
             yield Repair(of=policy, policy=record.suggested, how=f"mezzo fallback found what to keep in FP32: {kept}")
 

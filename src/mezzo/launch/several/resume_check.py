@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +77,8 @@ class ResumeCheck:
         self.stopped_after = self.stop_after or stop_of(trace)
         stopped = self._run(STOPPED, stop_after=self.stopped_after)
         self.stopped_by = "SIGKILL" if stopped.exit_code == 128 + 9 else "SIGTERM, which it handles"
-        self.checkpoints = _state_files(self.traces[STOPPED].written)
+        work = self._work_folder(STOPPED) or str(self._here)
+        self.checkpoints = checkpoints_of(self.traces[STOPPED].written, work=work)
         not_independent = self._if_shared(stopped)
         if not_independent is not None:
             return not_independent
@@ -183,12 +185,25 @@ def stop_of(trace: RunTrace) -> int:
     return min(last + max((following - last) // 2, 1), steps - 1)
 
 
-def _state_files(written: Sequence[Written]) -> list[str]:
-    """Return the files with state that a run has left, recognised by what wrote them or by their first bytes."""
-    paths: dict[str, bool] = {}
+def checkpoints_of(written: Sequence[Written], *, work: str) -> list[str]:
+    """Return the checkpoints that a run has left: files with state, or the folder of several that were written after the same update.
+
+    Args:
+        written: the files that the run wrote. Those with state are recognised by what wrote them, or by their first bytes.
+        work: the folder in which the script ran, which is no checkpoint.
+    """
+    last: dict[str, Written] = {}
     for file in written:
-        paths[file.path] = file.is_checkpoint or paths.get(file.path, False)
-    return [path for path, saved in paths.items() if os.path.isfile(path) and (saved or _contains_state(path))]
+        saved = file.is_checkpoint or (file.path in last and last[file.path].is_checkpoint)
+        last[file.path] = file.model_copy(update={"is_checkpoint": saved})
+    left = [f for f in last.values() if os.path.isfile(f.path) and (f.is_checkpoint or _contains_state(f.path))]
+    together = Counter((os.path.dirname(file.path), file.updates) for file in left)
+    found: dict[str, None] = {}
+    for file in left:
+        folder = os.path.dirname(file.path)
+        is_part = together[folder, file.updates] > 1 and os.path.realpath(folder) != os.path.realpath(work)
+        found[folder if is_part else file.path] = None
+    return list(found)
 
 
 def _contains_state(path: str) -> bool:

@@ -40,7 +40,7 @@ class Runs:
     error: str | None = None
     """Why the resumed run failed, if it did."""
     checkpoints: Sequence[str] = ()
-    """Files with state that the stopped run left."""
+    """Files with state, or folders of them, that the stopped run left."""
 
 
 @dataclass(frozen=True, kw_only=True)

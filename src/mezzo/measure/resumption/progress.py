@@ -14,6 +14,10 @@ _RANDOM_FIX = (
     "save random.getstate(), numpy.random.get_state(), torch.get_rng_state() and torch.cuda.get_rng_state_all() "
     "(and the state of a generator of your own), and restore them before the next batch"
 )
+_ORDER_FIX = (
+    "derive the order from the epoch, so that it can be drawn again: a generator of the loader's own, seeded with the epoch before each "
+    "pass; under Accelerate, DataLoaderConfiguration(use_seedable_sampler=True)"
+)
 _POSITION_FIX = "save how many batches of the epoch were trained on, and skip these after resuming"
 
 
@@ -83,6 +87,9 @@ def lost_randomness(runs: Resumed, *, has_position: bool) -> Iterator[MissingSta
     drawn = [name for name in changed if runs.whole.drawn_from(name, after=runs.resumed_after)]
     moved = [name for name in changed if runs.whole.moves(name, after=runs.resumed_after)]
     batch = first_other_batch(runs) if has_position else None
+    if has_position and _other_order_of_pass(runs):
+        yield _lost_order(runs)
+        batch = None
     if (batch is not None and moved) or drawn:
         by_batch = batch is not None and moved
         why = f"the batch of step {batch} is another one: its order or its changes are drawn at random"
@@ -103,6 +110,32 @@ def lost_randomness(runs: Resumed, *, has_position: bool) -> Iterator[MissingSta
             evidence="all random generators that were found are as they were",
             fix="derive the order from the epoch, or save what it is derived from",
         )
+
+
+def _other_order_of_pass(runs: Resumed) -> bool:
+    """Return whether the resumed run is at its place in the middle of a pass over the loader, with other samples.
+
+    The order is drawn when the pass begins: no generator that is restored in the middle of it brings the order back.
+    """
+    then, now = runs.pairs[0]
+    begins = min(
+        (point.batch for point in runs.whole.points.values() if point.batch), default=0
+    )  # a loader may read ahead
+    return then.batch == now.batch > begins and bool(then.samples and now.samples) and then.samples != now.samples
+
+
+def _lost_order(runs: Resumed) -> MissingState:
+    then, now = runs.pairs[0]
+    same = next((n for n, point in sorted(runs.whole.points.items()) if point.samples == now.samples), None)
+    return MissingState(
+        state="data order",
+        name="DataLoader",
+        undisturbed=f"the order of the pass that step {then.updates + 1} is in",
+        resumed="another order" if same is None else f"the order of the pass that step {same + 1} is in",
+        evidence="the batch has the same number within its pass, and other samples: the order is drawn when a pass begins, so a generator "
+        "that is restored in the middle of one draws another",
+        fix=_ORDER_FIX,
+    )
 
 
 def lost_counters(runs: Resumed) -> Iterator[MissingState]:

@@ -4,10 +4,11 @@ Updates are suppressed (every optimizer finds no gradients), so that all steps u
 is then the same computation in every run, on batch k, no matter what overflowed before it. The gradients compared are those in
 the parameters after a step's last backward pass: unscaled, before any clipping.
 
-There are three kinds of runs. The ``reference`` is in FP32: it keeps its gradients and measures every module on its own. The
-``noise`` run is in FP32 with every module's output perturbed by one unit in the last place: if that alone moves a gradient
-(a bias before a norm, whose true gradient is zero; data in another order), that gradient cannot judge any
-precision. A ``check`` is in lower precision and is compared with the reference.
+There are four kinds of runs. The ``reference`` is in FP32: it keeps its gradients and measures every module on its own. The
+``noise`` run is in FP32 with every module's output perturbed by one unit in the last place: if that alone moves the gradients, the
+data is in another order, or the training is that unstable. The ``rounding`` run is perturbed by a unit in the last place of the
+policy's format: it measures what rounding alone does to each gradient (everything, to a bias before a norm, whose true gradient is
+zero). A ``check`` is in lower precision and is compared with the reference.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Fallback(Observer):
                 register_module_forward_pre_hook(self._entering),
                 register_module_forward_hook(self._returned, with_kwargs=True),
             ]
-        if self._settings.role == "noise":
+        if self._settings.role in ("noise", "rounding"):
             self._handles.append(register_module_forward_hook(self._perturbed))
 
     def restart(self) -> None:
@@ -207,17 +208,24 @@ class Fallback(Observer):
         return tree_map_only(Tensor, self._perturbed_tensor, output)
 
     def _perturbed_tensor(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` with every element moved by about one unit in its last place, up or down at random, and 1 and -1 towards 0.
+        """Return ``tensor`` with every element moved by about one unit in its last place, up or down at random.
 
-        Probabilities and cosines stay in their range: operations that read them may reject other values.
+        Values do not cross 1 and -1, so that probabilities and cosines stay in their range: operations that read them may reject
+        others. In a coarser format, what it can represent stays as it is, as it does when it is rounded: counts, indices, masks.
         """
         if not tensor.is_floating_point() or tensor.dtype is not FP32.dtype:
             return tensor
         if tensor.device not in self._signs:  # a generator of its own leaves the script's random numbers unchanged
             self._signs[tensor.device] = torch.Generator(tensor.device)
+        coarse = self._settings.role == "rounding"
+        eps = self._settings.policy.required_formats[0].eps if coarse else FP32.eps
+        size = tensor.detach().abs()
         signs = torch.empty_like(tensor).bernoulli_(generator=self._signs[tensor.device]).mul_(2).sub_(1)
-        signs.masked_fill_(tensor.detach().abs() == 1, -1)
-        return tensor * signs.mul_(FP32.eps).add_(1)
+        signs.masked_fill_((size <= 1) & (size * (1 + eps) > 1), -1)
+        if coarse:
+            digits = torch.frexp(size).mantissa * (2 / eps)
+            signs.masked_fill_(digits == digits.round(), 0)
+        return tensor * signs.mul_(eps).add_(1)
 
 
 def _plain(gradient: Any, *, scale: float) -> Tensor:

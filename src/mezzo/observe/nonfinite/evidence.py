@@ -131,7 +131,7 @@ class Evidence(Value):
     faulty_steps: list[int] = []
     """The bad steps that are not normal skips."""
     settled_scale: float | None = None
-    """The dynamic loss scale at the end of the run, if skipped updates have lowered it below ``LEAST_SCALE``."""
+    """The dynamic loss scale at which the run settled, if skipped updates have lowered it below ``LEAST_SCALE``."""
     zeros: float = 0.0
     """The share of all gradient elements that are 0 only because of the format, in the last healthy step that was inspected."""
     unexplained_skips: list[int] = []

@@ -19,6 +19,7 @@ from mezzo.records import (
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
 from mezzo.report.sheets.compare import best_of
+from mezzo.report.sheets.fallback import error_texts
 from mezzo.report.sheets.shared import Fact
 
 
@@ -134,14 +135,22 @@ def ranges_answer(record: RangesRecord, sheet: Any) -> Headline:
 
 def fallback_answer(record: FallbackRecord, sheet: Any) -> Headline:
     """Return the answer of a fallback search: how many modules to keep in FP32, and the error with and without them."""
-    tones = {"found": "good", "not needed": "good", "elsewhere": "bad", "not repeatable": "open", "fp32 fails": "bad"}
-    before, after, most = (
-        fmt.number_text(v, digits=2) for v in (record.error_before, record.error_after, record.tolerance)
-    )
-    kept = str(len(record.kept)) if record.verdict == "found" else fmt.MISSING
+    tones = {
+        "found": "good",
+        "does not pay": "warn",
+        "not needed": "good",
+        "elsewhere": "bad",
+        "undecided": "open",
+        "not repeatable": "open",
+        "fp32 fails": "bad",
+    }
+    first = record.verifications[0] if record.verifications else None
+    before, most = error_texts(record.error_before, record.tolerance if first is None else first.allowed)
+    after = fmt.number_text(record.error_after if record.kept else None, digits=2)
+    kept = str(len(record.kept)) if record.kept else fmt.MISSING
     known = [
         ("modules in FP32", kept, f"{fmt.share_text(record.fp32_share)} of the FLOPs"),
-        ("largest gradient error before", before, f"tolerance {most}"),
+        ("gradient error before", before, f"{most} allowed" if most != fmt.MISSING else ""),
         ("with them", after, ""),
         ("runs that verified it", str(len(record.verifications)), ""),
     ]

@@ -4,8 +4,9 @@ Optimizers leave the weights as they are, so that all steps use the script's ini
 every run, on batch k. The gradients that are compared are those of the parameters before a step's first update: unscaled, and before
 any clipping.
 
-The three kinds of runs are those of PyTorch's search (``mezzo.observe.fallback.observer``): the ``reference`` in FP32, which also measures
-every layer on its own; ``noise``, in FP32 with every layer's output moved by one unit in the last place; and ``check``, in lower precision.
+The four kinds of runs are those of PyTorch's search (``mezzo.observe.fallback.observer``): the ``reference`` in FP32, which also measures
+every layer on its own; ``noise`` and ``rounding``, in FP32 with every layer's output moved by one unit in the last place, of FP32 and of
+the policy's format; and ``check``, in lower precision.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Fallback(StepObserver, Listener):
     # --- layers --------------------------------------------------------------------------------------------------------------------------
 
     def _call(self, original: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if self._settings.role == "noise" and paddle.is_grad_enabled():
+        if self._settings.role in ("noise", "rounding") and paddle.is_grad_enabled():
             return mapped(original(layer, *args, **kwargs), self._moved)
         if not self._tape.on or id(layer) in self._calls or not paddle.is_grad_enabled():
             return original(layer, *args, **kwargs)
@@ -111,14 +112,23 @@ class Fallback(StepObserver, Listener):
         return output
 
     def _moved(self, tensor: Any) -> Any:
-        """Return an FP32 tensor with every element moved by about one unit in its last place, 1 and -1 towards 0; others unchanged."""
+        """Return an FP32 tensor with every element moved by about one unit in its last place; others unchanged.
+
+        Values do not cross 1 and -1; in a coarser format, what it can represent stays as it is.
+        """
         if tensor.dtype != paddle.float32:
             return tensor
+        coarse = self._settings.role == "rounding"
+        eps = self._settings.policy.required_formats[0].eps if coarse else FP32.eps
         signs = self._generator.integers(0, 2, tensor.shape) * 2.0 - 1.0
         with self.run.own_work():
             # Probabilities and cosines stay in their range.
-            signs = np.where(np.abs(tensor.numpy()) == 1.0, -1.0, signs)
-            return tensor * paddle.to_tensor((1.0 + FP32.eps * signs).astype(np.float32), place=tensor.place)
+            size = np.abs(tensor.numpy())
+            signs = np.where((size <= 1.0) & (size * (1.0 + eps) > 1.0), -1.0, signs)
+            if coarse:
+                digits = np.frexp(size)[0] * (2.0 / eps)
+                signs = np.where(digits == np.round(digits), 0.0, signs)
+            return tensor * paddle.to_tensor((1.0 + eps * signs).astype(np.float32), place=tensor.place)
 
     # --- the measurements ----------------------------------------------------------------------------------------------------------------
 

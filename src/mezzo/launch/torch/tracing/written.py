@@ -52,7 +52,8 @@ class FilesWritten:
     def _save(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         file = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
-        self._report(getattr(file, "name", file), is_checkpoint=True)
+        is_path = isinstance(file, (str, bytes, os.PathLike))  # a Path, too, has a name: its last part
+        self._report(file if is_path else getattr(file, "name", None), is_checkpoint=True)
         return result
 
     def on_event(self, event: str, arguments: tuple[Any, ...]) -> None:

@@ -1,0 +1,127 @@
+"""Rates of the loss scales that ``mezzo diagnose`` finds too low: ``scale_overflow`` where a dynamic scale settles below 2^7.
+
+The largest gradient of each step is drawn: its logarithm is noise around a constant, white or autocorrelated, normal or exponential, so
+that the gradient has a power-law tail. A dynamic loss scale halves where it overflows and doubles after a growth interval, from 2^16.
+The truth is its mean exponent over the second half of many runs of the same training. At 8, a diagnosis that names the scale is a
+false alarm; at 5, one that does not is a miss: powers of two below 2^7 end at 6, so both are one and a half doublings from the limit.
+``Faults`` itself judges. Runs of 50 steps have no bound: a scale that follows slow noise has not settled by then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from benchmarks.verdicts.courses import correlated
+from benchmarks.verdicts.rates import Array, Rate, drawn, worst
+from mezzo.observe.limits import LEAST_SCALE
+from mezzo.observe.nonfinite.evidence import ModelNames
+from mezzo.observe.nonfinite.faults import Faults, SkipRule
+from mezzo.records import Environment, RunRecord, Steps
+
+LENGTHS = {50: None, 200: 0.05, 1000: 0.05}
+"""Steps of a run, and the bound of its rates."""
+SPREADS = (0.25, 0.5, 1.0)
+"""Standard deviations of the largest gradient, in doublings."""
+AUTOCORRELATIONS = (0.0, 0.9)
+INTERVALS = (200, 2000)
+_INIT, _MANY = 16.0, 2000
+_NOWHERE = Environment(date="", mezzo="", python="", torch="", os="", cpu="", threads=1, device="cpu")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The assumptions of a simulation."""
+
+    num_steps: int
+    spread: float
+    autocorrelation: float
+    noise: str
+    interval: int
+    """Successful updates after which the scale doubles."""
+    mean: float
+    """The mean exponent of the scale, over the second half of many runs."""
+
+
+def rates(effort: float) -> list[Rate]:
+    """Return false alarms and misses by the length of the run."""
+    num, found, limit = max(20, int(200 * effort)), [], math.log2(LEAST_SCALE)
+    for num_steps, most in LENGTHS.items():
+        for what, mean, is_named in (("named", limit + 1, True), ("not named", limit - 2, False)):
+            share, made = worst(
+                _settings(num_steps, mean),
+                lambda s, n, seed, wanted=is_named: float((named(s, num=n, seed=seed) == wanted).mean()),
+                num=num,
+                times=10,
+            )
+            which = f"a loss scale around 2^{mean:g} {what} too low, {num_steps} steps"
+            found.append(Rate(what=which, share=share, num=made, most=most))
+    return found
+
+
+def _settings(num_steps: int, mean: float) -> Iterator[Setting]:
+    for place in itertools.product(SPREADS, AUTOCORRELATIONS, ("normal", "skewed"), INTERVALS):
+        yield Setting(num_steps, *place, mean)
+
+
+def named(setting: Setting, *, num: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Return in which of ``num`` runs the diagnosis finds that the scale settled too low."""
+    rng = np.random.default_rng(seed)
+    fits = _fitting(setting, num, rng) + _shift(setting)
+    scales, skipped = _scaled(fits, setting.interval)
+    return np.array([_is_named(*run) for run in zip(scales, skipped, strict=True)])
+
+
+def _fitting(setting: Setting, num: int, rng: np.random.Generator) -> Array:
+    """Return the exponent of the largest scale that fits, by run and step: around 0, anywhere between two powers of two."""
+    noise = correlated(drawn(setting.noise, (num, setting.num_steps), rng), setting.autocorrelation)
+    found: Array = rng.uniform(size=(num, 1)) - setting.spread * noise
+    return found
+
+
+def _scaled(fits: Array, interval: int) -> tuple[Array, np.ndarray[tuple[int, int], np.dtype[np.bool_]]]:
+    """Return the exponent of the loss scale in each step of each run, and which steps it skipped; ``fits`` is the largest that fits."""
+    scales, skipped = np.empty_like(fits), np.zeros(fits.shape, dtype=bool)
+    scale, good = np.full(len(fits), _INIT), np.zeros(len(fits))
+    for step in range(fits.shape[1]):
+        skipped[:, step] = scale > fits[:, step]
+        good = np.where(skipped[:, step], 0, good + 1)
+        grows = good >= interval
+        scale, good = scale - skipped[:, step] + grows, np.where(grows, 0, good)
+        scales[:, step] = scale  # as a record has it: after the update
+    return scales, skipped
+
+
+@cache
+def _shift(setting: Setting) -> float:
+    """Return how much larger all scales must be that fit, so that the mean exponent is that of the setting."""
+    fits = _fitting(setting, _MANY, np.random.default_rng(0)) + setting.mean
+    scales, _ = _scaled(fits, setting.interval)
+    return 2.0 * setting.mean - float(np.mean(scales[:, setting.num_steps // 2 :]))
+
+
+class _Facts:
+    """A training under a dynamic loss scale."""
+
+    def names(self) -> ModelNames:
+        raise NotImplementedError
+
+    def skip_rule(self) -> SkipRule:
+        return SkipRule(dynamic=True)
+
+    def loss_scale(self) -> float:
+        return 1.0
+
+    def largest_norm(self) -> float:
+        return 1.0
+
+
+def _is_named(scales: Array, skipped: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> bool:
+    steps = Steps(loss=[1.0] * len(scales), skipped=skipped.tolist(), loss_scale=np.exp2(scales).tolist())
+    run = RunRecord(command=[], script="", script_sha256="", policy="fp16", environment=_NOWHERE, steps=steps)
+    return Faults(_Facts(), ()).evidence(run, watched=(), unfinished=None).settled_scale is not None

@@ -1,0 +1,78 @@
+"""How large the error of a gradient may be, and which modules make more than rounding on their own.
+
+The error of a gradient under a policy is compared with what rounding alone does to that gradient. It is measured: a run in FP32 in which
+the output of every module is moved by one unit in the last place of the policy's format, up or down at random, on the same batches. Two
+other measures were tried. A fixed number of roundoffs blames healthy networks: rounding switches ReLUs, so a ResNet at its first step is
+off by 0.2 in FP16 and by 0.5 in BF16. The spread between batches, or between seeds, is that of the data: it is near 1 for most gradients,
+and hides what a format loses. In healthy networks the error is 0.3 to 0.9 times what this run measures, so this is the limit, or forty
+roundoffs where it is less.
+
+The limit ends at a half: a module that only amplifies what reaches it does so in this run too, and would excuse itself. A gradient that is
+lost has an error of 1. Gradients that rounding moves by 0.9 or more say nothing about a precision, and are not judged.
+
+Errors above the limit do not show that a module is at fault, either. If each module alone, on FP32 inputs, makes no more than rounding, the
+error is that of all of them together: a search would return whichever set happens to bring it below the limit, with most of the FLOPs.
+So a module *stands out* if its own error exceeds the tolerance, or if its values are lost as soon as its inputs are rounded as well.
+If none does, the limit is one and a half times the largest error of rounding in any gradient: a gradient of few elements varies so
+much that its own measure would blame every second healthy training (``python -m benchmarks verdicts`` simulates it). Where that limit
+is above a half, an error beyond it need not be a lost gradient, and nothing is decided.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from mezzo.observe.fallback.evidence import LocalError, StepErrors
+from mezzo.observe.module_names import covered
+from mezzo.records import clear_error
+from mezzo.records.values import Value
+
+LOST_IN_ROUNDING = 0.9
+"""A gradient that rounding alone moves by more than this share of itself is not judged."""
+_MOST = 0.5
+_HEADROOM = 1.5
+
+
+class Allowed(Value):
+    """The largest error of each gradient that passes."""
+
+    tolerance: float
+    rounding: dict[str, float] = {}
+    """What rounding alone does to each parameter's gradient; empty to allow the tolerance only."""
+
+    def of(self, parameter: str) -> float:
+        """Return the largest relative error of a parameter's gradient that passes."""
+        return max(self.tolerance, min(_MOST, self.rounding.get(parameter, 0.0)))
+
+    def furthest(self, steps: Sequence[StepErrors]) -> tuple[float, str]:
+        """Return the error that is furthest beyond what is allowed, and its parameter; infinite without any step."""
+        errors = [(error / self.of(name), error, name) for step in steps for name, error in step.errors.items()]
+        _, error, name = max(errors, default=(0.0, 0.0, "") if steps else (math.inf, math.inf, ""))
+        return error, name
+
+    def is_rounding(self, steps: Sequence[StepErrors]) -> bool | None:
+        """Return whether rounding in all modules together explains every error, if none of them stands out; None if that cannot be told."""
+        worst = max((step.worst[0] for step in steps), default=math.inf)
+        anywhere = _HEADROOM * max(self.rounding.values(), default=0.0)
+        if worst <= min(anywhere, LOST_IN_ROUNDING) or worst < clear_error(self.tolerance):
+            return True
+        return None if anywhere > _MOST and math.isfinite(worst) else False
+
+
+def stand_out(local: Sequence[LocalError], tolerance: float, *, inside: Collection[str] | None = None) -> bool:
+    """Return whether a module makes more than rounding on its own, or may do so because it could not be run alone.
+
+    Args:
+        local: the errors of all modules.
+        tolerance: the policy's.
+        inside: only these modules and those inside them; None for all.
+    """
+    lost = clear_error(tolerance)
+    return any(
+        one.reason or one.worst > tolerance or not one.rounded < lost
+        for one in local
+        if inside is None or (covered(one.module, inside) and not one.unnamed)
+    )
