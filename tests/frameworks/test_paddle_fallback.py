@@ -56,7 +56,8 @@ def healthy() -> Any:
 
 
 def fragile() -> Any:
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Big(), nn.Linear(16, 1))
+    """A layer with a fifth of the FLOPs, so that keeping it in FP32 pays."""
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Big(), nn.Linear(16, 64), nn.Linear(64, 1))
 
 
 def searched(code: Callable[[], None], policy: str, folder: Path) -> FallbackRecord:
