@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 MUTANTS ?= --count 120
 
-.PHONY: demo mutants environments test test-slow test-all crash-test test-cuda-build test-wheel test-frameworks demo-frameworks check bench docs examples readme clean
+.PHONY: demo mutants environments test test-slow test-all crash-test test-cuda-build test-wheel test-frameworks demo-frameworks check static bench docs examples readme clean
 
 # Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
 # Only a tenth of a framework is ever imported. So pip compiles nothing, which halves the time; the first import writes that byte code.
@@ -84,11 +84,13 @@ demo-frameworks: $(READY) $(FRAMEWORKS:%=$(VENV)-%/.ready)
 	-$(VENV)-paddle/bin/mezzo compare $(DIGITS) --out runs/frameworks/paddle examples/paddle_digits.py
 	$(BIN)/mezzo report runs/frameworks/*/record.json
 
-check: $(READY)
+check: static
+	$(BIN)/python -m pytest -q tests/project/test_laws.py
+
+static: $(READY)
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/project/test_laws.py
 
 # The benchmarks of some minutes that need no GPU. Times need a quiet machine.
 bench: $(READY)
