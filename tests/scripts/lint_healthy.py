@@ -23,6 +23,7 @@ from lint_planted import (
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
+from torch.utils.checkpoint import checkpoint
 
 
 def scaled_step():
@@ -1285,6 +1286,34 @@ def cumulative_sum_of_few():
         return plain_loss(batch) * place[:10].float().mean()
 
     train_with(loss)
+
+
+def train_checkpointed(reentrant, *, frozen=False, needs_input=False):
+    block = nn.Sequential(nn.Linear(6, 16), nn.Tanh()).requires_grad_(not frozen)
+    head = nn.Linear(16, 2)
+    opt = torch.optim.SGD([p for p in (*block.parameters(), *head.parameters()) if p.requires_grad], lr=0.1)
+    for batch in batches[:STEPS]:
+        x = batch[0].clone().requires_grad_(needs_input)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            hidden = checkpoint(block, x, use_reentrant=reentrant)
+            with torch.no_grad():
+                checkpoint(block, x, use_reentrant=True)
+        opt.zero_grad()
+        F.mse_loss(head(hidden), batch[1]).backward()
+        opt.step()
+
+
+def checkpoint_that_is_not_reentrant():
+    train_checkpointed(False)
+
+
+def checkpoint_of_frozen_weights():
+    train_checkpointed(True, frozen=True)
+
+
+def checkpoint_of_an_input_with_gradient():
+    train_checkpointed(True, needs_input=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
+from torch.utils.checkpoint import checkpoint
 
 STEPS = 4
 generator = torch.Generator().manual_seed(3)
@@ -949,6 +950,19 @@ def cumulative_sum_in_bf16():
         return plain_loss(batch) * place[:10].float().mean()
 
     train_with(loss)
+
+
+def reentrant_checkpoint():
+    block = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
+    head = nn.Linear(16, 2)
+    opt = torch.optim.SGD([*block.parameters(), *head.parameters()], lr=0.1)
+    for batch in batches[:STEPS]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            hidden = checkpoint(block, batch[0], use_reentrant=True)  # A626
+        opt.zero_grad()
+        F.mse_loss(head(hidden), batch[1]).backward()
+        opt.step()
 
 
 if __name__ == "__main__":

@@ -118,6 +118,7 @@ EXPECTED = {
     "last_window_short": Expected(3, 2, 2),
     "last_window_of_one": Expected(3, 2, 2),
     "last_window_of_accelerate": Expected(3, 1, 1),
+    "reentrant_checkpoint": Expected(modules=("0",)),
     "saved_without_scaler": Expected(modules=NONE),
     "saved_without_scaler_deeply": Expected(modules=NONE),
 }

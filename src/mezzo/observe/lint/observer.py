@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -104,6 +105,26 @@ class Lint:
         if self.awake:
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             self._batch = next((t.shape[0] for t in tensors if t.dim() > 1), 0)
+
+    @contextmanager
+    def cut_off(self) -> Iterator[None]:
+        """Report the modules with trained weights that are called in the block: no gradient will reach them."""
+        called: dict[nn.Module, None] = {}
+
+        def entering(module: nn.Module, args: object) -> None:
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                called[module] = None
+
+        hook = register_module_forward_pre_hook(entering)
+        try:
+            yield
+        finally:
+            hook.remove()
+        if called:
+            weights = sum(p.requires_grad for module in called for p in module.parameters(recurse=False))
+            what = f"{weights} trainable weight{'s' if weights > 1 else ''}"
+            detail = f"a checkpointed block has {what}, but no input of it requires a gradient"
+            self._log.add("A626", detail, modules=called)
 
     def compiled_called(self) -> None:
         """Record that compiled code is called."""

@@ -204,6 +204,13 @@ MISUSES: tuple[Misuse, ...] = (
         "it stands still: a number below half a unit in the last place of the sum is lost, so totals and averages are too small",
         "add in FP32: total += loss.detach().float() with a total in FP32, or x.float().cumsum(dim)",
     ),
+    Misuse(
+        "A626",
+        "checkpointed weights get no gradients",
+        "error",
+        "these weights never change; where the loss depends on nothing else, backward() raises an error",
+        "checkpoint(block, x, use_reentrant=False); in transformers gradient_checkpointing_kwargs={'use_reentrant': False}",
+    ),
 )
 
 BY_CODE = {misuse.code: misuse for misuse in MISUSES}

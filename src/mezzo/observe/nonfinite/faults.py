@@ -198,8 +198,8 @@ class Faults:
 def _lowered(run: RunRecord) -> tuple[float | None, list[int]]:
     """Return the loss scale at which a run settled, and the steps whose skipped updates lowered it, if it is below ``LEAST_SCALE``.
 
-    That is the scale which seven tenths of the second half do not exceed. The last scale alone, which varies by a few doublings, names one
-    in eleven of the runs whose scale is usually 2^8 (``python -m benchmarks verdicts``).
+    That is the scale which seven tenths of the second half do not exceed: the last scale alone varies by a few doublings. How often this is
+    wrong is simulated (``python -m benchmarks verdicts``).
     """
     steps = run.steps
     later = sorted(scale for scale in steps.loss_scale[len(steps.loss_scale) // 2 :] if not math.isnan(scale))

@@ -18,6 +18,7 @@ from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import CheckpointFunction
 
 from mezzo.formats import FP16
 from mezzo.launch.patches import Patches
@@ -56,6 +57,7 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     )
     patches.wrap(nn.Module, "zero_grad", functools.partial(_zero_grad_reporting, lint, nn.Module))
     patches.around(AveragedModel, "update_parameters", functools.partial(_average, lint))
+    patches.around(CheckpointFunction, "apply", functools.partial(_checkpointed, lint))
     patches.on_undo(lint.close)
 
 
@@ -209,6 +211,14 @@ def _zero_grad_reporting(lint: Lint, owner: type, original: Listener) -> Listene
             _restore(owner, "zero_grad", zero_grad, original)
 
     return zero_grad
+
+
+def _checkpointed(lint: Lint, original: Callable[..., Any], *args: Any) -> Any:
+    """Report reentrant checkpointing of which no argument requires a gradient: autograd then knows nothing of what it computes."""
+    if lint.over or not torch.is_grad_enabled() or any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        return original(*args)
+    with lint.cut_off():
+        return original(*args)
 
 
 def _average(lint: Lint, original: Callable[..., Any], self: Any, model: Any) -> Any:
