@@ -176,8 +176,11 @@ HOW = {
     "A625": _INSPECTED
     + "Here numbers that are not negative were added in place to a 16-bit tensor from an earlier step that nothing multiplied or "
     "overwrote, or a quarter of a 16-bit `cumsum`'s addends did not change it.",
-    "A626": "Mezzo observes torch's reentrant checkpointing while gradients are on: here no argument of the checkpointed function required a "
-    "gradient, and a module that it called has weights that do." + _FIRST,
+    "A626": (
+        "Mezzo observes torch's reentrant checkpointing while gradients are on: here no argument of the checkpointed function required "
+        "a gradient, and a module that it called has weights that do."
+    )
+    + _FIRST,
 }
 
 
