@@ -57,7 +57,7 @@ def healthy() -> Any:
 
 def fragile() -> Any:
     """A layer with a fifth of the FLOPs, so that keeping it in FP32 pays."""
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Big(), nn.Linear(16, 64), nn.Linear(64, 1))
+    return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh(), Big(), nn.Linear(16, 1))
 
 
 def searched(code: Callable[[], None], policy: str, folder: Path) -> FallbackRecord:
@@ -71,14 +71,14 @@ def searched(code: Callable[[], None], policy: str, folder: Path) -> FallbackRec
 
 def test_a_fragile_layer_is_found(tmp_path: Path) -> None:
     found = searched(training_of(fragile, sgd), "fp16", tmp_path)
-    assert (found.verdict, found.kept) == ("found", ["2.inner"])
-    assert found.suggested == "fp16:fp32_modules=2.inner"
-    assert found.modules[0].module == "2.inner"
+    assert (found.verdict, found.kept) == ("found", ["4.inner"])
+    assert found.suggested == "fp16:fp32_modules=4.inner"
+    assert "4.inner" in [module.module for module in found.modules[:2]]
     assert found.error_after is not None
     assert found.error_after < found.tolerance
     flops = {module.module: module.flops for module in found.modules}
-    assert flops["2.inner"] == 3 * 2 * 32 * 16 * 16
-    assert flops["0"] == 2 * 2 * 32 * 8 * 16  # no gradient of the data
+    assert flops["4.inner"] == 3 * 2 * 32 * 16 * 16
+    assert flops["0"] == 2 * 2 * 32 * 8 * 64  # no gradient of the data
 
 
 @pytest.mark.parametrize("policy", ["fp16", "bf16"])

@@ -70,7 +70,8 @@ CASES: dict[str, tuple[Training, str, list[str], str]] = {
     "digits: a hair above the tolerance": (Training(0.024, rounding=0.048), "not needed", [], ""),
     "a VGG: four tolerances": (Training(0.094, rounding=0.165), "not needed", [], ""),
     "a ResNet, whose ReLUs FP32's last bit switches": (Training(0.19, noise=0.013, rounding=0.36), "not needed", [], ""),
-    "no module stands out": (Training(0.05), "not needed", [], ""),
+    "no module stands out": (Training(0.05, rounding=4e-3), "not needed", [], ""),
+    "a hundred times what rounding does": (Training(0.05, rounding=5e-4, needed=("code outside",)), "elsewhere", [], ""),
     "half of the error of rounding, which amplifies": (Training(0.3, rounding=0.6), "not needed", [], ""),
     "beyond the limit, but rounding does it": (Training(0.7, rounding=0.8), "not needed", [], ""),
     # What needs FP32, and what it costs.

@@ -34,6 +34,8 @@ LOST_IN_ROUNDING = 0.9
 """A gradient that rounding alone moves by more than this share of itself is not judged."""
 _MOST = 0.5
 _HEADROOM = 1.5
+_NOT_ROUNDING = 20.0
+"""How many times the largest error of rounding no rounding explains: code outside the modules rounds what the measure does not."""
 
 
 class Allowed(Value):
@@ -56,8 +58,11 @@ class Allowed(Value):
     def is_rounding(self, steps: Sequence[StepErrors]) -> bool | None:
         """Return whether rounding in all modules together explains every error, if none of them stands out; None if that cannot be told."""
         worst = max((step.worst[0] for step in steps), default=math.inf)
-        anywhere = _HEADROOM * max(self.rounding.values(), default=0.0)
-        if worst <= min(anywhere, LOST_IN_ROUNDING) or worst < clear_error(self.tolerance):
+        measured = max(self.rounding.values(), default=0.0)
+        anywhere = _HEADROOM * measured
+        if worst <= min(anywhere, LOST_IN_ROUNDING) or worst < min(
+            clear_error(self.tolerance), _NOT_ROUNDING * measured
+        ):
             return True
         return None if anywhere > _MOST and math.isfinite(worst) else False
 
