@@ -10,7 +10,7 @@ Losses, metrics, errors of gradients and loss scales whose truth is known are ju
 ``scales``       loss scales that ``diagnose`` finds too low: false alarms and misses
 
 A rate is that of the worst of many settings, which is simulated once more alone: the largest of many estimates would be too large.
-Everything is seeded. Takes twelve minutes on one core.
+Everything is seeded, and uses one core.
 """
 
 from __future__ import annotations

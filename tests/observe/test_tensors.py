@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from mezzo.observe.lint.torch_calls import AverageView, GradientView
-from mezzo.observe.tensors import operand, region, storage, storage_of
+from mezzo.observe.tensors import is_finite, operand, region, storage, storage_of
 from mezzo.observe.trace import Region
 
 
@@ -69,3 +69,14 @@ def test_an_average_is_of_the_weight_that_it_reads_where_weights_share_a_storage
     for weight in weights:
         view.inspect_call("lerp_", (average, weight.detach(), 0.1), average)
     assert [one.data_ptr() for one in found] == [one.data_ptr() for one in weights]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+def test_one_number_that_is_not_finite_is_enough(dtype: torch.dtype, bad: float) -> None:
+    largest = torch.finfo(dtype).max
+    values = torch.full((5,), largest, dtype=dtype)  # whose sum is infinite
+    assert is_finite(values)
+    values[3] = bad
+    assert not is_finite(values)
+    assert is_finite(torch.empty(0, dtype=dtype))

@@ -14,8 +14,9 @@ Errors above the limit do not show that a module is at fault, either. If each mo
 error is that of all of them together: a search would return whichever set happens to bring it below the limit, with most of the FLOPs.
 So a module *stands out* if its own error exceeds the tolerance, or if its values are lost as soon as its inputs are rounded as well.
 If none does, the limit is one and a half times the largest error of rounding in any gradient: a gradient of few elements varies so
-much that its own measure would blame every second healthy training (``python -m benchmarks verdicts`` simulates it). Where that limit
-is above a half, an error beyond it need not be a lost gradient, and nothing is decided.
+much that its own measure would blame every second healthy training (``python -m benchmarks verdicts`` simulates it). An error that is not
+clearly wrong passes up to twenty times that largest error. Where the limit is above a half, an error beyond it need not be a lost gradient,
+and nothing is decided.
 
 Imports no torch.
 """

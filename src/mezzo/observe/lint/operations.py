@@ -46,7 +46,7 @@ class _Pending(NamedTuple):
     line: str
     step: int
     result: torch.UntypedStorage | None
-    """The memory of a cast integer, which is no finding if it only divides, or of a sum."""
+    """The memory of a cast integer, which is no finding if it only divides, or of a sum, which is none if it is also multiplied."""
 
 
 class _Rounded(NamedTuple):
@@ -112,8 +112,6 @@ class Operations:
         """Read the values that decide, and report."""
         pending, self._pending, self._rounded = self._pending, [], {}
         for one in pending:
-            if one.code == "A625" and one.result is not None and one.result.data_ptr() in self._not_totals:
-                continue
             detail = one.judge([float(v) for v in one.values.tolist()])
             if detail:
                 self._report(one.code, detail, one.line, one.step)
@@ -132,7 +130,8 @@ class Operations:
     def _totalled(self, total: Tensor, addend: Tensor, form: Format) -> None:
         """Check a sum of numbers that are not negative, in a 16-bit tensor that is older than the step."""
         memory = storage(total)
-        if memory is None or memory.data_ptr() in self._created or total.requires_grad or not readable(addend):
+        known = self._created | self._not_totals
+        if memory is None or memory.data_ptr() in known or total.requires_grad or not readable(addend):
             return
         if not 0 < addend.numel() <= _MAX_CHECKED or total.numel() > _MAX_CHECKED:
             return
@@ -143,8 +142,10 @@ class Operations:
         self._wait("A625", values, lambda v: _total(v, form), memory)
 
     def _rewritten(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Leave out a tensor that is multiplied or overwritten, before it is added to or afterwards."""
         if _half_of(result) is not None:
             self._not_totals.add(storage_of(result))
+            self._leave_out(storage_of(result))
 
     def _summed(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Check a cumulative sum: where an addend that is not 0 leaves it as it is."""
@@ -199,8 +200,7 @@ class Operations:
         self._follow(args[:1], result)
         divisor = storage(args[1]) if len(args) > 1 and isinstance(args[1], Tensor) else None
         if divisor is not None:
-            address = divisor.data_ptr()
-            self._pending = [p for p in self._pending if p.result is None or p.result.data_ptr() != address]
+            self._leave_out(divisor.data_ptr())
 
     def _counted(self, name: str, args: Sequence[Any], result: Any) -> None:
         form = _half_of(result)
@@ -284,6 +284,9 @@ class Operations:
         if (code, line) not in self._reported:
             self._reported.add((code, line))
             self._log.add(code, detail, line=line, step=step)
+
+    def _leave_out(self, address: int) -> None:
+        self._pending = [p for p in self._pending if p.result is None or p.result.data_ptr() != address]
 
     def _wait(
         self,

@@ -120,7 +120,10 @@ class InfinityTracer(PlacingTracer):
         self._emulation: Any = None
         """The emulated operation that runs, or the node of its backward pass."""
         self._parts: dict[int, tuple[Tensor, list[Tensor]]] = {}
-        """What its parts have computed so far, each with the operands of the emulated operation that it follows from, by storage."""
+        """What its parts have computed so far, each with the operands of the emulated operation that it follows from, by storage.
+
+        Kept alive until the next emulated operation, so that no address is used twice.
+        """
         self._wrong_losses: list[WrongGradient] = []
         """The losses of the update so far that differ from their true values."""
         self._before_reduction: GradientErrors | None = None
