@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -204,6 +205,15 @@ def test_a_script_that_never_trains(tmp_path: Path) -> None:
     assert "mezzo:" in ended.errors
     assert f"hint: {ended.record.hint}" in ended.errors
     assert ended.record.hint.startswith("pass the script that trains")
+
+
+def test_a_framework_that_only_a_package_imports_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "paddle", ModuleType("paddle"))
+    ended = run_text(tmp_path, "print(model(torch.ones(1, 3)).shape)")
+    assert ended.code == 7
+    assert ended.record.error is not None
+    assert "A package imported paddle, but no file of the script does" in ended.record.error
+    assert ended.record.hint.startswith("write import paddle in ")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """What public scripts expect of their environment: small images instead of downloads, and names that numpy has since removed.
 
-Python imports this file automatically from ``PYTHONPATH``. Nothing happens until a script imports ``torchvision.datasets``; then the
-classes below replace MNIST, FashionMNIST, CIFAR10 and CIFAR100. Each class of images has its own pattern under noise, so that losses fall.
+Python imports this file automatically from ``PYTHONPATH``. Nothing happens until a script imports ``torchvision.datasets`` or one of Keras'
+data sets; then generated images replace MNIST, FashionMNIST, CIFAR10 and CIFAR100. Each class of images has its own pattern under noise,
+so that losses fall.
 ``PUBLIC_SCRIPTS_IMAGES`` is the number of training and test images, by default ``256,64``.
 """
 
@@ -20,6 +21,8 @@ OLD_NUMPY = {"int": "int_", "float": "float64", "Inf": "inf", "in1d": "isin"}
 """Names of numpy 1, and what they meant."""
 SETS = {"MNIST": (28, 1, 10), "FashionMNIST": (28, 1, 10), "CIFAR10": (32, 3, 10), "CIFAR100": (32, 3, 100)}
 """Side, channels and classes."""
+KERAS_SETS = {"keras.src.datasets.mnist": "MNIST", "keras.src.datasets.fashion_mnist": "FashionMNIST"}
+"""The modules that download Keras' sets."""
 
 
 class WithStandIns(importlib.abc.MetaPathFinder):
@@ -28,8 +31,9 @@ class WithStandIns(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of these two modules."""
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in (MODULE, "numpy") else None
+        """Return the spec of one of these modules."""
+        replaced = (MODULE, "numpy", *KERAS_SETS)
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name in replaced else None
         if spec is None or spec.loader is None:
             return None
         run = spec.loader.exec_module
@@ -39,11 +43,27 @@ class WithStandIns(importlib.abc.MetaPathFinder):
             if name == "numpy":
                 vars(module).update((old, getattr(module, new)) for old, new in OLD_NUMPY.items())
                 return
+            if name in KERAS_SETS:
+                set_of = SETS[KERAS_SETS[name]]
+                vars(module)["load_data"] = lambda *_, **__: (generated(*set_of, train=True), generated(*set_of, train=False))
+                return
             for of, (side, channels, classes) in SETS.items():
                 setattr(module, of, stand_in(module.VisionDataset, of, side, channels, classes))
 
         spec.loader.exec_module = run_then_replace  # type: ignore[method-assign]
         return spec
+
+
+def generated(side: int, channels: int, classes: int, *, train: bool) -> tuple[Any, Any]:
+    """Return images and labels, as ``uint8`` and ``int64`` arrays."""
+    import numpy
+
+    shape = (side, side, channels)[: 3 if channels > 1 else 2]
+    numbers = [int(number) for number in os.environ.get("PUBLIC_SCRIPTS_IMAGES", "256,64").split(",")]
+    draw = numpy.random.RandomState(0 if train else 1)
+    patterns = numpy.random.RandomState(2).rand(classes, *shape)
+    labels = draw.permutation(numbers[0 if train else 1]) % classes
+    return (255 * (0.7 * patterns[labels] + 0.3 * draw.rand(len(labels), *shape))).astype("uint8"), labels
 
 
 def stand_in(base: type, name: str, side: int, channels: int, classes: int) -> type:
@@ -52,9 +72,6 @@ def stand_in(base: type, name: str, side: int, channels: int, classes: int) -> t
     import torch
     from PIL import Image
 
-    shape = (side, side, channels)[: 3 if channels > 1 else 2]
-    numbers = [int(number) for number in os.environ.get("PUBLIC_SCRIPTS_IMAGES", "256,64").split(",")]
-
     def __init__(self: Any, root: Any = None, train: bool = True, transform: Any = None, **other: Any) -> None:
         self.root, self.train, self.transform, self.target_transform = (
             root,
@@ -62,10 +79,7 @@ def stand_in(base: type, name: str, side: int, channels: int, classes: int) -> t
             transform,
             other.get("target_transform"),
         )
-        draw = numpy.random.RandomState(0 if train else 1)
-        patterns = numpy.random.RandomState(2).rand(classes, *shape)
-        labels = draw.permutation(numbers[0 if train else 1]) % classes
-        images = (255 * (0.7 * patterns[labels] + 0.3 * draw.rand(len(labels), *shape))).astype("uint8")
+        images, labels = generated(side, channels, classes, train=train)
         self.classes = [str(number) for number in range(classes)]
         self.data = images if channels > 1 else torch.from_numpy(images)
         self.targets = labels.tolist() if channels > 1 else torch.from_numpy(labels)

@@ -247,6 +247,13 @@ def _never_trained(request: Request, *, has_any_loss: bool) -> ScriptError:
             "updates that are not finite",
         )
     what, unseen = _TRAINING_CALLS[request.framework]
+    others = [name for name in _TRAINING_CALLS if name != "torch" and name in sys.modules]
+    if request.framework == "torch" and others:
+        return ScriptError(
+            f"{request.target} ended without a training step in PyTorch. A package imported {others[0]}, but no file of the script does, "
+            "and by these files Mezzo chooses the framework",
+            hint=f"write import {others[0]} in {request.target}, if that is what it trains in",
+        )
     return ScriptError(
         f"{request.target} ended without a training step: it never {what}",
         hint=f"pass the script that trains, with the arguments that make it train; {unseen}",
