@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 MUTANTS ?= --count 120
 
-.PHONY: demo mutants environments test test-slow test-all crash-test test-cuda-build test-wheel test-frameworks demo-frameworks check static bench docs examples readme clean
+.PHONY: demo mutants environments test test-slow test-all crash-test test-cuda-build test-wheel test-frameworks demo-frameworks frameworks-table check static bench docs examples readme clean
 
 # Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
 # pip would compile on one core; left to the first import, each file's warnings would fail a test. So all cores do, afterwards.
@@ -30,6 +30,13 @@ $(VENV)-%/.ready: pyproject.toml requirements-%.txt
 	$(PYTHON) -m venv --clear $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install --quiet --no-compile --requirement requirements-$*.txt --editable '.[test]'
 	$(VENV)-$*/bin/python -c 'import $*, sklearn.datasets'
+	touch $@
+
+# Only the table of docs/frameworks.md needs it.
+$(VENV)-trainers/.ready: pyproject.toml requirements-trainers.txt
+	$(PYTHON) -m venv --clear $(VENV)-trainers
+	$(VENV)-trainers/bin/python -m pip install --quiet --no-compile --requirement requirements-trainers.txt --editable '.[test]'
+	$(VENV)-trainers/bin/python -m pip install --quiet --no-compile --no-deps fastai==2.8.12
 	touch $@
 
 environments: $(READY) $(FRAMEWORKS:%=$(VENV)-%/.ready)
@@ -76,7 +83,7 @@ $(CUDA_BUILD)/.installed: pyproject.toml
 
 # A file is one worker's: its tests ask one process of the framework, which takes seconds to start.
 test-%: $(VENV)-%/.ready
-	$(VENV)-$*/bin/python -m pytest -q -n 2 --dist loadfile tests/frameworks/test_$**.py
+	$(VENV)-$*/bin/python -m pytest -q -n 2 --dist loadfile tests/frameworks/test_$**.py tests/frameworks/test_table.py
 
 # The same comparison in four frameworks, then all of it in one table; one that fails has its rows in the table, too.
 demo-frameworks: $(READY) $(FRAMEWORKS:%=$(VENV)-%/.ready)
@@ -88,6 +95,10 @@ demo-frameworks: $(READY) $(FRAMEWORKS:%=$(VENV)-%/.ready)
 
 check: static
 	$(BIN)/python -m pytest -q tests/project/test_laws.py
+
+# Every command on one small training of every framework: about an hour, and the table of docs/frameworks.md.
+frameworks-table: environments $(VENV)-trainers/.ready
+	$(BIN)/python -m benchmarks frameworks
 
 static: $(READY)
 	$(BIN)/ruff check src tests benchmarks examples
@@ -111,4 +122,4 @@ readme: $(READY)
 	$(BIN)/python -m benchmarks.readme
 
 clean:
-	rm -rf $(VENV) $(CUDA_BUILD) $(FRAMEWORKS:%=$(VENV)-%) build dist runs
+	rm -rf $(VENV) $(CUDA_BUILD) $(FRAMEWORKS:%=$(VENV)-%) $(VENV)-trainers build dist runs

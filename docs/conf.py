@@ -49,7 +49,7 @@ CONTENTS: dict[str, list[str]] = {
         *("diagnose", "audit", "ranges", "fallback", "hardware", "h100", "exit-codes"),
     ],
     "Library": ["library", "session", "policies", "optimizers", "checkpointing", "snapshots", "distributed", "fast-path"],
-    "Frameworks": ["lightning", "accelerate", "transformers", "apex", "keras", "paddle"],
+    "Frameworks": ["frameworks", "lightning", "accelerate", "transformers", "apex", "keras", "paddle"],
     "Results": ["report", "records", "tracking", "notebook", "agents", "findings/README"],
     "Trust": ["examples", "paper", "article-numbers", "benchmarks", "public-scripts", "public-reports"],
     "Reference": ["glossary"],

@@ -97,13 +97,16 @@ class Cell(NamedTuple):
     """The answer in a few words, or the message of the refusal or of the failure."""
 
 
-def cell(framework: Framework, command: str, words: Sequence[str] = ()) -> Cell:
-    """Run a command, by default with the options of ``COMMANDS``, in a new folder."""
+def cell(framework: Framework, command: str, words: Sequence[str] = (), *, python: Path | None = None) -> Cell:
+    """Run a command, by default with the options of ``COMMANDS`` and the framework's interpreter, in a new folder."""
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
+        python = python or framework.python
         options = [*(words or COMMANDS[command]), "--out", "out"]
         checkpoints = "checkpoints" if command in ("as-is", "run", "watch", "predict") else "{run}"
-        done = _run(framework, ["-m", "mezzo", *options, str(SCRIPTS / framework.script), checkpoints], work)
+        done = _run(
+            framework, [str(python), "-m", "mezzo", *options, str(SCRIPTS / framework.script), checkpoints], work
+        )
         if done is None:
             return Cell("defect", 124, f"not finished after {LIMIT_S} s")
         said = done.stderr.strip()
@@ -114,19 +117,24 @@ def cell(framework: Framework, command: str, words: Sequence[str] = ()) -> Cell:
             refused = done.returncode in (2, 3, 7) and said.count("  hint: ") == 1
             return Cell("refused" if refused else "defect", done.returncode, _message(said))
         if command == "as-is":
-            plain = _run(framework, [str(SCRIPTS / framework.script), "checkpoints-of-plain-python"], work)
+            plain = _run(framework, [str(python), str(SCRIPTS / framework.script), "checkpoints-of-plain-python"], work)
             equal = plain is not None and _digest(plain.stdout) == _digest(done.stdout) != ""
             return Cell("works" if equal else "defect", done.returncode, "bit-equal" if equal else "not bit-equal")
         answer = _answer(record)
         return Cell("works" if answer else "defect", done.returncode, answer or _message(said))
 
 
-def _run(framework: Framework, words: list[str], folder: Path) -> subprocess.CompletedProcess[str] | None:
+def _run(framework: Framework, command: list[str], folder: Path) -> subprocess.CompletedProcess[str] | None:
     variables = {"OMP_NUM_THREADS": "1", "KERAS_BACKEND": framework.backend, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = [str(framework.python), *words]
     try:
         return subprocess.run(
-            command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=LIMIT_S, check=False
+            command,
+            cwd=folder,
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return None
@@ -189,7 +197,9 @@ def main(words: Sequence[str] = ()) -> None:
     cells = {name: {command: Cell(*cell) for command, cell in row.items()} for name, row in stored.items()}
     chosen = [(name, command) for name in args.only for command in args.commands]
     with ThreadPoolExecutor(args.jobs) as pool:
-        for (name, command), found in zip(chosen, pool.map(lambda c: cell(FRAMEWORKS[c[0]], c[1]), chosen), strict=True):
+        for (name, command), found in zip(
+            chosen, pool.map(lambda c: cell(FRAMEWORKS[c[0]], c[1]), chosen), strict=True
+        ):
             print(f"{name:22} {command:13} {found.outcome:8} {found.code:3}  {found.detail}", flush=True)
             cells.setdefault(name, {})[command] = found
     complete = {name: cells[name] for name in FRAMEWORKS if set(cells.get(name, {})) == set(COMMANDS)}

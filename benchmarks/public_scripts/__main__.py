@@ -14,7 +14,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.public_scripts import cuda_scripts
+from benchmarks.public_scripts import cuda_scripts, framework_scripts
 from benchmarks.public_scripts.outcomes import cell, table
 from benchmarks.public_scripts.scripts import SCRIPTS, Script
 from mezzo.errors import MezzoError
@@ -27,7 +27,13 @@ COMMANDS = {
     "compare": "compare --policies fp32,fp16 --seeds 2 --timeout 300",
     "audit": "audit",
     "diagnose": "diagnose --steps 40",
+    "check": "check --seeds 2",
+    "watch": "watch",
+    "ranges": "ranges",
+    "fallback": "fallback --policy fp16",
 }
+UNLESS_NAMED = ("check", "watch", "ranges", "fallback")
+"""Commands that run only if ``--commands`` names them."""
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIMIT_S = 900
@@ -116,14 +122,19 @@ def main() -> None:
         "clones", type=Path, help="a folder with the repositories, owner+name; missing ones are fetched"
     )
     parser.add_argument("--only", default="", help="a pattern for repository, file and arguments")
-    parser.add_argument("--commands", default=",".join(COMMANDS), help="some of: %(default)s")
+    usual = ",".join(name for name in COMMANDS if name not in UNLESS_NAMED)
+    parser.add_argument("--commands", default=usual, help=f"some of {', '.join(COMMANDS)} (default: %(default)s)")
     parser.add_argument(
         "--results", type=Path, default=Path("runs/public-scripts"), help="where records go (default: %(default)s)"
     )
     parser.add_argument("--jobs", type=int, default=1, help="scripts at a time (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the command lines and run nothing")
     asked = parser.parse_args()
-    chosen = [script for script in [*SCRIPTS, *cuda_scripts.SCRIPTS] if re.search(asked.only, script.name)]
+    chosen = [
+        script
+        for script in [*SCRIPTS, *cuda_scripts.SCRIPTS, *framework_scripts.SCRIPTS]
+        if re.search(asked.only, script.name)
+    ]
     commands = asked.commands.split(",")
     if asked.list:
         for script in chosen:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from mezzo.records.audit import AuditRecord
-from mezzo.records.compare import CompareRecord
-from mezzo.records.diagnose import DiagnoseRecord
-from mezzo.records.run import RunRecord
+from mezzo.records import (
+    AuditRecord,
+    CheckRecord,
+    CompareRecord,
+    DiagnoseRecord,
+    FallbackRecord,
+    RangesRecord,
+    RunRecord,
+)
 
-Record = RunRecord | CompareRecord | AuditRecord | DiagnoseRecord
+Record = RunRecord | CompareRecord | AuditRecord | DiagnoseRecord | CheckRecord | RangesRecord | FallbackRecord
 
 
 def shares(flops: dict[str, int]) -> str:
@@ -64,11 +69,17 @@ def of_diagnose(record: DiagnoseRecord) -> str:
 
 
 def cell(record: Record) -> str:
-    """Return the cell of a record of any of the four commands."""
+    """Return the cell of a record."""
     if isinstance(record, CompareRecord):
         return of_compare(record)
     if isinstance(record, AuditRecord):
         return of_audit(record)
+    if isinstance(record, CheckRecord):
+        return f"{record.answer.decision} {record.answer.policy}: {record.answer.why}"
+    if isinstance(record, FallbackRecord):
+        return f"{record.verdict.replace('_', ' ')}: {record.reason}"
+    if isinstance(record, RangesRecord):
+        return f"{len(record.run.steps)} steps"
     return of_diagnose(record) if isinstance(record, DiagnoseRecord) else of_run(record)
 
 

@@ -36,6 +36,10 @@ COMMITS = {
     "sthalles/SimCLR": "1848fc934ad844ae630e6c452300433fe99acfd9",
     "salesforce/awd-lstm-lm": "1d466ec5875675ca6b6f0caacbb741240a29da9e",
     "lucidrains/vector-quantize-pytorch": "0d7d1aa83334b6f2f8a40306bece75cdaa13d065",
+    "keras-team/keras": "3422977a5e38fb2f7709aaa9a08e47f0c43d0f60",
+    "philipperemy/keras-tcn": "7576256b8b2a138b88ae2483b8616681686e424f",
+    "PaddlePaddle/PaddleRec": "656326adf3c4117c11ec0eff5e8f61acd8191c2a",
+    "PaddlePaddle/models": "8042c21b690ffc0162095e749a41b94dd38732da",
 }
 
 

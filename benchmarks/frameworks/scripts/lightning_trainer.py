@@ -11,16 +11,20 @@ from digits_data import BATCH_SIZE, EPOCHS, digest, digits
 
 
 class Classifier(lightning.LightningModule):
+    """Two layers."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        """Return the loss of a batch."""
         loss = F.cross_entropy(self.layers(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 

@@ -45,7 +45,10 @@ class WithStandIns(importlib.abc.MetaPathFinder):
                 return
             if name in KERAS_SETS:
                 set_of = SETS[KERAS_SETS[name]]
-                vars(module)["load_data"] = lambda *_, **__: (generated(*set_of, train=True), generated(*set_of, train=False))
+                vars(module)["load_data"] = lambda *_, **__: (
+                    generated(*set_of, train=True),
+                    generated(*set_of, train=False),
+                )
                 return
             for of, (side, channels, classes) in SETS.items():
                 setattr(module, of, stand_in(module.VisionDataset, of, side, channels, classes))
