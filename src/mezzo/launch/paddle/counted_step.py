@@ -7,7 +7,7 @@ saved-tensor hooks, each storage once and without parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import paddle
@@ -26,6 +26,8 @@ class CountedStep:
         self._run, self._operations, self._passes = run, operations, passes
         self._saved: dict[int, int] = {}
         self._hooks: Any = None
+        self._has_all = True
+        """Whether the hooks have seen all tensors that the step keeps for its backward passes."""
         self._bytes: dict[str, int] = {}
         """Bytes by kind, for the kinds that were measured."""
         self._counted_step: int | None = None
@@ -36,7 +38,20 @@ class CountedStep:
         """Set the hooks until ``patches`` are undone."""
         self._run.watchers.append(self._updated)
         self._passes.begins = self._backward_begins
+        patches.around(paddle.base.core.eager, "run_partial_grad", self._differentiate)
         patches.on_undo(self._end)
+
+    def _differentiate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``paddle.grad`` without the hooks, under which Paddle 3.3.1 cannot differentiate its results again; then nothing is known of activations."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is None:
+            return original(*args, **kwargs)
+        self._has_all = False
+        hooks.__exit__()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._enter()
 
     def memory(self) -> Memory:
         """Return the bytes of the counted step, and the allocator's peaks over the run."""
@@ -70,6 +85,9 @@ class CountedStep:
     def _begin(self) -> None:
         self._counted_step = self._run.num_updates + 1
         self._operations.counting = True
+        self._enter()
+
+    def _enter(self) -> None:
         self._hooks = paddle.autograd.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._hooks.__enter__()
 
@@ -81,7 +99,10 @@ class CountedStep:
             return
         parameters = {p.data_ptr() for p in self._run.parameters() if p._is_initialized()}
         activations = sum(size for pointer, size in self._saved.items() if pointer not in parameters)
-        self._bytes["activations"] = max(self._bytes.get("activations", 0), activations)
+        if self._has_all:
+            self._bytes["activations"] = max(self._bytes.get("activations", 0), activations)
+        else:
+            self._bytes.pop("activations", None)
         self._saved = {}
 
     def _pack(self, tensor: Any) -> Any:

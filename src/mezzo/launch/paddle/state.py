@@ -36,6 +36,8 @@ class ThreadState(threading.local):
     """1 inside a layer, the script's own region or a backward pass, else 0."""
     fp32_depth = 0
     """Number of open layers or regions that stay in FP32."""
+    in_layer = False
+    """Whether a layer runs: a region of the script may be open without one."""
     in_backward = False
     own_work = False
     """Whether Mezzo itself computes: norms, scales and records."""
