@@ -14,6 +14,8 @@ CUDA_BUILD := .venv-cuda
 unexport PYTHONDONTWRITEBYTECODE
 
 MUTANTS ?= --count 120
+# "slow or not slow" adds those that start many processes.
+FRAMEWORK_TESTS ?= 'not slow'
 
 .PHONY: demo mutants environments test test-slow test-all crash-test test-cuda-build test-wheel test-frameworks demo-frameworks check static bench docs examples readme clean
 
@@ -76,7 +78,7 @@ $(CUDA_BUILD)/.installed: pyproject.toml
 
 # A file is one worker's: its tests ask one process of the framework, which takes seconds to start.
 test-%: $(VENV)-%/.ready
-	$(VENV)-$*/bin/python -m pytest -q -n 2 --dist loadfile tests/frameworks/test_$**.py
+	$(VENV)-$*/bin/python -m pytest -q -n 2 --dist loadfile -m $(FRAMEWORK_TESTS) tests/frameworks/test_$**.py
 
 # The same comparison in four frameworks, then all of it in one table; one that fails has its rows in the table, too.
 demo-frameworks: $(READY) $(FRAMEWORKS:%=$(VENV)-%/.ready)

@@ -130,7 +130,7 @@ def _recording_spawned(request: Request, training: Training) -> Iterator[Spawned
     """Let the processes that the script starts record their training, and keep the weights that ranks compare."""
     spawned, patches = SpawnedProcesses(request), Patches()
     # The comparison of gradients that a fallback search makes follows one process.
-    if request.framework == "torch" and not isinstance(request.observe, FallbackSettings):
+    if request.framework in ("torch", "paddle") and not isinstance(request.observe, FallbackSettings):
         spawned.install(patches, training)
     if request.rank is not None:
         training.keep_weights(patches)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import paddle
-from paddle.incubate.optimizer.lbfgs import LBFGS as OlderLBFGS
 
 from mezzo.launch.paddle.state import PaddleRun, parameters_of
 
-WITH_CLOSURE = paddle.optimizer.LBFGS, OlderLBFGS
-"""The optimizers whose step takes a closure."""
+
+def takes_closure(optimizer: Any) -> bool:
+    """Return whether an optimizer's step evaluates the loss itself: both of Paddle's LBFGS, and classes like them."""
+    return "closure" in inspect.signature(type(optimizer).step).parameters and isinstance(optimizer.state, dict)
 
 
 class ClosureStep:

@@ -12,7 +12,7 @@ from typing import Any
 
 import paddle
 
-from mezzo.launch.paddle.backward import BackwardPasses
+from mezzo.launch.paddle.gradients.backward import BackwardPasses
 from mezzo.launch.paddle.operations import Operations
 from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.patches import Patches

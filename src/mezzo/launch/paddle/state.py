@@ -84,6 +84,8 @@ class PaddleRun:
         self.left_alone: dict[str, Reason] = {}
         self.roots: WeakSet[Any] = WeakSet()
         """Layers called from outside any layer."""
+        self.kept_roots: list[Any] | None = None
+        """The same in order, kept alive; None if nobody asks for their weights."""
         self.fp32_layers: WeakSet[Any] = WeakSet()
         """Layers that the policy keeps in FP32."""
         self.optimizers: WeakSet[Any] = WeakSet()
@@ -126,6 +128,8 @@ class PaddleRun:
         if layer in self.roots:
             return
         self.roots.add(layer)
+        if self.kept_roots is not None:
+            self.kept_roots.append(layer)
         self.round_weights(layer.parameters())
         names = {bare_name(name): inner for name, inner in layer.named_sublayers()}
         for pattern in self.fp32_patterns:

@@ -17,7 +17,7 @@ from paddle.optimizer.lr import LRScheduler
 
 from mezzo.formats import FP32
 from mezzo.launch.model_names import name_in_scope
-from mezzo.launch.paddle.closures import WITH_CLOSURE, ClosureStep
+from mezzo.launch.paddle.closures import ClosureStep, takes_closure
 from mezzo.launch.paddle.state import PaddleRun, dense, parameters_of
 from mezzo.launch.paddle.surveys import is_half
 from mezzo.launch.patches import Patches
@@ -68,7 +68,7 @@ class Updates:
         if self._stepping or not paddle.in_dynamic_mode():
             return original(optimizer, *args, **kwargs)
         self._run.optimizers.add(optimizer)
-        if isinstance(optimizer, WITH_CLOSURE):
+        if takes_closure(optimizer):
             return self._by_closure(original, optimizer, args, kwargs)
         with self._run.own_work():
             norm = _norm(optimizer)

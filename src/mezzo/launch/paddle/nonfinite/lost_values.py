@@ -17,7 +17,7 @@ from typing import Any
 import paddle
 
 from mezzo.formats import FORMATS, FP32, Format
-from mezzo.launch.paddle.script_hooks import observe_gradient
+from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.state import PaddleRun, mapped
 from mezzo.launch.paddle.surveys import Survey, array_of, finite, format_name, is_half, operand, survey
 from mezzo.launch.paddle.tape import Tape, TapedOperation, tensors

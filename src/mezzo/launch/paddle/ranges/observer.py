@@ -22,7 +22,7 @@ from mezzo.launch.paddle.nonfinite.replay import KEPT, rounded_within
 from mezzo.launch.paddle.observing import StepObserver
 from mezzo.launch.paddle.ranges.listed_formats import ListedFormats
 from mezzo.launch.paddle.ranges.value_counts import Tally, counted
-from mezzo.launch.paddle.script_hooks import observe_gradient
+from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.state import PaddleRun, dense, parameters_of
 from mezzo.launch.paddle.surveys import array_of
 from mezzo.launch.paddle.tape import Tape, tensors

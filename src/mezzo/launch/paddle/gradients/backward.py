@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 
 import paddle
 
-from mezzo.launch.paddle.leaves import Leaves
-from mezzo.launch.paddle.script_hooks import ScriptHooks, observe_gradient
+from mezzo.launch.paddle.gradients.leaves import Leaves
+from mezzo.launch.paddle.gradients.script_hooks import ScriptHooks, observe_gradient
 from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.patches import Patches
 
