@@ -59,6 +59,7 @@ class CountedStep:
         kinds: dict[str, Any] = {f"{kind}_bytes": count for kind, count in self._bytes.items()}
         return Memory(
             **kinds,
+            of_emulation=self._run.emulates,
             cuda_allocated_bytes=paddle.device.cuda.max_memory_allocated() if on_gpu else None,
             cuda_reserved_bytes=paddle.device.cuda.max_memory_reserved() if on_gpu else None,
         )
