@@ -264,7 +264,6 @@ def _of_words(model: Any, x: Any, y: Any, step: int) -> Any:
     return F.cross_entropy(model(rows), y[:4])
 
 
-
 def hooks() -> Seen:
     """Train with hooks that the script sets before its first backward pass, on a weight and inside the graph."""
     seen, model = Seen(), mlp()

@@ -402,9 +402,9 @@ def test_bytes_of_a_step() -> None:
             optimizer.step()
             optimizer.clear_grad()
 
-    assert [ran(train, name).memory.of_emulation for name in ("fp16", "bf16", "fp32", "fp16:arithmetic=native", AS_IS)] == [
-        *(True, True, False, False, False)
-    ]
+    assert [
+        ran(train, name).memory.of_emulation for name in ("fp16", "bf16", "fp32", "fp16:arithmetic=native", AS_IS)
+    ] == [*(True, True, False, False, False)]
     memory = ran(train, "fp32").memory
     assert memory.parameters_bytes == memory.gradients_bytes == 4 * (12 + 3)
     assert memory.optimizer_bytes == 2 * 4 * (12 + 3) + 2 * 2 * 4  # two moments, and two powers of beta a parameter

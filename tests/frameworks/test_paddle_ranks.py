@@ -69,9 +69,7 @@ def test_a_comparison_runs_in_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_that_the_script_spawns_are_ranks(tmp_path: Path) -> None:
     words = ["run", "--policy", "fp16", "--out", "out", SCRIPT, "spawn"]
-    subprocess.run(
-        [sys.executable, "-m", "mezzo", *words], cwd=tmp_path, capture_output=True, timeout=280, check=True
-    )
+    subprocess.run([sys.executable, "-m", "mezzo", *words], cwd=tmp_path, capture_output=True, timeout=280, check=True)
     run = read_record(tmp_path / "out" / "record.json")
     assert isinstance(run, RunRecord)
     assert_one_run_of_two(run)

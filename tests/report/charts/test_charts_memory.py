@@ -47,7 +47,10 @@ def test_the_bytes_of_an_emulation_have_no_bar() -> None:
     alone = memory_bars({"fp16": emulated}, styles=policy_styles(["fp16"]))
     assert isinstance(alone, Nothing)
     assert alone.description == "Not drawn; emulated: says nothing about a GPU."
-    assert [line.total for line in shared.memory_lines([("fp32", memory), ("fp16", emulated)])] == ["18 B", "18 B (emulated)"]
+    assert [line.total for line in shared.memory_lines([("fp32", memory), ("fp16", emulated)])] == [
+        "18 B",
+        "18 B (emulated)",
+    ]
 
 
 def test_a_box_holds_the_quantiles_on_a_round_axis() -> None:

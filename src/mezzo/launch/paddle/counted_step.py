@@ -42,7 +42,10 @@ class CountedStep:
         patches.on_undo(self._end)
 
     def _differentiate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``paddle.grad`` without the hooks, under which Paddle 3.3.1 cannot differentiate its results again; then nothing is known of activations."""
+        """Run ``paddle.grad`` without the hooks, under which Paddle 3.3.1 cannot differentiate its results again.
+
+        What it keeps is then unknown, and so are the step's activations.
+        """
         hooks, self._hooks = self._hooks, None
         if hooks is None:
             return original(*args, **kwargs)

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 import paddle
 
 from mezzo.frameworks.paddle import explain_run
-from mezzo.launch.paddle.gradients.backward import BackwardPasses
 from mezzo.launch.paddle.counted_step import CountedStep
 from mezzo.launch.paddle.forward import ForwardRegions
+from mezzo.launch.paddle.gradients.backward import BackwardPasses
 from mezzo.launch.paddle.observers import observer_for
 from mezzo.launch.paddle.observing import StepObserver, refuse_static_graphs
 from mezzo.launch.paddle.operations import Operations

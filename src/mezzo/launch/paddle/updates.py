@@ -89,10 +89,11 @@ class Updates:
         if run.observer is not None:
             run.observer.closure_met(type(optimizer).__name__)
         step = ClosureStep(run, optimizer, _norm)
-        (closure,) = [*args, *kwargs.values()]
         self._stepping = run.in_closure = True
         try:
-            return original(optimizer, step.watched(closure))
+            return original(
+                optimizer, *map(step.watched, [*args, *kwargs.values()])
+            )  # the closure is the only argument
         finally:
             self._stepping = run.in_closure = False
             skip = run.updated(step.norm)

@@ -1,7 +1,8 @@
 """Which of several processes this one is, from the environment variables that its launcher sets.
 
 Each launcher has its own variables. ``torchrun`` and the launchers built on it (``accelerate launch``, ``deepspeed``) set torch's own,
-which take precedence, and then those of Paddle's launcher: another launcher may have started one of these, once per machine. Imports no torch.
+which take precedence, and then those of Paddle's launcher: another launcher may have started one of these, once per machine.
+Imports no torch.
 """
 
 from __future__ import annotations

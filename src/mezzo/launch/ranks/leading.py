@@ -236,7 +236,7 @@ def new_rendezvous(variables: Mapping[str, str]) -> dict[str, str]:
 
     The script's first process then opens the store, on rank 0's machine, where this port is free.
     """
-    fresh = {}
+    fresh: dict[str, str] = {}
     if "MASTER_PORT" in variables:
         fresh |= {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     if PADDLE_STORE in variables:

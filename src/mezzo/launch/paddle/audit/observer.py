@@ -21,11 +21,11 @@ from mezzo.frameworks import paddle_ops
 from mezzo.launch.paddle.audit.audited import Audited, of_gradient, wide_products
 from mezzo.launch.paddle.audit.findings import findings
 from mezzo.launch.paddle.audit.product_shapes import shape_of
+from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.layer_names import LayerNames
 from mezzo.launch.paddle.nonfinite.lost_values import public_name
 from mezzo.launch.paddle.observing import StepObserver
 from mezzo.launch.paddle.operations import flops_of, is_product, operands_that_need_gradients
-from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.paddle.surveys import format_name
 from mezzo.launch.paddle.tape import Tape, TapedOperation

@@ -18,10 +18,10 @@ import numpy as np
 import paddle
 
 from mezzo.frameworks import paddle_ops
+from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.layer_names import LayerNames
 from mezzo.launch.paddle.nonfinite.replay import KEPT, NONE, Twins
 from mezzo.launch.paddle.operations import flops_of, is_product, operands_that_need_gradients
-from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.surveys import array_of
 from mezzo.launch.paddle.tape import TapedOperation, tensors
 from mezzo.observe.fallback.evidence import LocalError, scale_alone

@@ -1,7 +1,7 @@
 """Scale a Paddle script's backward passes, and unscale every gradient before the script sees it.
 
-The gradient from which a backward pass starts is multiplied by the loss scale, and a hook on every leaf of the graph (``leaves``) divides its
-gradient by the scale before it is added to ``.grad``. The script sees unscaled losses and gradients, so its clipping,
+The gradient from which a backward pass starts is multiplied by the loss scale, and a hook on every leaf of the graph (``leaves``) divides
+its gradient by the scale before it is added to ``.grad``. The script sees unscaled losses and gradients, so its clipping,
 accumulation and logs need no change. All of Paddle's backward passes end in one function of its core.
 
 Not covered: gradients from ``paddle.grad``, such as for a penalty. They are not scaled, so small ones vanish where they are rounded.

@@ -1,7 +1,8 @@
 """The leaves of a Paddle script's graphs: the tensors whose gradients a backward pass leaves in ``.grad``.
 
 Paddle has no list of them, and a graph names its leaves only by number. So every tensor that is told to take gradients is remembered
-from then on, besides the parameters of layers and optimizers that existed before; each graph is then searched for a leaf that is not among them.
+from then on, besides the parameters of layers and optimizers that existed before; each graph is then searched for a leaf that is not
+among them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Leaves:
         return tensor
 
     def _told_to(self, tensor: Any) -> None:
-        if not tensor.stop_gradient and not self._run.local.in_backward:  # there, Paddle cuts graphs for activation checkpointing
+        if (
+            not tensor.stop_gradient and not self._run.local.in_backward
+        ):  # there, Paddle cuts graphs for activation checkpointing
             self._told[id(tensor)] = tensor
 
     def __iter__(self) -> Iterator[Any]:

@@ -17,12 +17,12 @@ import numpy as np
 import paddle
 
 from mezzo.formats import BF16, FP16
+from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.layer_names import bare_name
 from mezzo.launch.paddle.nonfinite.replay import KEPT, rounded_within
 from mezzo.launch.paddle.observing import StepObserver
 from mezzo.launch.paddle.ranges.listed_formats import ListedFormats
 from mezzo.launch.paddle.ranges.value_counts import Tally, counted
-from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.state import PaddleRun, dense, parameters_of
 from mezzo.launch.paddle.surveys import array_of
 from mezzo.launch.paddle.tape import Tape, tensors
