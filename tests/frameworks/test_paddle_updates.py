@@ -43,6 +43,43 @@ def test_gradients_state_and_weights_have_a_plain_loops_bits(code: Callable[[], 
     assert not any(found.steps.skipped)
 
 
+class _Half(paddle.autograd.PyLayer):  # type: ignore[misc]
+    """NumPy's rounding to FP16, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        return paddle.to_tensor(numbers(tensor).astype(np.float16).astype(np.float32))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return _Half.forward(ctx, gradient)
+
+
+def rounded_by_hand() -> Seen:
+    """Train in FP16 products with the loss scaled and the gradients unscaled by hand."""
+    seen, model, scale = Seen(), mlp(), 65536.0
+    parameters = model.parameters()
+    update = optimizers.AdamW(0.05, parameters=parameters)
+
+    def product(layer: Any, x: Any) -> Any:
+        return _Half.apply(F.linear(*map(_Half.apply, (x, layer.weight, layer.bias))))
+
+    for x, y in data():
+        (F.cross_entropy(product(model[3], model[2](model[1](product(model[0], x)))), y) * scale).backward()
+        for parameter in parameters:
+            parameter.grad = parameter.grad / scale
+        seen.before(parameters)
+        update.step()
+        update.clear_grad()
+        seen.after(parameters, update)
+    return seen
+
+
+def test_rounded_updates_have_the_bits_of_a_loop_that_rounds_and_scales_by_hand() -> None:
+    found = ran(by_scaler(), "fp16:init_scale=65536", seed=None)
+    same(found.value, alone(rounded_by_hand))
+
+
 OVERFLOWS = (2, 3, 7)
 
 
