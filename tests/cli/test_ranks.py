@@ -56,12 +56,6 @@ def test_a_word_that_cannot_be_used_ends_all_processes_and_is_said_once(words: l
     assert ended[1].printed == ""
 
 
-def test_paddles_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
-    assert cli.main(["run", "train.py"]) == 7
-    assert "paddle.distributed.launch started 2 processes; Mezzo runs Paddle scripts in one" in capfd.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "size", "policy"),

@@ -202,6 +202,16 @@ WRONG: list[Wrong] = [
         "accelerate is not a script; ...",
         "type: accelerate launch --no_python mezzo run train.py --lr 1",
     ),
+    (
+        "compare -m paddle.distributed.launch --nproc_per_node 2 train.py",
+        "paddle.distributed.launch is not a script; ...",
+        "type: python -m paddle.distributed.launch --nproc_per_node 2 mezzo compare train.py",
+    ),
+    (
+        "run -m torch.distributed.run --nproc-per-node 2 train.py",
+        "torch.distributed.run is not a script; ...",
+        "type: torchrun --nproc-per-node 2 --no-python mezzo run train.py",
+    ),
     # modules
     ("run -m train.py", "-m train.py names a file; allowed: a module's name, ...", "type: mezzo run train.py"),
     ("run -m package.mod.py", "-m package.mod.py names a file; ...", "type: mezzo run -m package.mod"),

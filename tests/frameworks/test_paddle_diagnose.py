@@ -377,3 +377,17 @@ def test_a_replay_with_the_limits_has_the_gradients_of_the_step(name: str, monke
     monkeypatch.setattr(NonFinite, "judge", judge)
     observed(HEALTHY[name], "fp16:init_scale=64", DiagnoseSettings(steps=(1, 2, 3)))
     assert compared
+
+
+STATIC: dict[str, Callable[[], Any]] = {
+    "paddle.enable_static()": lambda: paddle.enable_static(),
+    "paddle.jit.to_static": lambda: paddle.jit.to_static(nn.Linear(2, 1))(paddle.ones([1, 2])).sum().backward(),
+}
+
+
+@pytest.mark.parametrize("what", STATIC)
+def test_a_static_graph_is_refused_by_name(what: str) -> None:
+    _, run = observed(STATIC[what], AS_IS, DiagnoseSettings())
+    assert run.exit_code == 7
+    assert run.error is not None
+    assert run.error.startswith(f"the script uses {what}, and mezzo diagnose observes the operations of Paddle's")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mezzo.cli.words import value_after
 from mezzo.errors import ScriptError
-from mezzo.launch.ranks.launched import PADDLE_SIZE, Launched, launched
+from mezzo.launch.ranks.launched import Launched, launched
 from mezzo.launch.ranks.torchrun_error import report_failure
 
 _IN_ALL_PROCESSES = ("run", "watch", "compare", "audit", "diagnose", "ranges", "fallback")
@@ -30,11 +30,10 @@ def in_ranks(words: Sequence[str], command: Callable[[], int]) -> int:
         command: runs it in this process.
 
     Raises:
-        ScriptError: the command runs in one process only, the processes did not find each other, or Paddle's launcher started them.
+        ScriptError: the command runs in one process only, or the processes did not find each other.
     """
     if not words or words[0] not in (*_IN_ALL_PROCESSES, *_IN_ONE_PROCESS):
         return command()
-    _refuse_paddles_launcher()
     process = launched(os.environ, command=words)
     if process is None:
         exit_code = command()
@@ -78,12 +77,3 @@ def _run_together(process: Launched, words: Sequence[str], command: Callable[[],
             leader.exit_code, words[0], own_rank=0
         )  # before the others end: torchrun then stops this process too
     return leader.exit_code
-
-
-def _refuse_paddles_launcher() -> None:
-    count = os.environ.get(PADDLE_SIZE, "1")
-    if count.isdecimal() and int(count) > 1:
-        raise ScriptError(
-            f"paddle.distributed.launch started {count} processes; Mezzo runs Paddle scripts in one",
-            hint="run mezzo without the launcher: one process shows the precision problems of all",
-        )

@@ -118,9 +118,9 @@ def _prepare_process(request: Request) -> None:
 
 
 def _print_summary(error: BaseException | None, record: AnyRecord) -> None:
-    """Print Mezzo's own error, and the findings of a run without an observer."""
+    """Print Mezzo's own error, whose hint the command's report has, and the findings of a run without an observer."""
     if isinstance(error, MezzoError):
-        print(f"mezzo: {error}", file=sys.stderr)
+        print(f"mezzo: {error.message}", file=sys.stderr)
     if isinstance(record, RunRecord) and record.findings:
         print(f"mezzo: {_in_one_line(record.findings)}", file=sys.stderr)
 
@@ -130,7 +130,7 @@ def _recording_spawned(request: Request, training: Training) -> Iterator[Spawned
     """Let the processes that the script starts record their training, and keep the weights that ranks compare."""
     spawned, patches = SpawnedProcesses(request), Patches()
     # The comparison of gradients that a fallback search makes follows one process.
-    if request.framework == "torch" and not isinstance(request.observe, FallbackSettings):
+    if request.framework in ("torch", "paddle") and not isinstance(request.observe, FallbackSettings):
         spawned.install(patches, training)
     if request.rank is not None:
         training.keep_weights(patches)
@@ -177,8 +177,6 @@ def _run_script(request: Request, reader: MetricReader | None, training: Trainin
     ready = guarded(lambda: _begin(request, training))
     if ready[1] is not None:
         return ready
-    if request.guard is not None:
-        training.begin_guard(request.guard)
     sys.argv = [request.target, *request.arguments]
     streams = sys.stdout, sys.stderr
     if reader is not None:
@@ -199,6 +197,8 @@ def _begin(request: Request, training: Training) -> None:
         training.begin_stand_in()
     training.begin_snapshots(request.snapshots)
     training.begin_trace(request.trace)
+    if request.guard is not None:
+        training.begin_guard(request.guard)
 
 
 _NAMESPACES: list[dict[str, Any]] = []

@@ -27,7 +27,7 @@ from mezzo.launch.request import Request
 from mezzo.measure.environment import surroundings
 from mezzo.records import AnyRecord, RunRecord, record_at, write_record
 
-_WORKERS = ("torch.utils.data", "multiprocessing", "concurrent", "joblib", "torch._inductor", "mezzo")
+_WORKERS = ("torch.utils.data", "paddle.io", "multiprocessing", "concurrent", "joblib", "torch._inductor", "mezzo")
 """Packages whose processes do not train."""
 _RANKS = ("LOCAL_RANK", "RANK")
 
@@ -74,10 +74,11 @@ class Recorded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Run the target; end with its exit code."""
-        if "torch" not in sys.modules:  # nothing that the process has imported could train
+        request = Request.model_validate_json(self._request)
+        if request.framework not in sys.modules:  # nothing that the process has imported could train
             self._target(*args, **kwargs)
             return
-        code = run_function(Request.model_validate_json(self._request), lambda: self._target(*args, **kwargs))
+        code = run_function(request, lambda: self._target(*args, **kwargs))
         if code:
             sys.exit(code)
 

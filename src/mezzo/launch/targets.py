@@ -31,6 +31,13 @@ _LAUNCHERS = {
     "srun": "srun",
 }
 """Launchers, which start processes themselves, each with the words to type in front of ``mezzo``: Mezzo runs inside each process."""
+_LAUNCHER_MODULES = {
+    "torch.distributed.run": _LAUNCHERS["torchrun"],
+    "torch.distributed.launch": _LAUNCHERS["torchrun"],
+    "accelerate.commands.launch": _LAUNCHERS["accelerate"],
+    "paddle.distributed.launch": "python -m paddle.distributed.launch --nproc_per_node 2",
+}
+"""The same for launchers that are run by ``python -m``."""
 
 _SKIPPED_FOLDERS = ("node_modules", "site-packages", "runs", "__pycache__")
 _DEPTH, _MAX_FILES = 3, 5000
@@ -76,6 +83,8 @@ def _check_module(target: Target) -> None:
             f"-m {name} names a file; allowed: a module's name, as for python -m",
             hint=f"type: {target.instead(name) if Path(name).is_file() else as_module}",
         )
+    if name in _LAUNCHER_MODULES:
+        raise _launcher_refused(target, _LAUNCHER_MODULES[name])
     spec = spec_of(name)
     if spec is None:
         near = _near_modules(name)
@@ -139,12 +148,16 @@ def _refuse_launchers(target: Target) -> None:
             hint=f"type: {target.instead(*(rest[:1] or ['train.py']), module=module, arguments=rest[1:])}",
         )
     if name in _LAUNCHERS:
-        first = next((n for n, word in enumerate(target.arguments) if word.endswith(".py")), None)
-        after = [*target.typed, *(["train.py"] if first is None else target.arguments[first:])]
-        raise UsageError(
-            f"{target.name} is not a script; it starts processes, and Mezzo runs inside each of them",
-            hint=f"type: {_LAUNCHERS[name]} {shlex.join(after)}",
-        )
+        raise _launcher_refused(target, _LAUNCHERS[name])
+
+
+def _launcher_refused(target: Target, words: str) -> UsageError:
+    first = next((n for n, word in enumerate(target.arguments) if word.endswith(".py")), None)
+    after = [*target.typed, *(["train.py"] if first is None else target.arguments[first:])]
+    return UsageError(
+        f"{target.name} is not a script; it starts processes, and Mezzo runs inside each of them",
+        hint=f"type: {words} {shlex.join(after)}",
+    )
 
 
 def _refuse_folder(target: Target) -> None:

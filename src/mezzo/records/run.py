@@ -96,6 +96,8 @@ class Memory(Value):
     cuda_reserved_bytes: int | None = None
     cuda_allocated_bytes_by_device: list[int] = []
     """The peak of each device, by its number; empty if at most one device was used."""
+    of_emulation: bool = False
+    """Whether 16-bit values were kept in FP32 tensors, so that the bytes say nothing about a device that supports the format."""
 
     @property
     def total_bytes(self) -> int | None:

@@ -43,6 +43,15 @@ _CHOOSES = ("KERAS_BACKEND", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "PYT
 """Environment variables that choose what runs and where: without them, a different script may run."""
 _DISTRIBUTED = ("run", "compare", "audit", "diagnose", "ranges", "fallback")
 """Commands that run inside each process of a launcher."""
+_LAUNCHERS = (
+    ("WORLD_SIZE", "LOCAL_WORLD_SIZE", ("torchrun", "--nproc-per-node", "{}", "--no-python")),
+    (
+        "PADDLE_TRAINERS_NUM",
+        "PADDLE_LOCAL_SIZE",
+        ("python", "-m", "paddle.distributed.launch", "--nproc_per_node", "{}"),
+    ),
+)
+"""The variables with the numbers of processes, of all and of this machine, that a launcher sets, and its words for that number."""
 _FOR_TRAINERS = ("run", "compare", "check")
 """Commands that accept scripts of every framework; the others inspect operations, which not every framework shows."""
 
@@ -125,10 +134,11 @@ class TypedScript:
 
     def _launcher(self) -> list[str]:
         """Return the launcher of a run in several processes of one machine."""
-        count = self.variables.get("WORLD_SIZE", "1")
-        if count == "1" or self.variables.get("LOCAL_WORLD_SIZE") != count:
-            return []
-        return ["torchrun", "--nproc-per-node", count, "--no-python"]
+        for size, local_size, words in _LAUNCHERS:
+            count = self.variables.get(size, "1")
+            if count != "1" and self.variables.get(local_size) == count:
+                return [word.format(count) for word in words]
+        return []
 
 
 def _option(name: str, value: str) -> tuple[str, ...]:

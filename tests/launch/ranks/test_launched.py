@@ -29,6 +29,14 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 MPICH = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+PADDLE = {
+    "PADDLE_TRAINER_ID": "1",
+    "PADDLE_TRAINERS_NUM": "4",
+    "PADDLE_LOCAL_RANK": "1",
+    "PADDLE_LOCAL_SIZE": "2",
+    "PADDLE_NNODES": "2",
+    "PADDLE_MASTER": "10.0.0.1:51832",
+}
 
 FOUND = [
     # environment: launcher, rank, size, local rank, on one machine
@@ -39,12 +47,16 @@ FOUND = [
     ({**SRUN, "SLURM_STEP_NUM_NODES": "1"}, ("srun", 5, 8, 1, True)),
     (OPEN_MPI, ("mpirun", 1, 2, 1, True)),
     (MPICH, ("mpiexec", 2, 4, 0, False)),
+    (PADDLE, ("paddle.distributed.launch", 1, 4, 1, False)),
+    ({**PADDLE, "PADDLE_LOCAL_SIZE": "4"}, ("paddle.distributed.launch", 1, 4, 1, True)),
+    ({**SRUN, **PADDLE}, ("paddle.distributed.launch", 1, 4, 1, False)),
     ({**SRUN, **TORCHRUN}, ("torchrun", 3, 4, 1, False)),  # srun starts torchrun once a machine
 ]
 ALONE = [
     {},
     {"RANK": "0"},
     {"RANK": "0", "WORLD_SIZE": "1"},
+    {"PADDLE_TRAINER_ID": "0", "PADDLE_TRAINERS_NUM": "1"},
     {"RANK": "", "WORLD_SIZE": "2"},
     {"RANK": "x", "WORLD_SIZE": "2"},
     {"RANK": "2", "WORLD_SIZE": "2"},  # no such rank

@@ -137,3 +137,11 @@ def test_a_store_of_an_earlier_run_is_never_used_again(variables: dict[str, str]
         return
     assert fresh["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     assert fresh["MASTER_PORT"] != "29500"
+
+
+def test_paddles_store_of_an_earlier_run_is_never_used_again() -> None:
+    fresh = new_rendezvous({"PADDLE_MASTER": "10.0.0.1:51832"})
+    host, port = fresh["PADDLE_MASTER"].split(":")
+    assert list(fresh) == ["PADDLE_MASTER"]
+    assert host == "10.0.0.1"
+    assert port != "51832"

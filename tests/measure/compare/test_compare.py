@@ -545,6 +545,8 @@ def of(size: int, **peaks: int) -> Memory:
         (of(6, cuda_allocated_bytes=30), of(8, cuda_allocated_bytes=40), 0.75),
         (of(2, cuda_allocated_bytes=30), of(8), 0.25),
         (of(2), of(8, cuda_allocated_bytes=30), 0.25),
+        (of(12, of_emulation=True), of(24), None),
+        (of(30), of(24, of_emulation=True), None),
         (of(6), Memory(), None),
         (Memory(), of(6), None),
         (Memory(parameters_bytes=6, gradients_bytes=6, optimizer_bytes=0), of(18), None),  # activations are not known

@@ -38,6 +38,21 @@ def test_bars_share_a_scale_and_show_the_allocator_peak() -> None:
     assert table.rows[0] == ("fp32", "1.00 GiB", "-", "-", "512 MiB", "1.50 GiB, peak 2.00 GiB")
 
 
+def test_the_bytes_of_an_emulation_have_no_bar() -> None:
+    memory = Memory(parameters_bytes=4, gradients_bytes=4, optimizer_bytes=8, activations_bytes=2)
+    emulated = memory.model_copy(update={"of_emulation": True})
+    bars = memory_bars({"fp32": memory, "fp16": emulated}, styles=policy_styles(["fp32", "fp16"]))
+    assert isinstance(bars, Bars)
+    assert len(bars.rows) == 1
+    alone = memory_bars({"fp16": emulated}, styles=policy_styles(["fp16"]))
+    assert isinstance(alone, Nothing)
+    assert alone.description == "Not drawn; emulated: says nothing about a GPU."
+    assert [line.total for line in shared.memory_lines([("fp32", memory), ("fp16", emulated)])] == [
+        "18 B",
+        "18 B (emulated)",
+    ]
+
+
 def test_a_box_holds_the_quantiles_on_a_round_axis() -> None:
     timed = [
         StepTimes(policy="fp32", style=policy_style("fp32"), times_ms=[float(v) for v in range(1, 102)], emulated=False)

@@ -7,12 +7,12 @@ saved-tensor hooks, each storage once and without parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import paddle
 
-from mezzo.launch.paddle.backward import BackwardPasses
+from mezzo.launch.paddle.gradients.backward import BackwardPasses
 from mezzo.launch.paddle.operations import Operations
 from mezzo.launch.paddle.state import PaddleRun
 from mezzo.launch.patches import Patches
@@ -26,6 +26,8 @@ class CountedStep:
         self._run, self._operations, self._passes = run, operations, passes
         self._saved: dict[int, int] = {}
         self._hooks: Any = None
+        self._has_all = True
+        """Whether the hooks have seen all tensors that the step keeps for its backward passes."""
         self._bytes: dict[str, int] = {}
         """Bytes by kind, for the kinds that were measured."""
         self._counted_step: int | None = None
@@ -36,7 +38,23 @@ class CountedStep:
         """Set the hooks until ``patches`` are undone."""
         self._run.watchers.append(self._updated)
         self._passes.begins = self._backward_begins
+        patches.around(paddle.base.core.eager, "run_partial_grad", self._differentiate)
         patches.on_undo(self._end)
+
+    def _differentiate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``paddle.grad`` without the hooks, under which Paddle 3.3.1 cannot differentiate its results again.
+
+        What it keeps is then unknown, and so are the step's activations.
+        """
+        hooks, self._hooks = self._hooks, None
+        if hooks is None:
+            return original(*args, **kwargs)
+        self._has_all = False
+        hooks.__exit__()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._enter()
 
     def memory(self) -> Memory:
         """Return the bytes of the counted step, and the allocator's peaks over the run."""
@@ -44,6 +62,7 @@ class CountedStep:
         kinds: dict[str, Any] = {f"{kind}_bytes": count for kind, count in self._bytes.items()}
         return Memory(
             **kinds,
+            of_emulation=self._run.emulates,
             cuda_allocated_bytes=paddle.device.cuda.max_memory_allocated() if on_gpu else None,
             cuda_reserved_bytes=paddle.device.cuda.max_memory_reserved() if on_gpu else None,
         )
@@ -70,6 +89,9 @@ class CountedStep:
     def _begin(self) -> None:
         self._counted_step = self._run.num_updates + 1
         self._operations.counting = True
+        self._enter()
+
+    def _enter(self) -> None:
         self._hooks = paddle.autograd.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._hooks.__enter__()
 
@@ -81,7 +103,10 @@ class CountedStep:
             return
         parameters = {p.data_ptr() for p in self._run.parameters() if p._is_initialized()}
         activations = sum(size for pointer, size in self._saved.items() if pointer not in parameters)
-        self._bytes["activations"] = max(self._bytes.get("activations", 0), activations)
+        if self._has_all:
+            self._bytes["activations"] = max(self._bytes.get("activations", 0), activations)
+        else:
+            self._bytes.pop("activations", None)
         self._saved = {}
 
     def _pack(self, tensor: Any) -> Any:

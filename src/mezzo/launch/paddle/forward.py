@@ -67,17 +67,27 @@ class ForwardRegions:
         return casting
 
     def _call(self, original: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Begin a region before a layer called from outside any layer, and end it after."""
+        """Begin a region before a layer called from outside any layer, unless the script has begun one, and end it after."""
         run, local = self._run, self._run.local
-        if local.depth:
-            if layer not in run.fp32_layers:
-                return original(layer, *args, **kwargs)
-            with self.in_fp32():
-                return original(layer, *_to_fp32(args), **_to_fp32(kwargs))
+        if local.in_layer or local.in_backward:
+            return self._call_inner(original, layer, args, kwargs)
         run.record_root(layer)
-        with self.region():
-            result = original(layer, *args, **kwargs)
+        local.in_layer = True
+        try:
+            if local.depth:
+                return self._call_inner(original, layer, args, kwargs)
+            with self.region():
+                result = original(layer, *args, **kwargs)
+        finally:
+            local.in_layer = False
         return _to_fp32(result) if run.casts else result
+
+    def _call_inner(self, original: Callable[..., Any], layer: Any, args: Any, kwargs: Any) -> Any:
+        """Run a layer inside a region; in FP32 if the policy keeps it there."""
+        if layer not in self._run.fp32_layers:
+            return original(layer, *args, **kwargs)
+        with self.in_fp32():
+            return original(layer, *_to_fp32(args), **_to_fp32(kwargs))
 
     def _static_call(self, original: Callable[..., Any], function: Any, /, *args: Any, **kwargs: Any) -> Any:
         run = self._run

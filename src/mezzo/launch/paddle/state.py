@@ -36,6 +36,8 @@ class ThreadState(threading.local):
     """1 inside a layer, the script's own region or a backward pass, else 0."""
     fp32_depth = 0
     """Number of open layers or regions that stay in FP32."""
+    in_layer = False
+    """Whether a layer runs: a region of the script may be open without one."""
     in_backward = False
     own_work = False
     """Whether Mezzo itself computes: norms, scales and records."""
@@ -82,6 +84,8 @@ class PaddleRun:
         self.left_alone: dict[str, Reason] = {}
         self.roots: WeakSet[Any] = WeakSet()
         """Layers called from outside any layer."""
+        self.kept_roots: list[Any] | None = None
+        """The same in order, kept alive; None if nobody asks for their weights."""
         self.fp32_layers: WeakSet[Any] = WeakSet()
         """Layers that the policy keeps in FP32."""
         self.optimizers: WeakSet[Any] = WeakSet()
@@ -124,6 +128,8 @@ class PaddleRun:
         if layer in self.roots:
             return
         self.roots.add(layer)
+        if self.kept_roots is not None:
+            self.kept_roots.append(layer)
         self.round_weights(layer.parameters())
         names = {bare_name(name): inner for name, inner in layer.named_sublayers()}
         for pattern in self.fp32_patterns:

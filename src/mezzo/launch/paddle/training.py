@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,14 +11,15 @@ from contextlib import contextmanager, suppress
 import paddle
 
 from mezzo.frameworks.paddle import explain_run
-from mezzo.launch.paddle.backward import BackwardPasses
 from mezzo.launch.paddle.counted_step import CountedStep
 from mezzo.launch.paddle.forward import ForwardRegions
+from mezzo.launch.paddle.gradients.backward import BackwardPasses
 from mezzo.launch.paddle.observers import observer_for
 from mezzo.launch.paddle.observing import StepObserver, refuse_static_graphs
 from mezzo.launch.paddle.operations import Operations
 from mezzo.launch.paddle.own_amp import replace_amp
 from mezzo.launch.paddle.seeds import shift_seeds
+from mezzo.launch.paddle.splitting import refuse_split_models
 from mezzo.launch.paddle.state import PaddleRun, this_device
 from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
@@ -50,6 +52,8 @@ def training(
         if policy is not None and not policy.lowers:
             _set_tf32(patches, on=policy.compute == "tf32")
         replace_amp(run, regions, patches)
+        if run.scale.checks:
+            refuse_split_models(patches)
         regions.install(patches)
         operations.install(patches)
         passes.install(patches)
@@ -121,6 +125,19 @@ class PaddleTraining(WithoutPyTorch):
             return []
         choices = explain_run(self._run.policy, self._run.device)
         return [Reason(what=c.what, value=c.value, reason=c.reason) for c in choices]
+
+    def keep_weights(self, patches: Patches) -> None:
+        """Keep the models that the script drops, until ``patches`` are undone, because ``weights`` is read afterwards."""
+        self._run.kept_roots = []
+
+    def weights(self) -> str:
+        """Return a digest of the weights; empty unless ``keep_weights`` was called."""
+        if self._run.kept_roots is None:
+            return ""
+        digest = hashlib.sha256()
+        for parameter in {id(p): p for root in self._run.kept_roots for p in root.parameters()}.values():
+            digest.update(parameter.numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def environment(self) -> Environment:
         """Return the machine and the versions."""

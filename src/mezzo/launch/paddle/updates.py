@@ -17,6 +17,7 @@ from paddle.optimizer.lr import LRScheduler
 
 from mezzo.formats import FP32
 from mezzo.launch.model_names import name_in_scope
+from mezzo.launch.paddle.closures import ClosureStep, takes_closure
 from mezzo.launch.paddle.state import PaddleRun, dense, parameters_of
 from mezzo.launch.paddle.surveys import is_half
 from mezzo.launch.patches import Patches
@@ -38,7 +39,6 @@ class Updates:
     def install(self, patches: Patches) -> None:
         """Patch Paddle until ``patches`` are undone."""
         self._patches = patches
-        patches.around(Optimizer, "__init__", self._construct)
         for kind in with_subclasses(Optimizer):
             self._patch(kind)
         self._schedules.install(patches, LRScheduler)
@@ -50,6 +50,8 @@ class Updates:
         for name in ("step", "minimize"):
             if name in vars(kind):
                 self._patches.around(kind, name, self._step)
+        if "__init__" in vars(kind):  # AdamW's does not call the base class's
+            self._patches.around(kind, "__init__", self._construct)
 
     def _construct(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> None:
         for kind in type(optimizer).__mro__:  # a class of the script's own did not exist when the others were patched
@@ -66,7 +68,7 @@ class Updates:
         if self._stepping or not paddle.in_dynamic_mode():
             return original(optimizer, *args, **kwargs)
         self._run.optimizers.add(optimizer)
-        if isinstance(optimizer, paddle.optimizer.LBFGS):
+        if takes_closure(optimizer):
             return self._by_closure(original, optimizer, args, kwargs)
         with self._run.own_work():
             norm = _norm(optimizer)
@@ -81,24 +83,23 @@ class Updates:
             self._after(optimizer, made=not skip)
 
     def _by_closure(self, original: Callable[..., Any], optimizer: Any, args: Any, kwargs: Any) -> Any:
-        """Run an optimizer that evaluates the loss itself; record its first evaluation."""
+        """Run an optimizer that evaluates the loss itself; record its first evaluation, and undo a step in which any overflowed."""
         run = self._run
-        if run.scale.checks:
-            run.note_left_alone(
-                "LBFGS", "not skipped", "it evaluates the loss as often as it needs: an overflow in it is not undone"
-            )
         run.close_update()
         if run.observer is not None:
             run.observer.closure_met(type(optimizer).__name__)
+        step = ClosureStep(run, optimizer, _norm)
         self._stepping = run.in_closure = True
         try:
-            return original(optimizer, *args, **kwargs)
+            return original(
+                optimizer, *map(step.watched, [*args, *kwargs.values()])
+            )  # the closure is the only argument
         finally:
             self._stepping = run.in_closure = False
-            with run.own_work():
-                norm = _norm(optimizer)
-            run.updated(norm)
-            self._after(optimizer, made=True)
+            skip = run.updated(step.norm)
+            if skip:
+                step.undo()
+            self._after(optimizer, made=not skip)
 
     def _after(self, optimizer: Any, *, made: bool) -> None:
         run = self._run

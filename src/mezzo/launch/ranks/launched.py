@@ -1,7 +1,8 @@
 """Which of several processes this one is, from the environment variables that its launcher sets.
 
 Each launcher has its own variables. ``torchrun`` and the launchers built on it (``accelerate launch``, ``deepspeed``) set torch's own,
-which take precedence: another launcher may have started torchrun itself, once per machine. Imports no torch.
+which take precedence, and then those of Paddle's launcher: another launcher may have started one of these, once per machine.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class _Variables:
     """The variables that together identify a job."""
 
 
+PADDLE_STORE = "PADDLE_MASTER"
+"""Paddle's variable for the address of the store through which the script's processes find each other."""
+
 _TABLE = (
     _Variables(
         launcher="torchrun",
@@ -50,6 +54,15 @@ _TABLE = (
         local_rank=("LOCAL_RANK",),
         local_size=("LOCAL_WORLD_SIZE",),
         job=("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+    ),
+    _Variables(
+        launcher="paddle.distributed.launch",
+        rank="PADDLE_TRAINER_ID",
+        size="PADDLE_TRAINERS_NUM",
+        local_rank=("PADDLE_LOCAL_RANK", "PADDLE_RANK_IN_NODE"),
+        local_size=("PADDLE_LOCAL_SIZE",),
+        machines=("PADDLE_NNODES",),
+        job=(PADDLE_STORE, "PADDLE_TRAINER_ENDPOINTS"),
     ),
     _Variables(
         launcher="srun",
@@ -77,9 +90,6 @@ _TABLE = (
         job=("PMI_ID_JOB", "PMI_JOBID", "HYDI_CONTROL_FD"),
     ),
 )
-
-PADDLE_SIZE = "PADDLE_TRAINERS_NUM"
-"""The variable to which Paddle's own launcher sets the number of processes that it started."""
 
 
 def launched(variables: Mapping[str, str], *, command: Sequence[str] = ()) -> Launched | None:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from mezzo.errors import RecordError
 from mezzo.launch.process.command_signals import GRACE_S, stoppable
 from mezzo.launch.ranks.blame import ProcessEnd, blamed
+from mezzo.launch.ranks.launched import PADDLE_STORE
 from mezzo.launch.ranks.meeting import Meeting
 from mezzo.launch.ranks.merged import error_of, merged, run_of
 from mezzo.launch.ranks.ports import free_port
@@ -235,6 +236,9 @@ def new_rendezvous(variables: Mapping[str, str]) -> dict[str, str]:
 
     The script's first process then opens the store, on rank 0's machine, where this port is free.
     """
-    if "MASTER_PORT" not in variables:
-        return {}
-    return {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    fresh: dict[str, str] = {}
+    if "MASTER_PORT" in variables:
+        fresh |= {"MASTER_PORT": str(free_port()), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    if PADDLE_STORE in variables:
+        fresh[PADDLE_STORE] = f"{variables[PADDLE_STORE].rpartition(':')[0]}:{free_port()}"
+    return fresh

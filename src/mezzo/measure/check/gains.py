@@ -61,7 +61,9 @@ def _counted(runs: Sequence[RunRecord], policy: str) -> RunRecord | None:
 
 
 def _work(run: RunRecord) -> StepWork:
-    return StepWork(flops_by_format=run.effective.flops_by_format, bytes=run.memory.total_bytes)
+    return StepWork(
+        flops_by_format=run.effective.flops_by_format, bytes=None if run.memory.of_emulation else run.memory.total_bytes
+    )
 
 
 def _over_tf32(baseline: RunRecord, run: RunRecord, gpu: Gpu) -> float | None:

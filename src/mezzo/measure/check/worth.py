@@ -101,6 +101,8 @@ def _spread(gain: Gain, num_runs: int) -> str:
 
 def _memory(row: Row) -> str:
     """Return the difference in memory in words, if it is no gain."""
+    if row.memory.of_emulation:
+        return "memory that only a GPU can show"
     if row.memory_ratio is None:
         return "memory that was not counted"
     saved, saved_bytes = 1.0 - row.memory_ratio, _saved_bytes(row, row.memory_ratio)

@@ -84,10 +84,15 @@ def time_facts(runs: Sequence[RunRecord], baselines: Sequence[RunRecord], pairs:
 
 
 def memory_ratio(pairs: Sequence[Pair]) -> float | None:
-    """Return a policy's bytes over the baseline's in the first pair: the allocator's peak, or else the four kinds; None if unknown."""
+    """Return a policy's bytes over the baseline's in the first pair: the allocator's peak, or else the four kinds.
+
+    None if unknown, or if the bytes of either are those of an emulation.
+    """
     if not pairs:
         return None
     ours, theirs = pairs[0].run.memory, pairs[0].baseline.memory
+    if ours.of_emulation or theirs.of_emulation:
+        return None
     sizes = [(ours.cuda_allocated_bytes, theirs.cuda_allocated_bytes), (ours.total_bytes, theirs.total_bytes)]
     return next((a / b for a, b in sizes if a and b), None)
 

@@ -14,9 +14,11 @@ from mezzo.report.sheets import shared
 def memory_bars(memory: Mapping[str, Memory], *, styles: Mapping[str, Style]) -> Drawn:
     """Return the bytes of each kind, one bar for each policy."""
     title = "Memory of a step, by kind"
-    known = {p: m for p, m in memory.items() if any(shared.memory_kinds(m).values()) or shared.memory_peaks(m)}
+    measured = {p: m for p, m in memory.items() if any(shared.memory_kinds(m).values()) or shared.memory_peaks(m)}
+    known = {p: m for p, m in measured.items() if not m.of_emulation}
     if not known:
-        return Nothing(name="memory", title=title, description="Memory was not measured.")
+        why = f"Not drawn; {shared.NOT_FOR_GPU}." if measured else "Memory was not measured."
+        return Nothing(name="memory", title=title, description=why)
     longest = max(max(_known_bytes(m), m.cuda_allocated_bytes or 0) for m in known.values()) or 1
     rows = [_bar(policy, m, longest=longest, style=styles.get(policy)) for policy, m in known.items()]
     kinds = [*shared.memory_kinds(Memory())]

@@ -257,7 +257,7 @@ def _verdict_line(row: Row, names: Sequence[str], *, style: Style) -> VerdictLin
         speedup=EMULATED if row.emulated else fmt.ratio_text(row.speedup),
         spread="" if row.emulated or is_baseline else fmt.spread_text(row.speedup_low, row.speedup_high),
         memory=fmt.bytes_text(row.memory.total_bytes),
-        memory_ratio=fmt.ratio_text(row.memory_ratio),
+        memory_ratio=EMULATED if row.memory.of_emulation else fmt.ratio_text(row.memory_ratio),
         losses=[_compared(loss, alone=is_baseline) for loss in losses],
         metric=_compared(row.metric, alone=is_baseline),
         skipped=fmt.mean_text(row.num_skipped),

@@ -100,13 +100,14 @@ def run_facts(record: RunRecord) -> list[Fact]:
     line, steps = shared.run_line(record), record.steps
     broken = any(word in line.final_loss.split() for word in ("NaN", "Infinity", "-Infinity"))
     emulated = shared.NOT_FOR_GPU if record.effective.emulated else ""
+    of_emulation = shared.NOT_FOR_GPU if record.memory.of_emulation else ""
     rows = [
         Fact(what="steps", value=line.steps),
         Fact(what="final loss", value=line.final_loss, tone="bad" if broken else ""),
         Fact(what="skipped steps", value=line.skipped, tone="warn" if steps.num_skipped else ""),
         Fact(what="final loss scale", value=line.final_scale),
         Fact(what="time per step", value=fmt.ms_text(shared.median_ms(steps.warm_ms)), reason=emulated),
-        Fact(what="memory", value=fmt.bytes_text(record.memory.total_bytes)),
+        Fact(what="memory", value=fmt.bytes_text(record.memory.total_bytes), reason=of_emulation),
         Fact(what="duration", value=line.duration),
     ]
     if record.snapshots is not None:

@@ -159,7 +159,7 @@ def memory_lines(measured: Sequence[tuple[str, Memory]]) -> list[MemoryLine]:
         MemoryLine(
             policy=fmt.clean(policy),
             kinds=[Fact(what=k, value=fmt.bytes_text(known.get(k))) for k in kinds],
-            total=fmt.bytes_text(memory.total_bytes),
+            total=fmt.bytes_text(memory.total_bytes) + (" (emulated)" if memory.of_emulation else ""),
         )
         for (policy, memory), known in zip(measured, sizes, strict=True)
     ]

@@ -21,6 +21,7 @@ from mezzo.frameworks import paddle_ops
 from mezzo.launch.paddle.audit.audited import Audited, of_gradient, wide_products
 from mezzo.launch.paddle.audit.findings import findings
 from mezzo.launch.paddle.audit.product_shapes import shape_of
+from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.layer_names import LayerNames
 from mezzo.launch.paddle.nonfinite.lost_values import public_name
 from mezzo.launch.paddle.observing import StepObserver
@@ -136,7 +137,7 @@ class Audit(StepObserver):
         self._open_rows.append((operation.layer, row))
         are_weights = [self._is_weight(t) for t in operands_that_need_gradients(name, args, kwargs)]
         if are_weights and not operation.results[0].stop_gradient:
-            operation.results[0].register_hook(functools.partial(self._gradient, operation.layer, row, are_weights))
+            observe_gradient(operation.results[0], functools.partial(self._gradient, operation.layer, row, are_weights))
         if not self.run.local.depth and row.phase == "forward":
             self._outside += flops * (1 + len(are_weights))
 

@@ -18,6 +18,7 @@ import numpy as np
 import paddle
 
 from mezzo.frameworks import paddle_ops
+from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.layer_names import LayerNames
 from mezzo.launch.paddle.nonfinite.replay import KEPT, NONE, Twins
 from mezzo.launch.paddle.operations import flops_of, is_product, operands_that_need_gradients
@@ -45,7 +46,7 @@ class FirstCall:
         self.outputs = [t for t in tensors([output]) if not t.stop_gradient and t.is_floating_point()]
         self.gradients = [None] * len(self.outputs)
         for index, tensor in enumerate(self.outputs):
-            tensor.register_hook(functools.partial(self._gradient_arrived, index))
+            observe_gradient(tensor, functools.partial(self._gradient_arrived, index))
 
     def _gradient_arrived(self, index: int, gradient: Any) -> None:
         if self.gradients[index] is None and gradient is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import paddle
 
 from mezzo.formats import FORMATS, FP32, Format
+from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.state import PaddleRun, mapped
 from mezzo.launch.paddle.surveys import Survey, array_of, finite, format_name, is_half, operand, survey
 from mezzo.launch.paddle.tape import Tape, TapedOperation, tensors
@@ -99,7 +100,7 @@ class ValueFollower:
         self._roundings.append((before, after, lost, result))
         if not result and not after.stop_gradient:
             self._rounded_operands.setdefault(id(before), []).append(after)
-            after.register_hook(functools.partial(self._operand_gradient, operation, after))
+            observe_gradient(after, functools.partial(self._operand_gradient, operation, after))
 
     def finished(self, operation: TapedOperation) -> None:
         """Record what an operation computed from its operands."""
@@ -115,7 +116,7 @@ class ValueFollower:
             raw = next((lost for _, after, lost, is_result in roundings if is_result and after is result), None)
             self._judge(operation, result, raw, known)
             if not result.stop_gradient and result.is_floating_point():
-                result.register_hook(functools.partial(self._result_gradient, operation, result))
+                observe_gradient(result, functools.partial(self._result_gradient, operation, result))
         for tensor in operation.operands:
             self._readers.setdefault(id(tensor), []).append(operation)
             self._hook_leaf(tensor)
@@ -174,7 +175,7 @@ class ValueFollower:
         if hooked or tensor.stop_gradient or not tensor.is_floating_point():
             return
         self._hooked.add(id(tensor))
-        self._hooks.append(tensor.register_hook(functools.partial(self._result_gradient, None, tensor)))
+        self._hooks.append(observe_gradient(tensor, functools.partial(self._result_gradient, None, tensor)))
 
     def _operand_gradient(self, operation: TapedOperation, rounded: Any, gradient: Any) -> None:
         """Record the gradient of a rounded operand, which is rounded next."""

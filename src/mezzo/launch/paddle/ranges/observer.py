@@ -17,6 +17,7 @@ import numpy as np
 import paddle
 
 from mezzo.formats import BF16, FP16
+from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.layer_names import bare_name
 from mezzo.launch.paddle.nonfinite.replay import KEPT, rounded_within
 from mezzo.launch.paddle.observing import StepObserver
@@ -103,7 +104,7 @@ class Ranges(StepObserver):
                 self._lowered.add(("weight gradients", name))
             if not parameter.stop_gradient and key not in self._hooks:
                 hook = functools.partial(self._gradient, ("weight gradients", name))
-                self._hooks[key] = parameter.register_hook(hook)
+                self._hooks[key] = observe_gradient(parameter, hook)
 
     # --- layers --------------------------------------------------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class Ranges(StepObserver):
             if lowered:
                 self._lowered.add(("activations", name))
             if not tensor.stop_gradient and not tensor.is_leaf:
-                tensor.register_hook(functools.partial(self._gradient, key))
+                observe_gradient(tensor, functools.partial(self._gradient, key))
                 if lowered:
                     self._lowered.add(key)
 

@@ -1,0 +1,1 @@
+"""A script's backward passes, scaled, and unscaled again before the script sees a gradient."""
