@@ -18,6 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import function_def_to_graph, op_def_registry
+from tensorflow.python.framework.ops import EagerTensor
 
 from mezzo.formats import STORED_BYTES
 
@@ -33,6 +34,8 @@ _SHAPE_ATTRIBUTES = {"Placeholder": "shape"} | dict.fromkeys(
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 _WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
 """Operations on variables that have a result, and the name prefixes of those that have none."""
+_NUM_SEARCHED = 256
+"""How many operations are searched from a loss for a scaled one: it is a sum, a share or a mean of few."""
 _TRACED_SHAPES = "_output_shapes"
 """Attribute in which ``as_graph_def(add_shapes=True)`` stores the shapes that were known when the function was traced."""
 
@@ -67,6 +70,26 @@ def is_within(graph: Any, ancestor: Any) -> bool:
         if graph is ancestor:
             return True
         graph = getattr(graph, "outer_graph", None)
+    return False
+
+
+def of(tensor: Any) -> Any:
+    """Return the graph of a tensor; None if it was computed eagerly."""
+    return None if isinstance(tensor, EagerTensor) else tensor.graph
+
+
+def comes_from(tensor: Any, others: Iterable[Any]) -> bool:
+    """Return whether one of ``others`` is among the first operations of its graph that ``tensor`` was computed from."""
+    sought = {t.name for t in others if of(t) is of(tensor)}
+    waiting, seen = [tensor], {tensor.name}
+    for found in waiting:  # grows
+        if found.name in sought:
+            return True
+        new = {t.name: t for t in found.op.inputs if t.name not in seen}
+        seen |= set(new)
+        waiting += new.values()
+        if len(waiting) > _NUM_SEARCHED:
+            break
     return False
 
 
