@@ -58,6 +58,10 @@ class TensorFlowBackend(Backend):
             patches.around(tf.GradientTape, name, self._jacobian)
         traced = importlib.import_module("tensorflow.python.eager.polymorphic_function.polymorphic_function")
         patches.around(traced.Function, "__call__", self._call)
+        optimizer = importlib.import_module("keras.src.backend.tensorflow.optimizer").TFOptimizer
+        patches.around(optimizer, "_all_reduce_sum_gradients", self._reduced)
+        if self._run.scales:
+            patches.around(keras.optimizers.LossScaleOptimizer, "check_finite", self._all_finite)
         on = None if self._run.policy is None else tf32_of(self._run.policy)
         if on is not None:
             before = tf.config.experimental.tensor_float_32_execution_enabled()
@@ -115,13 +119,14 @@ class TensorFlowBackend(Backend):
 
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
         """Record an update, in the graph being traced or eagerly."""
-        replica = tf.distribute.get_replica_context()
-        if replica is not None and replica.num_replicas_in_sync > 1:
-            self._run.note_left_alone(
-                "replicas", f"{replica.num_replicas_in_sync} of one model", "the steps are those of the first one"
-            )
-            if tf.get_static_value(replica.replica_id_in_sync_group) not in (0, None):
+        if (num := _num_replicas()) > 1:
+            why = "losses, formats and activations are those of all of them together; variables, gradients and scale those of one"
+            self._run.note_left_alone("replicas", f"{num} of one model", why)
+            if not _is_first():
                 return
+            why = "each replica's own are clipped before they are added up; the norm is of their sum, as the update uses it"
+            self._run.note_left_alone("gradient norm", "after the optimizer's own clipping", why)
+            norm = self._ledger.norm_of_reduced(norm)
         batch = self._batch_size()
         counts = {"before": before, "after": after, "accumulates": accumulates}
         self._ledger.update(norm=norm, scale=scale, batch=batch, owner=owner, **counts)
@@ -148,6 +153,25 @@ class TensorFlowBackend(Backend):
     def device_type(self) -> str:
         """Return the type of the device on which TensorFlow places operations."""
         return "cuda" if tf.config.list_physical_devices("GPU") else "cpu"
+
+    # --- replicas ----------------------------------------------------------------------------------------------------------------
+
+    def _reduced(self, original: Callable[..., Any], optimizer: Any, pairs: Any) -> Any:
+        """Record the norm of the gradients that all replicas add up."""
+        pairs = original(optimizer, pairs)
+        if _num_replicas() > 1 and _is_first():
+            self._ledger.reduced(self.norm([gradient for gradient, _ in pairs], scale=None))
+        return pairs
+
+    def _all_finite(self, original: Callable[..., Any], scaler: Any, gradients: Any) -> Any:
+        """Return whether the gradients of all replicas are finite; Keras itself asks the first one only."""
+        finite = original(scaler, gradients)
+        if _num_replicas() == 1:
+            return finite
+        replica = tf.distribute.get_replica_context()
+        if tf.__internal__.distribute.strategy_supports_no_merge_call():
+            return tf.equal(replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.float32)), 0.0)
+        return replica.merge_call(lambda strategy, each: tf.reduce_all(strategy.experimental_local_results(each)), (finite,))
 
     # --- backward passes -------------------------------------------------------------------------------------------------------
 
@@ -263,6 +287,17 @@ class TensorFlowBackend(Backend):
     def _by_format(self, by_dtype: Counter[str]) -> dict[str, int]:
         tf32 = self.device_type() == "cuda" and tf.config.experimental.tensor_float_32_execution_enabled()
         return by_format(by_dtype, tf32=tf32)
+
+
+def _num_replicas() -> int:
+    """Return the number of replicas of the strategy in which the code runs; 1 without one."""
+    replica = tf.distribute.get_replica_context()
+    return 1 if replica is None else int(replica.num_replicas_in_sync)
+
+
+def _is_first() -> bool:
+    """Return whether the code runs in the first replica."""
+    return tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) in (0, None)
 
 
 def _is_variable(source: Any) -> bool:
