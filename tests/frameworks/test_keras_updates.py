@@ -1,7 +1,8 @@
 """Ten updates of Keras under a policy, against Keras' own mixed precision without Mezzo: the same weights and momenta, to the bit.
 
-Scales are powers of two, so that gradients that Mezzo divides for the script to see, and multiplies again for ``LossScaleOptimizer``, are exactly
-those that Keras scales and divides. The runs of a backend share one process, ``scripts/keras_updates.py``.
+Scales are powers of two, so that gradients that Mezzo divides for the script to see, and multiplies again for
+``LossScaleOptimizer``, are exactly those that Keras scales and divides. The runs of a backend share one process,
+``scripts/keras_updates.py``.
 """
 
 from __future__ import annotations
@@ -24,14 +25,24 @@ for _backend in (TF, JAX, TORCH):
 SCRIPT = Path(__file__).parent / "scripts" / "keras_updates.py"
 UPDATES = 10
 FP16, OVERFLOWS = ("fp16", 2.0**16), ("fp16:init_scale=16777216", 2.0**24)
-EVERYWHERE = ["fit", "step", "step_scaled", "step_clips", "step_clips_scaled", "accumulated", "clipnorm", "global", "loop_scaled"]
+EVERYWHERE = [
+    "fit",
+    "step",
+    "step_scaled",
+    "step_clips",
+    "step_clips_scaled",
+    "accumulated",
+    "clipnorm",
+    "global",
+    "loop_scaled",
+]
 CASES: dict[str, list[str]] = {
-    TF: [*EVERYWHERE, "loop", "loop_eager", "loop_share", "loop_share_scaled", "one_device", "replicas"],
+    TF: [*EVERYWHERE, "loop", "loop_eager", "loop_share_scaled", "one_device", "replicas"],
     JAX: [*EVERYWHERE, "loop_share_scaled"],
-    TORCH: [*EVERYWHERE, "loop", "loop_grad", "loop_share", "loop_share_scaled"],
+    TORCH: [*EVERYWHERE, "loop", "loop_grad", "loop_share_scaled"],
 }
 OVERFLOWING = ["overflow", "step_overflow"]
-ONLY_FOUND = {TF: ["replicas_second_overflows"], JAX: ["loop"], TORCH: []}
+ONLY_FOUND = {TF: ["replicas_second_overflows", "embedding"], JAX: ["loop"], TORCH: []}
 
 
 class Runs:
@@ -99,6 +110,11 @@ def test_replicas_skip_together_and_the_norm_is_of_their_sum() -> None:
     assert found["steps"]["skipped"] == [k == 2 for k in range(UPDATES)]
     assert found["rows"][2] == found["rows"][1]
     assert all(map(math.isfinite, found["rows"][-1]))
+
+
+def test_the_norm_of_an_embeddings_gradient_sums_its_rows() -> None:
+    found = runs_of(TF)("embedding", FP16[0])
+    assert found["steps"]["grad_norm"] == pytest.approx(found["norms"], rel=1e-6)
 
 
 def test_a_loop_on_jax_that_scales_nothing_is_refused_before_its_first_update() -> None:

@@ -4,7 +4,7 @@ Read from standard input: lines ``[CASE, POLICY, SCALE]``. Without a policy, the
 ``LossScaleOptimizer`` from that scale, or BF16 without a scale. All runs share one process: importing a backend takes seconds.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202, ANN204, E402
 import json
 import sys
 
@@ -29,7 +29,11 @@ from mezzo.policy import Policy
 
 B, D, C, UPDATES = 8, 4, 3, 10
 LIMIT = 0.2  # of the script's own clipping
-OPTIMIZERS = {"accumulated": {"gradient_accumulation_steps": 2}, "clipnorm": {"clipnorm": 0.1}, "global": {"global_clipnorm": 0.1}}
+OPTIMIZERS = {
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "clipnorm": {"clipnorm": 0.1},
+    "global": {"global_clipnorm": 0.1},
+}
 
 
 def data(case):
@@ -208,8 +212,32 @@ def replicas(network, optimizer, log, x, y, *, scales, strategy):
         log.keep()
 
 
+def embedding():
+    """Train an embedding whose rows are used several times, and keep the norms of the gradients in which they are summed."""
+    keras.utils.set_random_seed(3)
+    network = keras.Sequential(
+        [keras.Input((5,)), keras.layers.Embedding(7, 4), keras.layers.Flatten(), keras.layers.Dense(C)]
+    )
+    optimizer, norms, (_, y) = keras.optimizers.SGD(0.1), [], data("embedding")
+    tokens = np.arange(B * UPDATES * 5).reshape(-1, 5) % 7
+
+    @tf.function
+    def step(a, b):
+        with tf.GradientTape() as tape:
+            loss = loss_function()(b, network(a, training=True))
+        found = tape.gradient(loss, network.trainable_variables)
+        optimizer.apply(found, network.trainable_variables)
+        return tf.linalg.global_norm([tf.convert_to_tensor(g) for g in found])
+
+    for k in range(UPDATES):
+        norms.append(float(step(tokens[k * B :][:B], y[k * B :][:B])))
+    return {"rows": [], "norms": norms}
+
+
 def made(case, scale):
     """Train; ``scale`` is the first one of the script's own LossScaleOptimizer, or None without one."""
+    if case == "embedding":
+        return embedding()
     keras.utils.set_random_seed(3)
     scales = scale is not None
     x, y = data(case)
@@ -221,7 +249,7 @@ def made(case, scale):
     with strategy.scope() if strategy else tf.name_scope("") if BACKEND == "tensorflow" else keras.name_scope("own"):
         network = keras.Sequential([keras.Input((D,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(C)])
         optimizer = inner = keras.optimizers.SGD(0.1, momentum=0.9, **OPTIMIZERS.get(case, {}))
-        if scales or (BACKEND == "jax" and case == "loop_scaled"):
+        if scales or (BACKEND == "jax" and case.startswith("loop") and case.endswith("_scaled")):
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, **({"initial_scale": scale} if scales else {}))
         log = Log(network, inner)
         own_scale = scales or case.endswith("_scaled")

@@ -1,9 +1,10 @@
 """Scale the losses of Keras on JAX, and know of an update's gradients whether the loss scale is in them.
 
-The loss scale is a variable of the ``LossScaleOptimizer``, which enters a step as a value. In ``fit`` Mezzo finds that value in the state of
-``train_step``. A loss that the script does not pass to ``scale_loss`` is multiplied by it in the differentiated function, and its
-gradients are divided at once, so that the script's own clipping sees true gradients; before they reach the optimizer, which divides them, they are
-multiplied again, exact for powers of two. A loop of the script's own keeps the value to itself: there the script must scale.
+The loss scale is a variable of the ``LossScaleOptimizer``, which enters a step as a value. In ``fit`` Mezzo finds that value in
+the state of ``train_step``. A loss that the script does not pass to ``scale_loss`` is multiplied by it in the differentiated
+function, and its gradients are divided at once, so that the script's own clipping sees true gradients; before they reach the
+optimizer, which divides them, they are multiplied again, exact for powers of two. A loop of the script's own keeps the value to
+itself: there the script must scale.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ class JaxScaling:
         scale = self._scale if is_constant else scale
         return keras.ops.multiply(loss, scale), scale
 
-    def differentiate(self, original: Method, function: Method, argnums: Any, *, has_aux: bool, settings: Any) -> Method:
+    def differentiate(
+        self, original: Method, function: Method, argnums: Any, *, has_aux: bool, settings: Any
+    ) -> Method:
         """Return ``original(function, ...)``, which is ``jax.value_and_grad``, with the loss scaled and its gradients divided."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -198,7 +201,9 @@ def _shapes(gradients: Sequence[Any]) -> list[tuple[int, ...]]:
 def _code(function: Any) -> Any:
     """Return what stays the same of a function that is made anew in every step: the code inside partials, methods and jax.jit."""
     while True:
-        inner = next((found for name in ("func", "__func__", "__wrapped__") if (found := getattr(function, name, None))), None)
+        inner = next(
+            (found for name in ("func", "__func__", "__wrapped__") if (found := getattr(function, name, None))), None
+        )
         if inner is None:
             return getattr(function, "__code__", function)
         function = inner

@@ -42,7 +42,9 @@ class Ledger:
         self._create_variables()
         kept = tf.identity(self._reduced)
         self._reduced.assign(math.nan)
-        return tf.where(tf.math.is_nan(kept) & tf.math.is_finite(norm), math.inf, tf.where(tf.math.is_nan(kept), norm, kept))
+        return tf.where(
+            tf.math.is_nan(kept) & tf.math.is_finite(norm), math.inf, tf.where(tf.math.is_nan(kept), norm, kept)
+        )
 
     def update(
         self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, batch: Any, owner: int

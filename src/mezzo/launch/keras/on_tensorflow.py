@@ -170,8 +170,12 @@ class TensorFlowBackend(Backend):
             return finite
         replica = tf.distribute.get_replica_context()
         if tf.__internal__.distribute.strategy_supports_no_merge_call():
-            return tf.equal(replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.float32)), 0.0)
-        return replica.merge_call(lambda strategy, each: tf.reduce_all(strategy.experimental_local_results(each)), (finite,))
+            return tf.equal(
+                replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.float32)), 0.0
+            )
+        return replica.merge_call(
+            lambda strategy, each: tf.reduce_all(strategy.experimental_local_results(each)), (finite,)
+        )
 
     # --- backward passes -------------------------------------------------------------------------------------------------------
 

@@ -168,11 +168,18 @@ class TorchBackend(Backend):
                 variable._value.register_hook(self._divided)
 
     def _grad(
-        self, original: Callable[..., Any], outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
+        self,
+        original: Callable[..., Any],
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Compute gradients: of variables as a backward pass does; those that continue into a running one stay scaled."""
         inputs = reusable(inputs)
         if not self._in_backward and all(tensor in self._trained for tensor in listed(inputs)):
+
             def engine(tensors: Any, starts: Any, *args: Any, **kwargs: Any) -> Any:
                 return original(tensors, inputs, starts, *args, **kwargs)
 

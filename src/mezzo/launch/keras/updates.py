@@ -150,8 +150,18 @@ class Updates:
             owner=run.owner(trained),
         )
         pairs = [(v, g) for v, g in zip(trained, grads, strict=False) if g is not None]
-        run.record_bytes(optimizer, trained, sum(num_bytes(v.shape, g.dtype) for v, g in pairs))
+        run.record_bytes(optimizer, trained, sum(self._bytes_of(g, variable=v) for v, g in pairs))
         return result
+
+    def _bytes_of(self, gradient: Any, *, variable: Any) -> int:
+        """Return the bytes of a gradient: of a sparse one of TensorFlow, its rows, or the whole table if their number is open."""
+        if is_sparse(gradient):
+            rows, indices = gradient.values, gradient.indices
+            if rows.shape.is_fully_defined():
+                return num_bytes(rows.shape, rows.dtype) + num_bytes(indices.shape, indices.dtype)
+            why = "how many rows of an embedding a batch uses is not known when a step is traced: the whole table is counted"
+            self._run.note_left_alone("gradients' bytes", "an upper bound", why)
+        return num_bytes(variable.shape, gradient.dtype)
 
     def _bound(self, policy: Policy, scale: Any) -> None:
         """Keep a static scale constant, and a dynamic one at most at its ceiling."""
@@ -187,9 +197,14 @@ def _included(scaler: Any, inner: Any, *, is_scaled: bool) -> Any:
     return scaler.dynamic_scale if is_scaled else None
 
 
+def is_sparse(gradient: Any) -> bool:
+    """Return whether a gradient is one of TensorFlow's sparse ones: rows with their indices."""
+    return hasattr(gradient, "indices") and hasattr(gradient, "dense_shape")
+
+
 def times(gradient: Any, factor: Any) -> Any:
     """Return a gradient times a factor; of TensorFlow's sparse gradients, the values are multiplied."""
-    if hasattr(gradient, "indices") and hasattr(gradient, "dense_shape"):
+    if is_sparse(gradient):
         return type(gradient)(gradient.values * factor, gradient.indices, gradient.dense_shape)
     return gradient * factor
 
