@@ -21,6 +21,7 @@ from tensorflow.python.framework import function_def_to_graph, op_def_registry
 from tensorflow.python.framework.ops import EagerTensor
 
 from mezzo.formats import STORED_BYTES
+from mezzo.launch.keras.state import reaches
 
 Shape = Sequence[int | None]
 Attribute = Callable[[str], Any]
@@ -34,8 +35,6 @@ _SHAPE_ATTRIBUTES = {"Placeholder": "shape"} | dict.fromkeys(
 _READS = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 _WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply")
 """Operations on variables that have a result, and the name prefixes of those that have none."""
-_NUM_SEARCHED = 256
-"""How many operations are searched from a loss for a scaled one: it is a sum, a share or a mean of few."""
 _TRACED_SHAPES = "_output_shapes"
 """Attribute in which ``as_graph_def(add_shapes=True)`` stores the shapes that were known when the function was traced."""
 
@@ -79,18 +78,13 @@ def of(tensor: Any) -> Any:
 
 
 def comes_from(tensor: Any, others: Iterable[Any]) -> bool:
-    """Return whether one of ``others`` is among the first operations of its graph that ``tensor`` was computed from."""
-    sought = {t.name for t in others if of(t) is of(tensor)}
-    waiting, seen = [tensor], {tensor.name}
-    for found in waiting:  # grows
-        if found.name in sought:
-            return True
-        new = {t.name: t for t in found.op.inputs if t.name not in seen}
-        seen |= set(new)
-        waiting += new.values()
-        if len(waiting) > _NUM_SEARCHED:
-            break
-    return False
+    """Return whether ``tensor`` was computed from one of ``others``, a few operations before it in the same graph."""
+    graph = of(tensor)
+
+    def inputs(name: str) -> Iterator[str]:
+        return (t.op.name for t in graph.get_operation_by_name(name).inputs)
+
+    return reaches(tensor.op.name, {t.op.name for t in others if of(t) is graph}, inputs)
 
 
 def count(graph: Any, *, batch: int | None) -> GraphCounts:

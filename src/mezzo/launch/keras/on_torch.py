@@ -18,15 +18,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.formats import FP16, FP32
 from mezzo.launch.keras.scales import PolicyScale
-from mezzo.launch.keras.state import Backend, KerasRun
+from mezzo.launch.keras.state import Backend, KerasRun, reaches
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.gradients.passed import given_gradients, listed, reusable
 from mezzo.launch.torch.script_amp.tf32_switches import keep_fp32_products
 from mezzo.measure.flops import FlopCounter
 from mezzo.measure.memory import SavedTensors
-
-_NUM_SEARCHED = 256
-"""How many nodes of autograd are searched from a loss for a scaled one: it is a sum, a share or a mean of few."""
 
 
 class TorchBackend(Backend):
@@ -75,7 +72,11 @@ class TorchBackend(Backend):
 
     def comes_from(self, target: Any, scaled: Sequence[Any]) -> bool:
         """Return whether autograd computed a loss from one of these."""
-        return target.grad_fn is not None and _comes_from(target.grad_fn, {t.grad_fn for t in scaled} - {None})
+
+        def inputs(node: Any) -> Iterator[Any]:
+            return (inner for inner, _ in node.next_functions if inner is not None)
+
+        return target.grad_fn is not None and reaches(target.grad_fn, {t.grad_fn for t in scaled} - {None}, inputs)
 
     def is_scaled(self, optimizer: Any, gradients: Sequence[Any]) -> bool:
         """Return whether the script scaled the loss of the latest backward pass."""
@@ -218,20 +219,6 @@ def _values(gradient: Tensor) -> Tensor:
     """Return a gradient's values; of a sparse one, a row that was used twice counts as its sum."""
     known = gradient.detach()
     return known.coalesce().values() if known.is_sparse else known
-
-
-def _comes_from(root: Any, nodes: set[Any]) -> bool:
-    """Return whether one of these nodes of autograd is among the first ones below ``root``."""
-    waiting, seen = [root], {root}
-    for node in waiting:  # grows
-        if node in nodes:
-            return True
-        new = {inner for inner, _ in node.next_functions if inner is not None} - seen
-        seen |= new
-        waiting += new
-        if len(waiting) > _NUM_SEARCHED:
-            break
-    return False
 
 
 def _times(loss: Tensor, start: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -17,6 +17,8 @@ from mezzo.records import Effective, Reason
 
 _NUM_SCALED = 16
 """Number of scaled losses that are remembered: enough for one training step of several models."""
+_NUM_SEARCHED = 256
+"""How many operations are searched from a loss for a scaled one, of which it is a share, a sum or a mean."""
 
 
 def mixed_scaling() -> ScriptError:
@@ -25,6 +27,26 @@ def mixed_scaling() -> ScriptError:
         "one update uses gradients of a loss that the script scaled and of one that it did not; allowed: all or none",
         hint="call scale_loss for every loss, or for none and let mezzo run scale them",
     )
+
+
+def reaches(root: Any, sought: Container[Any], inputs: Callable[[Any], Iterable[Any]]) -> bool:
+    """Return whether one of the first operations of which ``root`` was computed is among those sought.
+
+    Args:
+        root: the operation that gave a loss.
+        sought: the operations that gave scaled losses.
+        inputs: gives the operations that gave an operation's inputs.
+    """
+    waiting, seen = [root], {root}
+    for found in waiting:  # grows
+        if found in sought:
+            return True
+        new = set(inputs(found)) - seen
+        seen |= new
+        waiting += new
+        if len(waiting) > _NUM_SEARCHED:
+            break
+    return False
 
 
 class ThreadState(threading.local):
