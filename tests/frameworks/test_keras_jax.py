@@ -46,7 +46,6 @@ CASES: list[Case] = [
     ("several_a_call", "fp16", None),
     ("stateless_loop", "plain", None),
     ("stateless_loop", "fp32", None),
-    ("stateless_loop", "fp16", None),
 ]
 
 
@@ -161,13 +160,6 @@ def test_own_jitted_loop(ran: Ran) -> None:
     assert close(found["script"]["weights"], plain["script"]["weights"], 1e-6)
     assert close(found["steps"]["loss"], plain["script"]["losses"], 1e-6)
     assert found["left_alone"] == []
-
-
-def test_a_loop_without_a_loss_scale_is_listed(ran: Ran) -> None:
-    found = ran("stateless_loop", "fp16")
-    assert found["steps"]["loss_scale"] == []
-    why = "on JAX a loss is scaled only in fit(), or by a LossScaleOptimizer of the script: a step's state is the script's"
-    assert found["left_alone"] == [f"loss scale none: {why}"]
 
 
 def test_seeds(ran: Ran) -> None:

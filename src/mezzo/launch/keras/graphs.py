@@ -18,8 +18,10 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.framework import function_def_to_graph, op_def_registry
+from tensorflow.python.framework.ops import EagerTensor
 
 from mezzo.formats import STORED_BYTES
+from mezzo.launch.keras.state import reaches
 
 Shape = Sequence[int | None]
 Attribute = Callable[[str], Any]
@@ -68,6 +70,21 @@ def is_within(graph: Any, ancestor: Any) -> bool:
             return True
         graph = getattr(graph, "outer_graph", None)
     return False
+
+
+def of(tensor: Any) -> Any:
+    """Return the graph of a tensor; None if it was computed eagerly."""
+    return None if isinstance(tensor, EagerTensor) else tensor.graph
+
+
+def comes_from(tensor: Any, others: Iterable[Any]) -> bool:
+    """Return whether ``tensor`` was computed from one of ``others``, a few operations before it in the same graph."""
+    graph = of(tensor)
+
+    def inputs(name: str) -> Iterator[str]:
+        return (t.op.name for t in graph.get_operation_by_name(name).inputs)
+
+    return reaches(tensor.op.name, {t.op.name for t in others if of(t) is graph}, inputs)
 
 
 def count(graph: Any, *, batch: int | None) -> GraphCounts:

@@ -32,6 +32,20 @@ class Ledger:
         self._loss.assign_add(tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses]))
         self._num_losses.assign_add(1)
 
+    def reduced(self, norm: Any) -> None:
+        """Keep the norm of the gradients that an update of several replicas uses."""
+        self._create_variables()
+        self._reduced.assign(norm)
+
+    def norm_of_reduced(self, norm: Any) -> Any:
+        """Return the norm that was kept since the last call; a first replica's ``norm`` with infinity if the update was skipped."""
+        self._create_variables()
+        kept = tf.identity(self._reduced)
+        self._reduced.assign(math.nan)
+        return tf.where(
+            tf.math.is_nan(kept) & tf.math.is_finite(norm), math.inf, tf.where(tf.math.is_nan(kept), norm, kept)
+        )
+
     def update(
         self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, batch: Any, owner: int
     ) -> None:
@@ -76,6 +90,7 @@ class Ledger:
         variable = resource_variable_ops.ResourceVariable
         with tf.init_scope():
             self._loss = variable(0.0, trainable=False)
+            self._reduced = variable(math.nan, trainable=False)
             self._num_losses = variable(0, trainable=False)
             self._num_rows = variable(0, trainable=False, dtype=tf.int64)
             self._rows = variable(tf.zeros([_CAPACITY, _NUM_COLUMNS]), trainable=False)

@@ -5,7 +5,7 @@ call of its train function, where it would wait to read the loss; a script's own
 
 A step has no state of its own: an optimizer's variables, including its loss scale, go in and come out as values. So the policy's
 scale is set in the ``LossScaleOptimizer`` that ``compile`` wraps around the optimizer, or that the script has, and each of them has a
-scale of its own.
+scale of its own (``jax_scaling``).
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from mezzo.errors import MezzoError
 from mezzo.frameworks.keras import tf32_of
 from mezzo.launch.keras.counts import by_format
 from mezzo.launch.keras.jax_flops import count
+from mezzo.launch.keras.jax_scaling import BackwardPass, JaxScaling, scale_index
 from mezzo.launch.keras.state import Backend, KerasRun
-from mezzo.launch.keras.updates import UNSCALED
+from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
 
 Method = Callable[..., Any]
+_OPTIMIZER = 2
+"""The place of the optimizer's variables in the state of ``train_step``."""
 _PRECISION = {True: "tensorfloat32", False: "float32"}
 """JAX's names for the precision of FP32 products, by whether TF32 is on."""
 
@@ -39,8 +42,9 @@ class JaxBackend(Backend):
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run
-        self._values: list[Any] = []
-        """The losses of the step being traced, which are the values of differentiated functions, each with whether it is scaled."""
+        self._scaling = JaxScaling(run)
+        self._losses: list[Any] = []
+        """The true losses of the update being made, which are the values of differentiated functions."""
         self._patches: Patches | None = None
         self._counting: set[type] = set()
         """The classes of models whose training step is wrapped, to count it."""
@@ -54,6 +58,7 @@ class JaxBackend(Backend):
 
         self._patches = patches
         patches.wrap(jax, "value_and_grad", self._value_and_grad)
+        patches.wrap(jax, "grad", self._grad)
         base = importlib.import_module("keras.src.optimizers.base_optimizer").BaseOptimizer
         for owner in (base, keras.optimizers.LossScaleOptimizer):
             patches.around(owner, "stateless_apply", self._stateless_apply)
@@ -77,7 +82,7 @@ class JaxBackend(Backend):
 
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
         """Record an update, in the step being traced or immediately."""
-        loss, self._values = _sum([value for value, _ in self._values]), []
+        loss, self._losses = _sum(self._losses), []
         close = functools.partial(self._close, accumulates=accumulates, owner=owner)
         shown = math.nan if scale is None else scale
         jax.debug.callback(close, loss, norm, shown, before, after, ordered=jax.device_count() == 1)
@@ -103,23 +108,44 @@ class JaxBackend(Backend):
 
     # --- what a step does --------------------------------------------------------------------------------------------------------
 
+    def scaled_loss(self, original: Method, optimizer: Any, loss: Any) -> tuple[Any, Any]:
+        """Return what ``scale_loss`` makes of a loss, and the factor."""
+        return self._scaling.scaled_loss(original, optimizer, loss)
+
+    def is_scaled(self, optimizer: Any, gradients: Sequence[Any]) -> bool:
+        """Return whether the gradients of an update include the loss scale, and keep the losses that they are of."""
+        passes = self._scaling.used(gradients)
+        is_scaled = self._scaling.is_scaled(optimizer, passes)
+        self._keep_losses(passes, getattr(optimizer, "dynamic_scale", optimizer.loss_scale_factor))
+        return is_scaled
+
+    def _keep_losses(self, passes: Sequence[BackwardPass], scale: Any) -> None:
+        """Keep the true losses of backward passes; ``scale`` is in those that the script scaled."""
+        scale = getattr(scale, "value", scale)
+        fresh = self._scaling.consume(passes)
+        self._losses = [p.value / scale if p.by_script and scale is not None else p.value for p in fresh]
+
     def _value_and_grad(self, original: Method) -> Method:
         @functools.wraps(original)
         def value_and_grad(function: Any, argnums: Any = 0, has_aux: bool = False, **settings: Any) -> Method:
-            differentiated = original(function, argnums, has_aux, **settings)
+            call = self._scaling.differentiate(original, function, argnums, has_aux=has_aux, settings=settings)
+            return functools.wraps(function)(call)
 
-            @functools.wraps(differentiated)
+        return value_and_grad
+
+    def _grad(self, original: Method) -> Method:
+        @functools.wraps(original)
+        def grad(function: Any, argnums: Any = 0, has_aux: bool = False, **settings: Any) -> Method:
+            differentiated = jax.value_and_grad(function, argnums, has_aux, **settings)
+
+            @functools.wraps(function)
             def call(*args: Any, **kwargs: Any) -> Any:
-                before = self._run.num_scaled
-                result = differentiated(*args, **kwargs)
-                value = result[0][0] if has_aux else result[0]
-                self._values.append((value, self._run.num_scaled > before))
-                self._run.has_backward = True
-                return result
+                value, gradients = differentiated(*args, **kwargs)
+                return (gradients, value[1]) if has_aux else gradients
 
             return call
 
-        return value_and_grad
+        return grad
 
     def _stateless_apply(
         self, original: Method, optimizer: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
@@ -135,17 +161,17 @@ class JaxBackend(Backend):
 
     def _update(self, original: Method, optimizer: Any, values: Any, grads: list[Any], trained: Any) -> Any:
         """Make an update; ``values`` are those of the optimizer's variables, in their order."""
-        run, variables = self._run, optimizer.variables
+        run = self._run
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if run.scales and inner is optimizer:
-            run.note_left_alone("loss scale", "none", UNSCALED)
-        index_of = {id(variable): k for k, variable in enumerate(variables)}
-        count_at = index_of[id(inner._iterations)]
-        scale_at = None if inner is optimizer else index_of[id(optimizer.dynamic_scale)]
-        scale = None if scale_at is None else values[scale_at]
-        if scale is not None:
-            self._values = [(value / scale if scaled else value, False) for value, scaled in self._values]
-        norm = self.norm(grads, scale=scale)
+        count_at = next(k for k, variable in enumerate(optimizer.variables) if variable is inner._iterations)
+        scale_at = None if inner is optimizer else scale_index(optimizer)
+        scale = optimizer.loss_scale_factor if scale_at is None else values[scale_at]
+        passes = self._scaling.used(grads)
+        is_scaled = self._scaling.is_scaled(optimizer, passes)
+        self._keep_losses(passes, scale)
+        norm = self.norm(grads, scale=scale if is_scaled else None)
+        if not is_scaled:
+            grads = [None if g is None else times(g, jnp.asarray(scale, g.dtype)) for g in grads]
         updated, after = original(optimizer, values, grads, trained)
         if scale_at is not None and run.policy is not None:
             after = list(after)
@@ -211,20 +237,26 @@ class JaxBackend(Backend):
 
     def _counted(self, original: Method, model: Any, state: Any, data: Any) -> Any:
         if not self._run.flops:
-            self._count(functools.partial(original, model), state, data)
-        return original(model, state, data)
+            self._count(functools.partial(self._step, original, model), state, data)
+        return self._step(original, model, state, data)
+
+    def _step(self, original: Method, model: Any, state: Any, data: Any) -> Any:
+        with self._scaling.step(model.optimizer, state[_OPTIMIZER]):
+            return original(model, state, data)
 
     def _count(self, step: Method, state: Any, data: Any) -> None:
         """Trace a step once more, and count its products."""
         run = self._run
         try:
             by_dtype = count(jax.make_jaxpr(step)(state, data).jaxpr)
+        except MezzoError:
+            raise
         except Exception as error:  # a step that cannot be traced twice must not end the script's training
             why = f"the step cannot be traced a second time: {type(error).__name__}: {error}".splitlines()[0]
             run.note_left_alone("operations counted", "none", why)
             return
         finally:
-            self._values = []
+            self._losses = []
         tf32 = self.device_type() == "cuda" and jax.config.jax_default_matmul_precision != _PRECISION[False]
         run.flops = by_format(by_dtype, tf32=tf32)
         run.counted_on_step = 1 if run.flops else None

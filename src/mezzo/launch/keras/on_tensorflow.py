@@ -12,12 +12,12 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import tf32_of
 from mezzo.launch.keras import graphs
 from mezzo.launch.keras.counts import by_format
@@ -45,6 +45,8 @@ class TensorFlowBackend(Backend):
         """The first input of the layer that was last called from outside any layer."""
         self._graph: Any = None
         """The graph of the outermost tf.function in which an update was traced last."""
+        self._num_scaled = 0
+        """How many losses the script had scaled before the latest backward pass."""
         self._counting: Counter[str] | None = None
         self._counted = False
         self.name = f"tensorflow {tf.__version__}"
@@ -52,18 +54,32 @@ class TensorFlowBackend(Backend):
     def install(self, patches: Patches) -> None:
         """Patch the tape and the calls of traced functions; set TF32 under a policy that casts nothing."""
         patches.around(tf.GradientTape, "gradient", self._gradient)
+        for name in ("jacobian", "batch_jacobian"):
+            patches.around(tf.GradientTape, name, self._jacobian)
         traced = importlib.import_module("tensorflow.python.eager.polymorphic_function.polymorphic_function")
         patches.around(traced.Function, "__call__", self._call)
+        optimizer = importlib.import_module("keras.src.backend.tensorflow.optimizer").TFOptimizer
+        patches.around(optimizer, "_all_reduce_sum_gradients", self._reduced)
+        if self._run.scales:
+            patches.around(keras.optimizers.LossScaleOptimizer, "check_finite", self._all_finite)
         on = None if self._run.policy is None else tf32_of(self._run.policy)
         if on is not None:
             before = tf.config.experimental.tensor_float_32_execution_enabled()
             patches.on_undo(lambda: tf.config.experimental.enable_tensor_float_32_execution(before))
             tf.config.experimental.enable_tensor_float_32_execution(on)
 
-    def outside_graph(self) -> AbstractContextManager[Any]:
-        """Return a context outside all graphs being traced."""
-        scope: AbstractContextManager[Any] = tf.init_scope()
-        return scope
+    def create(self, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` makes outside all graphs being traced, once for all replicas, which all call this."""
+        replica = tf.distribute.get_replica_context()
+        if replica is None or replica.num_replicas_in_sync == 1:
+            with tf.init_scope():
+                return make()
+
+        def make_in(strategy: Any) -> Any:
+            with tf.init_scope(), strategy.scope():
+                return make()
+
+        return replica.merge_call(make_in)
 
     def layer_called(self, inputs: Any) -> None:
         """Keep the first input: its first dimension is the batch size."""
@@ -72,7 +88,7 @@ class TensorFlowBackend(Backend):
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
         """Return the norm of all gradients together."""
-        values = [tf.cast(getattr(g, "values", g), tf.float32) for g in gradients if g is not None]
+        values = [_summed(g) for g in gradients if g is not None]
         if scale is not None:
             values = [v / tf.convert_to_tensor(scale) for v in values]
         return tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(v)) for v in values]))
@@ -81,15 +97,36 @@ class TensorFlowBackend(Backend):
         """Return a copy of a variable's value at this point of the graph."""
         return tf.identity(tf.convert_to_tensor(variable))
 
+    def comes_from(self, target: Any, scaled: Sequence[Any]) -> bool:
+        """Return whether a loss was computed from one of these: in the graph that is traced, or eagerly since the last backward pass.
+
+        Raises:
+            ScriptError: the script scaled a loss in another traced function.
+        """
+        new = scaled[len(scaled) - (self._run.num_scaled - self._num_scaled) :]
+        if any(graphs.of(t) is not graphs.of(target) for t in new) and self._run.scales:
+            raise ScriptError(
+                "the script scales a loss in one tf.function and computes its gradients outside it; allowed: both in the same function",
+                hint="put scale_loss and the tape's gradient into one function, or remove scale_loss: mezzo run scales the loss then",
+            )
+        if graphs.of(target) is None:
+            return bool(new)
+        return graphs.comes_from(target, scaled)
+
+    def is_scaled(self, optimizer: Any, gradients: Sequence[Any]) -> bool:
+        """Return whether the script scaled the loss of the latest backward pass."""
+        return self._run.is_scaled
+
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
         """Record an update, in the graph being traced or eagerly."""
-        replica = tf.distribute.get_replica_context()
-        if replica is not None and replica.num_replicas_in_sync > 1:
-            self._run.note_left_alone(
-                "replicas", f"{replica.num_replicas_in_sync} of one model", "the steps are those of the first one"
-            )
-            if tf.get_static_value(replica.replica_id_in_sync_group) not in (0, None):
+        if (num := _num_replicas()) > 1:
+            why = "losses, formats and activations are those of all of them together; variables, gradients and scale those of one"
+            self._run.note_left_alone("replicas", f"{num} of one model", why)
+            if not _is_first():
                 return
+            why = "each replica's own are clipped before they are added up; the norm is of their sum, as the update uses it"
+            self._run.note_left_alone("gradient norm", "after the optimizer's own clipping", why)
+            norm = self._ledger.norm_of_reduced(norm)
         batch = self._batch_size()
         counts = {"before": before, "after": after, "accumulates": accumulates}
         self._ledger.update(norm=norm, scale=scale, batch=batch, owner=owner, **counts)
@@ -117,6 +154,29 @@ class TensorFlowBackend(Backend):
         """Return the type of the device on which TensorFlow places operations."""
         return "cuda" if tf.config.list_physical_devices("GPU") else "cpu"
 
+    # --- replicas ----------------------------------------------------------------------------------------------------------------
+
+    def _reduced(self, original: Callable[..., Any], optimizer: Any, pairs: Any) -> Any:
+        """Record the norm of the gradients that all replicas add up."""
+        pairs = original(optimizer, pairs)
+        if _num_replicas() > 1 and _is_first():
+            self._ledger.reduced(self.norm([gradient for gradient, _ in pairs], scale=None))
+        return pairs
+
+    def _all_finite(self, original: Callable[..., Any], scaler: Any, gradients: Any) -> Any:
+        """Return whether the gradients of all replicas are finite; Keras itself asks the first one only."""
+        finite = original(scaler, gradients)
+        if _num_replicas() == 1:
+            return finite
+        replica = tf.distribute.get_replica_context()
+        if tf.__internal__.distribute.strategy_supports_no_merge_call():
+            return tf.equal(
+                replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.float32)), 0.0
+            )
+        return replica.merge_call(
+            lambda strategy, each: tf.reduce_all(strategy.experimental_local_results(each)), (finite,)
+        )
+
     # --- backward passes -------------------------------------------------------------------------------------------------------
 
     def _gradient(
@@ -134,17 +194,31 @@ class TensorFlowBackend(Backend):
             return original(tape, target, sources, output_gradients, *args, **kwargs)
         losses = tf.nest.flatten(target)
         before_scaling = [run.unscaled(loss) for loss in losses]
-        run.has_backward = True
+        self._num_scaled = run.num_scaled
+        for unscaled in before_scaling:
+            run.backward(scaled=unscaled is not None)
         starts = [None] * len(losses) if output_gradients is None else tf.nest.flatten(output_gradients)
         true = [u if u is not None else t for u, t in zip(before_scaling, losses, strict=True)]
         self._ledger.loss([_times(loss, start) for loss, start in zip(true, starts, strict=False)])
-        run.is_unscaled = run.scales and all(u is None for u in before_scaling)
-        if not run.is_unscaled:
+        if not run.scales or run.is_scaled:
             return original(tape, target, sources, output_gradients, *args, **kwargs)
         scale = self.read(run.scale)
         scaled_starts = [_scaled_start(loss, start, scale) for loss, start in zip(losses, starts, strict=True)]
         gradients = original(tape, losses, sources, scaled_starts, *args, **kwargs)
         return tf.nest.map_structure(lambda g: None if g is None else _divided(g, scale), gradients)
+
+    def _jacobian(self, original: Callable[..., Any], tape: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the gradients of single values, which stay as they are: the tape computes them in a loop of its own."""
+        run = self._run
+        if run.local.in_apply:
+            return original(tape, target, *args, **kwargs)
+        run.backward(scaled=run.unscaled(target) is not None)
+        self._ledger.loss([target if (loss := run.unscaled(target)) is None else loss])
+        run.local.in_apply = True
+        try:
+            return original(tape, target, *args, **kwargs)
+        finally:
+            run.local.in_apply = False
 
     # --- traced functions ------------------------------------------------------------------------------------------------------
 
@@ -219,8 +293,32 @@ class TensorFlowBackend(Backend):
         return by_format(by_dtype, tf32=tf32)
 
 
+def _num_replicas() -> int:
+    """Return the number of replicas of the strategy in which the code runs; 1 without one."""
+    replica = tf.distribute.get_replica_context()
+    return 1 if replica is None else int(replica.num_replicas_in_sync)
+
+
+def _is_first() -> bool:
+    """Return whether the code runs in the first replica."""
+    return tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group) in (0, None)
+
+
 def _is_variable(source: Any) -> bool:
     return isinstance(source, (tf.Variable, keras.Variable))
+
+
+def _summed(gradient: Any) -> Any:
+    """Return a gradient's values in FP32; of a sparse one, the sums of the rows that have the same index.
+
+    Each row is added to the place of the first one with its index, so that all sizes are known to XLA and none is the table's.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return tf.cast(gradient, tf.float32)
+    order = tf.argsort(gradient.indices)
+    indices, values = tf.gather(gradient.indices, order), tf.gather(tf.cast(gradient.values, tf.float32), order)
+    begins = tf.concat([[0], tf.cast(indices[1:] != indices[:-1], tf.int32)], 0)
+    return tf.math.unsorted_segment_sum(values, tf.cumsum(begins), tf.shape(indices)[0])
 
 
 def _scaled_start(loss: Any, start: Any, scale: Any) -> Any:

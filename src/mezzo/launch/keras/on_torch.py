@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import keras
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mezzo.formats import FP16, FP32
 from mezzo.launch.keras.scales import PolicyScale
-from mezzo.launch.keras.state import Backend, KerasRun
+from mezzo.launch.keras.state import Backend, KerasRun, reaches
 from mezzo.launch.patches import Patches
 from mezzo.launch.torch.gradients.passed import given_gradients, listed, reusable
 from mezzo.launch.torch.script_amp.tf32_switches import keep_fp32_products
@@ -34,6 +36,9 @@ class TorchBackend(Backend):
         self._losses: list[Tensor] = []
         self._divisor: Tensor | None = None
         """Divisor of the gradients of the running backward pass; None if they are not scaled."""
+        self._in_backward = False
+        self._trained = WeakIdKeyDictionary()
+        """The values of trained variables."""
         self._count: ExitStack | None = None
         self._flops: FlopCounter | None = None
         self._saved = SavedTensors()
@@ -47,22 +52,35 @@ class TorchBackend(Backend):
             self._counted = True  # only one dispatch mode at a time: the observer counts
             self._run.observed.install(patches)
         variable = importlib.import_module("keras.src.backend.torch.core").Variable
-        if self._run.scales:
-            patches.around(variable, "_initialize", self._initialize)
-            patches.around(torch.autograd, "grad", self._grad)
+        patches.around(variable, "_initialize", self._initialize)
+        patches.around(torch.autograd, "grad", self._grad)
         policy = self._run.policy
         if policy is not None and not policy.lowers:
             keep_fp32_products(policy, patches, self._run.note_left_alone)
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
         """Return the norm of all gradients together."""
-        known = [torch.linalg.vector_norm(g.detach().float()) for g in gradients if g is not None]
+        known = [torch.linalg.vector_norm(_values(g).float()) for g in gradients if g is not None]
         total = torch.linalg.vector_norm(torch.stack(known))
-        return total if scale is None else total / scale.value.detach()
+        if scale is None:
+            return total
+        return total / (scale.value.detach() if isinstance(scale, keras.Variable) else scale)
 
     def read(self, variable: Any) -> Any:
         """Return a copy of a variable's value."""
         return variable.value.detach().clone()
+
+    def comes_from(self, target: Any, scaled: Sequence[Any]) -> bool:
+        """Return whether autograd computed a loss from one of these."""
+
+        def inputs(node: Any) -> Iterator[Any]:
+            return (inner for inner, _ in node.next_functions if inner is not None)
+
+        return target.grad_fn is not None and reaches(target.grad_fn, {t.grad_fn for t in scaled} - {None}, inputs)
+
+    def is_scaled(self, optimizer: Any, gradients: Sequence[Any]) -> bool:
+        """Return whether the script scaled the loss of the latest backward pass."""
+        return self._run.is_scaled
 
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
         """Close a step, unless its gradients are still accumulating, or no backward pass ran since the last step."""
@@ -104,10 +122,10 @@ class TorchBackend(Backend):
         # If the numbers of losses and gradients differ, torch itself raises.
         recorded = [_times(loss, start) for loss, start in zip(true, starts, strict=False)]
         self._losses += recorded
-        run.has_backward = True
+        for unscaled in before_scaling:
+            run.backward(scaled=unscaled is not None)
         if self._count is not None:
             self._saved.backward_begins()
-        run.is_unscaled = run.scales and all(u is None for u in before_scaling)
         scaled = any(u is not None for u in before_scaling)
         with nullcontext() if run.observed is None else self._observed(recorded, scaled=scaled):
             return self._run_engine(original, losses, tensors, grad_tensors, *args, **kwargs)
@@ -116,21 +134,22 @@ class TorchBackend(Backend):
         self, engine: Callable[..., Any], losses: list[Tensor], tensors: Any, starts: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Run a backward pass, which starts from the scale if the script did not scale the loss itself."""
-        if not self._run.is_unscaled:
-            return engine(tensors, starts, *args, **kwargs)
-        self._divisor = self._run.scale.value.detach().clone()
-        pairs = zip(losses, given_gradients(losses, starts), strict=False)
-        scaled_starts = [self._scaled_start(loss, start) for loss, start in pairs]
+        self._in_backward = True
         try:
+            if not self._run.scales or self._run.is_scaled:
+                return engine(tensors, starts, *args, **kwargs)
+            self._divisor = self._run.scale.value.detach().clone()
+            pairs = zip(losses, given_gradients(losses, starts), strict=False)
+            scaled_starts = [self._scaled_start(loss, start) for loss, start in pairs]
             return engine(losses, scaled_starts, *args, **kwargs)
         finally:
-            self._divisor = None
+            self._divisor, self._in_backward = None, False
 
     @contextmanager
     def _observed(self, losses: list[Tensor], *, scaled: bool) -> Iterator[None]:
         """Report a backward pass to the observer; ``scaled``: whether the parameters' gradients include the scale."""
         observed = self._run.observed
-        if self._run.is_unscaled:
+        if self._run.scales and not self._run.is_scaled:
             observed.scaler_met(PolicyScale(self._run))
         observed.backward_begins(losses, scaled=scaled)
         try:
@@ -145,13 +164,30 @@ class TorchBackend(Backend):
     def _initialize(self, original: Callable[..., Any], variable: Any, value: Any) -> None:
         original(variable, value)
         if variable._value.requires_grad and variable._value.is_floating_point():
-            variable._value.register_hook(self._divided)
+            self._trained[variable._value] = None
+            if self._run.scales:
+                variable._value.register_hook(self._divided)
 
-    def _grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute gradients, which stay scaled if they continue into a running backward pass."""
+    def _grad(
+        self,
+        original: Callable[..., Any],
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Compute gradients: of variables as a backward pass does; those that continue into a running one stay scaled."""
+        inputs = reusable(inputs)
+        if not self._in_backward and all(tensor in self._trained for tensor in listed(inputs)):
+
+            def engine(tensors: Any, starts: Any, *args: Any, **kwargs: Any) -> Any:
+                return original(tensors, inputs, starts, *args, **kwargs)
+
+            return self._backward(engine, outputs, grad_outputs, *args, **kwargs)
         divisor, self._divisor = self._divisor, None
         try:
-            return original(*args, **kwargs)
+            return original(outputs, inputs, grad_outputs, *args, **kwargs)
         finally:
             self._divisor = divisor
 
@@ -177,6 +213,12 @@ class TorchBackend(Backend):
         if half and FP32.name in self._run.flops and self.device_type() == "cpu":
             why = "on a CPU, Keras on torch computes matrix products of FP16 operands in FP32"
             self._run.note_left_alone("fp16 products", "in fp32", why)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """Return a gradient's values; of a sparse one, a row that was used twice counts as its sum."""
+    known = gradient.detach()
+    return known.coalesce().values() if known.is_sparse else known
 
 
 def _times(loss: Tensor, start: Tensor | None) -> Tensor:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from mezzo.errors import ScaleFloorError
+from mezzo.errors import ScaleFloorError, ScriptError
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
 from mezzo.measure.plain_steps import PlainSteps
@@ -18,6 +17,36 @@ from mezzo.records import Effective, Reason
 
 _NUM_SCALED = 16
 """Number of scaled losses that are remembered: enough for one training step of several models."""
+_NUM_SEARCHED = 256
+"""How many operations are searched from a loss for a scaled one, of which it is a share, a sum or a mean."""
+
+
+def mixed_scaling() -> ScriptError:
+    """Return the error about an update with gradients of a scaled loss and of one that is not."""
+    return ScriptError(
+        "one update uses gradients of a loss that the script scaled and of one that it did not; allowed: all or none",
+        hint="call scale_loss for every loss, or for none and let mezzo run scale them",
+    )
+
+
+def reaches(root: Any, sought: Container[Any], inputs: Callable[[Any], Iterable[Any]]) -> bool:
+    """Return whether one of the first operations of which ``root`` was computed is among those sought.
+
+    Args:
+        root: the operation that gave a loss.
+        sought: the operations that gave scaled losses.
+        inputs: gives the operations that gave an operation's inputs.
+    """
+    waiting, seen = [root], {root}
+    for found in waiting:  # grows
+        if found in sought:
+            return True
+        new = set(inputs(found)) - seen
+        seen |= new
+        waiting += new
+        if len(waiting) > _NUM_SEARCHED:
+            break
+    return False
 
 
 class ThreadState(threading.local):
@@ -39,9 +68,9 @@ class Backend(Protocol):
     def install(self, patches: Patches) -> None:
         """Patch the backend until ``patches`` are undone."""
 
-    def outside_graph(self) -> AbstractContextManager[Any]:
-        """Return a context in which variables are created immediately, even while a function is traced."""
-        return nullcontext()
+    def create(self, make: Callable[[], Any]) -> Any:
+        """Return what ``make`` makes, with variables that exist immediately, even while a function is traced."""
+        return make()
 
     def layer_called(self, inputs: Any) -> None:
         """Record a layer called from outside any layer, with these inputs."""
@@ -52,6 +81,21 @@ class Backend(Protocol):
 
     def read(self, variable: Any) -> Any:
         """Return a copy of a variable's current value."""
+
+    def scaled_loss(self, original: Callable[..., Any], optimizer: Any, loss: Any) -> tuple[Any, Any]:
+        """Return what an optimizer's own ``scale_loss`` makes of a loss, and the factor; None if it multiplies nothing."""
+        factor = getattr(optimizer, "loss_scale_factor", None)
+        if hasattr(optimizer, "dynamic_scale") or hasattr(optimizer, "initial_scale"):
+            factor = optimizer.dynamic_scale if optimizer.built else optimizer.initial_scale
+        return original(optimizer, loss), factor
+
+    def comes_from(self, target: Any, scaled: Sequence[Any]) -> bool:
+        """Return whether a loss was computed from one of these scaled losses, such as its share of an accumulation."""
+        return False
+
+    def is_scaled(self, optimizer: Any, gradients: Sequence[Any]) -> bool:
+        """Return whether the gradients of an update include the loss scale, if the policy scales."""
+        raise NotImplementedError
 
     def updated(self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, owner: int) -> None:
         """Record an update.
@@ -96,8 +140,8 @@ class KerasRun:
         self.steps = CallSteps()
         self.left_alone: dict[str, Reason] = {}
         self.local = ThreadState()
-        self.is_unscaled = False
-        """Whether Mezzo unscaled the latest gradients right after the backward pass, before the script saw them."""
+        self.is_scaled = False
+        """Whether the latest gradients include the loss scale: the script scaled their loss."""
         self.has_backward = False
         """Whether any backward pass was recorded: without one, updates have no loss."""
         self.flops: dict[str, int] = {}
@@ -119,7 +163,9 @@ class KerasRun:
         """How many losses an optimizer has scaled, in steps that were traced or run."""
         self._owners: dict[int, int] = {}
         self._scale: Any = None
-        self._scaled: list[tuple[Any, Any]] = []
+        self._scaled: list[tuple[Any, Any, Any]] = []
+        self._kinds: set[bool] = set()
+        """Whether the losses of the backward passes since the last update were scaled by the script."""
 
     @property
     def scales(self) -> bool:
@@ -130,28 +176,53 @@ class KerasRun:
     def scale(self) -> Any:
         """The variable of the policy's loss scale: one for the whole run, in FP32."""
         if self._scale is None:
-            import keras
-
-            assert self.policy is not None
             assert self.backend is not None
-            with self.backend.outside_graph():
-                self._scale = keras.Variable(
-                    self.policy.init_scale, trainable=False, dtype=FP32.dtype_name, name="loss_scale"
-                )
+            self.backend.create(self._create_scale)
         return self._scale
+
+    def _create_scale(self) -> None:
+        import keras
+
+        assert self.policy is not None
+        if self._scale is None:
+            self._scale = keras.Variable(
+                self.policy.init_scale, trainable=False, dtype=FP32.dtype_name, name="loss_scale"
+            )
 
     def note_left_alone(self, what: str, value: str, reason: str) -> None:
         """Record something that the policy left alone."""
         self.left_alone.setdefault(f"{what} {value}", Reason(what=what, value=value, reason=reason))
 
-    def scaled(self, result: Any, loss: Any) -> None:
-        """Record that an optimizer of the script scaled ``loss`` to ``result``."""
+    def scaled(self, result: Any, loss: Any, factor: Any) -> None:
+        """Record that an optimizer of the script multiplied ``loss`` by ``factor``, to ``result``."""
         self.num_scaled += 1
-        self._scaled = [*self._scaled[1 - _NUM_SCALED :], (result, loss)]
+        self._scaled = [*self._scaled[1 - _NUM_SCALED :], (result, loss, factor)]
 
     def unscaled(self, target: Any) -> Any | None:
-        """Return the loss of which ``target`` is the scaled value; None if it is not a scaled loss."""
-        return next((loss for result, loss in self._scaled if result is target), None)
+        """Return the loss of which ``target`` is the scaled value, or was computed from it; None if it is not scaled."""
+        for result, loss, _ in self._scaled:
+            if result is target:
+                return loss
+        results = [result for result, _, _ in self._scaled]
+        if self.backend is None or not results or not self.backend.comes_from(target, results):
+            return None
+        return target / self._scaled[-1][2]
+
+    def backward(self, *, scaled: bool) -> None:
+        """Record a backward pass that gives gradients to update with; ``scaled``: the script scaled its loss.
+
+        Raises:
+            ScriptError: since the last update, the script has scaled one loss and not another.
+        """
+        self.has_backward = True
+        self._kinds.add(scaled)
+        if self.scales and len(self._kinds) > 1:
+            raise mixed_scaling()
+        self.is_scaled = scaled
+
+    def updating(self) -> None:
+        """Record that an update is about to be made."""
+        self._kinds = set()
 
     def owner(self, variables: Sequence[Any]) -> int:
         """Return the number of the optimizer that trains ``variables``; one recreated for them keeps the number."""

@@ -28,9 +28,6 @@ from mezzo.launch.patches import Patches
 from mezzo.policy import Policy
 
 Method = Callable[..., Any]
-UNSCALED = (
-    "on JAX a loss is scaled only in fit(), or by a LossScaleOptimizer of the script: a step's state is the script's"
-)
 _NEVER = 2**30
 """A growth interval so long that the scale never grows."""
 
@@ -42,8 +39,6 @@ class Updates:
         self._run, self._backend, self._layers = run, backend, layers
         self._wrapped: dict[int, Any] = {}
         """The LossScaleOptimizer wrapped around each optimizer, by the optimizer's id."""
-        self._driven: list[int] = []
-        """Ids of the optimizers that a wrapper is calling: TensorFlow's strategies call them in other threads."""
 
     def install(self, patches: Patches) -> None:
         """Patch until ``patches`` are undone."""
@@ -56,6 +51,7 @@ class Updates:
             patches.around(owner, "apply", self._apply)
         for owner in (base, self._scaler):
             patches.around(owner, "scale_loss", self._scale_loss)
+        patches.around(self._scaler, "_stateful_handle_finite_grads", self._inner_update)
         if self._run.policy is not None:
             patches.around(self._scaler, "__init__", self._init)
             patches.around(self._scaler, "build", self._build)
@@ -91,18 +87,29 @@ class Updates:
         import keras
 
         run, is_scaler = self._run, isinstance(optimizer, self._scaler)
-        if run.observed is not None and is_scaler and (run.scales or run.policy is None):
+        is_ours = run.scales or (is_scaler and run.policy is not None)
+        if run.observed is not None and (run.scales or (is_scaler and run.policy is None)):
             run.observed.scaler_met(PolicyScale(run) if run.scales else ScriptScale(optimizer))
-        if not is_scaler or run.policy is None or not self._backend.shares_scale:
-            scaled = original(optimizer, loss)
+        if is_ours and self._backend.shares_scale:  # a plain optimizer's as well: it will be wrapped
+            scaled, factor = (loss * keras.ops.cast(run.scale, loss.dtype), run.scale) if run.scales else (loss, None)
         else:
-            scaled = loss * keras.ops.cast(run.scale, loss.dtype) if run.scales else loss
-        run.scaled(scaled, loss)
+            scaled, factor = self._backend.scaled_loss(original, optimizer, loss)
+        if factor is not None:
+            run.scaled(scaled, loss, factor)
         return scaled
+
+    def _inner_update(self, original: Method, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        """Let a LossScaleOptimizer call its optimizer, which TensorFlow's strategies do in new threads."""
+        local = self._run.local
+        before, local.in_apply = local.in_apply, True
+        try:
+            return original(scaler, *args, **kwargs)
+        finally:
+            local.in_apply = before
 
     def _apply(self, original: Method, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         local = self._run.local
-        if local.in_apply or id(optimizer) in self._driven or len(grads := list(grads)) == 0:
+        if local.in_apply or len(grads := list(grads)) == 0:
             return original(optimizer, grads, trainable_variables)
         local.in_apply = True
         try:
@@ -114,30 +121,24 @@ class Updates:
     def _update(self, optimizer: Any, grads: list[Any], variables: list[Any] | None) -> Any:
         run, backend = self._run, self._backend
         self._layers.check_patterns()
+        is_scaled = backend.is_scaled(optimizer, grads) or not run.scales
+        run.updating()
         if run.scales and not isinstance(optimizer, self._scaler):
-            if backend.shares_scale:
-                optimizer = self._wrapper_of(optimizer)
-            else:
-                run.note_left_alone("loss scale", "none", UNSCALED)
+            optimizer = self._wrapper_of(optimizer)
         inner = optimizer.inner_optimizer if isinstance(optimizer, self._scaler) else optimizer
         passes_through = inner is not optimizer and run.policy is not None and not run.scales
         if inner is not optimizer and not optimizer.built:
-            optimizer.build(variables)
-            optimizer.built = True
+            backend.create(functools.partial(_build, optimizer, variables))
         scaler = None if inner is optimizer or passes_through else optimizer
-        norm = backend.norm(grads, scale=None if scaler is None or run.is_unscaled else scaler.dynamic_scale)
-        if scaler is not None and run.is_unscaled:
+        norm = backend.norm(grads, scale=_included(scaler, inner, is_scaled=is_scaled))
+        if scaler is not None and not is_scaled:
             grads = [None if g is None else times(g, scaler.dynamic_scale) for g in grads]
         trained = variables or inner._trainable_variables
         before = backend.read(inner._iterations)
-        self._driven.append(id(inner))
-        try:
-            apply = (inner if passes_through else optimizer).apply
-            if run.observed is not None:
-                apply = functools.partial(run.observed.update, apply, inner, norm=norm)
-            result = apply(grads, variables)
-        finally:
-            self._driven.remove(id(inner))
+        apply = (inner if passes_through else optimizer).apply
+        if run.observed is not None:
+            apply = functools.partial(run.observed.update, apply, inner, norm=norm)
+        result = apply(grads, variables)
         if scaler is not None and run.policy is not None:
             self._bound(run.policy, scaler.dynamic_scale)
         backend.updated(
@@ -149,8 +150,18 @@ class Updates:
             owner=run.owner(trained),
         )
         pairs = [(v, g) for v, g in zip(trained, grads, strict=False) if g is not None]
-        run.record_bytes(optimizer, trained, sum(num_bytes(v.shape, g.dtype) for v, g in pairs))
+        run.record_bytes(optimizer, trained, sum(self._bytes_of(g, variable=v) for v, g in pairs))
         return result
+
+    def _bytes_of(self, gradient: Any, *, variable: Any) -> int:
+        """Return the bytes of a gradient: of a sparse one of TensorFlow, its rows, or the whole table if their number is open."""
+        if is_sparse(gradient):
+            rows, indices = gradient.values, gradient.indices
+            if rows.shape.is_fully_defined():
+                return num_bytes(rows.shape, rows.dtype) + num_bytes(indices.shape, indices.dtype)
+            why = "how many rows of an embedding a batch uses is not known when a step is traced: the whole table is counted"
+            self._run.note_left_alone("gradients' bytes", "an upper bound", why)
+        return num_bytes(variable.shape, gradient.dtype)
 
     def _bound(self, policy: Policy, scale: Any) -> None:
         """Keep a static scale constant, and a dynamic one at most at its ceiling."""
@@ -161,17 +172,39 @@ class Updates:
 
     def _wrapper_of(self, optimizer: Any) -> Any:
         if id(optimizer) not in self._wrapped:
-            wrapper = self._scaler(optimizer)
-            if optimizer.built:  # before its first update, by the script or by a tf.function's first trace
-                wrapper.build(optimizer._trainable_variables)
-                wrapper.built = True
-            self._wrapped[id(optimizer)] = wrapper
+            self._backend.create(functools.partial(self._wrap, optimizer))
         return self._wrapped[id(optimizer)]
+
+    def _wrap(self, optimizer: Any) -> None:
+        if id(optimizer) in self._wrapped:  # by another replica
+            return
+        wrapper = self._scaler(optimizer)
+        if optimizer.built:  # before its first update, by the script or by a tf.function's first trace
+            _build(wrapper, optimizer._trainable_variables)
+        self._wrapped[id(optimizer)] = wrapper
+
+
+def _build(optimizer: Any, variables: Any) -> None:
+    if not optimizer.built:
+        optimizer.build(variables)
+        optimizer.built = True
+
+
+def _included(scaler: Any, inner: Any, *, is_scaled: bool) -> Any:
+    """Return the factor by which an update's gradients are too large for its inner optimizer; None if there is none."""
+    if scaler is None:
+        return getattr(inner, "loss_scale_factor", None)
+    return scaler.dynamic_scale if is_scaled else None
+
+
+def is_sparse(gradient: Any) -> bool:
+    """Return whether a gradient is one of TensorFlow's sparse ones: rows with their indices."""
+    return hasattr(gradient, "indices") and hasattr(gradient, "dense_shape")
 
 
 def times(gradient: Any, factor: Any) -> Any:
     """Return a gradient times a factor; of TensorFlow's sparse gradients, the values are multiplied."""
-    if hasattr(gradient, "indices") and hasattr(gradient, "dense_shape"):
+    if is_sparse(gradient):
         return type(gradient)(gradient.values * factor, gradient.indices, gradient.dense_shape)
     return gradient * factor
 

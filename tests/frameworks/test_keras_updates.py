@@ -1,0 +1,124 @@
+"""Ten updates of Keras under a policy, against Keras' own mixed precision without Mezzo: the same weights and momenta, to the bit.
+
+Scales are powers of two, so that gradients that Mezzo divides for the script to see, and multiplies again for
+``LossScaleOptimizer``, are exactly those that Keras scales and divides. The runs of a backend share one process,
+``scripts/keras_updates.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("keras")
+TF, JAX, TORCH = "tensorflow", "jax", "torch"
+for _backend in (TF, JAX, TORCH):
+    pytest.importorskip(_backend)
+SCRIPT = Path(__file__).parent / "scripts" / "keras_updates.py"
+UPDATES = 10
+FP16, OVERFLOWS = ("fp16", 2.0**16), ("fp16:init_scale=16777216", 2.0**24)
+EVERYWHERE = [
+    "fit",
+    "step",
+    "step_scaled",
+    "step_clips",
+    "step_clips_scaled",
+    "accumulated",
+    "clipnorm",
+    "global",
+    "loop_scaled",
+]
+CASES: dict[str, list[str]] = {
+    TF: [*EVERYWHERE, "loop", "loop_eager", "loop_share_scaled", "one_device", "replicas"],
+    JAX: [*EVERYWHERE, "loop_share_scaled"],
+    TORCH: [*EVERYWHERE, "loop", "loop_grad", "loop_share_scaled"],
+}
+OVERFLOWING = ["overflow", "step_overflow"]
+ONLY_FOUND = {TF: ["replicas_second_overflows", "embedding"], JAX: ["loop"], TORCH: []}
+
+
+class Runs:
+    """What every run of a backend gave: Keras' own and Mezzo's."""
+
+    def __init__(self, backend: str) -> None:
+        lines: list[tuple[str, str | None, float | None]] = [("fit", None, None), ("fit", "bf16", None)]
+        for case in CASES[backend]:
+            lines += [(case, None, FP16[1]), (case, FP16[0], None)]
+        for case in OVERFLOWING:
+            lines += [(case, None, OVERFLOWS[1]), (case, OVERFLOWS[0], None)]
+        lines += [(case, FP16[0], None) for case in ONLY_FOUND[backend]]
+        done = subprocess.run(
+            [sys.executable, str(SCRIPT)],
+            input="\n".join(map(json.dumps, lines)),
+            env={**os.environ, "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        self._found = dict(zip(lines, map(json.loads, done.stdout.splitlines()), strict=True))
+
+    def __call__(self, case: str, policy: str | None, scale: float | None = None) -> dict[str, Any]:
+        found: dict[str, Any] = self._found[case, policy, scale]
+        return found
+
+
+runs_of = functools.cache(Runs)
+
+
+@pytest.fixture(params=[TF, JAX, TORCH])
+def backend(request: pytest.FixtureRequest) -> tuple[str, Runs]:
+    return request.param, runs_of(request.param)
+
+
+def test_updates_are_those_of_keras_itself(backend: tuple[str, Runs]) -> None:
+    name, runs = backend
+    for case in CASES[name]:
+        plain, found = runs(case, None, FP16[1]), runs(case, FP16[0])
+        assert len(plain["rows"]) == UPDATES, case
+        assert found["rows"] == plain["rows"], case
+        assert plain["rows"][0] != plain["rows"][-1], case
+        assert set(found["steps"]["loss_scale"]) == {FP16[1]}, case
+    assert runs("fit", "bf16")["rows"] == runs("fit", None)["rows"]
+
+
+def test_a_scale_that_overflows_skips_the_same_updates(backend: tuple[str, Runs]) -> None:
+    _, runs = backend
+    for case in OVERFLOWING:
+        plain, found = runs(case, None, OVERFLOWS[1]), runs(case, OVERFLOWS[0])
+        assert found["rows"] == plain["rows"], case
+        skipped = found["steps"]["skipped"]
+        pairs = zip(plain["rows"], plain["rows"][1:], skipped[1:], strict=False)
+        assert [a == b for a, b, _ in pairs] == skipped[1:], case
+        assert 0 < sum(skipped) < UPDATES, case
+
+
+def test_replicas_skip_together_and_the_norm_is_of_their_sum() -> None:
+    """Keras itself asks only the first replica whether its gradients are finite."""
+    runs = runs_of(TF)
+    plain, found = runs("replicas", None, FP16[1]), runs("replicas", FP16[0])
+    assert found["steps"]["grad_norm"] == pytest.approx(plain["norms"], rel=1e-6)
+    found = runs("replicas_second_overflows", FP16[0])
+    assert found["steps"]["skipped"] == [k == 2 for k in range(UPDATES)]
+    assert found["rows"][2] == found["rows"][1]
+    assert all(map(math.isfinite, found["rows"][-1]))
+
+
+def test_the_norm_of_an_embeddings_gradient_sums_its_rows() -> None:
+    found = runs_of(TF)("embedding", FP16[0])
+    assert found["steps"]["grad_norm"] == pytest.approx(found["norms"], rel=1e-6)
+
+
+def test_a_loop_on_jax_that_scales_nothing_is_refused_before_its_first_update() -> None:
+    assert runs_of(JAX)("loop", FP16[0]) == {
+        "error": "a SGD gets gradients of a loss without a loss scale, which on JAX mezzo run adds only to the optimizer of compile; "
+        "allowed under a policy with a loss scale: a LossScaleOptimizer"
+    }
