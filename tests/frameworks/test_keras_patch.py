@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +25,6 @@ SCRIPT = SCRIPTS / "patch_keras.py"
     ("backend", "policy", "tried_as"),
     [
         ("tensorflow", "fp16", "fp16"),
-        ("tensorflow", "bf16", "bf16"),
         ("torch", "fp16", "bf16"),  # on a CPU, Keras on torch multiplies FP16 in FP32: BF16's patch is tried after it
     ],
 )
@@ -43,3 +46,26 @@ def test_a_patched_script_trains_as_under_the_policy(
     assert outcome.may_be_offered, outcome.reasons
     assert outcome.same_losses
     assert outcome.tried_as == tried_as
+
+
+CASES = [("keras_objects", "fp16"), ("keras_loop", "fp16"), ("keras_step", "fp16"), ("keras_loop", "bf16")]
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[list[dict[str, object]]]:
+    """Return the runs of each case, unpatched under the policy and patched as it is, from one process."""
+    here = Path(__file__).parent / "scripts" / "keras_patched.py"
+    command = [sys.executable, str(here), *(word for case in CASES for word in case)]
+    environment = {**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_patched_script_has_the_gradients_of_the_policy(
+    case: tuple[str, str], runs: list[list[dict[str, object]]]
+) -> None:
+    under_policy, patched = runs[CASES.index(case)]
+    assert under_policy["loss"]
+    assert under_policy == patched

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mezzo.patching.job import PatchJob
-from mezzo.patching.neighbours import neighbour_with_loop
 from mezzo.patching.libraries import PADDLE
+from mezzo.patching.neighbours import neighbour_with_loop
 from mezzo.patching.outcome import Kind, Patch, Refused, Style, Unclear, Written, unclear
 from mezzo.patching.reading import ScriptFacts
 from mezzo.patching.styles import (

@@ -19,6 +19,7 @@ from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_python, shift_torch
+from mezzo.launch.supported import on_backend, refusal
 from mezzo.launch.without_pytorch import WithoutPyTorch
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.measure.live import Report
@@ -82,16 +83,11 @@ def observed_keras(run: KerasRun, settings: AnySettings, backend: str) -> Observ
     """Return the run in the form that PyTorch's observers need.
 
     Raises:
-        ScriptError: the backend is not PyTorch.
+        ScriptError: the backend hides its operations.
     """
-    if backend != "torch":
-        command = settings.kind
-        raise ScriptError(
-            f"mezzo {command} inspects Keras' operations on torch; the script runs on the backend {backend!r}, whose "
-            "compiled steps hide them",
-            hint=f"KERAS_BACKEND=torch mezzo {command} ... runs the same script on PyTorch, if it only uses Keras; mezzo run and "
-            f"mezzo compare accept {backend}",
-        )
+    refused = refusal(f"mezzo {settings.kind}", on_backend(backend))
+    if refused is not None:
+        raise refused
     from mezzo.launch.keras.observed import ObservedKeras
 
     return ObservedKeras(run, settings)
@@ -119,7 +115,7 @@ def _backend_of(name: str, run: KerasRun) -> Backend:
 class KerasTraining(WithoutPyTorch):
     """A Keras script's training (``launch.frameworks.Training``)."""
 
-    framework_shown = "Keras"
+    stage = "Keras"
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run

@@ -78,7 +78,7 @@ def _observer(settings: AnySettings, run: PaddleRun, patches: Patches) -> StepOb
 class PaddleTraining(WithoutPyTorch):
     """A Paddle script's training (``launch.frameworks.Training``)."""
 
-    framework_shown = "Paddle"
+    stage = "Paddle"
 
     def __init__(self, run: PaddleRun, counted: CountedStep, observer: StepObserver | None = None) -> None:
         self._run, self._counted = run, counted

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.formats import BF16, FORMATS
+from mezzo.frameworks.keras import INITIAL_SCALE
 from mezzo.frameworks.paddle import NO_EFFECT
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.request import Request
@@ -141,6 +142,8 @@ def _is_bf16(first: PatchOutcome) -> bool:
 
 def _comparable(policy: Policy, patch: Patch) -> Policy:
     """Return the policy under which the unpatched script computes what the patched one computes by itself."""
+    if patch.kind == "keras" and policy.loss_scale == "dynamic":
+        return policy.replace(init_scale=INITIAL_SCALE)  # compile() wraps the optimizer, and takes no scale
     if not policy.lowers or patch.style in ("mezzo", "paddle.amp") or patch.kind == "keras":
         return policy
     return policy.replace(op_lists="device", arithmetic="auto")

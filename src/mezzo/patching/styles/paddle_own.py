@@ -12,9 +12,11 @@ from mezzo.patching.styles import paddle_amp
 from mezzo.patching.tree import keyword_of
 
 _DECORATE = r"paddle\.amp\.(auto_cast\.)?(amp_)?decorate"
-_POSITIONS = {"auto_cast": ("enable", "custom_white_list", "custom_black_list", "level", "dtype")}
-_POSITIONS["decorate"] = ("models", "optimizers", "level", "dtype")
-_OPTION = {"auto_cast": "O1", "decorate": "O1"}
+_POSITIONS: dict[str, tuple[str, ...]] = {
+    "auto_cast": ("enable", "custom_white_list", "custom_black_list", "level", "dtype"),
+    "decorate": ("models", "optimizers", "level", "dtype"),
+}
+_LEVEL = "O1"
 """The level of a call that names none."""
 
 
@@ -43,6 +45,8 @@ def patch(job: PatchJob) -> None:
             f"line {regions[0].lineno} is at level O2, and paddle.amp.decorate is not called",
             "decorate the model and the optimizer by hand",
         )
+    for call in decorations:
+        _check_masters(job, call)
     changed = [_retype(job, call, "auto_cast", settings.auto_cast["dtype"]) for call in regions]
     changed += [_retype(job, call, "decorate", settings.auto_cast["dtype"]) for call in decorations]
     if not settings.grad_scaler["enable"]:
@@ -90,11 +94,22 @@ def _holds(value: ast.expr) -> bool:
 
 
 def _check_level(job: PatchJob, call: ast.Call, kind: str, wanted: str) -> None:
-    level = _constant(call, "level", kind, default=_OPTION[kind])
+    level = _constant(call, "level", kind, default=_LEVEL)
     if level != wanted:
         unclear(
             f"line {call.lineno} is at level {level}, and policy {job.policy} is Paddle's {wanted}",
             f"choose a policy of that level, or change it to {wanted} by hand",
+        )
+
+
+def _check_masters(job: PatchJob, call: ast.Call) -> None:
+    masters = keyword_of(call, "master_weight")
+    keeps = not (isinstance(masters, ast.Constant) and masters.value is False)
+    if keeps is not job.policy.master_weights:
+        has = "with" if keeps else "without"
+        unclear(
+            f"line {call.lineno} decorates the model {has} FP32 master weights, unlike policy {job.policy}",
+            f"pass master_weight={job.policy.master_weights} there",
         )
 
 
