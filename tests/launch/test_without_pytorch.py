@@ -8,27 +8,39 @@ from typing import Any
 import pytest
 
 from mezzo.errors import ScriptError
+from mezzo.launch.request_parts import ModelChanges
+from mezzo.launch.step_limit import StepLimit
+from mezzo.launch.supported import refusal
 from mezzo.launch.without_pytorch import WithoutPyTorch
 
 
 class Training(WithoutPyTorch):
-    framework_shown = "Fortran"
+    stage = "Paddle"
 
 
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda training: training.stop_after(3), "a step limit was set for"),
-    (lambda training: training.begin_snapshots(object()), "snapshots were requested of"),
-    (lambda training: training.begin_trace(object()), "mezzo resume-check was given"),
-    (lambda training: training.begin_guard(object()), "a guard was requested of"),
-    (lambda training: training.change_models(object()), "--channels-last or --compile was given for"),
+    (lambda training: training.begin_snapshots(object()), "--snapshot"),
+    (lambda training: training.begin_trace(object()), "mezzo resume-check"),
+    (lambda training: training.begin_guard(object()), "--guard"),
+    (lambda training: training.change_models(ModelChanges(channels_last=True)), "--channels-last"),
+    (lambda training: training.change_models(ModelChanges(compiles=True)), "--compile"),
+    (lambda training: training.change_models(ModelChanges(checkpoint="all")), "--checkpoint"),
 ]
 
 
-@pytest.mark.parametrize(("ask", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_what_is_asked_for_is_refused(ask: Callable[[Any], Any], said: str) -> None:
+@pytest.mark.parametrize(("ask", "feature"), REFUSED, ids=[feature for _, feature in REFUSED])
+def test_what_is_asked_for_is_refused_as_before_the_script_runs(ask: Callable[[Any], Any], feature: str) -> None:
     with pytest.raises(ScriptError) as caught:
         ask(Training())
-    assert caught.value.message == f"{said} a Fortran script; allowed: PyTorch scripts"
+    before = refusal(feature, "Paddle")
+    assert before is not None
+    assert (caught.value.message, caught.value.hint) == (before.message, before.hint)
+
+
+def test_a_step_limit_is_refused() -> None:
+    with pytest.raises(ScriptError) as caught:
+        Training().stop_after(StepLimit(steps=3, seconds=None))
+    assert caught.value.message == "a step limit was set for a Paddle script; allowed: PyTorch scripts"
 
 
 def test_what_nobody_asked_for_is_empty() -> None:

@@ -194,11 +194,10 @@ def check_supported(feature: str, target: str, *, as_module: bool) -> None:
     """
     from mezzo.launch.supported import LIMITED, refusal, stage_of
 
-    refused = (
-        refusal(feature, stage_of(target, kind="module" if as_module else "script")) if feature in LIMITED else None
-    )
-    if refused is not None:
-        raise refused
+    if feature in LIMITED:  # the framework is read from the script's files, which takes time
+        refused = refusal(feature, stage_of(target, kind="module" if as_module else "script"), target=target)
+        if refused is not None:
+            raise refused
 
 
 def observed_exit_code(record: AnyRecord) -> int:

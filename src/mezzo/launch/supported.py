@@ -15,7 +15,7 @@ Stage: TypeAlias = Literal["PyTorch", "Keras on torch", "Keras on tensorflow", "
 _ALL: tuple[Stage, ...] = ("PyTorch", "Keras on torch", "Keras on tensorflow", "Keras on jax", "Keras", "Paddle")
 _INSPECTED: tuple[Stage, ...] = ("PyTorch", "Keras on torch", "Keras", "Paddle")
 """Where single operations are seen; under ``Keras`` alone, the run itself decides."""
-_ON_TORCH = "KERAS_BACKEND=torch mezzo {feature} ... runs the same script on PyTorch, if it only uses Keras"
+_ON_TORCH = "KERAS_BACKEND=torch mezzo {command} {target} runs the same script on PyTorch, if it only uses Keras"
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ _LIMITED: dict[str, _Limited] = {
     "mezzo predict": _Limited(
         _TORCH,
         "it traces PyTorch's operations without numbers",
-        "mezzo check --gpu a100-80gb bounds from counted FLOPs and bytes how much faster the script would be",
+        "type mezzo check --gpu a100-80gb {target}: counted FLOPs and bytes bound how much faster it would be",
     ),
     "mezzo tune": _Limited(
         _TORCH, "it changes PyTorch models from outside", "mezzo compare measures policies in every framework"
@@ -78,12 +78,13 @@ def on_backend(backend: str | None) -> Stage:
     return next((stage for stage in _ALL if stage == named), "Keras")
 
 
-def refusal(feature: str, stage: Stage) -> ScriptError | None:
+def refusal(feature: str, stage: Stage, *, target: str = "...") -> ScriptError | None:
     """Return why a command or an option does not take scripts in a framework; None if it does.
 
     Args:
         feature: ``mezzo audit``, ``--guard``: a name of ``LIMITED``, or one that every framework supports.
         stage: the framework.
+        target: the script, for the command that the hint writes.
     """
     limited = _LIMITED.get(feature)
     if limited is None or stage in limited.stages:
@@ -91,5 +92,5 @@ def refusal(feature: str, stage: Stage) -> ScriptError | None:
     allowed = ", ".join(one for one in limited.stages if one != "Keras")
     return ScriptError(
         f"{feature} was given for a {stage} script, and {limited.why}; allowed: {allowed} scripts",
-        hint=limited.hint.format(feature=feature.removeprefix("mezzo ")),
+        hint=limited.hint.format(command=feature.removeprefix("mezzo "), target=target),
     )
