@@ -29,7 +29,7 @@ class _Limited:
 
 _TORCH: tuple[Stage, ...] = ("PyTorch",)
 _LIMITED: dict[str, _Limited] = {
-    "mezzo audit": _Limited(_INSPECTED, "compiled steps hide their operations", _ON_TORCH),
+    "mezzo audit": _Limited((*_INSPECTED, "Keras on tensorflow"), "compiled steps hide their operations", _ON_TORCH),
     "mezzo diagnose": _Limited(_INSPECTED, "compiled steps hide their values", _ON_TORCH),
     "mezzo ranges": _Limited(_INSPECTED, "compiled steps hide their values", _ON_TORCH),
     "mezzo fallback": _Limited(_INSPECTED, "compiled steps hide their values", _ON_TORCH),

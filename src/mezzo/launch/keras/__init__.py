@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import dtype_policy_name, explain, left_out
+from mezzo.launch.frameworks import Watching
 from mezzo.launch.import_hooks import after_import
 from mezzo.launch.keras import seeds
 from mezzo.launch.keras.layers import Layers
@@ -23,13 +24,12 @@ from mezzo.launch.supported import on_backend, refusal
 from mezzo.launch.without_pytorch import WithoutPyTorch
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.measure.live import Report
-from mezzo.observe.settings import AnySettings
+from mezzo.observe.settings import AnySettings, AuditSettings
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Memory, Reason, Steps
 
 if TYPE_CHECKING:
     from mezzo.launch.keras.observed import ObservedKeras
-    from mezzo.observe.observer import Observer
 
 _BACKENDS = ("tensorflow", "torch", "jax")
 
@@ -69,7 +69,7 @@ def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patch
     import keras
 
     if observe is not None:
-        run.observed = observed_keras(run, observe, keras.backend.backend())
+        _observe(run, observe, keras.backend.backend())
     if seed is not None:
         seeds.shift_keras(seed, patches)
     run.backend = _backend_of(keras.backend.backend(), run)
@@ -77,6 +77,16 @@ def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patch
     layers.install(patches)
     Updates(run, run.backend, layers).install(patches)
     run.backend.install(patches)
+
+
+def _observe(run: KerasRun, settings: AnySettings, backend: str) -> None:
+    """Let the command's observer observe the run."""
+    if backend == "tensorflow" and isinstance(settings, AuditSettings):
+        from mezzo.launch.keras.graph_audit import GraphAudit
+
+        run.audit = GraphAudit(run, settings)
+    else:
+        run.observed = observed_keras(run, settings, backend)
 
 
 def observed_keras(run: KerasRun, settings: AnySettings, backend: str) -> ObservedKeras:
@@ -121,9 +131,11 @@ class KerasTraining(WithoutPyTorch):
         self._run = run
 
     @property
-    def observer(self) -> Observer | None:
+    def observer(self) -> Watching | None:
         """The observer of the training; None if only its steps are recorded."""
-        return None if self._run.observed is None else self._run.observed.observer
+        run = self._run
+        observer: Watching | None = run.audit if run.observed is None else run.observed.observer
+        return observer
 
     @property
     def framework(self) -> str:

@@ -51,6 +51,8 @@ class TensorFlowBackend(Backend):
 
     def install(self, patches: Patches) -> None:
         """Patch the tape and the calls of traced functions; set TF32 under a policy that casts nothing."""
+        if self._run.audit is not None:
+            self._run.audit.install(patches)
         patches.around(tf.GradientTape, "gradient", self._gradient)
         traced = importlib.import_module("tensorflow.python.eager.polymorphic_function.polymorphic_function")
         patches.around(traced.Function, "__call__", self._call)
@@ -94,6 +96,8 @@ class TensorFlowBackend(Backend):
         counts = {"before": before, "after": after, "accumulates": accumulates}
         self._ledger.update(norm=norm, scale=scale, batch=batch, owner=owner, **counts)
         if tf.executing_eagerly():
+            if self._run.audit is not None:
+                self._run.audit.refuse_eager()
             num = self._run.steps.num_closed
             self._ledger.collect()
             if self._run.steps.num_closed > num:
@@ -157,6 +161,8 @@ class TensorFlowBackend(Backend):
         if not self._calls and id(function) in self._updating:
             self._ledger.collect()
             self._count_graph()
+            if self._run.audit is not None:
+                self._run.audit.stop_after(self._run.steps.num_closed)
         return result
 
     def _batch_size(self) -> Any:
@@ -176,7 +182,8 @@ class TensorFlowBackend(Backend):
             return
         self._counted = True
         try:
-            counts = graphs.count(self._graph, batch=self._ledger.last_batch)
+            see = None if self._run.audit is None else self._run.audit.see
+            counts = graphs.count(self._graph, batch=self._ledger.last_batch, see=see)
         except Exception as error:  # a graph that cannot be read again must not end the script's training
             why = f"the graph of the step cannot be read: {type(error).__name__}: {error}"
             self._run.note_left_alone("operations counted", "none", why)
