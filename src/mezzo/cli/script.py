@@ -192,7 +192,7 @@ def check_supported(feature: str, target: str, *, as_module: bool) -> None:
     Raises:
         ScriptError: names the framework, those that are allowed, and what to do instead.
     """
-    from mezzo.launch.supported import LIMITED, refusal, stage_of
+    from mezzo.launch.support.supported_commands import LIMITED, refusal, stage_of
 
     if feature in LIMITED:  # the framework is read from the script's files, which takes time
         refused = refusal(feature, stage_of(target, kind="module" if as_module else "script"), target=target)

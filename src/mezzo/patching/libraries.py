@@ -31,6 +31,8 @@ class Library:
     gradients_off: tuple[str, ...]
     autocast: str
     """Matches the whole name of a region of mixed precision."""
+    compiler: str
+    """Compiles a model or a function."""
     backward: str
     """Is passed what to differentiate."""
 
@@ -50,6 +52,7 @@ TORCH = Library(
     updates=("step",),
     gradients_off=("torch.no_grad", "torch.inference_mode"),
     autocast=r"torch\.(cuda\.|cpu\.)?(amp\.)?(autocast_mode\.)?autocast",
+    compiler="torch.compile",
     backward="torch.autograd.backward",
 )
 PADDLE = Library(
@@ -65,6 +68,7 @@ PADDLE = Library(
     updates=("step", "minimize"),
     gradients_off=("paddle.no_grad",),
     autocast=r"paddle\.amp\.(auto_cast\.)?(auto_cast|autocast|amp_guard)",
+    compiler="paddle.jit.to_static",
     backward="paddle.autograd.backward",
 )
 LIBRARIES = (TORCH, PADDLE)

@@ -20,8 +20,8 @@ from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_python, shift_torch
-from mezzo.launch.supported import on_backend, refusal
-from mezzo.launch.without_pytorch import WithoutPyTorch
+from mezzo.launch.support.supported_commands import on_backend, refusal
+from mezzo.launch.support.without_pytorch import WithoutPyTorch
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings, AuditSettings

@@ -21,7 +21,7 @@ from mezzo.launch.paddle.seeds import shift_seeds
 from mezzo.launch.paddle.state import PaddleRun, this_device
 from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
-from mezzo.launch.without_pytorch import WithoutPyTorch
+from mezzo.launch.support.without_pytorch import WithoutPyTorch
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings

@@ -12,7 +12,7 @@ from mezzo.patching.outcome import unclear
 from mezzo.patching.places import Home, common_home
 from mezzo.patching.reading import Backward
 from mezzo.patching.regions import Regions
-from mezzo.patching.styles.scaler import Scaler
+from mezzo.patching.styles.scaler import Scaler, refuse_in_any_library
 from mezzo.patching.styles.validation import autocast_validation
 from mezzo.patching.tree import keyword_of
 
@@ -103,12 +103,6 @@ def refuse_what_scaling_breaks(job: PatchJob) -> None:
         Unclear: names the line and what to do.
     """
     script = job.script
-    closures = [s for s in script.steps if s.has_closure]
-    if closures:
-        unclear(
-            f"line {closures[0].call.lineno} passes a closure to {closures[0].name}.step(), which GradScaler does not take",
-            "use bf16, which needs no loss scale",
-        )
     several = script.calls_to(r"paddle\.autograd\.backward")
     if several:
         unclear(
@@ -121,12 +115,7 @@ def refuse_what_scaling_breaks(job: PatchJob) -> None:
             f"line {second[0].lineno} calls paddle.grad, whose gradients must be scaled and unscaled by hand",
             "use bf16, which needs no loss scale",
         )
-    hooks = script.calls_to(r".*\.register_hook")
-    if hooks:
-        unclear(
-            f"line {hooks[0].lineno} registers a hook on gradients, which would receive scaled ones",
-            "use bf16, or move the hook's work between scaler.unscale_(optimizer) and scaler.step(optimizer)",
-        )
+    refuse_in_any_library(job)
     optimizers = sorted({step.name for step in script.steps})
     if len(optimizers) > 1:
         unclear(

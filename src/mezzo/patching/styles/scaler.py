@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from abc import ABC, abstractmethod
 
 from mezzo.patching.job import PatchJob
@@ -13,6 +14,45 @@ from mezzo.patching.styles import checkpoints
 from mezzo.patching.text import last_line
 from mezzo.patching.tree import calls_in
 from mezzo.patching.updates import ScriptUpdates
+
+
+def refuse_in_any_library(job: PatchJob) -> None:
+    """Refuse what a scaler cannot work with in any library.
+
+    Raises:
+        Unclear: names the line and what to do.
+    """
+    script = job.script
+    closures = [s for s in script.steps if s.has_closure]
+    if closures:
+        unclear(
+            f"line {closures[0].call.lineno} passes a closure to {closures[0].name}.step(), and a loss scale cannot be used with "
+            "closures: the optimizer reads the loss and the gradients while they are scaled",
+            "use bf16, which needs no loss scale",
+        )
+    hooks = script.calls_to(r".*\.(register_hook|register_post_accumulate_grad_hook)")
+    if hooks:
+        unclear(
+            f"line {hooks[0].lineno} registers a hook on gradients, which would receive scaled ones",
+            "use bf16, or move the hook's work between scaler.unscale_(optimizer) and scaler.step(optimizer)",
+        )
+    compiled = [s for s in script.steps if _in_compiled_function(job, s.call)]
+    if compiled:
+        unclear(
+            f"line {compiled[0].call.lineno} updates inside a compiled function or a lambda, where a GradScaler cannot skip",
+            "compile the model or the loss only, or use bf16",
+        )
+
+
+def _in_compiled_function(job: PatchJob, stmt: ast.AST) -> bool:
+    """Return whether a call is in a lambda, or in a function that the library's compiler is passed or decorates."""
+    tree, compiler = job.script.tree, job.script.library.compiler
+    if isinstance(tree.function(stmt), ast.Lambda):
+        return True
+    functions = [s for s in tree.scopes(stmt) if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    compiled = {ast.unparse(a) for c in job.script.calls_to(re.escape(compiler)) for a in c.args}
+    decorators = [tree.dotted(d.func if isinstance(d, ast.Call) else d) for f in functions for d in f.decorator_list]
+    return compiler in decorators or any(f.name in compiled for f in functions)
 
 
 class Scaler(ABC):

@@ -10,7 +10,7 @@ from mezzo.patching.outcome import unclear
 from mezzo.patching.reading import Backward
 from mezzo.patching.regions import Regions
 from mezzo.patching.styles.banned import Banned
-from mezzo.patching.styles.scaler import Scaler
+from mezzo.patching.styles.scaler import Scaler, refuse_in_any_library
 from mezzo.patching.styles.validation import autocast_validation
 from mezzo.patching.text import last_line
 from mezzo.policy import PRESETS, Policy
@@ -79,42 +79,13 @@ def refuse_what_scaling_breaks(job: PatchJob) -> None:
         Unclear: names the line and what to do.
     """
     script = job.script
-    closures = [s for s in script.steps if s.has_closure]
-    if closures:
-        unclear(
-            f"line {closures[0].call.lineno} passes a closure to {closures[0].name}.step(), and a loss scale cannot be used with "
-            "closures: the optimizer reads the loss and the gradients while they are scaled",
-            "use bf16, which needs no loss scale",
-        )
     second = script.calls_to(r"torch\.autograd\.grad")
     if second:
         unclear(
             f"line {second[0].lineno} calls torch.autograd.grad, whose gradients must be scaled and unscaled by hand",
             'use bf16, or follow "Gradient penalty" in the examples of torch.amp',
         )
-    hooks = script.calls_to(r".*\.(register_hook|register_post_accumulate_grad_hook)")
-    if hooks:
-        unclear(
-            f"line {hooks[0].lineno} registers a hook on gradients, which would receive scaled ones",
-            "use bf16, or move the hook's work between scaler.unscale_(optimizer) and scaler.step(optimizer)",
-        )
-    compiled = [s for s in script.steps if _in_compiled_function(job, s.call)]
-    if compiled:
-        unclear(
-            f"line {compiled[0].call.lineno} updates inside a compiled function or a lambda, where a GradScaler cannot skip",
-            "compile the model or the loss only, or use bf16",
-        )
-
-
-def _in_compiled_function(job: PatchJob, stmt: ast.AST) -> bool:
-    """Return whether a call is in a lambda, or in a function passed to torch.compile or decorated with it."""
-    tree = job.script.tree
-    if isinstance(tree.function(stmt), ast.Lambda):
-        return True
-    functions = [s for s in tree.scopes(stmt) if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    compiled = {ast.unparse(a) for c in job.script.calls_to(r"torch\.compile") for a in c.args}
-    decorators = [tree.dotted(d.func if isinstance(d, ast.Call) else d) for f in functions for d in f.decorator_list]
-    return "torch.compile" in decorators or any(f.name in compiled for f in functions)
+    refuse_in_any_library(job)
 
 
 class _TorchScaler(Scaler):

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from mezzo.errors import ScriptError
 from mezzo.launch.frameworks import framework_of
-from mezzo.launch.keras_backend import backend_of
+from mezzo.launch.support.keras_backend import backend_of
 
 Stage: TypeAlias = Literal["PyTorch", "Keras on torch", "Keras on tensorflow", "Keras on jax", "Keras", "Paddle"]
 """A framework, and Keras' backend; ``Keras`` alone if the script chooses its backend while it runs."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from mezzo.errors import ScriptError
-from mezzo.launch.supported import Stage, refusal
+from mezzo.launch.support.supported_commands import Stage, refusal
 
 if TYPE_CHECKING:
     from mezzo.launch.patches import Patches

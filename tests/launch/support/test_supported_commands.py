@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mezzo import cli
-from mezzo.launch.supported import LIMITED, Stage, on_backend, refusal, stage_of
+from mezzo.launch.support.supported_commands import LIMITED, Stage, on_backend, refusal, stage_of
 
 IN: dict[Stage, str] = {
     "Keras on tensorflow": "import os\nos.environ['KERAS_BACKEND'] = 'tensorflow'\nimport keras\n",
@@ -16,7 +16,8 @@ IN: dict[Stage, str] = {
 }
 OPTIONS = {"--guard": "stop", "--snapshot": "5m", "--resume": "earlier", "--checkpoint": "full"}
 OBSERVE = ("mezzo audit", "mezzo diagnose", "mezzo ranges", "mezzo fallback")
-CASES = [(feature, stage) for feature in LIMITED for stage in IN if not (stage == "Paddle" and feature in OBSERVE)]
+TAKEN = {("mezzo audit", "Keras on tensorflow"), *((feature, "Paddle") for feature in OBSERVE)}
+CASES = [(feature, stage) for feature in LIMITED for stage in IN if (feature, stage) not in TAKEN]
 
 
 @pytest.mark.parametrize(("feature", "stage"), CASES)
@@ -37,6 +38,11 @@ def test_a_refusal_is_one_error_with_one_hint_before_anything_runs(
 @pytest.mark.parametrize("feature", [*LIMITED, "mezzo run", "mezzo compare", "mezzo check", "mezzo report"])
 def test_pytorch_scripts_are_taken_by_all(feature: str) -> None:
     assert refusal(feature, "PyTorch") is None
+
+
+@pytest.mark.parametrize(("feature", "stage"), TAKEN)
+def test_what_is_taken_is_not_refused(feature: str, stage: Stage) -> None:
+    assert refusal(feature, stage) is None
 
 
 @pytest.mark.parametrize("feature", OBSERVE)

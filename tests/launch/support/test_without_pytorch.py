@@ -10,8 +10,8 @@ import pytest
 from mezzo.errors import ScriptError
 from mezzo.launch.request_parts import ModelChanges
 from mezzo.launch.step_limit import StepLimit
-from mezzo.launch.supported import refusal
-from mezzo.launch.without_pytorch import WithoutPyTorch
+from mezzo.launch.support.supported_commands import refusal
+from mezzo.launch.support.without_pytorch import WithoutPyTorch
 
 
 class Training(WithoutPyTorch):
