@@ -87,6 +87,7 @@ def _refuse_other_ways(script: ScriptFacts, wanted: str) -> None:
     rewrites: list[ast.expr] = [*script.calls_to(_REWRITE), *texts, *options]
     if rewrites:
         unclear(f"line {rewrites[0].lineno} lets TensorFlow rewrite its graphs for mixed precision", instead)
+    keras_loops.refuse_old(script)
 
 
 def _change(job: PatchJob, calls: list[ast.Call], wanted: str) -> None:

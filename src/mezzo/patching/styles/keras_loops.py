@@ -41,7 +41,6 @@ def scale(job: PatchJob, keras: str) -> None:
         Unclear: names the line of what cannot be patched without guessing.
     """
     script = job.script
-    _refuse_old(script)
     stateless = script.calls_to(_STATELESS)
     if stateless:
         _give_up(stateless[0], "trains in a loop of its own, in which Keras does not scale the loss")
@@ -65,7 +64,12 @@ def scale(job: PatchJob, keras: str) -> None:
         job.note(one.call, "gradients of the scaled loss", why)
 
 
-def _refuse_old(script: ScriptFacts) -> None:
+def refuse_old(script: ScriptFacts) -> None:
+    """Refuse a loss scale that Keras 3 no longer has.
+
+    Raises:
+        Unclear: names the line and what to write.
+    """
     old = script.tree.method_calls(*_OLD)
     if old:
         call = old[0][0]
@@ -119,11 +123,11 @@ def _applied(script: ScriptFacts, call: ast.Call, function: ast.AST) -> ast.Call
     targets = flat(stmt.targets[0]) if isinstance(stmt, ast.Assign) and stmt.value is call else []
     names = {target.id for target in targets if isinstance(target, ast.Name)}
     reads = [n for n in ast.walk(function) if isinstance(n, ast.Name) and n.id in names and isinstance(n.ctx, ast.Load)]
-    after = [n for n in reads if n.lineno >= call.lineno]
-    passed = [c for c in applies if after and after[0] in ast.walk(c)]
+    after = sorted((n for n in reads if n.lineno >= call.lineno), key=lambda n: (n.lineno, n.col_offset))
+    passed = [c for c in applies if {*after} & {*ast.walk(c)}]
     if not passed:
         _give_up(call, "takes gradients, and what applies them is not clear")
-    others = [n for n in after if n not in [*ast.walk(passed[0])]]
+    others = [n for n in after if n not in {*ast.walk(passed[0])}]
     if others:
         unclear(
             f"line {others[0].lineno} reads gradients that would be scaled",
