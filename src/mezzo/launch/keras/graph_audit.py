@@ -136,6 +136,7 @@ class GraphAudit:
         known = [(name, self._layer(name)) for name in parts]
         layers = [layer.name for _, layer in known if layer is not None]
         if layers:
+            layers = layers[len(layers) - 1 - layers[::-1].index(layers[0]) :]  # a loop's body repeats the path to it
             below = layers[1:] if layers[0] in self._roots else layers
             return ".".join(below or layers), "forward"
         return (SCRIPT, "forward") if _LOSS in parts or _BACKWARD in parts else None
@@ -234,12 +235,14 @@ def _gradient_of(op: Any, variables: set[str]) -> Phase:
         return "wgrad"
     if _OF_INPUT.search(op.type) or any(_reads_variable(t, variables) for t in op.inputs):
         return "dgrad"
-    forward = op.name.split(f"{_BACKWARD}/")[-1].rpartition("/")[0]
-    try:
-        operands = op.graph.get_operation_by_name(forward).inputs
-    except (KeyError, ValueError):  # in the graph of another function
-        return "wgrad"
-    return "wgrad" if any(_reads_variable(t, variables) for t in operands) else "dgrad"
+    named = op.name.split(f"{_BACKWARD}/")[-1]
+    for forward in (named.rpartition("/")[0], _NUMBERED.sub("", named)):
+        try:
+            operands = op.graph.get_operation_by_name(forward).inputs
+        except (KeyError, ValueError):  # another name, or in the graph of another function
+            continue
+        return "wgrad" if any(_reads_variable(t, variables) for t in operands) else "dgrad"
+    return "wgrad" if _NUMBERED.search(named) else "dgrad"  # TensorFlow's second gradient is that of the right operand
 
 
 def _reads_variable(tensor: Any, variables: set[str]) -> bool:

@@ -89,7 +89,7 @@ def refusal(feature: str, stage: Stage, *, target: str = "...") -> ScriptError |
     limited = _LIMITED.get(feature)
     if limited is None or stage in limited.stages:
         return None
-    allowed = ", ".join(one for one in limited.stages if one != "Keras")
+    allowed = ", ".join(one for one in _ALL if one in limited.stages and one != "Keras")
     return ScriptError(
         f"{feature} was given for a {stage} script, and {limited.why}; allowed: {allowed} scripts",
         hint=limited.hint.format(command=feature.removeprefix("mezzo "), target=target),
