@@ -16,7 +16,7 @@ IN: dict[Stage, str] = {
 }
 OPTIONS = {"--guard": "stop", "--snapshot": "5m", "--resume": "earlier", "--checkpoint": "full"}
 OBSERVE = ("mezzo audit", "mezzo diagnose", "mezzo ranges", "mezzo fallback")
-TAKEN = {("mezzo audit", "Keras on tensorflow"), *((feature, "Paddle") for feature in OBSERVE)}
+TAKEN: list[tuple[str, Stage]] = [("mezzo audit", "Keras on tensorflow"), *((f, "Paddle") for f in OBSERVE)]
 CASES = [(feature, stage) for feature in LIMITED for stage in IN if (feature, stage) not in TAKEN]
 
 
