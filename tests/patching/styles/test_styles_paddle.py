@@ -100,6 +100,12 @@ REFUSED = [
         "the model of optimizer cannot be told from the call that creates it",
         "write paddle.amp.decorate(models=...",
     ),
+    (
+        LOOP.replace("optimizer = ", "model = paddle.DataParallel(model)\noptimizer = "),
+        "bf16-master",
+        "line 4 makes the model parallel before line 5 creates the optimizer",
+        "call paddle.amp.decorate",
+    ),
     (FIT.format(more="", evaluated=""), "bf16", "paddle.Model computes in float16 at O1", "write the loop with"),
     (FIT.format(more="", evaluated=", test"), "fp16-master", "line 4 evaluates the model", "choose fp16"),
     (

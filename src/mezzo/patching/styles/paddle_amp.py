@@ -21,6 +21,7 @@ _WRITTEN = ("init_loss_scaling", "incr_every_n_steps", "decr_every_n_nan_or_inf"
 _DEFAULTS = {"use_dynamic_loss_scaling": True, "incr_ratio": 2.0, "decr_ratio": 0.5}
 _STAYS = ("scale bounds", "norms", "communication")
 """What Paddle cannot honour and a patch only notes: the format and the scale of every step are the policy's without it."""
+_PARALLEL = r"paddle\.DataParallel|(paddle\.)?(distributed\.)?fleet\.distributed_model"
 _LISTS = ("custom_white_list", "custom_black_list")
 
 
@@ -168,6 +169,13 @@ def _decorate(job: PatchJob, arguments: dict[str, object]) -> None:
         unclear(
             f"the model of {names[0]} cannot be told from the call that creates it",
             f"write paddle.amp.decorate(models=..., optimizers=..., level={arguments['level']!r}) by hand",
+        )
+    parallel = [c for name, c in script.assigned_calls if name in models and c in script.calls_to(_PARALLEL)]
+    if parallel and parallel[0].lineno < home.after.lineno:
+        unclear(
+            f"line {parallel[0].lineno} makes the model parallel before line {home.after.lineno} creates the optimizer, and "
+            "paddle.amp.decorate takes a model only before that",
+            "call paddle.amp.decorate(models=..., level='O2') before it by hand, or choose fp16 or bf16",
         )
     model, optimizer = (_one_or_list(some) for some in (models, here))
     written = ", ".join(f"{key}={literal(value)}" for key, value in arguments.items())
