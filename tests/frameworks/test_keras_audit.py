@@ -89,6 +89,11 @@ def test_other_operations_have_their_layer_and_format(audits: dict[str, AuditRec
 
 
 def test_a_step_without_a_graph_is_refused(printed: list[str]) -> None:
-    assert json.loads(printed[-1]).startswith(
+    assert json.loads(printed[-2]).startswith(
         "mezzo audit reads the graph of a traced step, and the script trains eagerly"
     )
+
+
+def test_checks_of_the_scripts_own_do_not_see_what_mezzo_records(printed: list[str]) -> None:
+    """A step without a loss scale is recorded with NaN, at which ``enable_check_numerics`` would end a healthy script."""
+    assert json.loads(printed[-1]) == 64 // B

@@ -1,4 +1,7 @@
-"""Audit a small Keras network on TensorFlow under each policy given, and once eagerly; prints one JSON line for each."""
+"""Audit a small Keras network on TensorFlow under each policy given, and once eagerly; then train it with TensorFlow's own checks.
+
+Prints one JSON line for each.
+"""
 
 # ruff: noqa: ANN001, ANN201, ANN204
 import json
@@ -7,6 +10,7 @@ from contextlib import suppress
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from mezzo.errors import ScriptError
 from mezzo.launch.keras import training
@@ -66,3 +70,8 @@ def audited(text, *, eagerly=False):
 for text in sys.argv[1:]:
     print(audited(text).model_dump_json(), flush=True)
 print(json.dumps(audited("as-is", eagerly=True).run.error), flush=True)
+tf.debugging.enable_check_numerics()
+with training(Policy.parse("fp32"), seed=None, observe=None) as told:
+    fit(eagerly=False)
+    told.close_update()
+print(json.dumps(len(told.steps())), flush=True)

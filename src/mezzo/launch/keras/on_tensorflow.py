@@ -22,6 +22,7 @@ from mezzo.frameworks.keras import tf32_of
 from mezzo.launch.keras import graphs
 from mezzo.launch.keras.counts import by_format
 from mezzo.launch.keras.ledger import Ledger
+from mezzo.launch.keras.own_operations import own_operations
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
@@ -72,6 +73,7 @@ class TensorFlowBackend(Backend):
         first = next((x for x in tf.nest.flatten(inputs) if isinstance(x, tf.Tensor) and x.shape.rank), None)
         self._input = self._input if first is None else first
 
+    @own_operations()
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
         """Return the norm of all gradients together."""
         values = [tf.cast(getattr(g, "values", g), tf.float32) for g in gradients if g is not None]
