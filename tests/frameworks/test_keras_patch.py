@@ -1,4 +1,4 @@
-"""The patch of a Keras script on both backends, tried against the unpatched script under the policy."""
+"""Patches of Keras scripts against the unpatched scripts under the policy: a whole trial on torch, gradients to the bit on TensorFlow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ SCRIPT = SCRIPTS / "patch_keras.py"
 @pytest.mark.parametrize(
     ("backend", "policy", "tried_as"),
     [
-        ("tensorflow", "fp16", "fp16"),
         ("torch", "fp16", "bf16"),  # on a CPU, Keras on torch multiplies FP16 in FP32: BF16's patch is tried after it
     ],
 )
