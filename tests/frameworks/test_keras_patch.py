@@ -21,30 +21,24 @@ pytest.importorskip("tensorflow")
 SCRIPT = SCRIPTS / "patch_keras.py"
 
 
-@pytest.mark.parametrize(
-    ("backend", "policy", "tried_as"),
-    [
-        ("torch", "fp16", "bf16"),  # on a CPU, Keras on torch multiplies FP16 in FP32: BF16's patch is tried after it
-    ],
-)
-def test_a_patched_script_trains_as_under_the_policy(
-    backend: str, policy: str, tried_as: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KERAS_BACKEND", backend)
-    patch = make_patch(SCRIPT, policy=Policy.parse(policy))
+def test_a_patched_script_trains_as_under_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    patch = make_patch(SCRIPT, policy=Policy.parse("fp16"))
     assert isinstance(patch, Patch)
     request = Request(
         target=str(SCRIPT),
         kind="script",
         framework="keras",
-        policy=Policy.parse(policy),
+        policy=Policy.parse("fp16"),
         record_path=str(tmp_path / "record.json"),
         command=("mezzo", "check"),
     )
     outcome = try_patch(request, patch, tmp_path)
     assert outcome.may_be_offered, outcome.reasons
     assert outcome.same_losses
-    assert outcome.tried_as == tried_as
+    assert (
+        outcome.tried_as == "bf16"
+    )  # on a CPU, Keras on torch multiplies FP16 in FP32: BF16's patch is tried after it
 
 
 CASES = [("keras_objects", "fp16"), ("keras_loop", "fp16"), ("keras_step", "fp16"), ("keras_loop", "bf16")]
