@@ -46,6 +46,13 @@ CASES: list[tuple[str, str, Kind, str]] = [
         for name in ("lightning", "fabric", "accelerate", "transformers", "keras")
         for policy in ("fp16", "bf16")
     ),
+    *(("paddle_plain", policy, "clipping", "paddle.amp") for policy in ("fp16", "bf16", "fp16-master")),
+    *(("paddle_minimize", policy, "accumulation", "paddle.amp") for policy in ("fp16", "bf16-pure")),
+    ("paddle_fit", "fp16", "paddle_fit", "paddle.amp"),
+    ("paddle_own", "bf16", "own_amp", "paddle.amp"),
+    ("paddle_o2", "bf16-master", "own_amp", "paddle.amp"),
+    *((name, "fp16", "keras", "framework") for name in ("keras_objects", "keras_loop", "keras_step")),
+    ("keras_loop", "bf16", "keras", "framework"),
 ]  # type: ignore[list-item]
 
 

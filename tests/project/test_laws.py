@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "engine": f"{FACTS} engine",
     "measure": f"{FACTS} engine measure",
     "observe": f"{FACTS} engine measure observe",
-    "patching": f"{FACTS} patching",  # reads and edits text: no torch
+    "patching": f"{FACTS} frameworks patching",  # reads and edits text: no torch
     "launch": f"{FACTS} frameworks engine measure observe patching launch",  # launch composes the counters of measure and the observers
     "callables": f"{FACTS} measure observe launch",
     "report": "errors records report",

@@ -23,7 +23,6 @@ from mezzo.cli.options.folders import new_folder, resumed_folder
 from mezzo.cli.progress import shown
 from mezzo.cli.standins import stand_in_for
 from mezzo.cli.words import resuming, target_of, typed, typed_before
-from mezzo.errors import ScriptError
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.version import VERSION
 
@@ -84,6 +83,7 @@ class Script:
         target = target_of(self.target, self.arguments, module=self.as_module)
         try:
             check_target(target)
+            self.check_supported(" ".join(("mezzo", *typed()[1:2])))
             for policy in policies:
                 stand_in_for(target, policy=policy)
         except SyntaxError as error:
@@ -91,6 +91,10 @@ class Script:
             raise typer.Exit(1) from None
         if typed()[1:2] not in (("run",), ("watch",)):  # these run it once, so it can read its standard input directly
             keep_input_for(self.target, as_module=self.as_module)
+
+    def check_supported(self, feature: str) -> None:
+        """Refuse the script if a command or an option does not support its framework."""
+        check_supported(feature, self.target, as_module=self.as_module)
 
     def request(self, policy: Policy | None, *, folder: Path, **more: Any) -> Request:
         """Return a request for a child process that writes its record to ``folder``; no policy means the script's own precision."""
@@ -182,13 +186,25 @@ def with_groups(command: Callable[..., None], *, resumes: bool = False) -> Calla
     return typed_command
 
 
-def check_pytorch(target: str, *, as_module: bool, command: str, hint: str) -> None:
-    """Refuse a script in a framework other than PyTorch for a command that cannot run it; ``hint`` says what to do instead."""
-    from mezzo.launch.frameworks import framework_of
+def check_supported(feature: str, target: str, *, as_module: bool) -> None:
+    """Refuse a script in a framework that a command (``mezzo tune``) or an option (``--guard``) does not support.
 
-    framework = framework_of(target, kind="module" if as_module else "script")
-    if framework != "torch":
-        raise ScriptError(f"mezzo {command} was given a script in {framework}; allowed: PyTorch scripts", hint=hint)
+    Raises:
+        ScriptError: names the framework, those that are allowed, and what to do instead.
+    """
+    from mezzo.launch.support.supported_commands import LIMITED, refusal, stage_of
+
+    if feature in LIMITED:  # the framework is read from the script's files, which takes time
+        refused = refusal(feature, stage_of(target, kind="module" if as_module else "script"), target=target)
+        if refused is not None:
+            raise refused
+
+
+def observed_exit_code(record: AnyRecord) -> int:
+    """Return the exit code for the record of an observed run: the script's own, and never 0 if nothing was observed."""
+    if record.kind == "run":
+        return record.exit_code or 1
+    return record.run.exit_code if record.kind in ("audit", "ranges") else 1
 
 
 def run_and_finish(

@@ -18,6 +18,8 @@ from mezzo.explain import NOT_HONOURED, Choice, Choices, communication_left_out
 from mezzo.formats import FP32
 from mezzo.policy import PRESETS, Policy
 
+INITIAL_SCALE = 2.0**15
+"""The loss scale from which Keras' ``LossScaleOptimizer`` begins unless it is told."""
 _GROWTH, _BACKOFF = 2.0, 0.5  # fixed in LossScaleOptimizer
 _MIXED = {"fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
 

@@ -218,6 +218,12 @@ def own_sources(target: str, *, kind: Literal["script", "module"]) -> Iterator[s
         yield source.decode(errors="replace")
 
 
+def own_trees(target: str, *, kind: Literal["script", "module"]) -> Iterator[ast.AST]:
+    """Yield the syntax tree of a script and of the files next to it that it imports."""
+    for _, tree in _own_files(target, kind):
+        yield tree
+
+
 def names_cuda(target: str, *, kind: Literal["script", "module"]) -> bool:
     """Return whether a script, or a file next to it that it imports, names CUDA, its communication or its pinned memory."""
     return any(map(_NAMES_CUDA.search, own_sources(target, kind=kind)))

@@ -51,12 +51,12 @@ class PatchJob:
     @property
     def dtype(self) -> str:
         """The source text of torch's dtype for the compute format."""
-        return f"{self.torch}.{FORMATS[self.policy.compute].dtype_name}"
+        return f"{self.library}.{FORMATS[self.policy.compute].dtype_name}"
 
     @property
-    def torch(self) -> str:
-        """The name under which the script imports torch."""
-        return self.name_of("torch")
+    def library(self) -> str:
+        """The name under which the script imports its library: torch or paddle."""
+        return self.name_of(self.script.library.package)
 
     def name_of(self, module: str) -> str:
         """Return the name under which the script imports a module, or will: ``th`` after ``import torch as th``."""
@@ -75,9 +75,9 @@ class PatchJob:
             return
         block = [s for s in self.script.tree.module.body if isinstance(s, (ast.Import, ast.ImportFrom))]
         after = [s for s in block if not (isinstance(s, ast.ImportFrom) and s.module == "__future__")]
-        of_torch = [s for s in after if _root(s) == "torch"]
-        if of_torch:
-            self.editor.line_before(of_torch[0], f"import {module}")
+        related = [s for s in after if self.script.library.package in _roots(s)]
+        if related:
+            self.editor.line_before(related[0], f"import {module}")
         elif block:
             self.editor.line_after(block[-1], f"import {module}")
         else:
@@ -87,9 +87,7 @@ class PatchJob:
     def after_imports(self, package: str, *lines: str) -> None:
         """Insert lines, with a blank one above, after the imports that begin with those of a package."""
         body = self.script.tree.module.body
-        number = next(
-            (n for n, s in enumerate(body) if isinstance(s, (ast.Import, ast.ImportFrom)) and _root(s) == package), None
-        )
+        number = next((n for n, s in enumerate(body) if package in _roots(s)), None)
         if number is None:
             unclear(
                 f"the script imports {package} inside a function or under a condition", f"write: {'; '.join(lines)}"
@@ -113,7 +111,7 @@ class PatchJob:
             self.note(
                 _lines(region),
                 "under autocast",
-                "the forward pass and the loss; the backward pass stays outside, as torch recommends",
+                "the forward pass and the loss; the backward pass stays outside, as the library recommends",
             )
         for hoisted in regions.hoisted:
             if hoisted.region is None:
@@ -144,9 +142,11 @@ class PatchJob:
         return any(first <= last_line(node) and first_line(node) <= last for first, last in self.covered)
 
 
-def _root(stmt: ast.stmt) -> str:
-    name = stmt.names[0].name if isinstance(stmt, ast.Import) else (getattr(stmt, "module", "") or "")
-    return name.split(".")[0]
+def _roots(stmt: ast.stmt) -> set[str]:
+    """Return the packages that a statement imports from; none if it is no import."""
+    if isinstance(stmt, ast.Import):
+        return {alias.name.split(".")[0] for alias in stmt.names}
+    return {(stmt.module or "").split(".")[0]} if isinstance(stmt, ast.ImportFrom) else set()
 
 
 def _lines(region: Region) -> str:

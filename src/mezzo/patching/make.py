@@ -5,17 +5,25 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 from mezzo.patching.job import PatchJob
+from mezzo.patching.libraries import PADDLE
 from mezzo.patching.neighbours import neighbour_with_loop
-from mezzo.patching.outcome import Kind, Patch, Refused, Style, Unclear, unclear
+from mezzo.patching.outcome import Kind, Patch, Refused, Style, Unclear, Written, unclear
 from mezzo.patching.reading import ScriptFacts
-from mezzo.patching.styles import frameworks, keras, own_amp, session, tf32, torch_amp
+from mezzo.patching.styles import (
+    frameworks,
+    keras,
+    own_amp,
+    paddle_amp,
+    paddle_fit,
+    paddle_own,
+    session,
+    tf32,
+    torch_amp,
+)
 from mezzo.patching.text import Text, unified
 from mezzo.policy import Policy
-
-Written = Literal["torch.amp", "mezzo", "framework"]
 
 
 def make_patch(path: Path, *, policy: Policy, style: Style = "auto") -> Patch | Refused:
@@ -41,7 +49,8 @@ def make_patch(path: Path, *, policy: Policy, style: Style = "auto") -> Patch | 
 def _patch_of(path: Path, policy: Policy, style: Style) -> Patch:
     script = _parsed(path)
     trainer = frameworks.trainer_of(script)
-    if trainer is None and keras.keras_in(script) is None and not script.backwards:
+    in_library = trainer is not None or keras.keras_in(script) is not None or paddle_fit.preparations(script)
+    if not in_library and not script.backwards:
         neighbour = neighbour_with_loop(path)
         if neighbour is not None:
             return _patch_of(neighbour, policy, style)
@@ -53,6 +62,8 @@ def _patch_of(path: Path, policy: Policy, style: Style) -> Patch:
         return _finish(
             path, PatchJob(script, policy), lambda job: frameworks.patch(job, trainer), trainer.kind, "framework"
         )
+    if script.library is PADDLE:
+        return _in_paddle(path, script, policy, style)
     if policy.compute == "tf32":
         return _finish(path, PatchJob(script, policy), tf32.patch, _kind(script), "torch.amp")
     return _loop(path, script, policy, style)
@@ -64,6 +75,27 @@ def _parsed(path: Path) -> ScriptFacts:
         return ScriptFacts(text)
     except (SyntaxError, ValueError) as error:
         unclear(f"{path} is not Python: {error}", "pass the path of a training script")
+
+
+def _in_paddle(path: Path, script: ScriptFacts, policy: Policy, style: Style) -> Patch:
+    """Patch a script that trains in Paddle, in its own loop or by ``paddle.Model``."""
+    if style == "mezzo":
+        unclear("the script trains in Paddle, and mezzo.Session in PyTorch", "choose the style auto")
+    if policy.compute == "tf32":
+        unclear(
+            "Paddle computes FP32 products in TF32 on GPUs that have it", "set NVIDIA_TF32_OVERRIDE=0 to turn it off"
+        )
+    job = PatchJob(script, policy)
+    if paddle_fit.preparations(script):
+        return _finish(path, job, paddle_fit.patch, "paddle_fit", "paddle.amp")
+    if not script.backwards:
+        unclear(
+            "no training loop was found: neither a call to backward() nor paddle.Model.prepare()",
+            "pass the file that has the loop, or put its forward pass under paddle.amp.auto_cast by hand",
+        )
+    if paddle_own.is_there(script):
+        return _finish(path, job, paddle_own.patch, "own_amp", "paddle.amp")
+    return _finish(path, job, paddle_amp.patch_loop, _kind(script), "paddle.amp")
 
 
 def _loop(path: Path, script: ScriptFacts, policy: Policy, style: Style) -> Patch:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mezzo.patching.outcome import Unclear, unclear
 from mezzo.patching.reading import ScriptFacts
-from mezzo.patching.styles import frameworks
+from mezzo.patching.styles import frameworks, paddle_fit
 from mezzo.patching.text import Text
 
 _MOST_FILES = 100
@@ -31,7 +31,8 @@ def neighbour_with_loop(path: Path) -> Path | None:
             script = ScriptFacts(Text.read(here))
         except (Unclear, SyntaxError, ValueError):
             continue
-        if here != path.absolute() and (script.backwards or frameworks.trainer_of(script) is not None):
+        trains = script.backwards or frameworks.trainer_of(script) is not None or paddle_fit.preparations(script)
+        if here != path.absolute() and trains:
             with_loop.append(here)
         waiting += [file for name in _imported(script.tree.module) for file in _files(folder, here.parent, name)]
     if len(with_loop) > 1:

@@ -20,9 +20,12 @@ Kind: TypeAlias = Literal[
     "accelerate",
     "transformers",
     "keras",
+    "paddle_fit",
     "compiled",
 ]
 Style: TypeAlias = Literal["auto", "torch.amp", "mezzo"]
+Written: TypeAlias = Literal["torch.amp", "mezzo", "framework", "paddle.amp"]
+"""The interface that a patched script calls; ``framework``: an argument of the library that trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +39,7 @@ class Patch:
     diff: str
     """Unified, with file names ``a/...`` and ``b/...``, for ``git apply`` and ``patch -p1``."""
     kind: Kind
-    style: Literal["torch.amp", "mezzo", "framework"]
-    """The interface that the patched script calls; ``framework``: an argument of the library that trains."""
+    style: Written
     reasons: Sequence[Reason] = field(default_factory=list)
     """What was changed, on which line, and why; also what was left alone, and why."""
     encoding: str = "utf-8"

@@ -236,7 +236,7 @@ def last_home(homes: Sequence[Home]) -> Home:
     return max(homes, key=lambda home: first_line(home.after))
 
 
-_BY_HAND = "create one torch.amp.GradScaler next to the optimizer, and pass it to the loop"
+_BY_HAND = "create one GradScaler next to the optimizer, and pass it to the loop"
 
 
 def indentation(script: ScriptFacts, stmt: ast.stmt) -> str:

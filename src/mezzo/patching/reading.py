@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from mezzo.patching.libraries import PADDLE, TORCH, Library
 from mezzo.patching.text import Text
 from mezzo.patching.tree import SyntaxTree, flat
 
@@ -42,7 +43,6 @@ _NO_FORWARD = (
     ),
     *("add_module", "no_sync", "configure_optimizers", "init_weights", "save", "load"),
 )
-_GRADS_OFF = ("torch.no_grad", "torch.inference_mode")
 CLIPS = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "clip_grad_value", "clip_grads_with_norm_")
 
 
@@ -57,7 +57,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class StepCall:
-    """One call of an optimizer's ``step``."""
+    """One call of an optimizer's ``step``, or of Paddle's ``minimize``."""
 
     call: ast.Call
     optimizer: ast.expr
@@ -71,7 +71,12 @@ class StepCall:
     @property
     def has_closure(self) -> bool:
         """Whether the optimizer calls a function that computes the loss."""
-        return bool(self.call.args or self.call.keywords)
+        return not self.minimizes and bool(self.call.args or self.call.keywords)
+
+    @property
+    def minimizes(self) -> bool:
+        """Whether the call is ``minimize(loss)``, which also takes a loss but differentiates nothing."""
+        return isinstance(self.call.func, ast.Attribute) and self.call.func.attr == "minimize"
 
 
 class ScriptFacts:
@@ -79,6 +84,12 @@ class ScriptFacts:
 
     def __init__(self, text: Text) -> None:
         self.text, self.tree = text, SyntaxTree(text.text)
+
+    @cached_property
+    def library(self) -> Library:
+        """The library whose functions the script calls: Paddle if it imports it, else PyTorch."""
+        roots = {name.split(".")[0] for name in self.tree.imported.values()}
+        return PADDLE if PADDLE.package in roots else TORCH
 
     # --- objects, by the text of the expressions that refer to them ---------------------------------------------------
 
@@ -108,7 +119,8 @@ class ScriptFacts:
 
     def _is_module_class(self, base: ast.expr, known: set[str]) -> bool:
         name = self.tree.dotted(base)
-        return name in known or name.startswith("torch.nn.") or name.rpartition(".")[2].endswith("Module")
+        library, last = self.library, name.rpartition(".")[2]
+        return name in known or name.startswith(library.layer_bases) or last.endswith(library.layer_suffix)
 
     @cached_property
     def models(self) -> set[str]:
@@ -116,20 +128,18 @@ class ScriptFacts:
         found = {owner for owner in self.owners_of(*_MODULE_ONLY) if re.fullmatch(r"[\w.]+", owner)}
         for name, call in self.assigned_calls:
             callee = self.tree.dotted(call.func)
-            if callee in self.module_classes or re.match(r"torch\.nn\.(?!functional|utils|init|Parameter)", callee):
+            if callee in self.module_classes or self.library.layer.match(callee):
                 found.add(name)
             if isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "cuda", "train"):
                 found |= {name} if ast.unparse(call.func.value) in found else set()
-            if callee == "torch.compile" and call.args:
-                found.add(name)
         return found - self.optimizers - {"self"}
 
     @cached_property
     def optimizers(self) -> set[str]:
-        """Names of optimizers: created by torch.optim, or used like one."""
+        """Names of optimizers: created as one, or used like one."""
         created = {name for name, call in self.assigned_calls if self.creates_optimizer(call)}
-        stepped = self.owners_of("step")
-        zeroed = self.owners_of("zero_grad") - self.owners_of(*_MODULE_ONLY)
+        stepped = self.owners_of(*self.library.updates)
+        zeroed = self.owners_of(*self.library.clears) - self.owners_of(*_MODULE_ONLY)
         named = {owner for owner in stepped if _OPTIMIZER_NAME.search(owner)}
         found = {o for o in created | (stepped & zeroed) | named if not self._is_scheduler(o)}
         loops = [n for n in self.tree.nodes if isinstance(n, ast.For) and isinstance(n.target, ast.Name)]
@@ -138,15 +148,14 @@ class ScriptFacts:
         return found
 
     def creates_optimizer(self, call: ast.Call) -> bool:
-        """Return whether a call creates an optimizer of torch, Mezzo or transformers."""
-        callee = self.tree.dotted(call.func)
-        libraries = r"(torch\.optim|mezzo|transformers\.optimization)"
-        return bool(re.match(libraries + r"\.(?!lr_scheduler)(\w+\.)?(?!(Session|Policy)$)[A-Z]", callee))
+        """Return whether a call creates an optimizer of the library, Mezzo or transformers."""
+        return bool(self.library.optimizer.match(self.tree.dotted(call.func)))
 
     @cached_property
     def _created_schedulers(self) -> set[str]:
         callees = {name: self.tree.dotted(call.func) for name, call in self.assigned_calls}
-        return {name for name, callee in callees.items() if "lr_scheduler" in callee or _SCHEDULER_NAME.search(callee)}
+        creates = self.library.schedule
+        return {name for name, callee in callees.items() if creates.search(callee) or _SCHEDULER_NAME.search(callee)}
 
     def _is_scheduler(self, owner: str) -> bool:
         return owner in self._created_schedulers or bool(_SCHEDULER_NAME.search(owner))
@@ -155,10 +164,10 @@ class ScriptFacts:
 
     @cached_property
     def backwards(self) -> list[Backward]:
-        """The backward passes of a loop that calls torch directly."""
+        """The backward passes of a loop that calls the library directly."""
         found = []
         for call in self.tree.calls:
-            if self.tree.dotted(call.func) == "torch.autograd.backward" and call.args:
+            if self.tree.dotted(call.func) == self.library.backward and call.args:
                 found.append(Backward(call, call.args[0], self.tree.statement(call)))
             elif isinstance(call.func, ast.Attribute) and call.func.attr == "backward":
                 owner = ast.unparse(call.func.value)
@@ -175,8 +184,8 @@ class ScriptFacts:
 
     @cached_property
     def steps(self) -> list[StepCall]:
-        """The updates: every call of an optimizer's ``step``."""
-        calls = self.tree.method_calls("step")
+        """The updates: every call of an optimizer's ``step``, or of Paddle's ``minimize``."""
+        calls = self.tree.method_calls(*self.library.updates)
         return [
             StepCall(call, owner, self.tree.statement(call)) for call, owner in calls if self._names_optimizer(owner)
         ]
@@ -195,7 +204,7 @@ class ScriptFacts:
     def runs_forward(self, node: ast.AST, *, functional: bool = True, depth: int = 4) -> bool:
         """Return whether code calls a model or a loss function, itself or in the functions of this file that it calls.
 
-        Without ``functional``, calls of torch's functions do not count.
+        Without ``functional``, calls of the library's functions do not count.
         """
         for inner in ast.walk(node):
             if functional and isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.MatMult):
@@ -206,10 +215,10 @@ class ScriptFacts:
 
     def _is_forward(self, call: ast.Call, functional: bool, depth: int) -> bool:
         name = self.tree.dotted(call.func)
-        if name.startswith("torch.nn.functional."):
+        if name.startswith(self.library.functional):
             return functional and not name.endswith((".pad", ".one_hot"))
         text = ast.unparse(call.func)
-        if text in self.models or (functional and name in ("torch.matmul", "torch.bmm", "torch.mm", "torch.einsum")):
+        if text in self.models or (functional and name in self.library.products):
             return True
         if isinstance(call.func, ast.Attribute):
             owner, method = ast.unparse(call.func.value), call.func.attr
@@ -239,13 +248,15 @@ class ScriptFacts:
         return isinstance(self.tree.parent.get(function), ast.ClassDef)
 
     def grads_off(self, stmt: ast.AST) -> bool:
-        """Return whether a statement is a ``with torch.no_grad()``, or a function with such a decorator."""
+        """Return whether a statement is a ``with`` block without gradients, or a function with such a decorator."""
         names: list[ast.expr] = []
         if isinstance(stmt, (ast.With, ast.AsyncWith)):
             names = [item.context_expr for item in stmt.items]
         elif isinstance(stmt, (ast.FunctionDef, ast.AsyncFunctionDef)):
             names = list(stmt.decorator_list)
-        return any(self.tree.dotted(n.func if isinstance(n, ast.Call) else n) in _GRADS_OFF for n in names)
+        return any(
+            self.tree.dotted(n.func if isinstance(n, ast.Call) else n) in self.library.gradients_off for n in names
+        )
 
     def is_clip(self, call: ast.Call) -> bool:
         """Return whether a call clips gradients."""
@@ -277,12 +288,12 @@ class ScriptFacts:
     @cached_property
     def autocasts(self) -> list[ast.Call]:
         """The script's own autocast regions."""
-        return self.calls_to(r"torch\.(cuda\.|cpu\.)?(amp\.)?(autocast_mode\.)?autocast")
+        return self.calls_to(self.library.autocast)
 
     @cached_property
     def scalers(self) -> list[ast.Call]:
         """The calls that create loss scalers."""
-        return self.calls_to(r".*GradScaler")
+        return self.calls_to(r".*GradScaler|paddle\..*AmpScaler")
 
     def uses(self, *names: str) -> list[ast.expr]:
         """Return the expressions that name one of these functions or classes."""

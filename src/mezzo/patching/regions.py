@@ -155,7 +155,7 @@ class Regions:
             here = above if isinstance(above, ast.stmt) else self._tree.parent.get(above, above)
         unclear(
             f"line {stmt.lineno} differentiates {ast.unparse(loss)}, and no statement before it computes that",
-            "put the forward pass and the loss under torch.autocast, and the backward pass outside it",
+            "put the forward pass and the loss under autocast, and the backward pass outside it",
         )
 
     def _slice(self, block: list[ast.stmt], end: int, wanted: set[str], members: set[int]) -> tuple[set[str], bool]:
@@ -183,7 +183,7 @@ class Regions:
         if position is None or not calls or not depth:
             unclear(
                 f"line {stmt.lineno} differentiates {ast.unparse(loss)}, which {function.name}() does not compute",
-                "put the forward pass and the loss under torch.autocast where they are computed",
+                "put the forward pass and the loss under autocast where they are computed",
             )
         for call in calls:
             by_name = keyword_of(call, names[position])
@@ -191,7 +191,7 @@ class Regions:
             if not arguments or self._computes(arguments[0]):
                 unclear(
                     f"line {call.lineno} computes a loss in the call of {function.name}()",
-                    "assign the loss to a name first, so that this statement can be put under torch.autocast",
+                    "assign the loss to a name first, so that this statement can be put under autocast",
                 )
             self._follow(self._tree.statement(call), arguments[0], found=False, depth=depth - 1)
 

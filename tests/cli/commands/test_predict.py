@@ -326,7 +326,8 @@ def test_the_docs_have_commands_that_run_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("imported", "framework"), [("keras", "keras"), ("tensorflow.keras", "keras"), ("paddle", "paddle")]
+    ("imported", "framework"),
+    [("keras", "Keras on tensorflow"), ("tensorflow.keras", "Keras on tensorflow"), ("paddle", "Paddle")],
 )
 def test_scripts_of_other_frameworks_are_refused_at_once(
     imported: str, framework: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -335,6 +336,6 @@ def test_scripts_of_other_frameworks_are_refused_at_once(
     script.write_text(f"import {imported}\n", encoding="utf-8")
     assert cli.main(["predict", "--out", str(tmp_path), str(script)]) == 7
     shown = capsys.readouterr().err
-    assert f"mezzo predict was given a script in {framework}; allowed: PyTorch scripts" in shown
+    assert f"mezzo predict was given for a {framework} script, and it traces PyTorch's operations" in shown
     assert f"type mezzo check --gpu a100-80gb {script}" in shown
     assert "tracing" not in shown

@@ -70,4 +70,7 @@ def test_a_script_that_fails_keeps_its_code(folder: Path) -> None:
 def test_what_cannot_be_checked_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "other.py").write_text("import keras\n", encoding="utf-8")
     assert cli.main(["resume-check", "other.py"]) == 7
-    assert "was given a script in keras; allowed: PyTorch scripts" in capsys.readouterr().err
+    assert (
+        "mezzo resume-check was given for a Keras on tensorflow script, and it traces PyTorch's state; allowed: PyTorch scripts"
+        in capsys.readouterr().err
+    )

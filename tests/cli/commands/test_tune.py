@@ -150,7 +150,10 @@ def test_bad_options_are_refused_before_anything_runs(
 def test_other_frameworks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     Path("keras_train.py").write_text("import keras\n", encoding="utf-8")
     assert tuned("keras_train.py") == 7
-    assert "mezzo tune was given a script in keras; allowed: PyTorch scripts" in capsys.readouterr().err
+    assert (
+        "mezzo tune was given for a Keras on tensorflow script, and it changes PyTorch models"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow

@@ -250,6 +250,8 @@ INSTEAD: list[tuple[str, str, str, RunRecord, RunRecord, Ran]] = [
         run([1.0]),
         [("patched", AS_IS), ("unpatched", "bf16")],
     ),
+    ("patch_paddle_plain", "fp16", "AMP that is off", run([1.0]), run([2.0], flops={"fp32": 9}), [("patched", "fp16")]),
+    ("patch_paddle_plain", "bf16", "Paddle's own error", run([1.0]), run([], error="TypeError: x"), []),
 ]
 
 
@@ -274,6 +276,42 @@ def test_what_is_tried_instead_without_a_gpu(
     assert runs[0] == ("patched", AS_IS)
     assert runs[1][0] == "unpatched"
     assert runs[2:] == ([] if gpu else more)
+
+
+def paddle_trial(under_policy: RunRecord, folder: Path) -> PatchOutcome:
+    """Return the outcome on a CPU, where the patched script trains in FP32 unless it is under the policy."""
+
+    def child(request: Request, **_: Any) -> RunRecord:
+        if Path(request.record_path).stem == "unpatched":
+            return run([1.0, 0.5])
+        return run([3.0, 3.0], flops={"fp32": 100}, policy=AS_IS) if request.policy is None else under_policy
+
+    return tried(SCRIPTS / "patch_paddle_plain.py", "fp16", folder, child=child)[1]
+
+
+def test_a_paddle_patch_is_compared_under_the_policy_where_its_amp_is_off(tmp_path: Path) -> None:
+    outcome = paddle_trial(run([1.0, 0.5]), tmp_path)
+    assert outcome.may_be_offered
+    assert outcome.same_losses
+    assert [reason.value for reason in outcome.reasons] == ["2 steps", "fp16 under mezzo run", SAME]
+    assert "the patched script under fp16, with the unpatched one under fp16" in outcome.reasons[0].reason
+
+
+@pytest.mark.parametrize("wrong", [run([1.0, 0.4]), run([1.0]), run([1.0, 0.5], flops={"fp32": 100})])
+def test_a_paddle_patch_that_trains_otherwise_is_not_offered(wrong: RunRecord, tmp_path: Path) -> None:
+    assert not paddle_trial(wrong, tmp_path).may_be_offered
+
+
+@pytest.mark.parametrize(("policy", "compared"), [("fp16", "fp16:init_scale=32768"), ("bf16", "bf16")])
+def test_a_keras_patch_is_compared_from_keras_own_first_scale(policy: str, compared: str, tmp_path: Path) -> None:
+    policies = []
+
+    def child(request: Request, **_: Any) -> RunRecord:
+        policies.append(policy_text(request.policy))
+        return run([1.0])
+
+    tried(SCRIPTS / "patch_keras.py", policy, tmp_path, child=child)
+    assert policies == [AS_IS, compared]
 
 
 def test_a_script_of_a_package_is_not_tried(tmp_path: Path) -> None:

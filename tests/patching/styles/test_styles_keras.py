@@ -44,6 +44,47 @@ SET = [
 ]
 
 
+SET += [
+    (
+        "import tensorflow as tf, keras, sys\nx = 1\n",
+        "fp16",
+        'import tensorflow as tf, keras, sys\n\nkeras.mixed_precision.set_global_policy("mixed_float16")\nx = 1\n',
+    ),
+    (
+        'from keras import mixed_precision\nmixed_precision.set_global_policy(mixed_precision.Policy("float32"))\n',
+        "bf16",
+        'from keras import mixed_precision\nmixed_precision.set_global_policy(mixed_precision.Policy("mixed_bfloat16"))\n',
+    ),
+    (
+        "import tensorflow as tf\nname = 'float32'\npolicy = tf.keras.mixed_precision.Policy(name=name)\n"
+        "tf.keras.mixed_precision.set_global_policy(policy)\n",
+        "fp16",
+        'import tensorflow as tf\nname = "mixed_float16"\npolicy = tf.keras.mixed_precision.Policy(name=name)\n'
+        "tf.keras.mixed_precision.set_global_policy(policy)\n",
+    ),
+    (
+        "from tensorflow.keras.mixed_precision import set_global_policy\nset_global_policy('float32')\n",
+        "fp16",
+        'from tensorflow.keras.mixed_precision import set_global_policy\nset_global_policy("mixed_float16")\n',
+    ),
+    (
+        "import keras\nkeras.config.set_dtype_policy(keras.DTypePolicy('mixed_float16'))\n",
+        "bf16",
+        'import keras\nkeras.config.set_dtype_policy(keras.DTypePolicy("mixed_bfloat16"))\n',
+    ),
+]
+LOOP = """import keras
+import tensorflow as tf
+{before}optimizer = keras.optimizers.{optimizer}
+for x in data:
+    with tf.GradientTape() as tape:
+        loss = model(x)
+    grads = tape.gradient(loss, model.trainable_variables)
+    {after}
+"""
+APPLY = "optimizer.apply_gradients(zip(grads, model.trainable_variables))"
+
+
 def outcome_of(source: str, policy: str, tmp_path: Path) -> Patch | Refused:
     path = tmp_path / "script.py"
     path.write_text(source, encoding="utf-8")
@@ -75,8 +116,71 @@ def test_the_global_policy_is_set(source: str, policy: str, patched: str, tmp_pa
         (
             "import tensorflow as tf\ntf.keras\nwith tf.GradientTape() as t: pass\n",
             "fp16",
-            "line 3 trains in a loop of its own",
+            "line 3 opens a tape, and no gradient of a loss is taken from it",
         ),
+        (
+            "import keras\nkeras.mixed_precision.set_global_policy(a)\nkeras.mixed_precision.set_global_policy(b)\n",
+            "fp16",
+            "lines 2 and 3 set the policy",
+        ),
+        (
+            "import keras\nname = 'float32'\nif x:\n    name = 'mixed_float16'\nkeras.config.set_dtype_policy(name)\n",
+            "fp16",
+            "line 5 takes the policy from elsewhere",
+        ),
+        (
+            "import tensorflow as tf\ntf.keras.mixed_precision.experimental.set_policy('mixed_float16')\n",
+            "fp16",
+            "line 2 calls mixed_precision.experimental",
+        ),
+        (
+            "import tensorflow as tf\nopt = tf.train.experimental.enable_mixed_precision_graph_rewrite(tf.keras.o)\n",
+            "bf16",
+            "line 2 lets TensorFlow rewrite its graphs",
+        ),
+        (
+            "import os, keras\nos.environ['TF_ENABLE_AUTO_MIXED_PRECISION'] = '1'\n",
+            "fp16",
+            "line 2 lets TensorFlow rewrite its graphs",
+        ),
+        (
+            LOOP.format(before="", optimizer="SGD()", after=APPLY).replace(
+                "model(x)", "optimizer.get_scaled_loss(model(x))"
+            ),
+            "bf16",
+            "line 6 calls get_scaled_loss()",
+        ),
+        (
+            LOOP.format(before="", optimizer="SGD()", after="grads = clip(grads)\n    " + APPLY),
+            "fp16",
+            "line 8 reads gradients that would be scaled",
+        ),
+        (
+            LOOP.format(before="", optimizer="SGD()", after=APPLY + "\n    print(grads)"),
+            "fp16",
+            "line 9 reads gradients that would be scaled",
+        ),
+        (
+            LOOP.format(before="other = keras.optimizers.SGD()\n", optimizer="get(other)", after=APPLY),
+            "fp16",
+            "line 9 updates with optimizer, which this file does not create in one place",
+        ),
+        (
+            LOOP.format(before="", optimizer="SGD()", after=APPLY).replace("optimizer.apply", "self.optimizer.apply"),
+            "fp16",
+            "line 8 updates with self.optimizer, which no compile() in this file is passed",
+        ),
+        (
+            LOOP.format(before="", optimizer="SGD()", after=APPLY) + "model.compile(optimizer)\n",
+            "fp16",
+            "line 9 passes optimizer to compile()",
+        ),
+        (
+            LOOP.format(before="", optimizer="SGD()", after=APPLY).replace("gradient(loss,", "gradient(loss * 2,"),
+            "fp16",
+            "line 7 differentiates loss * 2",
+        ),
+        ("import keras\nkeras.x.stateless_apply()\n", "fp16", "line 2 trains in a loop of its own"),
         ("import keras\nloss = m(x)\nloss.backward()\n", "fp16", "a Keras model is trained by a torch loop"),
         ("if x:\n    import keras\n", "fp16", "the script imports keras inside a function"),
     ],
@@ -85,3 +189,43 @@ def test_the_global_policy_is_left(source: str, policy: str, reason: str, tmp_pa
     outcome = outcome_of(source, policy, tmp_path)
     assert isinstance(outcome, Refused), outcome.diff
     assert outcome.reason.startswith(reason)
+
+
+def test_a_loop_that_scales_its_loss_already_only_gets_the_policy(tmp_path: Path) -> None:
+    scaled = LOOP.format(before="", optimizer="LossScaleOptimizer(inner)", after=APPLY)
+    source = scaled.replace("loss = model(x)", "loss = optimizer.scale_loss(model(x))")
+    patch = outcome_of(source, "fp16", tmp_path)
+    assert isinstance(patch, Patch), patch
+    assert patch.patched == source.replace(
+        "tensorflow as tf\n", 'tensorflow as tf\n\nkeras.mixed_precision.set_global_policy("mixed_float16")\n'
+    )
+
+
+def test_a_network_of_two_losses_scales_each_by_its_own_optimizer(tmp_path: Path) -> None:
+    source = """import keras
+import tensorflow as tf
+first = keras.optimizers.Adam(1e-4)
+second = keras.optimizers.Adam(1e-4)
+@tf.function
+def step(x):
+    with tf.GradientTape() as a, tf.GradientTape() as b:
+        one = f(x)
+        other = g(x)
+    ones = a.gradient(one, f.trainable_variables)
+    others = b.gradient(other, g.trainable_variables)
+    first.apply(ones, f.trainable_variables)
+    second.apply(others, g.trainable_variables)
+"""
+    patch = outcome_of(source, "fp16", tmp_path)
+    assert isinstance(patch, Patch), patch
+    added = [line for line in patch.diff.splitlines() if line.startswith("+") and not line.startswith("+++")]
+    assert added == [
+        "+",
+        '+keras.mixed_precision.set_global_policy("mixed_float16")',
+        "+first = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-4))",
+        "+second = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-4))",
+        "+        scaled_one = first.scale_loss(one)",
+        "+        scaled_other = second.scale_loss(other)",
+        "+    ones = a.gradient(scaled_one, f.trainable_variables)",
+        "+    others = b.gradient(scaled_other, g.trainable_variables)",
+    ]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from mezzo.cli.options import shared as options
-from mezzo.cli.script import Script, run_and_finish
+from mezzo.cli.script import Script, observed_exit_code, run_and_finish
 from mezzo.errors import UsageError
 
 
@@ -37,7 +37,7 @@ def audit(
         name="audit",
         observe=AuditSettings(steps=_numbers(steps)),
     )
-    raise typer.Exit(stop.exit_code or (record.run.exit_code if record.kind == "audit" else 1))
+    raise typer.Exit(stop.exit_code or observed_exit_code(record))
 
 
 def _numbers(steps: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli.options import shared as options
-from mezzo.cli.script import Script, run_and_finish
+from mezzo.cli.script import Script, observed_exit_code, run_and_finish
 
 if TYPE_CHECKING:
     from mezzo.launch.request import Request
@@ -49,4 +49,4 @@ def ranges(
         return record.model_copy(update={"policy_typed": typed}) if record.kind == "ranges" else record
 
     record, stop = run_and_finish(script, run, policy=fp32, name="ranges", observe=settings)
-    raise typer.Exit(stop.exit_code or (record.run.exit_code if record.kind == "ranges" else 1))
+    raise typer.Exit(stop.exit_code or observed_exit_code(record))

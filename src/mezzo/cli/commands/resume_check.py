@@ -13,7 +13,7 @@ import typer
 from mezzo.cli.durations import seconds_of
 from mezzo.cli.progress import shown
 from mezzo.cli.results import note
-from mezzo.cli.script import Script, check_pytorch
+from mezzo.cli.script import Script
 from mezzo.cli.words import typed
 from mezzo.launch.process.command_signals import stoppable
 
@@ -58,12 +58,6 @@ def resume_check(
     began_s, extra_arguments = time.monotonic(), shlex.split(resume_with)
     notice_s = seconds_of(notice, option="--notice", example="10s")
     script.check(None)
-    check_pytorch(
-        script.target,
-        as_module=script.as_module,
-        command="resume-check",
-        hint="stop and resume the script manually, and compare its losses",
-    )
     folder = script.folder("resume-check", leaves=("whole", "stopped", "resumed"))
     with stoppable() as stop, shown():
         check = _check(script, folder, extra_arguments, stop_after=stop_after, notice_s=notice_s)

@@ -18,7 +18,7 @@ from mezzo.cli.predictions.real_gpus import NONE
 from mezzo.cli.predictions.ruled_out import gpu_of, rule_out
 from mezzo.cli.progress import shown
 from mezzo.cli.resumed import finished_before
-from mezzo.cli.script import Script, check_pytorch
+from mezzo.cli.script import Script
 from mezzo.errors import UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
@@ -101,12 +101,6 @@ def tune(
     target_gpu = gpu if gpu in (None, NONE) else gpu_named(str(gpu))
     named = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
     script.check(*(options.parse_policy(name) for name in named or []))
-    check_pytorch(
-        script.target,
-        as_module=script.as_module,
-        command="tune",
-        hint="mezzo compare measures policies in every framework",
-    )
     engine = engine_of(jobs, on)
     check_times(engine)
     folder = script.folder("tune")

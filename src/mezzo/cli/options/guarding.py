@@ -45,6 +45,7 @@ def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequ
 
     if text is None and script.framework != "torch":
         return None
+    script.check_supported("--guard")
     action, _, times = (text or "note").partition(":")
     rewinds = int(times or USUAL_REWINDS) if action == "rewind" else 0
     return GuardRequest.model_validate({"action": action, "rewinds": rewinds, "commands": _commands(script, policy)})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mezzo.cli.ranks import refuse_in_several
-from mezzo.errors import ScriptError
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
@@ -30,10 +29,6 @@ def changes_of(
     option = next((name for name, wanted in requested.items() if wanted), None)
     if option is None:
         return None
-    if script.framework != "torch":
-        raise ScriptError(
-            f"{option} was given for a script in {script.framework}; allowed: PyTorch scripts",
-            hint=f"leave {option} out",
-        )
+    script.check_supported(option.split()[0])
     refuse_in_several(option, hint="make the change in the script, before it makes its models parallel")
     return ModelChanges(channels_last=channels_last, compiles=compiles, checkpoint=checkpoint)

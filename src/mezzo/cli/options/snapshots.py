@@ -38,6 +38,7 @@ def snapshot_request(
 
     if snapshot is None and resume is None:
         return None
+    script.check_supported("--resume" if snapshot is None else "--snapshot")
     return SnapshotRequest(
         folder=str(((resume or folder) / FOLDER).absolute()),
         every_s=_USUAL_S if snapshot is None else _seconds_of(snapshot),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import results
-from mezzo.cli.script import check_pytorch, keep_input_for
+from mezzo.cli.script import check_supported, keep_input_for
 from mezzo.errors import MezzoError, UsageError, nearest
 from mezzo.launch.process.command_signals import stoppable
 
@@ -186,8 +186,7 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
     from mezzo.measure.predict.script.plan import script_plan
     from mezzo.measure.predict.script.tapes import hint_under
 
-    hint = f"type mezzo check --gpu a100-80gb {target}: counted FLOPs and bytes bound how much faster it would be"
-    check_pytorch(target, as_module=as_module, command="predict", hint=hint)
+    check_supported("mezzo predict", target, as_module=as_module)
     keep_input_for(target, as_module=as_module)
     results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
     with stoppable() as stop, stop.at_once():

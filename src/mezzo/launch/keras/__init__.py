@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import dtype_policy_name, explain, left_out
+from mezzo.launch.frameworks import Watching
 from mezzo.launch.import_hooks import after_import
 from mezzo.launch.keras import seeds
 from mezzo.launch.keras.layers import Layers
@@ -19,16 +20,16 @@ from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches
 from mezzo.launch.seeds import shift_python, shift_torch
-from mezzo.launch.without_pytorch import WithoutPyTorch
+from mezzo.launch.support.supported_commands import on_backend, refusal
+from mezzo.launch.support.without_pytorch import WithoutPyTorch
 from mezzo.measure.environment import environment, environment_without_torch, package_version
 from mezzo.measure.live import Report
-from mezzo.observe.settings import AnySettings
+from mezzo.observe.settings import AnySettings, AuditSettings
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Memory, Reason, Steps
 
 if TYPE_CHECKING:
     from mezzo.launch.keras.observed import ObservedKeras
-    from mezzo.observe.observer import Observer
 
 _BACKENDS = ("tensorflow", "torch", "jax")
 
@@ -68,7 +69,7 @@ def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patch
     import keras
 
     if observe is not None:
-        run.observed = observed_keras(run, observe, keras.backend.backend())
+        _observe(run, observe, keras.backend.backend())
     if seed is not None:
         seeds.shift_keras(seed, patches)
     run.backend = _backend_of(keras.backend.backend(), run)
@@ -78,20 +79,25 @@ def _install(run: KerasRun, seed: int | None, observe: AnySettings | None, patch
     run.backend.install(patches)
 
 
+def _observe(run: KerasRun, settings: AnySettings, backend: str) -> None:
+    """Let the command's observer observe the run."""
+    if backend == "tensorflow" and isinstance(settings, AuditSettings):
+        from mezzo.launch.keras.graph_audit import GraphAudit
+
+        run.audit = GraphAudit(run, settings)
+    else:
+        run.observed = observed_keras(run, settings, backend)
+
+
 def observed_keras(run: KerasRun, settings: AnySettings, backend: str) -> ObservedKeras:
     """Return the run in the form that PyTorch's observers need.
 
     Raises:
-        ScriptError: the backend is not PyTorch.
+        ScriptError: the backend hides its operations.
     """
-    if backend != "torch":
-        command = settings.kind
-        raise ScriptError(
-            f"mezzo {command} inspects Keras' operations on torch; the script runs on the backend {backend!r}, whose "
-            "compiled steps hide them",
-            hint=f"KERAS_BACKEND=torch mezzo {command} ... runs the same script on PyTorch, if it only uses Keras; mezzo run and "
-            f"mezzo compare accept {backend}",
-        )
+    refused = refusal(f"mezzo {settings.kind}", on_backend(backend))
+    if refused is not None:
+        raise refused
     from mezzo.launch.keras.observed import ObservedKeras
 
     return ObservedKeras(run, settings)
@@ -119,15 +125,17 @@ def _backend_of(name: str, run: KerasRun) -> Backend:
 class KerasTraining(WithoutPyTorch):
     """A Keras script's training (``launch.frameworks.Training``)."""
 
-    framework_shown = "Keras"
+    stage = "Keras"
 
     def __init__(self, run: KerasRun) -> None:
         self._run = run
 
     @property
-    def observer(self) -> Observer | None:
+    def observer(self) -> Watching | None:
         """The observer of the training; None if only its steps are recorded."""
-        return None if self._run.observed is None else self._run.observed.observer
+        run = self._run
+        observer: Watching | None = run.audit if run.observed is None else run.observed.observer
+        return observer
 
     @property
     def framework(self) -> str:

@@ -25,6 +25,7 @@ from mezzo.launch.keras.state import reaches
 
 Shape = Sequence[int | None]
 Attribute = Callable[[str], Any]
+See = Callable[[Any, str, set[str]], None]
 _BACKWARD = "gradient_tape/"
 _SOURCES = {"Const", "ReadVariableOp", "VarHandleOp", "Shape", "ShapeN", "BroadcastGradientArgs"}
 _LOOPS = {"While", "StatelessWhile"}
@@ -87,13 +88,19 @@ def comes_from(tensor: Any, others: Iterable[Any]) -> bool:
     return reaches(tensor.op.name, {t.op.name for t in others if of(t) is graph}, inputs)
 
 
-def count(graph: Any, *, batch: int | None) -> GraphCounts:
-    """Return the products in a function's graph at a batch size; None if that is unknown."""
+def count(graph: Any, *, batch: int | None, see: See | None = None) -> GraphCounts:
+    """Return the products in a function's graph.
+
+    Args:
+        graph: of the function.
+        batch: the batch size; None if that is unknown.
+        see: called with each operation that runs, the operations around it that call functions, and the names of those that read variables.
+    """
     counts = GraphCounts()
     definition = graph.as_graph_def(add_shapes=True)
     library = {f.signature.name: f for f in definition.library.function}
     live = _live(definition.node, [t.name for t in graph.outputs])
-    _walk(_import_again(definition, batch, counts), live, library, batch, counts)
+    _Walk(library, batch, counts, see).through(_import_again(definition, batch, counts), live, scope="")
     return counts
 
 
@@ -156,21 +163,35 @@ def _node_of(tensor: str) -> str:
     return tensor.lstrip("^").split(":")[0]
 
 
-def _walk(graph: Any, live: set[str], library: dict[str, Any], batch: int | None, counts: GraphCounts) -> None:
-    operations = [op for op in graph.get_operations() if op.name in live]
-    for op in operations:
-        if op.type in PRODUCTS:
-            _add(op, counts)
-        counts.loops += op.type in _LOOPS
-        for name in _called(op):
-            if name in library:
-                called = library[name]
-                inside = _live(called.node_def, [*called.ret.values(), *called.control_ret.values()])
-                _walk(_body(called, op, batch, counts), inside, library, batch, counts)
-    counts.activations_bytes += sum(map(_bytes, _activations(operations, counts.variables)))
+@dataclass(frozen=True)
+class _Walk:
+    """A walk through a graph and the functions that it calls."""
+
+    library: dict[str, Any]
+    batch: int | None
+    counts: GraphCounts
+    see: See | None
+
+    def through(self, graph: Any, live: set[str], *, scope: str) -> None:
+        """Count the operations of a graph that run; ``scope`` names the operations that call it."""
+        counts = self.counts
+        operations = [op for op in graph.get_operations() if op.name in live]
+        for op in operations:
+            if self.see is not None:
+                self.see(op, scope, counts.variables)
+            if op.type in PRODUCTS:
+                add(op, counts)
+            counts.loops += op.type in _LOOPS
+            for name in _called(op):
+                if name in self.library:
+                    called = self.library[name]
+                    inside = _live(called.node_def, [*called.ret.values(), *called.control_ret.values()])
+                    self.through(_body(called, op, self.batch, counts), inside, scope=f"{scope}/{op.name}")
+        counts.activations_bytes += sum(map(_bytes, _activations(operations, counts.variables)))
 
 
-def _add(op: Any, counts: GraphCounts) -> None:
+def add(op: Any, counts: GraphCounts) -> None:
+    """Add the FLOPs of a product to ``counts``."""
     inputs, outputs = ([_sizes(t) for t in tensors] for tensors in (op.inputs, op.outputs))
     operand = next((t.dtype.name for t in op.inputs if t.dtype.is_floating), None)
     if operand is None:

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
+from mezzo.launch.keras.own_operations import own_operations
 from mezzo.launch.keras.state import KerasRun
 
 _CAPACITY = 65_536
@@ -26,17 +27,20 @@ class Ledger:
         self.last_batch: int | None = None
         """The batch size of the step read last."""
 
+    @own_operations()
     def loss(self, losses: Sequence[Any]) -> None:
         """Add losses to the open step."""
         self._create_variables()
         self._loss.assign_add(tf.add_n([tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses]))
         self._num_losses.assign_add(1)
 
+    @own_operations()
     def reduced(self, norm: Any) -> None:
         """Keep the norm of the gradients that an update of several replicas uses."""
         self._create_variables()
         self._reduced.assign(norm)
 
+    @own_operations()
     def norm_of_reduced(self, norm: Any) -> Any:
         """Return the norm that was kept since the last call; a first replica's ``norm`` with infinity if the update was skipped."""
         self._create_variables()
@@ -46,6 +50,7 @@ class Ledger:
             tf.math.is_nan(kept) & tf.math.is_finite(norm), math.inf, tf.where(tf.math.is_nan(kept), norm, kept)
         )
 
+    @own_operations()
     def update(
         self, *, norm: Any, scale: Any, before: Any, after: Any, accumulates: int, batch: Any, owner: int
     ) -> None:
@@ -64,6 +69,7 @@ class Ledger:
         self._loss.assign(tf.where(is_update, 0.0, self._loss))
         self._num_losses.assign(tf.where(is_update, 0, self._num_losses))
 
+    @own_operations()
     def collect(self) -> None:
         """Close the steps written since the last call."""
         num = 0 if not self._created else int(self._num_rows.numpy()) - self._collected

@@ -22,6 +22,7 @@ from mezzo.frameworks.keras import tf32_of
 from mezzo.launch.keras import graphs
 from mezzo.launch.keras.counts import by_format
 from mezzo.launch.keras.ledger import Ledger
+from mezzo.launch.keras.own_operations import own_operations
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
@@ -53,6 +54,8 @@ class TensorFlowBackend(Backend):
 
     def install(self, patches: Patches) -> None:
         """Patch the tape and the calls of traced functions; set TF32 under a policy that casts nothing."""
+        if self._run.audit is not None:
+            self._run.audit.install(patches)
         patches.around(tf.GradientTape, "gradient", self._gradient)
         for name in ("jacobian", "batch_jacobian"):
             patches.around(tf.GradientTape, name, self._jacobian)
@@ -86,6 +89,7 @@ class TensorFlowBackend(Backend):
         first = next((x for x in tf.nest.flatten(inputs) if isinstance(x, tf.Tensor) and x.shape.rank), None)
         self._input = self._input if first is None else first
 
+    @own_operations()
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
         """Return the norm of all gradients together."""
         values = [_summed(g) for g in gradients if g is not None]
@@ -131,6 +135,8 @@ class TensorFlowBackend(Backend):
         counts = {"before": before, "after": after, "accumulates": accumulates}
         self._ledger.update(norm=norm, scale=scale, batch=batch, owner=owner, **counts)
         if tf.executing_eagerly():
+            if self._run.audit is not None:
+                self._run.audit.refuse_eager()
             num = self._run.steps.num_closed
             self._ledger.collect()
             if self._run.steps.num_closed > num:
@@ -231,6 +237,8 @@ class TensorFlowBackend(Backend):
         if not self._calls and id(function) in self._updating:
             self._ledger.collect()
             self._count_graph()
+            if self._run.audit is not None:
+                self._run.audit.stop_after(self._run.steps.num_closed)
         return result
 
     def _batch_size(self) -> Any:
@@ -250,7 +258,8 @@ class TensorFlowBackend(Backend):
             return
         self._counted = True
         try:
-            counts = graphs.count(self._graph, batch=self._ledger.last_batch)
+            see = None if self._run.audit is None else self._run.audit.see
+            counts = graphs.count(self._graph, batch=self._ledger.last_batch, see=see)
         except Exception as error:  # a graph that cannot be read again must not end the script's training
             why = f"the graph of the step cannot be read: {type(error).__name__}: {error}"
             self._run.note_left_alone("operations counted", "none", why)

@@ -150,6 +150,8 @@ class KerasRun:
         self.gradients_bytes: int | None = None
         self.observed: Any = None
         """The run for observers (``launch.keras.observed.ObservedKeras``); None if only its steps are recorded."""
+        self.audit: Any = None
+        """The audit of TensorFlow's graph (``launch.keras.graph_audit.GraphAudit``); None for every other command."""
         self.own_dtypes: WeakSet[Any] = WeakSet()
         """Layers whose dtype the script sets."""
         self.returned_formats: dict[int, Any] = {}

@@ -23,7 +23,7 @@ from mezzo.launch.paddle.splitting import refuse_split_models
 from mezzo.launch.paddle.state import PaddleRun, this_device
 from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
-from mezzo.launch.without_pytorch import WithoutPyTorch
+from mezzo.launch.support.without_pytorch import WithoutPyTorch
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings
@@ -82,7 +82,7 @@ def _observer(settings: AnySettings, run: PaddleRun, patches: Patches) -> StepOb
 class PaddleTraining(WithoutPyTorch):
     """A Paddle script's training (``launch.frameworks.Training``)."""
 
-    framework_shown = "Paddle"
+    stage = "Paddle"
 
     def __init__(self, run: PaddleRun, counted: CountedStep, observer: StepObserver | None = None) -> None:
         self._run, self._counted = run, counted

@@ -2,7 +2,8 @@
 
 Both runs have the same seed. To make them comparable, the unpatched script runs with the policy's ``op_lists=device``:
 ``torch.autocast`` runs other operations in 16 bits on a CPU than on a GPU, where torch's lists and the policy's are the same. A patch
-for ``mezzo.Session`` or Keras is compared with the policy itself.
+for ``mezzo.Session``, Keras or Paddle is compared with the policy itself. Paddle's AMP has no effect on a CPU: there the patched script
+runs as it is, and then under the policy, whose regions are the patch's own.
 
 Rule: the same number of steps, the same number of skipped updates, no fewer FLOPs below 32 bits, and the same losses. Losses that are
 not the same to the last bit pass if none of the first ``COMPARED_STEPS`` differs by more than one rounding of the format, which sums in
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.formats import BF16, FORMATS
+from mezzo.frameworks.keras import INITIAL_SCALE
+from mezzo.frameworks.paddle import NO_EFFECT
 from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.request import Request
 from mezzo.launch.runner import run_child
@@ -28,7 +31,7 @@ from mezzo.launch.several.compared_runs import named_arguments
 from mezzo.measure.resumption.trace import same_number
 from mezzo.patching import Patch, make_patch
 from mezzo.policy import Policy
-from mezzo.records import Reason, RunRecord
+from mezzo.records import AS_IS, Reason, RunRecord
 from mezzo.records.run import RUN_NAME, WIDE
 
 COMPARED_STEPS = 20
@@ -86,6 +89,8 @@ def try_patch(
     first = trial.compare(patch, request.policy)
     if first.may_be_offered or first.on_gpu:
         return first
+    if patch.style == "paddle.amp":
+        return trial.compare_in_paddle(patch, request.policy, first)
     substitute = _substitute(request.policy, patch, first)
     style = "auto" if patch.style == "framework" else patch.style
     other = None if substitute is None else make_patch(patch.path, policy=substitute[0], style=style)
@@ -137,7 +142,9 @@ def _is_bf16(first: PatchOutcome) -> bool:
 
 def _comparable(policy: Policy, patch: Patch) -> Policy:
     """Return the policy under which the unpatched script computes what the patched one computes by itself."""
-    if not policy.lowers or patch.style == "mezzo" or patch.kind == "keras":
+    if patch.kind == "keras" and policy.loss_scale == "dynamic":
+        return policy.replace(init_scale=INITIAL_SCALE)  # compile() wraps the optimizer, and takes no scale
+    if not policy.lowers or patch.style in ("mezzo", "paddle.amp") or patch.kind == "keras":
         return policy
     return policy.replace(op_lists="device", arithmetic="auto")
 
@@ -156,8 +163,19 @@ class _Trial:
         patched = self._run_patched(patch) if patched is None else patched
         return judged(self._run("unpatched", policy=_comparable(policy, patch)), patched, policy, notes)
 
-    def _run_patched(self, patch: Patch) -> RunRecord:
-        """Run the script with the patched file in place of the original, under its own precision."""
+    def compare_in_paddle(self, patch: Patch, policy: Policy, first: PatchOutcome) -> PatchOutcome:
+        """Compare again on a CPU, with the patched script under the policy; ``first`` ran it as it is, in FP32."""
+        reference, patched = first.reference, first.patched
+        assert reference is not None
+        assert patched is not None
+        if _failures(reference, patched):
+            return first
+        why = f"{NO_EFFECT}; the patched script ran to its end as it is, and then in the policy's formats where its auto_cast is"
+        notes = [Reason(what="tried as", value=f"{policy} under mezzo run", reason=why)]
+        return judged(reference, self._run_patched(patch, policy=policy), policy, notes)
+
+    def _run_patched(self, patch: Patch, *, policy: Policy | None = None) -> RunRecord:
+        """Run the script with the patched file in place of the original, under its own precision (None) or a policy."""
         script = Path(self._request.target).absolute()
         copy = self._folder / "script"
         shutil.rmtree(copy, ignore_errors=True)
@@ -167,7 +185,7 @@ class _Trial:
         if written != copy / script.name:
             (copy / script.name).unlink()
             shutil.copy2(script, copy / script.name)  # Python imports from the folder that a link points to
-        run = self._run("patched", policy=None, target=str(copy / script.name))
+        run = self._run("patched", policy=policy, target=str(copy / script.name))
         return run.model_copy(update={"files_read": [f for f in run.files_read if f.path != str(written)]})
 
     def _run(self, name: str, **update: Any) -> RunRecord:
@@ -215,7 +233,8 @@ def judged(reference: RunRecord, patched: RunRecord, policy: Policy, notes: Sequ
     if not faults and not same and largest > limit:
         why = f"a loss of the first {COMPARED_STEPS} steps differs by {largest:.2g} of its value, more than one rounding: {limit:.2g}"
         faults = [Reason(what="losses", value="different", reason=why)]
-    compared = f"the patched script as it is, with the unpatched one under {reference.policy}, seed {reference.seed}"
+    how = "as it is" if patched.policy == AS_IS else f"under {patched.policy}"
+    compared = f"the patched script {how}, with the unpatched one under {reference.policy}, seed {reference.seed}"
     reasons = [Reason(what="compared", value=f"{len(patched.steps)} steps", reason=compared), *notes]
     if not faults:
         reasons.append(_agreement(reference, patched, same, largest, limit))

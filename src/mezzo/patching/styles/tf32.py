@@ -28,8 +28,8 @@ def patch(job: PatchJob) -> None:
     job.imports("torch")
     job.after_imports(
         "torch",
-        f"{job.torch}.backends.cuda.matmul.allow_tf32 = True",
-        f"{job.torch}.backends.cudnn.allow_tf32 = True",
+        f"{job.library}.backends.cuda.matmul.allow_tf32 = True",
+        f"{job.library}.backends.cudnn.allow_tf32 = True",
     )
     why = "FP32 products and convolutions read 10 bits of the mantissa on NVIDIA GPUs since Ampere"
     job.note("imports", "allow_tf32 = True after them", why)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from mezzo.errors import ScriptError
+from mezzo.launch.support.supported_commands import Stage, refusal
 
 if TYPE_CHECKING:
     from mezzo.launch.patches import Patches
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 class WithoutPyTorch:
     """The part of ``launch.frameworks.Training`` that only PyTorch scripts support: an error if requested, empty otherwise."""
 
-    framework_shown: ClassVar[str]
-    """The framework's name in messages."""
+    stage: ClassVar[Stage]
+    """The framework, as refusals name it."""
     not_resumed = None
     stopped_by_guard = None
 
@@ -27,32 +28,33 @@ class WithoutPyTorch:
         """Whether a loss was seen, even without an update; Keras reports a loss only with its update."""
         return False
 
-    def _refusal(self, request: str, hint: str) -> ScriptError:
-        return ScriptError(f"{request} a {self.framework_shown} script; allowed: PyTorch scripts", hint=hint)
+    def _refuse(self, feature: str) -> NoReturn:
+        """Refuse what a command has not refused before it started this process."""
+        refused = refusal(feature, self.stage)
+        assert refused is not None, feature
+        raise refused
 
     def stop_after(self, limit: StepLimit) -> None:
         """Refuse: only PyTorch scripts are stopped after a step."""
         hint = "leave the limit out, or pass arguments that make the script train for fewer steps"
-        raise self._refusal("a step limit was set for", hint)
+        raise ScriptError(f"a step limit was set for a {self.stage} script; allowed: PyTorch scripts", hint=hint)
 
     def begin_snapshots(self, request: SnapshotRequest | None) -> None:
         """Refuse: only the state of PyTorch scripts can be saved."""
         if request is not None:
-            hint = "leave --snapshot and --resume out, and use the framework's own checkpoints"
-            raise self._refusal("snapshots were requested of", hint)
+            self._refuse("--snapshot")
 
     def begin_trace(self, request: TraceRequest | None) -> None:
         """Refuse: only the state of PyTorch scripts can be traced."""
         if request is not None:
-            hint = "stop and resume the script yourself, and compare its losses"
-            raise self._refusal("mezzo resume-check was given", hint)
+            self._refuse("mezzo resume-check")
 
     def end_snapshots(self) -> None:
         """Return None: none are taken."""
 
     def begin_guard(self, request: GuardRequest) -> None:
         """Refuse: only PyTorch scripts are watched."""
-        raise self._refusal("a guard was requested of", "leave --guard out, and use the framework's own callbacks")
+        self._refuse("--guard")
 
     def guardrails(self) -> None:
         """Return None: nothing watches."""
@@ -62,7 +64,9 @@ class WithoutPyTorch:
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Refuse: only PyTorch models are changed."""
-        raise self._refusal("--channels-last or --compile was given for", "leave it out")
+        self._refuse(
+            "--channels-last" if changes.channels_last else "--compile" if changes.compiles else "--checkpoint"
+        )
 
     def bottleneck(self) -> None:
         """Return None: only PyTorch scripts are watched."""

@@ -1,0 +1,1 @@
+"""Which commands and options take a script of which framework."""

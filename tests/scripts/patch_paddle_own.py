@@ -1,0 +1,19 @@
+"""The guide's listing of Paddle's own mixed precision at level O1, with accumulation."""
+
+import paddle
+
+paddle.seed(0)
+model = paddle.nn.Sequential(paddle.nn.Linear(8, 16), paddle.nn.ReLU(), paddle.nn.Linear(16, 3))
+optimizer = paddle.optimizer.SGD(learning_rate=0.05, parameters=model.parameters())
+mse = paddle.nn.MSELoss()
+scaler = paddle.amp.GradScaler(init_loss_scaling=1024)
+for step in range(6):
+    data, label = paddle.randn([16, 8]), paddle.randn([16, 3])
+    with paddle.amp.auto_cast(enable=True, custom_white_list=None, custom_black_list=None, level="O1"):
+        output = model(data)
+        loss = mse(output, label)
+    scaled = scaler.scale(loss)
+    scaled.backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.clear_grad(set_to_zero=False)
