@@ -37,7 +37,7 @@ EVERYWHERE = [
     "loop_scaled",
 ]
 CASES: dict[str, list[str]] = {
-    TF: [*EVERYWHERE, "loop", "loop_eager", "loop_share_scaled", "one_device", "replicas"],
+    TF: [*EVERYWHERE, "loop", "loop_eager", "loop_share_scaled", "one_device", "replicas", "two_strategies"],
     JAX: [*EVERYWHERE, "loop_share_scaled"],
     TORCH: [*EVERYWHERE, "loop", "loop_grad", "loop_share_scaled"],
 }

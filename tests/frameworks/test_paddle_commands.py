@@ -51,7 +51,7 @@ def test_run_on_the_example(tmp_path: Path) -> None:
 
 REFUSED = [
     (["--policy", "fp8"], 2, "asks for FP8, which paddle.amp does not train in; allowed: fp32, tf32, fp16"),
-    (["--guard", "stop"], 7, "a guard was requested of a Paddle script; allowed: PyTorch scripts"),
+    (["--guard", "stop"], 7, "--guard was given for a Paddle script, and it returns PyTorch's state to a snapshot"),
 ]
 
 

@@ -19,6 +19,7 @@ CELLS = [
     ("keras-torch", ("fallback", "--policy", "fp16-master"), "works"),
     ("keras-torch", ("ranges",), "works"),
     ("keras-tensorflow", ("run", "--policy", "bf16-pure"), "works"),
+    ("keras-tensorflow", ("audit", "--policy", "fp16"), "works"),
     ("keras-tensorflow", ("check",), "works"),
     ("keras-jax", ("diagnose", "--policy", "fp16"), "refused"),
     ("paddle", ("audit", "--policy", "bf16-master"), "works"),

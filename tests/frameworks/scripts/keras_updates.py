@@ -234,10 +234,31 @@ def embedding():
     return {"rows": [], "norms": norms}
 
 
+def two_strategies(scale):
+    """Fit a model of two replicas, then another one under a new strategy, as scripts do that restore a checkpoint."""
+    keras.utils.set_random_seed(3)
+    x, y = data("two_strategies")
+    rows = []
+    for part in np.split(np.arange(len(x)), 2):
+        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+            network = keras.Sequential([keras.Input((D,)), keras.layers.Dense(C)])
+            optimizer = inner = keras.optimizers.SGD(0.1, momentum=0.9)
+            if scale is not None:
+                optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=scale)
+            network.compile(optimizer, loss_function())
+            network.optimizer.build(network.trainable_variables)
+            log = Log(network, inner)
+        network.fit(x[part], y[part], B, 1, shuffle=False, verbose=0, callbacks=[log])
+        rows += log.rows
+    return {"rows": rows, "norms": []}
+
+
 def made(case, scale):
     """Train; ``scale`` is the first one of the script's own LossScaleOptimizer, or None without one."""
     if case == "embedding":
         return embedding()
+    if case == "two_strategies":
+        return two_strategies(scale)
     keras.utils.set_random_seed(3)
     scales = scale is not None
     x, y = data(case)

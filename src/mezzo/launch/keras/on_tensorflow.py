@@ -84,6 +84,10 @@ class TensorFlowBackend(Backend):
 
         return replica.merge_call(make_in)
 
+    def place(self) -> Any:
+        """Return the strategy whose scope this is: its variables cannot be used under another one."""
+        return tf.distribute.get_strategy() if tf.distribute.has_strategy() else None
+
     def layer_called(self, inputs: Any) -> None:
         """Keep the first input: its first dimension is the batch size."""
         first = next((x for x in tf.nest.flatten(inputs) if isinstance(x, tf.Tensor) and x.shape.rank), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -71,6 +72,10 @@ class Backend(Protocol):
     def create(self, make: Callable[[], Any]) -> Any:
         """Return what ``make`` makes, with variables that exist immediately, even while a function is traced."""
         return make()
+
+    def place(self) -> Any:
+        """Return what a variable created now belongs to, and can be used in; None for everywhere."""
+        return None
 
     def layer_called(self, inputs: Any) -> None:
         """Record a layer called from outside any layer, with these inputs."""
@@ -164,7 +169,8 @@ class KerasRun:
         self.num_scaled = 0
         """How many losses an optimizer has scaled, in steps that were traced or run."""
         self._owners: dict[int, int] = {}
-        self._scale: Any = None
+        self._scales: dict[Any, Any] = {}
+        """The variable of the policy's loss scale, by the backend's ``place``, the latest last."""
         self._scaled: list[tuple[Any, Any, Any]] = []
         self._kinds: set[bool] = set()
         """Whether the losses of the backward passes since the last update were scaled by the script."""
@@ -176,20 +182,25 @@ class KerasRun:
 
     @property
     def scale(self) -> Any:
-        """The variable of the policy's loss scale: one for the whole run, in FP32."""
-        if self._scale is None:
-            assert self.backend is not None
-            self.backend.create(self._create_scale)
-        return self._scale
+        """The variable of the policy's loss scale, in FP32: one for the whole run, or for each place where variables live."""
+        assert self.backend is not None
+        place = self.backend.place()
+        if place not in self._scales and (place is not None or not self._scales):
+            self.backend.create(functools.partial(self._create_scale, place))
+        return self._scales.get(place, self._latest_scale)
 
-    def _create_scale(self) -> None:
+    @property
+    def _latest_scale(self) -> Any:
+        return next(reversed(self._scales.values()), None)
+
+    def _create_scale(self, place: Any) -> None:
         import keras
 
         assert self.policy is not None
-        if self._scale is None:
-            self._scale = keras.Variable(
-                self.policy.init_scale, trainable=False, dtype=FP32.dtype_name, name="loss_scale"
-            )
+        if place not in self._scales:  # not by another replica
+            earlier = self._latest_scale
+            value = self.policy.init_scale if earlier is None else float(keras.ops.convert_to_numpy(earlier))
+            self._scales[place] = keras.Variable(value, trainable=False, dtype=FP32.dtype_name, name="loss_scale")
 
     def note_left_alone(self, what: str, value: str, reason: str) -> None:
         """Record something that the policy left alone."""
