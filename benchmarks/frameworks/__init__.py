@@ -179,8 +179,9 @@ def table(cells: dict[str, dict[str, Cell]]) -> str:
             if outcome == "works":
                 shown.append(detail if command == "as-is" else "yes")
                 continue
-            reasons += [] if detail in reasons else [detail]
-            shown.append(f"{outcome} ({reasons.index(detail) + 1})")
+            reason = f"`{command}`: {detail.rpartition(' script, and ')[2]}"
+            reasons += [] if reason in reasons else [reason]
+            shown.append(f"{outcome} ({reasons.index(reason) + 1})")
         lines.append([FRAMEWORKS[name].shown, *shown])
     text = "".join("| " + " | ".join(line) + " |\n" for line in lines)
     return text + "\n" + "".join(f"{number}. {reason}\n" for number, reason in enumerate(reasons, 1))
@@ -193,17 +194,29 @@ def main(words: Sequence[str] = ()) -> None:
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS), metavar="COMMAND")
     parser.add_argument("--jobs", type=int, default=1, help="cells to run at the same time")
     args = parser.parse_args(words)
-    stored = json.loads(STORED.read_text())["cells"] if STORED.exists() else {}
-    cells = {name: {command: Cell(*cell) for command, cell in row.items()} for name, row in stored.items()}
     chosen = [(name, command) for name in args.only for command in args.commands]
     with ThreadPoolExecutor(args.jobs) as pool:
         for (name, command), found in zip(
             chosen, pool.map(lambda c: cell(FRAMEWORKS[c[0]], c[1]), chosen), strict=True
         ):
             print(f"{name:22} {command:13} {found.outcome:8} {found.code:3}  {found.detail}", flush=True)
-            cells.setdefault(name, {})[command] = found
-    complete = {name: cells[name] for name in FRAMEWORKS if set(cells.get(name, {})) == set(COMMANDS)}
+            _store(name, command, found)
+
+
+def stored_cells() -> dict[str, dict[str, Cell]]:
+    """Return the cells that were run last."""
+    stored = json.loads(STORED.read_text(encoding="utf-8"))["cells"] if STORED.exists() else {}
+    return {
+        name: {command: Cell(*stored[name][command]) for command in COMMANDS if command in stored[name]}
+        for name in FRAMEWORKS
+        if name in stored
+    }
+
+
+def _store(name: str, command: str, found: Cell) -> None:
+    cells = stored_cells()
+    cells.setdefault(name, {})[command] = found
     facts = {"command": "make frameworks-table", "environment": surroundings("cpu"), "cells": cells}
-    STORED.write_text(json.dumps(facts, indent=1) + "\n")
-    if PAGE.exists():
-        PAGE.write_text(with_table(PAGE.read_text(), BEGIN, END, table(complete)))
+    STORED.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    complete = {name: row for name, row in stored_cells().items() if len(row) == len(COMMANDS)}
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), BEGIN, END, table(complete)), encoding="utf-8")

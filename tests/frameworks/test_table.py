@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.frameworks import BEGIN, COMMANDS, END, FRAMEWORKS, PAGE, STORED, Cell, cell, table
+from benchmarks.frameworks import BEGIN, COMMANDS, END, FRAMEWORKS, PAGE, cell, stored_cells, table
 
 CELLS = [
     ("pytorch", ("tune", "--budget", "40s"), "works"),
@@ -51,8 +50,8 @@ def test_the_cells_cover_all_commands_and_policies() -> None:
 
 
 def test_the_page_has_the_stored_cells_and_none_is_a_defect() -> None:
-    stored = json.loads(STORED.read_text(encoding="utf-8"))["cells"]
-    cells = {name: {command: Cell(*stored[name][command]) for command in COMMANDS} for name in FRAMEWORKS}
+    cells = stored_cells()
+    assert {name: list(row) for name, row in cells.items()} == {name: list(COMMANDS) for name in FRAMEWORKS}
     assert [(name, c) for name, row in cells.items() for c in COMMANDS if row[c].outcome == "defect"] == []
     _, begun, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     assert begun

@@ -561,6 +561,33 @@ def test_everything_is_put_back(policy: str | None, raises: bool) -> None:
     assert all(not p._backward_hooks for p in model.parameters())
 
 
+@pytest.mark.parametrize(
+    ("policy", "inside", "result"), [("fp16-master", torch.float32, torch.half), ("fp16-pure", torch.half, torch.half)]
+)
+def test_a_norm_written_by_hand_stays_in_fp32_with_its_weight_in_masters(
+    policy: str, inside: torch.dtype, result: torch.dtype
+) -> None:
+    class OwnRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            variance = x.pow(2).mean(-1, keepdim=True)
+            inner.append(variance.dtype)
+            return self.weight * (x * torch.rsqrt(variance + 1e-6))
+
+    inner: list[torch.dtype] = []
+    outer: list[torch.dtype] = []
+    model = nn.Sequential(nn.Linear(8, 8), OwnRMSNorm(), nn.Linear(8, 2))
+    with switched(Policy.parse(policy), seed=None):
+        model[1].register_forward_hook(lambda _, __, found: outer.append(found.dtype))
+        # A mean square of 1e-6: its rsqrt has a derivative of 5e8, which FP16 cannot hold.
+        model(1e-3 * torch.ones(4, 8)).pow(2).mean().backward()
+    assert inner == [inside]
+    assert outer == [result]
+
+
 def test_a_module_that_fails_leaves_no_region_behind() -> None:
     class Fails(nn.Module):
         def __init__(self) -> None:

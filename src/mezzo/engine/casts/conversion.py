@@ -31,6 +31,7 @@ _NORMS = (
     nn.LocalResponseNorm,
 )
 _BATCH_NORMS = (nn.modules.batchnorm._NormBase,)
+_ONE_OPERATION = (*_BATCH_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _MAX_NAMED = 3
 """The most modules with 16-bit weights that a message names."""
 
@@ -97,6 +98,17 @@ def keep_fp32(model: nn.Module, policy: Policy, device_type: str) -> None:
     """Make the modules that ``policy`` names compute in FP32: operands cast, autocast off inside."""
     for module in fp32_modules(model, policy):
         wrap(module, in_fp32, device_type)
+
+
+def keep_own_norms(model: nn.Module, policy: Policy, device_type: str) -> None:
+    """Make norms that are not written with torch's (such as ``LlamaRMSNorm``) compute in FP32 and return their input's format.
+
+    For op lists that lower what such a norm is made of; torch's own norms are one operation each, which the lists keep in FP32.
+    """
+    kept = set(fp32_modules(model, policy))
+    for module in model.modules():
+        if is_norm(module) and not isinstance(module, _ONE_OPERATION) and module not in kept:
+            wrap(module, _norm_outside_regions, device_type)
 
 
 def cast_model(model: nn.Module, policy: Policy, device_type: str) -> None:
@@ -183,6 +195,10 @@ def in_fp32(call: Callable[..., Any], device_type: str, *args: Any, **kwargs: An
 
 def _norm_in_fp32(call: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return to_format(call(x.float(), *args, **kwargs), x.dtype)
+
+
+def _norm_outside_regions(call: Callable[..., Any], device_type: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return to_format(in_fp32(call, device_type, x, *args, **kwargs), x.dtype)
 
 
 def _cast_inputs(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwargs: Any) -> Any:

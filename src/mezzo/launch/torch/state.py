@@ -233,6 +233,8 @@ class Run:
             self._cast_by_us.update(dict.fromkeys(module.parameters()))
         else:
             conversion.keep_fp32(module, policy, device.type)
+            if self.policy is not None and self.policy.master_weights:
+                conversion.keep_own_norms(module, policy, device.type)
 
     def _use_fp8_units(self, module: nn.Module, policy: Policy, device_type: str) -> None:
         casting = self.casting(device_type)
