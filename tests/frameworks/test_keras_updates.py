@@ -39,7 +39,7 @@ EVERYWHERE = [
 CASES: dict[str, list[str]] = {
     TF: [*EVERYWHERE, "loop", "loop_eager", "loop_share_scaled", "one_device", "replicas", "two_strategies"],
     JAX: [*EVERYWHERE, "loop_share_scaled"],
-    TORCH: [*EVERYWHERE, "loop", "loop_grad", "loop_share_scaled"],
+    TORCH: [*EVERYWHERE, "loop", "loop_grad", "loop_adversarial", "loop_share_scaled"],
 }
 OVERFLOWING = ["overflow", "step_overflow"]
 ONLY_FOUND = {TF: ["replicas_second_overflows", "embedding"], JAX: ["loop"], TORCH: []}

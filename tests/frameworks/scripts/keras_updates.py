@@ -150,7 +150,14 @@ def loop(network, optimizer, log, x, y, *, scales, case):
             optimizer.apply(tape.gradient(loss, variables), variables)
             return
         network.zero_grad()
-        loss = scaled(loss_of(torch.tensor(b), network(torch.tensor(a), training=True)))
+        batch = torch.tensor(a, requires_grad=case == "loop_adversarial")
+        loss = scaled(loss_of(torch.tensor(b), network(batch, training=True)))
+        if case == "loop_adversarial":  # its own unscaled gradient moves the batch
+            loss.backward()
+            by = 2.0**-16 if scales else 1.0
+            moved = (batch + 0.1 * by * batch.grad).detach()
+            network.zero_grad()
+            loss = scaled(loss_of(torch.tensor(b), network(moved, training=True)))
         if case == "loop_grad":
             found = torch.autograd.grad(loss, [v.value for v in variables])
         else:

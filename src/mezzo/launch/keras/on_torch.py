@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from mezzo.engine.gradients import ACCUMULATES
 from mezzo.formats import FP16, FP32
 from mezzo.launch.keras.scales import PolicyScale
 from mezzo.launch.keras.state import Backend, KerasRun, reaches
@@ -141,9 +142,27 @@ class TorchBackend(Backend):
             self._divisor = self._run.scale.value.detach().clone()
             pairs = zip(losses, given_gradients(losses, starts), strict=False)
             scaled_starts = [self._scaled_start(loss, start) for loss, start in pairs]
-            return engine(losses, scaled_starts, *args, **kwargs)
+            hooks = [leaf.register_hook(self._divided) for leaf in self._other_leaves(losses)]
+            try:
+                return engine(losses, scaled_starts, *args, **kwargs)
+            finally:
+                for hook in hooks:
+                    hook.remove()
         finally:
             self._divisor, self._in_backward = None, False
+
+    def _other_leaves(self, losses: list[Tensor]) -> Iterator[Tensor]:
+        """Yield the leaves of a graph that are no trained variables, such as a model's input: their gradients are unscaled too."""
+        waiting: list[Any] = [loss.grad_fn for loss in losses]
+        seen = set[Any]()
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if type(node) is ACCUMULATES and node.variable not in self._trained:
+                yield node.variable
+            waiting += [inner for inner, _ in node.next_functions]
 
     @contextmanager
     def _observed(self, losses: list[Tensor], *, scaled: bool) -> Iterator[None]:
