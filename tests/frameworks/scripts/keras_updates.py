@@ -242,12 +242,12 @@ def embedding():
 
 
 def two_strategies(scale):
-    """Fit a model of two replicas, then another one under a new strategy, as scripts do that restore a checkpoint."""
+    """Fit a model under a strategy, then another one under a new strategy, as scripts do that restore a checkpoint."""
     keras.utils.set_random_seed(3)
     x, y = data("two_strategies")
     rows = []
     for part in np.split(np.arange(len(x)), 2):
-        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
             network = keras.Sequential([keras.Input((D,)), keras.layers.Dense(C)])
             optimizer = inner = keras.optimizers.SGD(0.1, momentum=0.9)
             if scale is not None:
