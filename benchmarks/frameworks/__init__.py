@@ -175,6 +175,9 @@ def table(cells: dict[str, dict[str, Cell]]) -> str:
     for name, row in cells.items():
         shown = []
         for command in COMMANDS:
+            if command not in row:
+                shown.append("not run")
+                continue
             outcome, _, detail = row[command]
             if outcome == "works":
                 shown.append(detail if command == "as-is" else "yes")
@@ -218,5 +221,5 @@ def _store(name: str, command: str, found: Cell) -> None:
     cells.setdefault(name, {})[command] = found
     facts = {"command": "make frameworks-table", "environment": surroundings("cpu"), "cells": cells}
     STORED.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    complete = {name: row for name, row in stored_cells().items() if len(row) == len(COMMANDS)}
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), BEGIN, END, table(complete)), encoding="utf-8")
+    page = with_table(PAGE.read_text(encoding="utf-8"), BEGIN, END, table(stored_cells()))
+    PAGE.write_text(page, encoding="utf-8")

@@ -51,8 +51,9 @@ def test_the_cells_cover_all_commands_and_policies() -> None:
 
 def test_the_page_has_the_stored_cells_and_none_is_a_defect() -> None:
     cells = stored_cells()
-    assert {name: list(row) for name, row in cells.items()} == {name: list(COMMANDS) for name in FRAMEWORKS}
-    assert [(name, c) for name, row in cells.items() for c in COMMANDS if row[c].outcome == "defect"] == []
+    for name, framework in FRAMEWORKS.items():
+        assert framework.environment == "-trainers" or list(cells[name]) == list(COMMANDS), name
+    assert [(name, c) for name, row in cells.items() for c, found in row.items() if found.outcome == "defect"] == []
     _, begun, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     assert begun
     assert rest.partition(END)[0] == table(cells)
