@@ -146,7 +146,13 @@ def _digest(printed: str) -> str:
 
 def _message(said: str) -> str:
     """Return Mezzo's last message, without its hint."""
-    return said.rpartition("mezzo: ")[2].partition("\n  hint: ")[0].strip().partition("\n")[0][:200]
+    return (
+        said.rpartition("mezzo: ")[2]
+        .partition("\n  hint: ")[0]
+        .strip()
+        .partition("\n")[0]
+        .replace(f"{SCRIPTS}/", "")[:200]
+    )
 
 
 def _answer(path: Path) -> str:
