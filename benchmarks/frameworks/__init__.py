@@ -51,7 +51,7 @@ class Framework(NamedTuple):
     @property
     def python(self) -> Path:
         """The environment's interpreter."""
-        return Path(f"{os.environ.get('VENV', ROOT / '.venv')}{self.environment}") / "bin" / "python"
+        return ROOT / f"{os.environ.get('VENV', '.venv')}{self.environment}" / "bin" / "python"
 
 
 FRAMEWORKS = {

@@ -24,7 +24,7 @@ def own_images(folder: Path) -> None:
     subprocess.run(["tar", "-x", "-f", "test_images/lite_data.tar"], cwd=folder, check=True)
 
 
-KERAS_SCRIPTS = [
+SCRIPTS = [
     Script(KERAS, "guides/custom_train_step_in_jax.py"),
     Script(KERAS, "guides/custom_train_step_in_tensorflow.py"),
     Script(KERAS, "guides/writing_a_custom_training_loop_in_tensorflow.py", variables=ENOUGH_IMAGES),
@@ -41,8 +41,6 @@ KERAS_SCRIPTS = [
         variables={"PYTHONPATH": ".", "KERAS_BACKEND": "torch"},
         leave_out=TEXTS,
     ),
-]
-PADDLE_SCRIPTS = [
     Script(
         REC,
         "tools/trainer.py",
@@ -61,4 +59,3 @@ PADDLE_SCRIPTS = [
     Script(MODELS, MOBILENET, FEW, data=own_images),
     Script(MODELS, MOBILENET, f"{FEW} --amp_level O1", data=own_images),
 ]
-SCRIPTS = KERAS_SCRIPTS + PADDLE_SCRIPTS

@@ -24,6 +24,7 @@ from mezzo.engine.casts.conversion import (
     fp32_modules,
     is_norm,
     keep_fp32,
+    keep_own_norms,
     to_format,
     unwrap,
     where_16_bits,
@@ -132,6 +133,15 @@ def test_norms_compute_in_fp32_and_give_back_what_they_got() -> None:
         assert y.dtype is FP16
         assert torch.equal(y, norm.forward.args[0](x.float()).half())
     assert model.batch(x).dtype is FP16
+    assert set(model.rms.seen) == {FP32}
+
+
+@pytest.mark.parametrize("keeps", [cast_model, keep_own_norms])
+def test_a_norm_may_be_called_by_keyword(keeps: Callable[[nn.Module, Policy, str], None]) -> None:
+    model, x = Net(), randn(4, 8).half()
+    keeps(model, Policy.parse("fp16-master"), "cpu")
+    assert torch.equal(model.rms(x=x), model.rms(x))
+    assert model.rms(x=x).dtype is FP16
     assert set(model.rms.seen) == {FP32}
 
 

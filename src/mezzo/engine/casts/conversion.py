@@ -101,7 +101,7 @@ def keep_fp32(model: nn.Module, policy: Policy, device_type: str) -> None:
 
 
 def keep_own_norms(model: nn.Module, policy: Policy, device_type: str) -> None:
-    """Make norms that are not written with torch's (such as ``LlamaRMSNorm``) compute in FP32 and return their input's format.
+    """Make norms that are not written with torch's (such as ``LlamaRMSNorm``) compute in FP32 and return the format of their first input.
 
     For op lists that lower what such a norm is made of; torch's own norms are one operation each, which the lists keep in FP32.
     """
@@ -193,12 +193,16 @@ def in_fp32(call: Callable[..., Any], device_type: str, *args: Any, **kwargs: An
         return call(*to_format(args, FP32.dtype), **to_format(kwargs, FP32.dtype))
 
 
-def _norm_in_fp32(call: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return to_format(call(x.float(), *args, **kwargs), x.dtype)
+def _norm_in_fp32(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = (v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
+    x = next(given, None)
+    result = call(*to_format(args, FP32.dtype), **to_format(kwargs, FP32.dtype))
+    return result if x is None else to_format(result, x.dtype)
 
 
-def _norm_outside_regions(call: Callable[..., Any], device_type: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return to_format(in_fp32(call, device_type, x, *args, **kwargs), x.dtype)
+def _norm_outside_regions(call: Callable[..., Any], device_type: str, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(device_type, enabled=False):
+        return _norm_in_fp32(call, *args, **kwargs)
 
 
 def _cast_inputs(call: Callable[..., Any], low: torch.dtype, *args: Any, **kwargs: Any) -> Any:

@@ -152,7 +152,10 @@ class TorchBackend(Backend):
             self._divisor, self._in_backward = None, False
 
     def _other_leaves(self, losses: list[Tensor]) -> Iterator[Tensor]:
-        """Yield the leaves of a graph that are no trained variables, such as a model's input: their gradients are unscaled too."""
+        """Yield the leaves of a graph that are no trained variables, such as a model's input: their gradients are unscaled too.
+
+        Torch has no list of them, so each backward pass walks the graph once.
+        """
         waiting: list[Any] = [loss.grad_fn for loss in losses]
         seen = set[Any]()
         while waiting:

@@ -76,8 +76,8 @@ class WithoutPyTorch:
         return []
 
     def keep_weights(self, patches: Patches) -> None:
-        """Keep nothing: several processes are compared in PyTorch only."""
+        """Keep nothing, unless the framework overrides it: only then are the weights of several processes compared."""
 
     def weights(self) -> str:
-        """Return an empty text: several processes are compared in PyTorch only."""
+        """Return an empty text: no weights were kept."""
         return ""
