@@ -83,7 +83,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "ranges": ("ranges",),
     "fallback": ("fallback", "--policy", "fp16"),
     "predict": ("predict", "--gpus", "H100"),
-    "tune": ("tune", "--budget", "2m"),
+    "tune": ("tune", "--budget", "5m"),
     "resume-check": ("resume-check",),
 }
 
@@ -162,16 +162,24 @@ def _answer(path: Path) -> str:
         verdicts = [row.verdict for row in record.rows]
         return "" if "failed" in verdicts else ", ".join(verdicts)
     if isinstance(record, (DiagnoseRecord, FallbackRecord, ResumeCheckRecord)):
-        return record.verdict
+        return _decided(record.verdict)
     if isinstance(record, CheckRecord):
-        return record.answer.decision
+        return _decided(record.answer.decision)
+    if isinstance(record, TuneRecord):
+        return _decided(record.decision)
+    if isinstance(record, PredictRecord):
+        return f"{sum(one.possible for one in record.predictions)} predictions" if record.best else ""
     if isinstance(record, RunRecord):
         return f"{len(record.steps)} steps" if len(record.steps) >= FEWEST_STEPS and not record.error else ""
     if isinstance(record, AuditRecord):
         return f"{len(record.operations)} operations" if record.flops_by_format else ""
     if isinstance(record, RangesRecord):
         return f"{len(record.run.steps)} steps" if len(record.run.steps) >= FEWEST_STEPS else ""
-    return record.kind if isinstance(record, (PredictRecord, TuneRecord)) else ""
+    return ""
+
+
+def _decided(verdict: str) -> str:
+    return "" if verdict in ("undecided", "failed", "fp32 fails") else verdict.replace("_", " ")
 
 
 def table(cells: dict[str, dict[str, Cell]]) -> str:

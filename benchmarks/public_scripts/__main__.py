@@ -110,8 +110,9 @@ def outcome(script: Script, command: str, repository: Path, results: Path) -> st
                 return f"stopped after {LIMIT_S} s"
     try:
         said = cell(read_record(results / "record.json"))
-    except (MezzoError, OSError) as error:
-        return f"exit {done.returncode}, no record: {error}"
+    except (MezzoError, OSError):
+        message = (results / "output.txt").read_text(encoding="utf-8").rpartition("mezzo: ")[2].partition("\n")[0]
+        return f"exit {done.returncode}, no record: {message}"
     return said if done.returncode == 0 else f"exit {done.returncode}; {said}"
 
 
