@@ -204,7 +204,9 @@ def _regulariser_first(model: Any, x: Any, y: Any, step: int) -> Any:
     return F.cross_entropy(model(x), y)
 
 
-class _Own(paddle.autograd.PyLayer):  # type: ignore[misc]
+class Square(paddle.autograd.PyLayer):  # type: ignore[misc]
+    """A function of the script's own, with its own gradient."""
+
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
         ctx.save_for_backward(x)
@@ -234,7 +236,7 @@ class _OwnByGrad(paddle.autograd.PyLayer):  # type: ignore[misc]
 
 
 def _own_function(model: Any, x: Any, y: Any, step: int) -> Any:
-    return F.cross_entropy(model[3](_Own.apply(model[1](model[0](x)))), y)
+    return F.cross_entropy(model[3](Square.apply(model[1](model[0](x)))), y)
 
 
 def _own_grad(model: Any, x: Any, y: Any, step: int) -> Any:

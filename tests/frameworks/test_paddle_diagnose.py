@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paddle_loops import Square
 from paddle_runs import AS_IS, fit, numbers, observed, paddle
 
 from mezzo.formats import BF16, FP16
@@ -260,18 +261,6 @@ def attentive() -> None:
 
 def in_place() -> None:
     """Train with operations that overwrite their operands, an own ``PyLayer`` and activation checkpointing."""
-
-    class Square(paddle.autograd.PyLayer):  # type: ignore[misc, name-defined]
-        @staticmethod
-        def forward(ctx: Any, x: Any) -> Any:
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            (x,) = ctx.saved_tensor()
-            return 2 * x * gradient
-
     recompute = importlib.import_module("paddle.distributed.fleet.utils").recompute
     first, last, x = nn.Linear(8, 16), nn.Linear(16, 1), paddle.randn([16, 8])
     x.stop_gradient = False

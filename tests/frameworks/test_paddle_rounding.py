@@ -74,3 +74,17 @@ def test_views_lists_integers_and_empty_tensors(fmt: Format) -> None:
     assert same_bits(numbers(whole), oracle(numbers(x)))
     assert same_bits(numbers(turned), oracle(numbers(x).T.copy()))
     assert (numbers(labels).tolist(), empty.shape) == ([1, 2], [0, 4])
+
+
+def test_tensors_are_rounded_where_paddle_names_dtypes_for_static_programs() -> None:
+    """FLAGS_enable_pir_api=0 gives ``paddle.float32`` a meaning that equals no tensor's dtype."""
+    before = paddle.float32
+    paddle.framework.dtype.bind_vartype()
+    try:
+        tensor = paddle.to_tensor([1.0 + 2.0**-20])
+        assert tensor.dtype != paddle.float32
+        assert numbers(rounder(BF16)(tensor)) == [1.0]
+        assert numbers(rounder(FP16)([tensor])[0]) == [1.0]
+    finally:
+        paddle.framework.dtype.bind_datatype()
+    assert paddle.float32 == before

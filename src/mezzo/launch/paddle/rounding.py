@@ -24,6 +24,7 @@ import paddle
 from paddle.autograd import PyLayer
 
 from mezzo.formats import FP16, FP32, Format
+from mezzo.launch.paddle.surveys import is_fp32
 
 Array: TypeAlias = npt.NDArray[np.float32]
 
@@ -87,7 +88,7 @@ def rounder(fmt: Format) -> Callable[[Any], Any]:
     def apply(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(apply(item) for item in value)
-        if isinstance(value, paddle.Tensor) and value.dtype == paddle.float32 and value._is_initialized():
+        if isinstance(value, paddle.Tensor) and is_fp32(value) and value._is_initialized():
             return rounded(value, fmt)
         return value
 

@@ -21,6 +21,7 @@ from mezzo.frameworks.paddle import NO_EFFECT, arithmetic_on, check
 from mezzo.launch.paddle.layer_names import LayerNames, bare_name
 from mezzo.launch.paddle.rounding import rounder
 from mezzo.launch.paddle.scaling import HostScale
+from mezzo.launch.paddle.surveys import is_fp32
 from mezzo.measure.plain_steps import PlainSteps
 from mezzo.policy import Policy
 from mezzo.records import Reason
@@ -171,7 +172,7 @@ class PaddleRun:
             return
         with paddle.no_grad(), self.own_work():
             for parameter in parameters:
-                if parameter.dtype == paddle.float32 and parameter.trainable:
+                if is_fp32(parameter) and parameter.trainable:
                     paddle.assign(self.round(parameter.detach()), parameter)
 
     def lowered_here(self) -> bool:

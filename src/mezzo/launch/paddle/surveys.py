@@ -52,6 +52,14 @@ def array_of(tensor: Any) -> npt.NDArray[Any]:
     return np.asarray((tensor.detach().astype(FP32.dtype_name) if narrow else tensor.detach()).numpy())
 
 
+def is_fp32(tensor: Any) -> bool:
+    """Return whether a tensor is in FP32.
+
+    Not by ``paddle.float32``: with FLAGS_enable_pir_api=0 that is a name for static programs, which equals no tensor's dtype.
+    """
+    return bool(tensor.is_floating_point() and tensor.element_size() == FP32.bytes)
+
+
 def is_half(tensor: Any) -> bool:
     """Return whether a tensor has a 16-bit floating-point format."""
     return bool(tensor.is_floating_point() and tensor.element_size() == 2)

@@ -24,7 +24,7 @@ from mezzo.launch.paddle.fallback.local_errors import FirstCall, measured
 from mezzo.launch.paddle.layer_names import LayerNames
 from mezzo.launch.paddle.observing import StepObserver
 from mezzo.launch.paddle.state import PaddleRun, dense, mapped
-from mezzo.launch.paddle.surveys import array_of
+from mezzo.launch.paddle.surveys import array_of, is_fp32
 from mezzo.launch.paddle.tape import Listener, Tape
 from mezzo.launch.patches import Patches
 from mezzo.observe.fallback.evidence import Measurements
@@ -116,7 +116,7 @@ class Fallback(StepObserver, Listener):
 
         Values do not cross 1 and -1; in a coarser format, what it can represent stays as it is.
         """
-        if tensor.dtype != paddle.float32:
+        if not is_fp32(tensor):
             return tensor
         coarse = self._settings.role == "rounding"
         eps = self._settings.policy.required_formats[0].eps if coarse else FP32.eps

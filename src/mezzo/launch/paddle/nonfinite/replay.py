@@ -23,7 +23,7 @@ from paddle.autograd import PyLayer
 
 from mezzo.formats import FP32, Format
 from mezzo.launch.paddle.state import mapped
-from mezzo.launch.paddle.surveys import array_of
+from mezzo.launch.paddle.surveys import array_of, is_fp32
 from mezzo.launch.paddle.tape import TapedOperation, tensors
 
 _SAME = 1e-4
@@ -175,7 +175,7 @@ class Twins:
             self._pairs[id(original)] = original, twin
 
     def _rounded(self, tensor: Any) -> Any:
-        return self._round.apply(tensor) if tensor.dtype == paddle.float32 else tensor
+        return self._round.apply(tensor) if is_fp32(tensor) else tensor
 
 
 def _rounding(fmt: Format, limits: Limits) -> Any:
