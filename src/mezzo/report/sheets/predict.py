@@ -275,10 +275,9 @@ def print_predict(sheet: PredictSheet, console: Console) -> None:
         table.add_row(name, line.policy, *cells, *cost, line.bound if line.possible else line.verdict)
     console.print()
     console.print(table)
-    unchecked = fmt.listed(
-        [*dict.fromkeys(f"{line.gpu} in {line.policy}" for line in sheet.lines if not line.validated)]
-    )
-    terminal.print_note(console, unchecked and f"Not validated, for want of measurements: {unchecked}.")
+    unchecked = list(dict.fromkeys(f"{line.gpu} in {line.policy}" for line in sheet.lines if not line.validated))
+    if unchecked:
+        terminal.print_note(console, f"Not validated, for want of measurements: {fmt.listed(unchecked)}.")
     _print_slurm(sheet, console)
 
 
