@@ -107,7 +107,7 @@ WRONG: list[Wrong] = [
         "--seeds '0'; allowed: greater than or equal to 1",
         "mezzo compare --help lists its options",
     ),
-    ("compare --timeout 0 train.py", "--timeout '0'; allowed: ...", "mezzo compare --help lists its options"),
+    ("compare --timeout 0 train.py", "--timeout '0'; allowed: ...", "type: --timeout 30m"),
     (
         "ranges --steps 0 train.py",
         "--steps '0'; allowed: greater than or equal to 1",
@@ -402,7 +402,7 @@ def test_an_option_of_ours_after_the_script_is_said(
     [
         ("run", "[default: a new folder under runs/]"),
         ("run", "with --json, the script's output goes to standard error. Under torchrun"),
-        ("compare", "[default: 20 times the longest run so far, at least 600]"),
+        ("compare", "[default: 20 times the longest run so far, at least 10m]"),
         ("fallback", "[default: what rounding explains, and at least 0.02 for fp16, 0.16 for bf16, 0.5 for fp8]"),
     ],
 )

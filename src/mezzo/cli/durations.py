@@ -6,12 +6,12 @@ import re
 
 from mezzo.errors import UsageError
 
-_UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh]?)", re.IGNORECASE)
+_UNITS_S = {"s": 1, "m": 60, "h": 3600}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.IGNORECASE)
 
 
 def seconds_of(text: str, *, option: str, example: str) -> float:
-    """Return the seconds in an option's value, such as ``90s``, ``10m`` or ``1h``; a number without a unit is in seconds.
+    """Return the seconds in an option's value, such as ``90s``, ``10m`` or ``1h``.
 
     Raises:
         UsageError: the value is not a duration above 0.
@@ -20,7 +20,8 @@ def seconds_of(text: str, *, option: str, example: str) -> float:
     seconds = float(match[1]) * _UNITS_S[match[2].lower()] if match else 0.0
     if seconds <= 0:
         raise UsageError(
-            f"{option} {text!r}; allowed: a time above 0, such as 30s, 5m or 1h", hint=f"type: {option} {example}"
+            f"{option} {text!r}; allowed: a time above 0 with its unit, such as 30s, 5m or 1h",
+            hint=f"type: {option} {example}",
         )
     return seconds
 

@@ -38,26 +38,34 @@ def target_of(name: str, arguments: Sequence[str] | None, *, module: bool) -> Ta
     return Target(name, module=module, arguments=script_arguments, typed=options)
 
 
-RESUME = "--resume"
+RESUME, _OUT = "--resume", "--out"
 
 
 def typed_before(num_arguments: int) -> tuple[str, ...]:
-    """Return the command that a resumed one continues: as typed, without the ``--resume`` before the script and its arguments."""
+    """Return the command that a resumed one continues: as typed, with ``--out`` for the ``--resume`` before the script and its arguments."""
     words = typed()
     script = len(words) - num_arguments - 1
-    return (*(word for word in words[:script] if word != RESUME), *words[script:])
+    folder = value_after(RESUME, words[:script])
+    options = _without_option(words[2:script], RESUME)
+    if folder is not None and value_after(_OUT, options) is None:
+        options = [_OUT, folder, *options]
+    return (*words[:2], *options, *words[script:])
 
 
 def resuming(folder: Path, *, num_arguments: int) -> str:
     """Return the command that continues in ``folder``: as typed, with that folder."""
-    words = list(typed_before(num_arguments))
+    words = typed()
     script = len(words) - num_arguments - 1
-    options_given = words[2:script]
-    for place, word in enumerate(options_given):
-        if word == "--out" or word.startswith("--out="):
-            del options_given[place : place + (1 if "=" in word else 2)]
-            break
-    return shlex.join([*words[:2], RESUME, "--out", str(folder), *options_given, *words[script:]])
+    options = _without_option(_without_option(words[2:script], RESUME), _OUT)
+    return shlex.join([*words[:2], RESUME, str(folder), *options, *words[script:]])
+
+
+def _without_option(words: Sequence[str], option: str) -> list[str]:
+    """Return the words of options without one of them and its value."""
+    for place, word in enumerate(words):
+        if word == option or word.startswith(f"{option}="):
+            return [*words[:place], *words[place + (1 if "=" in word else 2) :]]
+    return list(words)
 
 
 def value_after(option: str, words: Sequence[str]) -> str | None:

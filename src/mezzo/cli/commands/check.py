@@ -38,11 +38,11 @@ _TAIL = 12
 def check(
     script: Script,
     budget: Annotated[
-        str, typer.Option(metavar="TIME", help="Time for everything, such as 90s, 10m or 1h.", show_default=True)
+        str, typer.Option(metavar="DURATION", help="Time for everything, such as 90s, 10m or 1h.", show_default=True)
     ] = "10m",
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The GPU to answer for, such as a100-80gb. [default: this machine's device]"),
+        typer.Option(metavar="GPU", help="The GPU to answer for, such as a100-80gb. [default: this machine's device]"),
     ] = None,
     policies: Annotated[
         str | None,

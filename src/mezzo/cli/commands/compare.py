@@ -11,6 +11,7 @@ import typer
 
 from mezzo.cli import results
 from mezzo.cli.compare_runs import begin_or_continue, left_to_run, run_all
+from mezzo.cli.durations import seconds_of
 from mezzo.cli.options import completion
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
@@ -49,11 +50,10 @@ def compare(
         ),
     ] = 0.02,
     timeout: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            metavar="SECONDS",
-            min=1e-9,
-            help="Stop a run that takes longer; its row says so. [default: 20 times the longest run so far, at least 600]",
+            metavar="DURATION",
+            help="Stop a run that takes longer; its row says so. [default: 20 times the longest run so far, at least 10m]",
         ),
     ] = None,
     fail_on: Annotated[
@@ -65,10 +65,10 @@ def compare(
             "not_equivalent stands for all five; none for none.",
         ),
     ] = "diverged,stopped_learning,failed",
-    gpu: Annotated[
+    gpus: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES",
+            metavar="GPUS",
             help="GPUs to predict speed and memory for, separated by commas, or none. "
             "[default: t4, a100-80gb, h100-sxm and rtx-4090, if this machine has no GPU]",
         ),
@@ -82,7 +82,7 @@ def compare(
 
     Policies and seeds are interleaved, so that a change in the machine's speed affects them all alike.
 
-    To continue a comparison that was stopped, type the same command with the same --out; --resume also repeats runs that failed, and
+    To continue a comparison that was stopped, type the same command with the same --out; --resume FOLDER also repeats runs that failed, and
     accepts more seeds or policies.
 
     Exit code 1 if a policy gets a verdict that --fail-on lists.
@@ -94,7 +94,8 @@ def compare(
     from mezzo.measure.compare import compare as judge
 
     options.check_metric(metric)
-    failing, gpus = _failing(fail_on), real_gpus.named_gpus(gpu)
+    failing, cards = _failing(fail_on), real_gpus.named_gpus(gpus)
+    timeout_s = None if timeout is None else seconds_of(timeout, option="--timeout", example="30m")
     compared = _with_checkpointed(_parse_policies(policies), checkpoint)
     changes_of(script, checkpoint=checkpoint or "")
     baseline = "fp32" if "fp32" in compared else next(iter(compared))
@@ -108,13 +109,13 @@ def compare(
         before, left = left_to_run(requests)
         alone = len(left) < 2 and engine is one_after_another  # a single run has no other to share its imports with
         with nullcontext() if alone else engine.opened(folder):
-            runs = run_all(left, timeout_s=timeout, engine=engine, before=before)
+            runs = run_all(left, timeout_s=timeout_s, engine=engine, before=before)
         runs.sort(key=lambda r: ([*compared].index(r.compared_as), r.seed))
         rows: list[Row] = []
         if any(run.compared_as == baseline for run in runs):
             record = judge(runs, baseline=baseline, margin=margin, command=list(script.command))
             if not stop.stopped:
-                record = record.model_copy(update={"real_gpus": real_gpus.predicted_for(script, runs, gpus)})
+                record = record.model_copy(update={"real_gpus": real_gpus.predicted_for(script, runs, cards)})
             script.finish(record, folder)
             rows = [row for row in record.rows if row.verdict in failing]
         if stop.stopped:

@@ -41,7 +41,7 @@ def fallback(
     The script runs unedited, about ten times for a few steps: in FP32, then under the policy with one set of modules after
     another kept in FP32. Pass the policy file to --policy of the other commands, or to mezzo.Session.
 
-    With --jobs or --on, runs that the search will probably need next start at the same time; the result is the same. --resume
+    With --jobs or --on, runs that the search will probably need next start at the same time; the result is the same. --resume FOLDER
     continues a search that was stopped.
     """
     from mezzo.launch.several.fallback import fallback_of_script
@@ -53,7 +53,7 @@ def fallback(
     engine = engine_of(jobs, on)
     folder = script.folder("fallback", leaves=("policy.toml", "runs"))
     finished = finished_before(script, folder, "search", say=results.note)
-    finished.begin({}, restart=not script.resume)
+    finished.begin({}, restart=script.resume is None)
     request, waves = script.request(judged, folder=folder), Waves(engine, finished.identity)
     with stoppable() as stop:
         record: FallbackRecord | RunRecord
@@ -63,7 +63,7 @@ def fallback(
                     request,
                     folder=folder,
                     waves=waves,
-                    resume=script.resume,
+                    resume=script.resume is not None,
                     tolerance=tolerance,
                     fresh=fresh,
                     note=results.note,

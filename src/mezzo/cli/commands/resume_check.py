@@ -41,7 +41,7 @@ def resume_check(
     ] = None,
     notice: Annotated[
         str,
-        typer.Option(metavar="TIME", help="Time between SIGTERM and SIGKILL, for a script that handles SIGTERM."),
+        typer.Option(metavar="DURATION", help="Time between SIGTERM and SIGKILL, for a script that handles SIGTERM."),
     ] = "10s",
 ) -> None:
     """Find out whether a training script's own checkpoints resume a run that was stopped, and which state they lack.

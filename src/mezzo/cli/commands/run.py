@@ -33,12 +33,12 @@ def run(
     snapshot: Annotated[
         str | None,
         typer.Option(
-            metavar="TIME", help="Save the script's state at this interval, between two batches: 30s, 5m, 1h."
+            metavar="DURATION", help="Save the script's state at this interval, between two batches: 30s, 5m, 1h."
         ),
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Start from the newest snapshot of an earlier run, given its folder."),
+        typer.Option(metavar="FOLDER", help="Start from the newest snapshot of an earlier run, given its folder."),
     ] = None,
     guard: Annotated[
         str | None,

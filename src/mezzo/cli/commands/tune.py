@@ -67,18 +67,18 @@ def tune(
     gpu: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME",
+            metavar="GPU",
             help="The GPU to train on later, or none: configurations predicted not to fit there, or to be much slower, are not run. "
             "[default: this machine's]",
         ),
     ] = None,
     budget: Annotated[
-        str, typer.Option(metavar="TIME", help="Time for everything, such as 90s, 10m or 1h.", show_default=True)
+        str, typer.Option(metavar="DURATION", help="Time for everything, such as 90s, 10m or 1h.", show_default=True)
     ] = "10m",
     steps: Annotated[
         int, typer.Option(min=10, help="Steps of each run of the first round; finalists run four times as many.")
     ] = 20,
-    repeats: Annotated[int, typer.Option(min=2, help="Runs of each finalist, each with its own seed.")] = 3,
+    seeds: Annotated[int, typer.Option(min=2, help="Runs of each finalist, each with its own seed.")] = 3,
     jobs: Jobs = None,
     on: On = None,
 ) -> None:
@@ -112,7 +112,7 @@ def tune(
                 notes, chosen = _policies(here, named)
                 configurations = grid(chosen, varied, changed, script.arguments or [], checkpoints=plans)
                 ruled_out = rule_out(script, configurations, gpu_of(target_gpu, here), limit_bytes, time_left)
-                tuning = _tuning(script, folder, time_left, configurations, (steps, repeats, limit_bytes), engine)
+                tuning = _tuning(script, folder, time_left, configurations, (steps, seeds, limit_bytes), engine)
                 tuning.known = replace(tuning.known, ruled_out=ruled_out.reasons)
                 left_out = [*notes, *ruled_out.notes, *how_placed(engine)]
                 record, code = _tuned(script, tuning, time_left, left_out)

@@ -28,7 +28,7 @@ def check_guard(text: str | None, *, snapshots: bool) -> None:
         )
     if text.startswith("rewind") and not snapshots:
         raise UsageError(
-            f"--guard {text} without --snapshot; allowed: --guard {text} --snapshot TIME",
+            f"--guard {text} without --snapshot; allowed: --guard {text} --snapshot DURATION",
             hint=f"type: --snapshot 5m --guard {text}",
         )
 

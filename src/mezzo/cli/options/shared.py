@@ -43,11 +43,12 @@ Out: TypeAlias = Annotated[
 ]
 
 Resume: TypeAlias = Annotated[
-    bool,
+    Path | None,
     typer.Option(
         RESUME,
-        help="Continue in the folder of --out: run only what is missing or failed there. Refused if the script, its arguments or a "
-        "version changed.",
+        metavar="FOLDER",
+        help="Continue what was stopped in this folder: run only what is missing or failed there. Refused if the script, its "
+        "arguments or a version changed.",
     ),
 ]
 

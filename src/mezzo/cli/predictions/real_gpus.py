@@ -18,7 +18,7 @@ NONE = "none"
 
 
 def named_gpus(text: str | None) -> list[Gpu] | None:
-    """Return the GPUs of ``--gpu``; None for the usual ones.
+    """Return the GPUs of ``--gpus``; None for the usual ones.
 
     Raises:
         UsageError: a GPU is unknown.
@@ -29,7 +29,7 @@ def named_gpus(text: str | None) -> list[Gpu] | None:
         return None
     if text == NONE:
         return []
-    gpus = [gpu_named(name.strip()) for name in text.split(",")]
+    gpus = [gpu_named(name.strip(), option="--gpus") for name in text.split(",")]
     return list({gpu.name: gpu for gpu in gpus}.values())
 
 
