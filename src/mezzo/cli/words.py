@@ -42,7 +42,7 @@ RESUME, _OUT = "--resume", "--out"
 
 
 def typed_before(num_arguments: int) -> tuple[str, ...]:
-    """Return the command that a resumed one continues: as typed, with ``--out`` for the ``--resume`` before the script and its arguments."""
+    """Return the command that a resumed one continues: as typed, with ``--out`` for the ``--resume`` before the script."""
     words = typed()
     script = len(words) - num_arguments - 1
     folder = value_after(RESUME, words[:script])
