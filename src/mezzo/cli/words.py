@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from mezzo.errors import UsageError
+
 if TYPE_CHECKING:
     from mezzo.launch.targets import Target
 
@@ -68,6 +70,27 @@ def _without_option(words: Sequence[str], option: str) -> list[str]:
     return list(words)
 
 
+def resume_folder(folder: Path | None) -> Path | None:
+    """Refuse the older ``--resume --out FOLDER``, and a script in the place of the folder.
+
+    Raises:
+        UsageError: it has the line to type.
+    """
+    words = list(typed())
+    if folder is not None and str(folder).startswith("-"):
+        out = value_after(_OUT, words) or "runs/mine"
+        rest = _without_option([word for word in words if word != RESUME], _OUT)
+        line = shlex.join([*rest[:2], RESUME, out, *rest[2:]])
+        raise UsageError(f"{RESUME} without a folder; allowed: the folder to continue in", hint=f"type: {line}")
+    if folder is not None and folder.suffix == ".py":
+        place = words.index(RESUME) + 1 if RESUME in words else len(words)
+        line = shlex.join(
+            [*words[:place], value_after(_OUT, words) or "runs/mine", *_without_option(words[place:], _OUT)]
+        )
+        raise UsageError(f"{RESUME} took {str(folder)!r} as its folder", hint=f"type: {line}")
+    return folder
+
+
 def value_after(option: str, words: Sequence[str]) -> str | None:
     """Return the value of an option in a command's words; None without one."""
     for word, following in zip_longest(words, words[1:]):
@@ -78,11 +101,28 @@ def value_after(option: str, words: Sequence[str]) -> str | None:
     return None
 
 
+def with_value(option: str, *values: str) -> str:
+    """Return the command as typed with ``values`` for an option that it has, to be typed again; only the option if it has none."""
+    words, new = list(typed()), [option, *values]
+    for place, word in enumerate(words):
+        if word == option or word.startswith(f"{option}="):
+            words[place : place + (1 if "=" in word else 2)] = new
+            return shlex.join(words)
+    return shlex.join(new)
+
+
 def check_arguments(context: typer.Context, arguments: list[str] | None) -> list[str] | None:
-    """Warn about script arguments that look like options of the command, unless the script mentions them."""
+    """Refuse script arguments that are options of the command, unless the script mentions them or ``--`` comes before it.
+
+    Raises:
+        UsageError: it would be passed to a script that does not know it.
+    """
     name, module = context.params.get("target"), bool(context.params.get("as_module"))
     misplaced = list(_own_options(context, arguments or []))
     if not misplaced or name is None or context.resilient_parsing:
+        return arguments
+    target = target_of(name, arguments, module=module)
+    if "--" in target.typed:
         return arguments
     from mezzo.launch.frameworks import own_sources
 
@@ -92,13 +132,12 @@ def check_arguments(context: typer.Context, arguments: list[str] | None) -> list
     unknown = [words for words in misplaced if not any(_mentions(source, words[0]) for source in sources)]
     if unknown:
         moved = [word for words in unknown for word in words]
-        target = target_of(name, arguments, module=module)
         rest = _without(list(target.arguments), unknown)
         command = target._replace(typed=[*target.typed, *moved], arguments=rest).instead(name, module=module)
-        typer.echo(
-            f"mezzo: {' '.join(moved)} comes after {name}, so it is passed to the script, which does not mention it; "
-            f"to pass it to Mezzo, type: {command}",
-            err=True,
+        asis = target._replace(typed=[*target.typed, *(["-m"] if module else []), "--"]).instead(name)
+        raise UsageError(
+            f"{' '.join(moved)} comes after {name}, which does not mention it; allowed: options of Mezzo before the script",
+            hint=f"type: {command}, or, if it is the script's own: {asis}",
         )
     return arguments
 

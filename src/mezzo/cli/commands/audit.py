@@ -18,7 +18,10 @@ def audit(
         str, options.policy_option("Precision policy to run the script under, or as-is for its own precision.")
     ] = "as-is",
     steps: Annotated[
-        str, typer.Option(help="Training steps to record, from 1: 3, or 3,10, or 3-5. The script stops after them.")
+        str,
+        typer.Option(
+            metavar="STEPS", help="Training steps to record, from 1: 3, or 3,10, or 3-5. The script stops after them."
+        ),
     ] = "3",
 ) -> None:
     """Record every operation of chosen training steps with its format, module and phase, and report findings.

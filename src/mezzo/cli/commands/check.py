@@ -47,13 +47,16 @@ def check(
     policies: Annotated[
         str | None,
         typer.Option(
+            metavar="POLICIES",
             help=f"Policies to try in addition to fp32, separated by commas. Presets: {options.PRESETS_HELP} "
-            "[default: those that the device offers]"
+            "[default: those that the device offers]",
         ),
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, help="Runs per policy, each with its own seed. [default: 3, fewer if time is short]"),
+        typer.Option(
+            metavar="N", min=1, help="Runs per policy, each with its own seed. [default: 3, fewer if time is short]"
+        ),
     ] = None,
     write_patch: Annotated[
         bool, typer.Option("--write-patch", help="Also write the change to the script as a diff, after trying it.")

@@ -35,15 +35,17 @@ def compare(
     policies: Annotated[
         str,
         typer.Option(
+            metavar="POLICIES",
             autocompletion=completion.policies,
             help="Policies, separated by commas. The baseline is fp32 if listed, else the first. "
             f"Presets: {options.PRESETS_HELP}",
         ),
     ] = "fp32,bf16,fp16",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per policy, each with its own seed.")] = 3,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs per policy, each with its own seed.")] = 3,
     margin: Annotated[
         float,
         typer.Option(
+            metavar="SHARE",
             min=1e-9,
             help="Largest difference that still counts as equivalent, as a share of the baseline's final loss or metric. "
             "The baseline's own seed-to-seed spread replaces it where that is wider.",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import results
+from mezzo.cli.first_word import check_first_word
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.folders import new_folder
 from mezzo.cli.predictions import renting
@@ -34,38 +35,43 @@ class Sharing:
     """How the GPUs of one machine share a training."""
 
     gpus_per_job: Annotated[
-        int, typer.Option(min=1, help="GPUs of one machine that train together, each on a batch of its own.")
+        int,
+        typer.Option(metavar="N", min=1, help="GPUs of one machine that train together, each on a batch of its own."),
     ] = 1
     shard: Annotated[
         str,
         typer.Option(
-            help="How the GPUs share the training: ddp (each holds the whole model) or fsdp (each holds a shard)."
+            metavar="KIND",
+            help="How the GPUs share the training: ddp (each holds the whole model) or fsdp (each holds a shard).",
         ),
     ] = "ddp"
 
 
 def predict(
     target: Annotated[
-        str | None, typer.Argument(metavar="[SCRIPT]", help="The training script; leave it out with --model.")
+        str | None,
+        typer.Argument(
+            metavar="[SCRIPT]", callback=check_first_word, help="The training script; leave it out with --model."
+        ),
     ] = None,
     arguments: options.Arguments = None,
     *,
     by_name: ByName,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Samples in a batch.  [default: the script's own; 32 with --model]"),
+        typer.Option(metavar="N", min=1, help="Samples in a batch.  [default: the script's own; 32 with --model]"),
     ] = None,
     gpus: Annotated[
         str,
         typer.Option(
-            metavar="NAMES",
+            metavar="GPUS",
             help="GPUs by name, separated by commas; all for every known GPU, the fastest first; cpu for this machine's, with --model.",
         ),
     ] = USUAL,
     policies: Annotated[
         str,
         typer.Option(
-            metavar="NAMES", help="fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8."
+            metavar="POLICIES", help="fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8."
         ),
     ] = "fp32,tf32,bf16,fp16",
     channels_last: Annotated[

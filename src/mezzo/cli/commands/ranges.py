@@ -25,6 +25,7 @@ def ranges(
     steps: Annotated[
         int,
         typer.Option(
+            metavar="N",
             min=1,
             max=options.MOST_OBSERVED_STEPS,
             help="Number of training steps to record. The script stops after them.",

@@ -28,7 +28,7 @@ def resume_check(
     resume_with: Annotated[
         str,
         typer.Option(
-            metavar="ARGS", help="Arguments to add when the script is started again, such as '--resume last.pt'."
+            metavar="ARGUMENTS", help="Arguments to add when the script is started again, such as '--resume last.pt'."
         ),
     ] = "",
     stop_after: Annotated[

@@ -55,7 +55,7 @@ def run(
         bool, typer.Option("--compile", help="Compile every model with torch.compile at its first call.")
     ] = False,
     checkpoint: options.Checkpoint = None,
-    seed: Annotated[int | None, typer.Option(help="Add this to every seed that the script sets.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Add this to every seed that the script sets.")] = None,
     metric: options.Metric = None,
 ) -> None:
     """Run an unedited training script under a precision policy.

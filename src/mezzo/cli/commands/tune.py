@@ -45,12 +45,16 @@ def tune(
     ] = None,
     policies: Annotated[
         str | None,
-        typer.Option(help="Policies to try, separated by commas. [default: those that this device computes natively]"),
+        typer.Option(
+            metavar="POLICIES",
+            help="Policies to try, separated by commas. [default: those that this device computes natively]",
+        ),
     ] = None,
     changes: Annotated[
         str,
         typer.Option(
-            help="Changes to the models to try: channels-last, compile, channels-last+compile, separated by commas; or none."
+            metavar="CHANGES",
+            help="Changes to the models to try: channels-last, compile, channels-last+compile, separated by commas; or none.",
         ),
     ] = _CHANGES,
     checkpoint: Annotated[
@@ -76,9 +80,12 @@ def tune(
         str, typer.Option(metavar="DURATION", help="Time for everything, such as 90s, 10m or 1h.", show_default=True)
     ] = "10m",
     steps: Annotated[
-        int, typer.Option(min=10, help="Steps of each run of the first round; finalists run four times as many.")
+        int,
+        typer.Option(
+            metavar="N", min=10, help="Steps of each run of the first round; finalists run four times as many."
+        ),
     ] = 20,
-    seeds: Annotated[int, typer.Option(min=2, help="Runs of each finalist, each with its own seed.")] = 3,
+    seeds: Annotated[int, typer.Option(metavar="N", min=2, help="Runs of each finalist, each with its own seed.")] = 3,
     jobs: Jobs = None,
     on: On = None,
 ) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Jobs: TypeAlias = Annotated[
     int | None,
     typer.Option(
+        metavar="N",
         min=1,
         help="Number of runs at once, each with a GPU of its own or, on a machine without GPUs, its share of the threads. "
         "[default: 1; with --on, as many as the cluster allows]",

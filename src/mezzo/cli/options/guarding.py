@@ -52,7 +52,9 @@ def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequ
 
 
 def _commands(script: Script, policy: str) -> dict[AlarmKind, str]:
-    typed = script.retyped
+    from mezzo.policy import canonical
+
+    typed, policy = script.retyped, canonical(policy)
     diagnose = typed.under("diagnose", policy=policy)
     judged = "fp16" if policy in _LEAVES_FORMATS else policy
     lost = typed.under("ranges", policy=judged)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from mezzo.cli.options import completion
+from mezzo.cli.first_word import check_first_word
 from mezzo.cli.options.folders import check_folder
-from mezzo.cli.words import RESUME, check_arguments
+from mezzo.cli.words import RESUME, check_arguments, resume_folder
 from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,12 +20,15 @@ if TYPE_CHECKING:
 Target: TypeAlias = Annotated[
     str,
     typer.Argument(
-        metavar="SCRIPT", autocompletion=completion.script, help="The training script (with -m: the name of a module)."
+        metavar="SCRIPT",
+        autocompletion=completion.script,
+        callback=check_first_word,
+        help="The training script (with -m: the name of a module).",
     ),
 ]
 Arguments: TypeAlias = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ARGS]...", callback=check_arguments, help="The script's own arguments."),
+    typer.Argument(metavar="[ARGUMENTS]", callback=check_arguments, help="The script's own arguments."),
 ]
 AsModule: TypeAlias = Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, as python -m does.")]
 Metric: TypeAlias = Annotated[
@@ -36,7 +40,7 @@ Metric: TypeAlias = Annotated[
 Out: TypeAlias = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR",
+        metavar="FOLDER",
         help="Folder for record and report; if it contains another command's results, a new folder next to it is used. "
         "[default: a new folder under runs/]",
     ),
@@ -47,6 +51,7 @@ Resume: TypeAlias = Annotated[
     typer.Option(
         RESUME,
         metavar="FOLDER",
+        callback=resume_folder,
         help="Continue what was stopped in this folder: run only what is missing or failed there. Refused if the script, its "
         "arguments or a version changed.",
     ),
@@ -68,7 +73,7 @@ LogTo: TypeAlias = Annotated[
         "--log-to",
         metavar="TRACKER",
         callback=_check_destinations,
-        help="Also log the results to tensorboard, wandb or mlflow, or to a place there, such as tensorboard:DIR. May be repeated.",
+        help="Also log the results to tensorboard, wandb or mlflow, or to a place there, such as tensorboard:FOLDER. May be repeated.",
     ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
@@ -97,7 +102,7 @@ Checkpoint: TypeAlias = Annotated[
 
 def policy_option(text: str) -> Any:
     """Return the option of one policy with ``text`` as its help."""
-    return typer.Option(autocompletion=completion.policy, help=text)
+    return typer.Option(metavar="POLICY", autocompletion=completion.policy, help=text)
 
 
 MOST_OBSERVED_STEPS = 100_000

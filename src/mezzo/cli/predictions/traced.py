@@ -31,16 +31,17 @@ class ByName:
             metavar="LIBRARY:NAME", help="timm:NAME, torchvision:NAME or transformers:NAME. Nothing is downloaded."
         ),
     ] = None
-    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence, with --model.  [default: 128]")] = (
-        None
-    )
+    sequence: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens of a sequence, with --model.  [default: 128]")
+    ] = None
     image: Annotated[
-        int | None, typer.Option(min=1, help="Height and width of images, with --model.  [default: 224]")
+        int | None, typer.Option(metavar="N", min=1, help="Height and width of images, with --model.  [default: 224]")
     ] = None
     optimizer: Annotated[
         str | None,
         typer.Option(
-            help="With --model: adamw, adam, sgd (with momentum), adagrad, rmsprop or adafactor.  [default: adamw]"
+            metavar="OPTIMIZER",
+            help="With --model: adamw, adam, sgd (with momentum), adagrad, rmsprop or adafactor.  [default: adamw]",
         ),
     ] = None
     checkpoint: Annotated[

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mezzo.errors import UsageError, nearest
+from mezzo.policy import canonical
 from mezzo.gpus import Gpu
 from mezzo.measure.environment import host_bytes
 from mezzo.measure.predict.calibration.calibrate import Calibration
@@ -293,12 +294,13 @@ def _largest_batch(tapes: Tapes, conditions: Conditions, policy: str) -> int | N
 
 
 def check_policies(names: Sequence[str]) -> list[str]:
-    """Return ``names``, each one that can be predicted.
+    """Return the presets that ``names`` are, each one that can be predicted.
 
     Raises:
         UsageError: one cannot.
     """
-    for name in names:
+    found = [canonical(name) for name in names]
+    for name in found:
         if name not in PREDICTED:
             raise UsageError(f"--policies {name!r} cannot be predicted", hint=nearest(name, PREDICTED))
-    return list(names)
+    return list(dict.fromkeys(found))
