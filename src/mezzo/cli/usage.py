@@ -122,7 +122,7 @@ def _unknown_option(name: str, context: Any) -> UsageError:
 def _before_a_command(name: str, context: Any) -> list[str]:
     """Return the command for options that were typed before a command, or without one; empty if there is none."""
     words, commands = list(typed())[1:], context.command.commands
-    if words[0] in _VERSION:
+    if words[0] in _VERSION and len(words) == 1:
         return ["mezzo", "--version"]
     place = next((n for n, word in enumerate(words) if word in commands), None)
     if place is not None:

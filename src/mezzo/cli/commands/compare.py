@@ -12,13 +12,13 @@ import typer
 from mezzo.cli import results
 from mezzo.cli.compare_runs import begin_or_continue, left_to_run, run_all
 from mezzo.cli.durations import seconds_of
-from mezzo.cli.options import completion
+from mezzo.cli.options import completion, values
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
 from mezzo.cli.options.model_changes import changes_of
 from mezzo.cli.predictions import real_gpus
 from mezzo.cli.script import Script
-from mezzo.errors import PolicyError, ScriptError, UsageError, nearest
+from mezzo.errors import ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import stoppable
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def compare(
         str,
         typer.Option(
             metavar="POLICIES",
+            callback=values.policies,
             autocompletion=completion.policies,
             help="Policies, separated by commas. The baseline is fp32 if listed, else the first. "
             f"Presets: {options.PRESETS_HELP}",
@@ -55,6 +56,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="DURATION",
+            callback=values.duration,
             help="Stop a run that takes longer; its row says so. [default: 20 times the longest run so far, at least 10m]",
         ),
     ] = None,
@@ -71,6 +73,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="GPUS",
+            callback=values.gpus_or_none,
             help="GPUs to predict speed and memory for, separated by commas, or none. "
             "[default: t4, a100-80gb, h100-sxm and rtx-4090, if this machine has no GPU]",
         ),
@@ -163,10 +166,7 @@ def _parse_policies(policies: str) -> dict[str, _ComparedPolicy]:
     """Return the policies of a comparison by the text that records have for them; two names of one policy count once."""
     from mezzo.launch.request import policy_text
 
-    named = [p.strip() for p in policies.split(",")]
-    if not all(named):
-        full = ",".join(filter(None, named)) or "fp32,bf16,fp16"
-        raise PolicyError(f"--policies {policies!r} contains an empty policy name", hint=f"type: --policies {full}")
+    named = values.names_in(policies)
     compared: dict[str, _ComparedPolicy] = {}
     for name in named:
         policy = options.parse_policy(name)

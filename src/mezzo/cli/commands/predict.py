@@ -11,6 +11,7 @@ import typer
 from mezzo.cli import results
 from mezzo.cli.first_word import check_first_word
 from mezzo.cli.options import shared as options
+from mezzo.cli.options import values
 from mezzo.cli.options.folders import new_folder
 from mezzo.cli.predictions import renting
 from mezzo.cli.predictions.assumed import assumptions
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 USUAL = "t4,l4,rtx-4090,a100-80gb,h100-sxm"
 _BATCH = 32
-_CPU = "cpu"
-"""The name of this machine's CPU in --gpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +64,16 @@ def predict(
         str,
         typer.Option(
             metavar="GPUS",
+            callback=values.gpus_all_or_cpu,
             help="GPUs by name, separated by commas; all for every known GPU, the fastest first; cpu for this machine's, with --model.",
         ),
     ] = USUAL,
     policies: Annotated[
         str,
         typer.Option(
-            metavar="POLICIES", help="fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8."
+            metavar="POLICIES",
+            callback=values.presets,
+            help="fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8.",
         ),
     ] = "fp32,tf32,bf16,fp16",
     channels_last: Annotated[
@@ -115,9 +117,13 @@ def predict(
 
     job = check_job(sharing.gpus_per_job, sharing.shard)
     here = environment("cpu")  # before model libraries set environment variables of their own
-    wanted = plan.check_policies([name.strip() for name in policies.split(",")])
-    names = list(GPUS) if gpus == "all" else [name.strip() for name in gpus.split(",")]
-    cards = list({gpu.name: gpu for gpu in (gpu_named(one, option="--gpus") for one in names if one != _CPU)}.values())
+    wanted = plan.check_policies(values.names_in(policies))
+    names = list(GPUS) if gpus.lower() == values.ALL else values.names_in(gpus)
+    cards = list(
+        {
+            gpu.name: gpu for gpu in (gpu_named(one, option="--gpus") for one in names if one.lower() != values.CPU)
+        }.values()
+    )
     prices = renting.prices_of(price, cards)
     if calibrate:
         _calibrate()
@@ -125,7 +131,7 @@ def predict(
             return
     check_target(target, by_name, as_module=as_module)
     size = batch or _BATCH
-    on_cpu = [_on_cpu(by_name, size, channels_last)] if _CPU in names else []
+    on_cpu = [_on_cpu(by_name, size, channels_last)] if values.CPU in map(str.lower, names) else []
     trace_model = partial(of_model, by_name, wanted, batch=size, channels_last=channels_last)
     traced = trace_model() if target is None else of_script(target, arguments or [], wanted, batch, as_module)
     plans = [traced, *(trace_model(checkpoint=one) for one in by_name.plans)]
@@ -138,7 +144,7 @@ def predict(
         for policy in wanted
     ]
     predictions += on_cpu
-    if gpus == "all":
+    if gpus.lower() == values.ALL:
         predictions.sort(key=lambda prediction: -prediction.throughput)
     record = PredictRecord(
         environment=here,
@@ -196,7 +202,7 @@ def _with_best(record: PredictRecord, plans: list[Traced], conditions: list[Cond
     """Return the record with the details of the fastest GPU that fits."""
     from mezzo.measure.predict.detail import detail_of
 
-    on_gpus = [one for one in record.predictions if one.gpu != _CPU]
+    on_gpus = [one for one in record.predictions if one.gpu != values.CPU]
     best = record.model_copy(update={"predictions": on_gpus}).best
     if best is None:
         return record

@@ -13,8 +13,8 @@ from mezzo.cli.budget import Budget
 from mezzo.cli.durations import clock, seconds_of
 from mezzo.cli.machines import check_times, how_placed, machine_of
 from mezzo.cli.options import shared as options
+from mezzo.cli.options import values
 from mezzo.cli.options.clusters import Jobs, On, engine_of
-from mezzo.cli.predictions.real_gpus import NONE
 from mezzo.cli.predictions.ruled_out import gpu_of, rule_out
 from mezzo.cli.progress import shown
 from mezzo.cli.resumed import finished_before
@@ -47,6 +47,7 @@ def tune(
         str | None,
         typer.Option(
             metavar="POLICIES",
+            callback=values.policies,
             help="Policies to try, separated by commas. [default: those that this device computes natively]",
         ),
     ] = None,
@@ -66,18 +67,28 @@ def tune(
         ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The most memory that a configuration may use, such as 12GiB.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", callback=values.size, help="The most memory that a configuration may use, such as 12GiB."
+        ),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
             metavar="GPU",
+            callback=values.gpu_or_none,
             help="The GPU to train on later, or none: configurations predicted not to fit there, or to be much slower, are not run. "
             "[default: this machine's]",
         ),
     ] = None,
     budget: Annotated[
-        str, typer.Option(metavar="DURATION", help="Time for everything, such as 90s, 10m or 1h.", show_default=True)
+        str,
+        typer.Option(
+            metavar="DURATION",
+            callback=values.duration,
+            help="Time for everything, such as 90s, 10m or 1h.",
+            show_default=True,
+        ),
     ] = "10m",
     steps: Annotated[
         int,
@@ -105,8 +116,8 @@ def tune(
     time_left = Budget(seconds_of(budget, option="--budget", example="10m"))
     varied, changed = _varied(vary or []), _changes(changes)
     limit_bytes, plans = None if memory is None else bytes_of_text(memory, option="--memory"), _plans(checkpoint)
-    target_gpu = gpu if gpu in (None, NONE) else gpu_named(str(gpu))
-    named = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
+    target_gpu = gpu if gpu is None or gpu.lower() == values.NONE else gpu_named(gpu)
+    named = None if policies is None else values.names_in(policies)
     script.check(*(options.parse_policy(name) for name in named or []))
     engine = engine_of(jobs, on)
     check_times(engine)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from mezzo.cli.options import completion
 from mezzo.cli.first_word import check_first_word
+from mezzo.cli.options import completion, values
 from mezzo.cli.options.folders import check_folder
 from mezzo.cli.words import RESUME, check_arguments, resume_folder
 from mezzo.errors import UsageError
@@ -102,7 +102,7 @@ Checkpoint: TypeAlias = Annotated[
 
 def policy_option(text: str) -> Any:
     """Return the option of one policy with ``text`` as its help."""
-    return typer.Option(metavar="POLICY", autocompletion=completion.policy, help=text)
+    return typer.Option(metavar="POLICY", callback=values.policy, autocompletion=completion.policy, help=text)
 
 
 MOST_OBSERVED_STEPS = 100_000
@@ -115,14 +115,14 @@ def parse_policy(text: str) -> Policy | None:
     from mezzo.policy import Policy
     from mezzo.records import AS_IS
 
-    return None if text == AS_IS else Policy.of(text)
+    return None if text.strip().lower() == AS_IS else Policy.of(text.strip())
 
 
 def typed_name(text: str, policy: Policy | None) -> str:
     """Return a policy as typed; empty if that is also the text that records have for it."""
     from mezzo.launch.request import policy_text
 
-    return "" if text.strip() == policy_text(policy) else text.strip()
+    return "" if text.strip().lower() == policy_text(policy) else text.strip()
 
 
 def check_seed(seed: int | None) -> None:

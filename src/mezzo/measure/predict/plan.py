@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from mezzo.errors import UsageError, nearest
-from mezzo.policy import canonical
 from mezzo.gpus import Gpu
 from mezzo.measure.environment import host_bytes
 from mezzo.measure.predict.calibration.calibrate import Calibration
@@ -24,6 +23,7 @@ from mezzo.measure.predict.sharding import GpuGroup
 from mezzo.measure.predict.step import ALONE, Conditions, module_shares, shares_by_kind
 from mezzo.measure.predict.tape import TrainingTape, check_same_steps
 from mezzo.measure.predict.time import HALF_FORMATS
+from mezzo.policy import canonical
 from mezzo.records import Prediction
 
 HEADROOM = 0.13
