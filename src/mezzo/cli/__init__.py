@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Annotated, cast
 
 import typer
+from typer.main import get_command
 
 from mezzo.cli.commands import (
     audit,
@@ -103,7 +104,7 @@ def _exit_code(words: list[str]) -> int:
     except MezzoError as error:
         return _failed(error)
     except _PARSER_ERROR as error:
-        usage = usage_error(error)
+        usage = usage_error(error, get_command(app).commands)  # type: ignore[attr-defined]
         return 2 if usage is None else _failed(usage)
     except Stopped as stopped:
         print(f"mezzo: {stopped}", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ _LIKELY = ("run", "compare", "check", "predict", "tune", "watch", "audit", "diag
 """The commands that an option without a command is tried with, in this order."""
 
 
-def usage_error(error: Any) -> UsageError | None:
+def usage_error(error: Any, commands: Mapping[str, Any]) -> UsageError | None:
     """Return an error of the command-line parser as one of ours; None if the help was shown instead."""
     message = str(error.format_message()).strip().rstrip(".")
     context = getattr(error, "ctx", None)
@@ -35,8 +35,8 @@ def usage_error(error: Any) -> UsageError | None:
         return _unknown_command(context)
     if context is not None and hasattr(error, "possibilities"):
         return _unknown_option(error.option_name, context)
-    if context is not None and hasattr(error, "option_name"):
-        return UsageError(message, hint=f"type: {_with_or_without_value(error.option_name, context)}")
+    if hasattr(error, "option_name") and typed()[1:2] and typed()[1] in commands:
+        return UsageError(message, hint=f"type: {_with_or_without_value(error.option_name, commands[typed()[1]])}")
     if message.startswith("Missing argument"):
         return _missing_argument(message, path)
     parameter = getattr(error, "param", None)
@@ -56,14 +56,14 @@ def _example(parameter: Any) -> str:
     return shlex.split(text)[0]
 
 
-def _with_or_without_value(option: str, context: Any) -> str:
+def _with_or_without_value(option: str, command: Any) -> str:
     """Return the command with an example for an option whose value is missing, or without the value of a flag."""
     words = list(typed())
-    parameter = next(one for one in context.command.params if option in one.opts)
+    parameter = next(one for one in command.params if option in one.opts)
     place = next(n for n, word in enumerate(words) if word.partition("=")[0] == option)
     words[place : place + 1] = [option] if getattr(parameter, "is_flag", False) else [option, _example(parameter)]
     if words[-1] == _example(parameter):  # so the script is missing, too
-        words += _script_if_any(context.command)
+        words += _script_if_any(command)
     return shlex.join(words)
 
 
@@ -95,11 +95,16 @@ def _unknown_command(context: Any) -> UsageError:
         line = ["mezzo", *rest[:1], "--help"]
     elif name in _VERSION:
         line = ["mezzo", "--version"]
-    elif name.endswith((".py", ".ipynb")) or Path(name).is_file():
-        line = [*words[:place], "run", *words[place:]]
+    elif name.endswith((".py", ".ipynb")) or Path(name).is_file() or name.partition(" ")[0].endswith(".py"):
+        line = [*words[:place], "run", *(shlex.split(name) if not Path(name).is_file() else [name]), *rest]
     elif meant:
+        script = (
+            []
+            if any(not word.startswith("-") and word.endswith(".py") for word in rest) or "-m" in rest
+            else ["train.py"]
+        )
         takes_script = bool(_script_if_any(context.command.commands[meant]))
-        line = [*words[:place], meant, *(rest or (["train.py"] if takes_script else []))]
+        line = [*words[:place], meant, *(script if takes_script else []), *rest]
     hint = f"type: {shlex.join(line)}" if line else "mezzo --help describes each of them"
     return UsageError(f"mezzo has no command {name!r}; {nearest(name, commands)}", hint=hint)
 
@@ -146,15 +151,23 @@ def _corrected(name: str, context: Any) -> list[str]:
         return [] if place is None else [*words[:place], f"-{words[place]}", *words[place + 1 :]]
     value = value_after(name, words) or ""
     for meant in _meant(name, options):
-        if meant[0] != COUNTERPARTS.get(name):
-            return _replaced(words, place, meant)
-        if "," not in value:
-            several = meant[0] == "--policies" and value not in ("", "fp32")
-            return _replaced(words, place, (meant[0], f"fp32,{value}") if several else meant, takes=several)
+        several = meant[0] == "--policies" and "," not in value and value not in ("", "fp32") and len(meant) == 1
+        if meant[0] != COUNTERPARTS.get(name) or several or "," not in value:
+            new = (meant[0], f"fp32,{value}") if several else meant
+            return _replaced([*words, *_example_and_script(meant, words, place, command)], place, new, takes=several)
     others = _others(name, context)
     if others:
         return ["mezzo", min(others, key=lambda other: other == "check"), *words[2:]]  # check shares most options
     return _after_the_script(words, place, command)
+
+
+def _example_and_script(meant: tuple[str, ...], words: list[str], place: int, command: Any) -> list[str]:
+    """Return what is missing after the last word: a value, and the script."""
+    if place != len(words) - 1 or "=" in words[place]:
+        return []
+    parameter = next(one for one in command.params if meant[0] in one.opts)
+    value = [] if len(meant) > 1 or getattr(parameter, "is_flag", False) else [_example(parameter)]
+    return [*value, *_script_if_any(command)]
 
 
 def _meant(name: str, options: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -191,7 +204,7 @@ def _after_the_script(words: list[str], place: int, command: Any) -> list[str]:
     script = next((n for n in range(place + 1, len(words)) if words[n].endswith(".py")), None)
     if script is None or not _script_if_any(command):
         return []
-    own = {option for option in _options(command)}
+    own = {*_options(command)}
     last = next((n for n in range(place + 1, script) if words[n].partition("=")[0] in own), script)
     return [*words[:place], *words[last : script + 1], *words[place:last], *words[script + 1 :]]
 

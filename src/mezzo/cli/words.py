@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -102,12 +102,16 @@ def value_after(option: str, words: Sequence[str]) -> str | None:
 
 
 def with_value(option: str, *values: str) -> str:
-    """Return the command as typed with ``values`` for an option that it has, to be typed again; only the option if it has none."""
+    """Return the command as typed with ``values`` for an option that it has, to be typed again; only the option if it has none.
+
+    A script that was taken as the option's value stays as the script.
+    """
     words, new = list(typed()), [option, *values]
     for place, word in enumerate(words):
         if word == option or word.startswith(f"{option}="):
-            words[place : place + (1 if "=" in word else 2)] = new
-            return shlex.join(words)
+            after = words[place + (1 if "=" in word else 2) :]
+            script = [] if after or "=" in word else [one for one in words[place + 1 :] if one.endswith(".py")]
+            return shlex.join([*words[:place], *new, *script, *after])
     return shlex.join(new)
 
 
@@ -133,7 +137,9 @@ def check_arguments(context: typer.Context, arguments: list[str] | None) -> list
     if unknown:
         moved = [word for words in unknown for word in words]
         rest = _without(list(target.arguments), unknown)
-        command = target._replace(typed=[*target.typed, *moved], arguments=rest).instead(name, module=module)
+        verb = _command_with({words[0].partition("=")[0] for words in unknown}, context)
+        before = [*target.typed[:1], verb, *target.typed[2:], *moved]
+        command = target._replace(typed=before, arguments=rest).instead(name, module=module)
         asis = target._replace(typed=[*target.typed, *(["-m"] if module else []), "--"]).instead(name)
         raise UsageError(
             f"{' '.join(moved)} comes after {name}, which does not mention it; allowed: options of Mezzo before the script",
@@ -143,13 +149,29 @@ def check_arguments(context: typer.Context, arguments: list[str] | None) -> list
 
 
 def _own_options(context: typer.Context, arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Yield every option of the command among the script's arguments, with its value."""
-    flags = {name: bool(getattr(p, "is_flag", False)) for p in context.command.params for name in p.opts}
+    """Yield every option of Mezzo's commands among the script's arguments, with its value."""
+    commands = [command for _, command in _siblings(context)]
+    flags = {name: bool(getattr(p, "is_flag", False)) for one in commands for p in one.params for name in p.opts}
+    flags = {name: is_flag for name, is_flag in flags.items() if not name.startswith("--help")}
     for word, following in zip_longest(arguments, arguments[1:]):
         option = word.partition("=")[0]
         if option.startswith("--") and option in flags:
             alone = flags[option] or "=" in word or following is None
             yield [word] if alone else [word, str(following)]
+
+
+def _siblings(context: typer.Context) -> list[tuple[str, Any]]:
+    """Return the command of the context and the others on scripts, by name."""
+    group = getattr(context.parent, "command", None)
+    others: dict[str, Any] = getattr(group, "commands", {})
+    on_scripts = [(name, one) for name, one in others.items() if any(p.name == "target" for p in one.params)]
+    return [(str(context.info_name), context.command), *on_scripts]
+
+
+def _command_with(options: set[str], context: typer.Context) -> str:
+    """Return the first command that has all options, the one that was typed if possible."""
+    fits = (name for name, command in _siblings(context) if options <= {o for p in command.params for o in p.opts})
+    return next(fits, str(context.info_name))
 
 
 def _mentions(source: str, word: str) -> bool:

@@ -18,6 +18,7 @@ from mezzo.cli.options.clusters import Jobs, On, engine_of
 from mezzo.cli.options.model_changes import changes_of
 from mezzo.cli.predictions import real_gpus
 from mezzo.cli.script import Script
+from mezzo.cli.words import with_value
 from mezzo.errors import ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import stoppable
 
@@ -147,7 +148,7 @@ def _failing(text: str) -> set[str]:
         if name not in groups:
             raise UsageError(
                 f"--fail-on {text!r} names {name!r}; {nearest(name, [*groups, 'none'])}",
-                hint=f"type: --fail-on diverged,stopped_learning,failed; or --fail-on {NOT_EQUIVALENT} for all that are not equivalent",
+                hint=f"type: {with_value('--fail-on', 'diverged,stopped_learning,failed')}",
             )
     return {verdict for name in named for verdict in groups[name]}
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def fallback(
     script: Script,
     policy: Annotated[
-        str, options.policy_option("Policy to judge. The modules that it keeps in FP32 stay in FP32.")
+        str, options.policy_option("Policy to judge. The modules that it keeps in FP32 stay in FP32.", as_is=False)
     ] = "fp16",
     tolerance: Annotated[
         float | None,

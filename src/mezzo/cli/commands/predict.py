@@ -41,6 +41,7 @@ class Sharing:
         str,
         typer.Option(
             metavar="KIND",
+            callback=values.shard,
             help="How the GPUs share the training: ddp (each holds the whole model) or fsdp (each holds a shard).",
         ),
     ] = "ddp"
@@ -108,7 +109,15 @@ def predict(
 
     Write {batch} in the script's arguments, as in --batch-size {batch}, if the script makes its batches without a DataLoader.
     """
+    if target is not None or by_name.model is not None or not calibrate:
+        check_target(target, by_name, as_module=as_module)
     from mezzo.gpus import GPUS, gpu_named
+
+    names = list(GPUS) if gpus.lower() == values.ALL else values.names_in(gpus)
+    listed = (gpu_named(one, option="--gpus") for one in names if one.lower() != values.CPU)
+    cards = list({gpu.name: gpu for gpu in listed}.values())
+    prices = renting.prices_of(price, cards)
+
     from mezzo.measure.environment import environment
     from mezzo.measure.predict import plan
     from mezzo.measure.predict.calibration.calibrate import rates_used
@@ -118,18 +127,10 @@ def predict(
     job = check_job(sharing.gpus_per_job, sharing.shard)
     here = environment("cpu")  # before model libraries set environment variables of their own
     wanted = plan.check_policies(values.names_in(policies))
-    names = list(GPUS) if gpus.lower() == values.ALL else values.names_in(gpus)
-    cards = list(
-        {
-            gpu.name: gpu for gpu in (gpu_named(one, option="--gpus") for one in names if one.lower() != values.CPU)
-        }.values()
-    )
-    prices = renting.prices_of(price, cards)
     if calibrate:
         _calibrate()
         if target is None and by_name.model is None:
             return
-    check_target(target, by_name, as_module=as_module)
     size = batch or _BATCH
     on_cpu = [_on_cpu(by_name, size, channels_last)] if values.CPU in map(str.lower, names) else []
     trace_model = partial(of_model, by_name, wanted, batch=size, channels_last=channels_last)

@@ -19,7 +19,8 @@ def ranges(
     policy: Annotated[
         str,
         options.policy_option(
-            "Policy to judge: its formats, its initial loss scale and the modules that it keeps in FP32."
+            "Policy to judge: its formats, its initial loss scale and the modules that it keeps in FP32.",
+            as_is=False,
         ),
     ] = "fp16",
     steps: Annotated[

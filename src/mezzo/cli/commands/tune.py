@@ -19,6 +19,7 @@ from mezzo.cli.predictions.ruled_out import gpu_of, rule_out
 from mezzo.cli.progress import shown
 from mezzo.cli.resumed import finished_before
 from mezzo.cli.script import Script
+from mezzo.cli.words import with_value
 from mezzo.errors import UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from mezzo.records import Reason, RunRecord, TuneRecord
 
 _CHANGES = "channels-last,compile"
-_VARY = "type: --vary batch-size=32,64,128"
+_VARY = "batch-size=32,64,128"
 
 
 def tune(
@@ -62,6 +63,7 @@ def tune(
         str | None,
         typer.Option(
             metavar="PLANS",
+            callback=values.plans,
             help="Activation checkpointing to try: full, every-2, selective, or the memory to keep for the backward pass, such as 12GiB, "
             "separated by commas.",
         ),
@@ -150,7 +152,10 @@ def _varied(texts: list[str]) -> dict[str, list[str]]:
         name, equals, values = text.partition("=")
         name, listed = name.strip().lstrip("-"), [value.strip() for value in values.split(",")]
         if not (name and equals and all(listed)):
-            raise UsageError(f"--vary {text!r}; allowed: an option of the script and its values", hint=_VARY)
+            raise UsageError(
+                f"--vary {text!r}; allowed: an option of the script and its values",
+                hint=f"type: {with_value('--vary', _VARY)}",
+            )
         varied.setdefault(name, []).extend(listed)
     return varied
 
@@ -165,7 +170,7 @@ def _changes(text: str) -> list[Changes]:
         if name not in CHANGES:
             raise UsageError(
                 f"--changes {text!r} names {name!r}; {nearest(name, [*CHANGES, 'none'])}",
-                hint=f"type: --changes {_CHANGES}",
+                hint=f"type: {with_value('--changes', _CHANGES)}",
             )
     return [CHANGES[name] for name in names]
 
@@ -173,7 +178,7 @@ def _changes(text: str) -> list[Changes]:
 def _plans(text: str | None) -> list[str]:
     from mezzo.measure.checkpointing.wanted import check_wanted
 
-    return [] if text is None else [check_wanted(one) for one in text.split(",")]
+    return [] if text is None else [check_wanted(one) for one in values.names_in(text)]
 
 
 # --- before the first run ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import typer
 from mezzo.cli.first_word import check_first_word
 from mezzo.cli.options import completion, values
 from mezzo.cli.options.folders import check_folder
-from mezzo.cli.words import RESUME, check_arguments, resume_folder
+from mezzo.cli.words import RESUME, check_arguments, resume_folder, with_value
 from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
@@ -83,31 +83,31 @@ PRESETS_HELP = "fp32, tf32, fp16, bf16, fp8; fp16-master and bf16-master keep FP
 """The presets, for the help of options that accept policies."""
 
 
-def _check_checkpoint(text: str | None) -> str | None:
-    from mezzo.measure.checkpointing.wanted import check_wanted
-
-    return None if text is None else check_wanted(text)
-
-
 Checkpoint: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="PLAN",
-        callback=_check_checkpoint,
+        callback=values.plans,
         help="Activation checkpointing of the script's models: full, every-2, selective, or the memory to keep for the backward pass, "
         "such as 12GiB.",
     ),
 ]
 
 
-def policy_option(text: str) -> Any:
-    """Return the option of one policy with ``text`` as its help."""
-    return typer.Option(metavar="POLICY", callback=values.policy, autocompletion=completion.policy, help=text)
+def policy_option(text: str, *, as_is: bool = True) -> Any:
+    """Return the option of one policy with ``text`` as its help; ``as_is``: whether the script's own precision is one."""
+    return typer.Option(
+        metavar="POLICY",
+        callback=values.policy if as_is else values.judged_policy,
+        autocompletion=completion.policy,
+        help=text,
+    )
 
 
 MOST_OBSERVED_STEPS = 100_000
 """The most steps in one range to record or inspect: an observed step takes about a second, and every step number some memory."""
 _LARGEST_SEED = 2**32 - 1
+_METRIC = "acc=([0-9.]+)"
 
 
 def parse_policy(text: str) -> Policy | None:
@@ -130,7 +130,7 @@ def check_seed(seed: int | None) -> None:
     if seed is not None and not 0 <= seed <= _LARGEST_SEED:
         raise UsageError(
             f"--seed {seed}; allowed: 0 to {_LARGEST_SEED}, the range that NumPy accepts",
-            hint=f"type: --seed {min(abs(seed), _LARGEST_SEED)}",
+            hint=f"type: {with_value('--seed', str(min(abs(seed), _LARGEST_SEED)))}",
         )
 
 
@@ -138,7 +138,7 @@ def check_metric(pattern: str | None) -> None:
     """Refuse a metric's pattern that is not a regular expression with a group."""
     if pattern is None:
         return
-    example = "as in --metric 'acc=([0-9.]+)'"
+    example = f"as in --metric {_METRIC!r}"
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
@@ -147,4 +147,4 @@ def check_metric(pattern: str | None) -> None:
             hint=f"escape literal brackets and dots with a backslash, and put the number in a group, {example}",
         ) from None
     if groups == 0:
-        raise UsageError(f"--metric {pattern!r} has no group", hint=f"put the number in brackets, {example}")
+        raise UsageError(f"--metric {pattern!r} has no group", hint=f"type: {with_value('--metric', _METRIC)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
@@ -10,9 +11,12 @@ import typer
 from mezzo.cli.durations import seconds_of
 from mezzo.cli.metavars import EXAMPLES
 from mezzo.cli.words import with_value
-from mezzo.errors import PolicyError, UsageError
+from mezzo.errors import PolicyError, UsageError, nearest
 
 Callback = Callable[[typer.Context, typer.CallbackParam, str | None], str | None]
+OPTIMIZERS = ("adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor")
+SHARDS = ("ddp", "fsdp")
+_LIBRARIES = ("timm", "torchvision", "transformers")
 NONE, ALL, CPU = "none", "all", "cpu"
 """Words that stand for GPUs where an option's help says so."""
 
@@ -97,6 +101,59 @@ def _near_policy(name: str) -> str | None:
     return f"{near[0]}{colon}{fields}" if near else None
 
 
+def _check_judged(text: str, option: str, example: str) -> None:
+    from mezzo.records import AS_IS
+
+    if text.strip().lower() == AS_IS:
+        raise PolicyError(
+            f"{option} {text}; allowed: a policy to judge, not the script's own precision",
+            hint=f"type: {with_value(option, example)}",
+        )
+    _check_policy(text, option, example)
+
+
+def _check_plans(text: str, option: str, example: str) -> None:
+    from mezzo.measure.checkpointing.wanted import NAMED, check_wanted
+
+    for one in names_in(text) or [text]:
+        try:
+            check_wanted(one)
+        except UsageError as error:
+            near = get_close_matches(one, NAMED[1:], n=1)
+            raise UsageError(error.message, hint=f"type: {with_value(option, *(near or ['full']))}") from None
+
+
+def _check_model(text: str, option: str, example: str) -> None:
+    library, _, name = text.partition(":")
+    if library in _LIBRARIES and name:
+        return
+    name = name or (example.partition(":")[2] if library in _LIBRARIES else library)
+    where = (
+        library
+        if library in _LIBRARIES
+        else _LIBRARIES[2]
+        if re.search(r"/|bert|gpt|llama|\bt5", name)
+        else _LIBRARIES[0]
+    )
+    raise UsageError(
+        f"{option} {text!r} does not name a library and a model; allowed: {', '.join(f'{one}:NAME' for one in _LIBRARIES)}",
+        hint=f"type: {with_value(option, f'{where}:{name}')}",
+    )
+
+
+def _choice(names: Sequence[str]) -> Callback:
+    """Return the check of an option with a few values."""
+
+    def check(text: str, option: str, example: str) -> None:
+        if text not in names:
+            near = get_close_matches(text.lower(), names, n=1)
+            raise UsageError(
+                f"{option} {text!r}; {nearest(text, names)}", hint=f"type: {with_value(option, *(near or [example]))}"
+            )
+
+    return _while_read(check)
+
+
 def _gpus_check(*words: str, several: bool) -> Callback:
     def check(text: str, option: str, example: str) -> None:
         _check_gpus(text, option, example, words, several=several)
@@ -115,7 +172,7 @@ def _check_gpus(text: str, option: str, example: str, words: Sequence[str], *, s
         )
     for place, name in enumerate(names):
         if find_gpu(name) is None and name.lower() not in words:
-            near = get_close_matches(name.lower(), [*GPUS, *words], n=1, cutoff=0.5)
+            near = get_close_matches(name.lower(), [*GPUS, *words], n=1)
             line = with_value(option, ",".join([*names[:place], *(near or [EXAMPLES["GPU"]]), *names[place + 1 :]]))
             try:
                 gpu_named(name, option=option)
@@ -131,7 +188,11 @@ def names_in(text: str) -> list[str]:
 duration = _while_read(_check_duration)
 size = _while_read(_check_size)
 policy = _while_read(_check_policy)
+judged_policy = _while_read(_check_judged)
 policies = _while_read(_check_policies)
+plans = _while_read(_check_plans)
+model = _while_read(_check_model)
+optimizer, shard = _choice(OPTIMIZERS), _choice(SHARDS)
 presets = _while_read(_check_presets)
 gpu = _gpus_check(several=False)
 gpu_or_none = _gpus_check(NONE, several=False)
