@@ -39,6 +39,8 @@ def usage_error(error: Any, commands: Mapping[str, Any]) -> UsageError | None:
         return UsageError(message, hint=f"type: {_with_or_without_value(error.option_name, commands[typed()[1]])}")
     if message.startswith("Missing argument"):
         return _missing_argument(message, path)
+    if path == "mezzo doctor" and not hasattr(error, "param"):
+        return UsageError(message, hint="type: mezzo doctor")
     parameter = getattr(error, "param", None)
     option = next(iter(getattr(parameter, "opts", [])), "")
     if option.startswith("-"):
@@ -157,7 +159,9 @@ def _corrected(name: str, context: Any) -> list[str]:
             return _replaced([*words, *_example_and_script(meant, words, place, command)], place, new, takes=several)
     others = _others(name, context)
     if others:
-        return ["mezzo", min(others, key=lambda other: other == "check"), *words[2:]]  # check shares most options
+        other = min(others, key=lambda one: one == "check")  # check shares most options
+        has_script = _script_if_any(command) or any(word.endswith(".py") for word in words)
+        return ["mezzo", other, *words[2:], *([] if has_script else ["train.py"])]
     return _after_the_script(words, place, command)
 
 

@@ -302,7 +302,7 @@ def _limits(steps: int) -> list[Reason]:
 def _next(script: Script, best: BestTrial, budget: Budget) -> tuple[str, str]:
     """Return the command to type next, and what it does."""
     from mezzo.measure.advice import asks_for_a_gpu
-    from mezzo.records import AS_IS
+    from mezzo.policy import AS_IS
 
     typed = script.retyped
     if best.decision == "undecided":

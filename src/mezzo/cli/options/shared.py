@@ -112,8 +112,7 @@ _METRIC = "acc=([0-9.]+)"
 
 def parse_policy(text: str) -> Policy | None:
     """Return the policy that an option names; None for ``as-is``, the script's own precision."""
-    from mezzo.policy import Policy
-    from mezzo.records import AS_IS
+    from mezzo.policy import AS_IS, Policy
 
     return None if text.strip().lower() == AS_IS else Policy.of(text.strip())
 

@@ -71,7 +71,7 @@ def _check_policies(text: str, option: str, example: str) -> None:
         try:
             parse_policy(name)
         except PolicyError as error:
-            near = _near_policy(name)
+            near = example if name.endswith(".py") else _near_policy(name)  # the script was taken as the value
             if near is None:
                 raise
             line = with_value(option, ",".join([*names[:place], near, *names[place + 1 :]]))
@@ -102,7 +102,7 @@ def _near_policy(name: str) -> str | None:
 
 
 def _check_judged(text: str, option: str, example: str) -> None:
-    from mezzo.records import AS_IS
+    from mezzo.policy import AS_IS
 
     if text.strip().lower() == AS_IS:
         raise PolicyError(
