@@ -17,6 +17,7 @@ from mezzo.errors import UsageError, nearest
 _NEAR = 0.7
 """How similar an option must be to what was typed for the corrected command to be suggested."""
 
+_LISTS = ("--policies", "--gpus", "--seeds")
 _RECORD = "runs/demo/record.json"
 _VERSION = ("-v", "-V", "-version", "--Version", "version")
 _LIKELY = ("run", "compare", "check", "predict", "tune", "watch", "audit", "diagnose", "ranges", "fallback")
@@ -154,7 +155,7 @@ def _corrected(name: str, context: Any) -> list[str]:
     value = value_after(name, words) or ""
     for meant in _meant(name, options):
         several = meant[0] == "--policies" and "," not in value and value not in ("", "fp32") and len(meant) == 1
-        if meant[0] != COUNTERPARTS.get(name) or several or "," not in value:
+        if meant[0] != COUNTERPARTS.get(name) or meant[0] in _LISTS or "," not in value:
             new = (meant[0], f"fp32,{value}") if several else meant
             return _replaced([*words, *_example_and_script(meant, words, place, command)], place, new, takes=several)
     others = _others(name, context)
