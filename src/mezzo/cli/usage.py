@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.cli.metavars import EXAMPLES
-from mezzo.cli.renamed import COMMANDS, COUNTERPARTS, OTHER_NAMES
+from mezzo.cli.renamed import COMMANDS, COUNTERPARTS, LIKELY, OTHER_NAMES
 from mezzo.cli.words import typed, value_after, with_value
 from mezzo.errors import UsageError, nearest
 
@@ -20,8 +20,6 @@ _NEAR = 0.7
 _LISTS = ("--policies", "--gpus", "--seeds")
 _RECORD = "runs/demo/record.json"
 _VERSION = ("-v", "-V", "-version", "--Version", "version")
-_LIKELY = ("run", "compare", "check", "predict", "tune", "watch", "audit", "diagnose", "ranges", "fallback")
-"""The commands that an option without a command is tried with, in this order."""
 
 
 def usage_error(error: Any, commands: Mapping[str, Any]) -> UsageError | None:
@@ -137,7 +135,7 @@ def _before_a_command(name: str, context: Any) -> list[str]:
         takes = any(word.partition("=")[0] in _options(commands[words[place]]) for word in words[:place])
         return ["mezzo", words[place], *(words[:place] if takes else []), *words[place + 1 :]]
     given = {word.partition("=")[0] for word in words if word.startswith("-")}
-    fits = [command for command in _LIKELY if name in _options(commands[command])]
+    fits = [command for command in LIKELY if name in _options(commands[command])]
     best = next((command for command in fits if given <= {*_options(commands[command])}), next(iter(fits), ""))
     has_script = any(word.endswith(".py") or Path(word).is_file() for word in words)
     scripts = [] if has_script or not best or "-m" in words else ["train.py"]

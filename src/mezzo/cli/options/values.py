@@ -67,11 +67,14 @@ def _check_policies(text: str, option: str, example: str) -> None:
     if not all(name.strip() for name in names):
         full = ",".join(names_in(text)) or example
         raise PolicyError(f"{option} {text!r} contains an empty policy name", hint=f"type: {with_value(option, full)}")
+    if text.endswith(".py"):
+        what = f"{option} took {text!r} as its value, so there is no script"
+        raise UsageError(what, hint=f"type: {with_value(option, example)}")
     for place, name in enumerate(names):
         try:
             parse_policy(name)
         except PolicyError as error:
-            near = example if name.endswith(".py") else _near_policy(name)  # the script was taken as the value
+            near = _near_policy(name)
             if near is None:
                 raise
             line = with_value(option, ",".join([*names[:place], near, *names[place + 1 :]]))
