@@ -51,7 +51,7 @@ EXAMPLES = [
 
 def comparison_of(example: Example, data: Path, out: Path, *, seeds: int, policies: Sequence[str]) -> list[str]:
     """Return the words after ``mezzo`` that compare an example's policies."""
-    options = ["--policies", ",".join(policies), "--seeds", str(seeds), "--gpu", "none", "--out", str(out)]
+    options = ["--policies", ",".join(policies), "--seeds", str(seeds), "--gpus", "none", "--out", str(out)]
     arguments = [argument.format(data=data) for argument in example.arguments]
     return ["compare", *options, "--fail-on", "failed", f"examples/{example.script}", *arguments]
 

@@ -29,7 +29,7 @@ def write(docs: Path) -> None:
     """Write all pages into ``docs/reference``."""
     from typer.main import get_command
 
-    from mezzo.cli import app
+    from mezzo.cli.parser import app
 
     remove(docs)
     folder = docs / FOLDER

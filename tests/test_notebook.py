@@ -144,7 +144,7 @@ def test_tracebacks_show_the_lines_of_the_cell(shell: Any, capsys: pytest.Captur
 @pytest.mark.slow
 def test_a_comparison_of_a_cell(shell: Any) -> None:
     shell.run_cell("%load_ext mezzo")
-    result = shell.run_cell(f"%%mezzo compare --policies fp32,bf16 --seeds 1 --gpu none\n{SCRIPT}")
+    result = shell.run_cell(f"%%mezzo compare --policies fp32,bf16 --seeds 1 --gpus none\n{SCRIPT}")
     assert isinstance(result.result, CompareRecord)
     assert [row.policy for row in result.result.rows] == ["fp32", "bf16"]
     assert set(shown(shell, result.result)) == {"text/plain", "text/html"}

@@ -75,7 +75,7 @@ FRAMEWORKS = {
 COMMANDS: dict[str, tuple[str, ...]] = {
     "as-is": ("run", "--policy", "as-is"),
     "run": ("run", "--policy", "fp16"),
-    "compare": ("compare", "--policies", "fp32,bf16,fp16-master", "--gpu", "none"),
+    "compare": ("compare", "--policies", "fp32,bf16,fp16-master", "--gpus", "none"),
     "check": ("check",),
     "watch": ("watch",),
     "audit": ("audit", "--policy", "bf16"),

@@ -24,7 +24,7 @@ COMMANDS = {
     "fp16": "run --policy fp16",
     "bf16": "run --policy bf16",
     "bf16-emulated": "run --policy bf16:arithmetic=emulated",
-    "compare": "compare --policies fp32,fp16 --seeds 2 --timeout 300",
+    "compare": "compare --policies fp32,fp16 --seeds 2 --timeout 300s",
     "audit": "audit",
     "diagnose": "diagnose --steps 40",
     "check": "check --seeds 2",

@@ -176,7 +176,7 @@ def test_a_comparison_interleaves_runs_and_judges_them(tmp_path: Path) -> None:
         "fp32,bf16",
         "--seeds",
         "1",
-        "--gpu",
+        "--gpus",
         "none",
         "--out",
         "out",

@@ -13,6 +13,7 @@ from typer.main import get_command
 from forked_processes import in_forks
 from mezzo import cli
 from mezzo.cli import ranks
+from mezzo.cli.parser import app
 from mezzo.records import AuditRecord, CompareRecord, FallbackRecord, RangesRecord, Rewind, RunRecord, read_record
 from paths import SCRIPTS
 from processes import Ended, in_processes
@@ -121,7 +122,19 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_ends_the_run_at_its_limit_and_is_found(tmp_path: Path) -> None:
-    words = ["compare", "--policies", "fp32,fp16", "--seeds", "1", "--gpu", "none", "--timeout", "3000", "--out", "out"]
+    words = [
+        "compare",
+        "--policies",
+        "fp32,fp16",
+        "--seeds",
+        "1",
+        "--gpus",
+        "none",
+        "--timeout",
+        "3000s",
+        "--out",
+        "out",
+    ]
     line = 1 + next(n for n, text in enumerate(Path(RANKS).read_text("utf-8").splitlines()) if "sleep(1000)" in text)
     ended = in_processes(
         [*words, RANKS, "ddp", "50", "hang"], program=["-c", AT_THE_HANG], folder=tmp_path, timeout_s=600
@@ -186,7 +199,7 @@ def test_all_processes_fall_back_to_the_same_policy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_runs_of_a_comparison_follow_one_another_in_all_processes(tmp_path: Path) -> None:
-    words = ["compare", "--policies", "fp32,fp16", "--seeds", "2", "--gpu", "none", "--out", "out", RANKS, "ddp", "40"]
+    words = ["compare", "--policies", "fp32,fp16", "--seeds", "2", "--gpus", "none", "--out", "out", RANKS, "ddp", "40"]
     ended = in_forks(words, folder=tmp_path, timeout_s=400)
     assert [one.code for one in ended] == [0, 0], ended
     record = read(tmp_path / "out")
@@ -239,7 +252,7 @@ def test_commands_for_one_process_are_refused_in_several(
 
 
 def test_every_command_on_a_script_says_what_it_does_in_several_processes() -> None:
-    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    commands = get_command(app).commands  # type: ignore[attr-defined]
     on_scripts = {name for name, command in commands.items() if "arguments" in {p.name for p in command.params}}
     assert on_scripts == {*ranks._IN_ALL_PROCESSES, *ranks._IN_ONE_PROCESS}
 

@@ -11,7 +11,7 @@ from benchmarks.frameworks import BEGIN, COMMANDS, END, FRAMEWORKS, PAGE, cell, 
 
 CELLS = [
     ("pytorch", ("tune", "--budget", "40s"), "works"),
-    ("lightning", ("compare", "--policies", "fp32,tf32,fp16-pure", "--gpu", "none"), "works"),
+    ("lightning", ("compare", "--policies", "fp32,tf32,fp16-pure", "--gpus", "none"), "works"),
     ("fabric", ("audit", "--policy", "fp8"), "works"),
     ("trainer", ("watch",), "works"),
     ("accelerate", ("run", "--policy", "as-is"), "works"),

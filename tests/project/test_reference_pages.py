@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 
 import mezzo
-from mezzo.cli import app
+from mezzo.cli.parser import app
 from paths import ROOT
 
 DOCS = ROOT / "docs"

@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 import mezzo
-from mezzo.cli import app
+from mezzo.cli.parser import app
 from mezzo.report.commands import CARRIED, DROPPED, FLAGS, TypedScript, function_call
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
@@ -168,7 +168,9 @@ NOT_CARRIED = {
     # an option, and why another command with an option of that name does not get it unless it is passed explicitly
     "--policy": "each next command names the policy that it is about",
     "--policies": "each next command names the policies that it is about",
-    "--gpu": "check takes one, compare several or none, and tune leaves configurations out by it",
+    "--gpu": "check answers for it, and tune leaves configurations out by it",
+    "--gpus": "compare predicts next to what it measures; predict names its own",
+    "--seeds": "tune's are runs of each finalist",
     "--budget": "a check's time says nothing about a search's",
     "--checkpoint": "predict takes it for a model by name, and tune takes several plans",
     "--steps": "audit takes numbers of steps, the others how many; tune's are those of a round",
@@ -178,7 +180,7 @@ NOT_CARRIED = {
 
 def _taken(command: str) -> set[str]:
     found = {o for p in COMMANDS[command].params if p.param_type_name == "option" for o in p.opts}
-    return found - {"--help", "-h", "-m"}
+    return found - {"--help", "-h", "--help-all", "-m"}
 
 
 def _given(option: str) -> str:
@@ -218,6 +220,8 @@ WRITERS = {
     "cli/script.py": "identities",
     "cli/standins.py": "the script's own command",
     "cli/usage.py": "the words as typed, one of them mended",
+    "cli/first_word.py": "the words as typed, mended",
+    "cli/predictions/traced.py": "the words as typed, without one of script and model",
     "cli/words.py": "the words as typed, with the folder",
     "launch/targets.py": "the words as typed, with another script",
     "report/commands.py": "all next commands",
@@ -239,7 +243,7 @@ def test_next_commands_are_written_in_one_place() -> None:
 
 def test_the_flags_are_those_of_the_commands() -> None:
     flags = {o for name in ON_SCRIPTS for p in COMMANDS[name].params if getattr(p, "is_flag", False) for o in p.opts}
-    assert flags - {"--help", "-h", "--resume"} == FLAGS  # recorded commands leave --resume out, and run's has a value
+    assert flags - {"--help", "-h", "--help-all"} == FLAGS
 
 
 def test_the_commands_have_the_options_that_are_carried_to_them() -> None:

@@ -64,7 +64,7 @@ def _run_together(process: Launched, words: Sequence[str], command: Callable[[],
     from mezzo.launch.ranks.meeting import Meeting, meeting_place
 
     # An --out of the script itself does no harm: all processes read the same words.
-    out = value_after("--out", words)
+    out = value_after("--out", words) or value_after("--resume", words)
     meeting = Meeting(process, meeting_place(process, shared=Path("runs") if out is None else Path(out).parent))
     if process.rank:
         exit_code = follow(meeting)

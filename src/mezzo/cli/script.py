@@ -45,7 +45,7 @@ class Script:
     arguments: options.Arguments = None
     as_module: options.AsModule = False
     out: options.Out = None
-    resume: options.Resume = False
+    resume: options.Resume = None
     log_to: options.LogTo = None
     as_json: options.Json = False
     verbose: options.Verbose = False
@@ -64,7 +64,7 @@ class Script:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """The command as typed, for records; without ``--resume``, since a resumed command completes the record of the one it continues."""
+        """The command as typed, for records; a resumed command completes the record of the one it continues, so it has that one's words."""
         return typed_before(len(self.arguments or ())) if self.resume else typed()
 
     @property
@@ -138,8 +138,8 @@ class Script:
 
     def folder(self, name: str, *, leaves: Sequence[str] = ()) -> Path:
         """Return the folder for the command's records; ``name`` is part of a new folder's name."""
-        if self.resume:
-            return resumed_folder(self.out)
+        if self.resume is not None:
+            return resumed_folder(self.resume, out=self.out)
         return new_folder(self.out, f"{Path(self.target).name.removesuffix('.py')}-{name}", leaves=leaves)
 
     def finish(self, record: AnyRecord, folder: Path, *, after_script: bool = False) -> None:

@@ -121,7 +121,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(
     assert checked(*words, children=Children(interrupt_at=4)) == 130
     told = capsys.readouterr().err
     assert "stopped by SIGINT; what is finished is kept in out. To continue, type:" in told
-    assert told.splitlines()[-1] == f"  mezzo check --resume --out out --seeds 2 {shlex.quote(PLAIN)} 6"
+    assert told.splitlines()[-1] == f"  mezzo check --resume out --seeds 2 {shlex.quote(PLAIN)} 6"
     assert not Path("out/record.json").exists()
     rest = Children()
     assert checked(*words, children=rest) == 0

@@ -30,7 +30,7 @@ for step in range(6):
     loss.backward()
     optimizer.step()
 """
-WORDS = ("--policies", "fp32,bf16", "--gpu", "none", "--out", "out")
+WORDS = ("--policies", "fp32,bf16", "--gpus", "none", "--out", "out")
 RUNS = ["fp32-seed0", "bf16-seed0", "bf16-seed1", "fp32-seed1"]
 """In their order: interleaved."""
 
@@ -67,9 +67,9 @@ def test_a_stopped_comparison_goes_on_and_has_the_same_record(capsys: pytest.Cap
     assert compared(interrupt_at=3) == (130, 3)
     told = capsys.readouterr().err
     assert "stopped by SIGINT after 2 of 4 runs; their records are in out. To continue, type:" in told
-    words = "mezzo compare --resume --out out --policies fp32,bf16 --gpu none --seeds 2 train.py '{run}'"
+    words = "mezzo compare --resume out --policies fp32,bf16 --gpus none --seeds 2 train.py '{run}'"
     assert told.splitlines()[-1] == f"  {words}"
-    assert compared("--resume") == (0, 1)  # here the third run has no process of its own, so it ran to its end
+    assert compared("--resume", "out") == (0, 1)  # here the third run has no process of its own, so it ran to its end
     assert "mezzo: 3 finished runs reused, 1 run left\n" in capsys.readouterr().err
     resumed = facts(record())
     assert Path("began.txt").read_text().split() == RUNS
@@ -86,12 +86,12 @@ def test_the_same_command_goes_on_without_the_option(capsys: pytest.CaptureFixtu
 
 def test_more_seeds_run_only_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert compared(seeds=1) == (0, 2)
-    assert compared("--resume", seeds=3) == (0, 4)
+    assert compared("--resume", "out", seeds=3) == (0, 4)
     told = capsys.readouterr().err
     assert "--seeds was 1 and is now 3; runs that belong to both are reused\n" in told
     assert "2 finished runs reused, 4 runs left" in told
     assert [(run.policy, run.seed) for run in record().runs] == [(p, s) for p in ("fp32", "bf16") for s in range(3)]
-    assert compared("--resume", seeds=3) == (0, 0)
+    assert compared("--resume", "out", seeds=3) == (0, 0)
     assert "6 finished runs reused, none left to run" in capsys.readouterr().err
 
 
@@ -100,7 +100,7 @@ def test_what_failed_runs_again(train: Path) -> None:
     train.write_text(missing + SCRIPT, encoding="utf-8")
     assert compared() == (7, 4)
     Path("data").touch()
-    assert compared("--resume") == (0, 4)
+    assert compared("--resume", "out") == (0, 4)
     assert all(run.error is None for run in record().runs)
 
 
@@ -135,7 +135,7 @@ def test_what_a_stopped_attempt_left_bars_the_verdict_unless_it_carries_no_train
         Path("saves").touch()
     assert compared(seeds=1) == (7, 2)
     Path("data").touch()
-    assert compared("--resume", seeds=1) == (0, 2)
+    assert compared("--resume", "out", seeds=1) == (0, 2)
     found = [(Path(file.path).name, file.written_by, file.read_by) for file in record().shared_files]
     left = "{0} with seed 0, in an attempt that was stopped,"
     named = [(f"last-{p}-seed0", left.format(p), f"{p} with seed 0") for p in ("fp32", "bf16")]
@@ -154,7 +154,7 @@ def test_a_record_that_is_gone_damaged_or_of_another_run_is_missing() -> None:
     Path("out/fp32-seed0/record.json").unlink()
     damaged(Path("out/bf16-seed0/record.json"))
     Path("out/fp32-seed1/record.json").write_bytes(Path("out/bf16-seed1/record.json").read_bytes())
-    assert compared("--resume") == (0, 3)
+    assert compared("--resume", "out") == (0, 3)
     assert [(run.policy, run.seed) for run in record().runs] == [("fp32", 0), ("fp32", 1), ("bf16", 0), ("bf16", 1)]
 
 
@@ -173,7 +173,7 @@ def test_a_changed_script_is_refused_and_named(
     compared(interrupt_at=3)
     assert callable(change)
     change()
-    assert compared("--resume") == (2, 0)
+    assert compared("--resume", "out") == (2, 0)
     told = capsys.readouterr().err
     assert f"--resume cannot continue in out: {why}" in told
     assert "hint: leave out --resume to start over, or undo the change" in told
@@ -184,9 +184,9 @@ def test_a_changed_script_is_refused_and_named(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "--resume with no folder; allowed: --out with the folder to continue in"),
-        (["--out", "nowhere"], "--resume with --out 'nowhere', which is not a folder"),
-        (["--out", "."], "--resume: . has no comparison to continue"),
+        (["nowhere"], "--resume 'nowhere' is not a folder; allowed: the folder that the stopped command wrote to"),
+        ([".", "--out", "other"], "--resume '.' with --out 'other'; allowed: one folder"),
+        (["."], "--resume: . has no comparison to continue"),
     ],
 )
 def test_nothing_to_go_on_with(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,13 +105,13 @@ def test_a_search_that_was_stopped_goes_on_and_several_at_once_find_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert searched("--resume", children=Children()) == (2, 0)
+    assert searched("--resume", "out", children=Children()) == (2, 0)
     assert searched(children=Children(interrupt_at=3)) == (130, 3)
     told = capfd.readouterr().err
     assert "the records of its runs are in out. To continue, type:" in told
-    assert f"  mezzo fallback --resume --out out --fresh 1 {shlex.quote(FRAGILE)}" in told.splitlines()
+    assert f"  mezzo fallback --resume out --fresh 1 {shlex.quote(FRAGILE)}" in told.splitlines()
     assert [*Path("out/runs").glob("*.pt")]
-    assert searched("--resume", children=Children()) == (
+    assert searched("--resume", "out", children=Children()) == (
         0,
         3,
     )  # the third, which got the signal at its first line, ran to its end
@@ -119,7 +119,7 @@ def test_a_search_that_was_stopped_goes_on_and_several_at_once_find_the_same(
     assert not [*Path("out/runs").glob("*.pt")]
     assert isinstance(resumed, FallbackRecord)
     assert (resumed.verdict, resumed.kept) == ("found", ["4.last"])
-    assert searched("--resume", children=Children()) == (
+    assert searched("--resume", "out", children=Children()) == (
         0,
         1,
     )  # it had finished: the reference's gradients are gone

@@ -30,7 +30,7 @@ for step in range(200):
     model(images).square().mean().backward()
     optimizer.step()
 """
-SHORT = ("--steps", "10", "--repeats", "2")
+SHORT = ("--steps", "10", "--seeds", "2")
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_ctrl_c_keeps_what_is_finished_and_the_same_command_goes_on(capsys: pyte
     assert tuned(*words, children=Children(interrupt_at=2)) == 130
     told = capsys.readouterr().err
     assert "stopped by SIGINT; what is finished is kept in out. To continue, type:" in told
-    assert told.splitlines()[-1].startswith("  mezzo tune --resume --out out --policies as-is")
+    assert told.splitlines()[-1].startswith("  mezzo tune --resume out --policies as-is")
     rest = Children()
     assert tuned(*words, children=rest) == 0
     assert "1 finished runs of the interrupted search are reused" in capsys.readouterr().err

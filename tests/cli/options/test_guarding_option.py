@@ -21,7 +21,7 @@ REFUSED = [
         ["--guard", "rewind:0"],
         "mezzo: --guard 'rewind:0'; allowed: note, stop, rewind, and rewind:TIMES with 1 to 99\n",
     ),
-    (["--guard", "rewind"], "mezzo: --guard rewind without --snapshot; allowed: --guard rewind --snapshot TIME\n"),
+    (["--guard", "rewind"], "mezzo: --guard rewind without --snapshot; allowed: --guard rewind --snapshot DURATION\n"),
 ]
 
 

@@ -215,7 +215,7 @@ def facts(record: CompareRecord) -> list[object]:
 
 
 def comparison(*options: str, out: str) -> list[str]:
-    words = ["--policies", "fp32,bf16", "--seeds", str(SEEDS), "--gpu", "none", "--out", out]
+    words = ["--policies", "fp32,bf16", "--seeds", str(SEEDS), "--gpus", "none", "--out", out]
     return [sys.executable, "-m", "mezzo", "compare", *options, *words, "train.py", "{run}"]
 
 
@@ -255,7 +255,9 @@ def test_a_worker_killed_and_the_command_killed_the_record_is_the_same(
     first = comparison(*options, out="out")
     records = killed_after(lambda: [*Path("out").glob("*/record.json")], first, Path("first.log"))
     finished = {path.parent.name for path in records}
-    told = subprocess.run(comparison("--resume", *options, out="out"), capture_output=True, text=True, timeout=900)
+    told = subprocess.run(
+        comparison("--resume", "out", *options, out="out"), capture_output=True, text=True, timeout=900
+    )
     assert told.returncode == 0, told.stderr
     names = [f"{policy}-seed{seed}" for policy in ("fp32", "bf16") for seed in range(SEEDS)]
     ended = Path("ended.txt").read_text().split()
@@ -284,7 +286,7 @@ def test_a_search_and_a_check_on_a_cluster_end_as_in_one_process(
     first = search(*options, out="out")
     records = killed_after(lambda: [*Path("out/runs").glob("*.record.json")], first, Path("first.log"))
     before = {path: path.stat().st_mtime_ns for path in records}
-    told = subprocess.run(search("--resume", *options, out="out"), capture_output=True, text=True, timeout=900)
+    told = subprocess.run(search("--resume", "out", *options, out="out"), capture_output=True, text=True, timeout=900)
     assert told.returncode == 0, told.stderr
     assert {path: path.stat().st_mtime_ns for path in before} == before  # nothing that had finished ran again
     subprocess.run(search(out="alone"), capture_output=True, check=True, timeout=900)

@@ -24,7 +24,7 @@ TUNE = [
     "channels-last",
     "--steps",
     "10",
-    "--repeats",
+    "--seeds",
     "2",
     "--gpu",
     "none",

@@ -11,13 +11,15 @@ import typer
 
 from mezzo.cli import results
 from mezzo.cli.compare_runs import begin_or_continue, left_to_run, run_all
-from mezzo.cli.options import completion
+from mezzo.cli.durations import seconds_of
+from mezzo.cli.options import completion, values
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
 from mezzo.cli.options.model_changes import changes_of
 from mezzo.cli.predictions import real_gpus
 from mezzo.cli.script import Script
-from mezzo.errors import PolicyError, ScriptError, UsageError, nearest
+from mezzo.cli.words import with_value
+from mezzo.errors import ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import stoppable
 
 if TYPE_CHECKING:
@@ -34,26 +36,29 @@ def compare(
     policies: Annotated[
         str,
         typer.Option(
+            metavar="POLICIES",
+            callback=values.policies,
             autocompletion=completion.policies,
             help="Policies, separated by commas. The baseline is fp32 if listed, else the first. "
             f"Presets: {options.PRESETS_HELP}",
         ),
     ] = "fp32,bf16,fp16",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per policy, each with its own seed.")] = 3,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs per policy, each with its own seed.")] = 3,
     margin: Annotated[
         float,
         typer.Option(
+            metavar="SHARE",
             min=1e-9,
             help="Largest difference that still counts as equivalent, as a share of the baseline's final loss or metric. "
             "The baseline's own seed-to-seed spread replaces it where that is wider.",
         ),
     ] = 0.02,
     timeout: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            metavar="SECONDS",
-            min=1e-9,
-            help="Stop a run that takes longer; its row says so. [default: 20 times the longest run so far, at least 600]",
+            metavar="DURATION",
+            callback=values.duration,
+            help="Stop a run that takes longer; its row says so. [default: 20 times the longest run so far, at least 10m]",
         ),
     ] = None,
     fail_on: Annotated[
@@ -65,10 +70,11 @@ def compare(
             "not_equivalent stands for all five; none for none.",
         ),
     ] = "diverged,stopped_learning,failed",
-    gpu: Annotated[
+    gpus: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES",
+            metavar="GPUS",
+            callback=values.gpus_or_none,
             help="GPUs to predict speed and memory for, separated by commas, or none. "
             "[default: t4, a100-80gb, h100-sxm and rtx-4090, if this machine has no GPU]",
         ),
@@ -82,7 +88,7 @@ def compare(
 
     Policies and seeds are interleaved, so that a change in the machine's speed affects them all alike.
 
-    To continue a comparison that was stopped, type the same command with the same --out; --resume also repeats runs that failed, and
+    To continue a comparison that was stopped, type the same command with the same --out; --resume FOLDER also repeats runs that failed, and
     accepts more seeds or policies.
 
     Exit code 1 if a policy gets a verdict that --fail-on lists.
@@ -94,7 +100,8 @@ def compare(
     from mezzo.measure.compare import compare as judge
 
     options.check_metric(metric)
-    failing, gpus = _failing(fail_on), real_gpus.named_gpus(gpu)
+    failing, cards = _failing(fail_on), real_gpus.named_gpus(gpus)
+    timeout_s = None if timeout is None else seconds_of(timeout, option="--timeout", example="30m")
     compared = _with_checkpointed(_parse_policies(policies), checkpoint)
     changes_of(script, checkpoint=checkpoint or "")
     baseline = "fp32" if "fp32" in compared else next(iter(compared))
@@ -108,13 +115,13 @@ def compare(
         before, left = left_to_run(requests)
         alone = len(left) < 2 and engine is one_after_another  # a single run has no other to share its imports with
         with nullcontext() if alone else engine.opened(folder):
-            runs = run_all(left, timeout_s=timeout, engine=engine, before=before)
+            runs = run_all(left, timeout_s=timeout_s, engine=engine, before=before)
         runs.sort(key=lambda r: ([*compared].index(r.compared_as), r.seed))
         rows: list[Row] = []
         if any(run.compared_as == baseline for run in runs):
             record = judge(runs, baseline=baseline, margin=margin, command=list(script.command))
             if not stop.stopped:
-                record = record.model_copy(update={"real_gpus": real_gpus.predicted_for(script, runs, gpus)})
+                record = record.model_copy(update={"real_gpus": real_gpus.predicted_for(script, runs, cards)})
             script.finish(record, folder)
             rows = [row for row in record.rows if row.verdict in failing]
         if stop.stopped:
@@ -141,7 +148,7 @@ def _failing(text: str) -> set[str]:
         if name not in groups:
             raise UsageError(
                 f"--fail-on {text!r} names {name!r}; {nearest(name, [*groups, 'none'])}",
-                hint=f"type: --fail-on diverged,stopped_learning,failed; or --fail-on {NOT_EQUIVALENT} for all that are not equivalent",
+                hint=f"type: {with_value('--fail-on', 'diverged,stopped_learning,failed')}",
             )
     return {verdict for name in named for verdict in groups[name]}
 
@@ -160,10 +167,7 @@ def _parse_policies(policies: str) -> dict[str, _ComparedPolicy]:
     """Return the policies of a comparison by the text that records have for them; two names of one policy count once."""
     from mezzo.launch.request import policy_text
 
-    named = [p.strip() for p in policies.split(",")]
-    if not all(named):
-        full = ",".join(filter(None, named)) or "fp32,bf16,fp16"
-        raise PolicyError(f"--policies {policies!r} contains an empty policy name", hint=f"type: --policies {full}")
+    named = values.names_in(policies)
     compared: dict[str, _ComparedPolicy] = {}
     for name in named:
         policy = options.parse_policy(name)

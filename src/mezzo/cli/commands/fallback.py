@@ -21,18 +21,21 @@ if TYPE_CHECKING:
 def fallback(
     script: Script,
     policy: Annotated[
-        str, options.policy_option("Policy to judge. The modules that it keeps in FP32 stay in FP32.")
+        str, options.policy_option("Policy to judge. The modules that it keeps in FP32 stay in FP32.", as_is=False)
     ] = "fp16",
     tolerance: Annotated[
         float | None,
         typer.Option(
+            metavar="SHARE",
             min=1e-9,
             max=1.0,
             help="Largest relative error accepted in a parameter's gradient. [default: what rounding explains, and at least "
             "0.02 for fp16, 0.16 for bf16, 0.5 for fp8]",
         ),
     ] = None,
-    fresh: Annotated[int, typer.Option(min=0, max=100, help="Number of further batches to check the set on.")] = 2,
+    fresh: Annotated[
+        int, typer.Option(metavar="N", min=0, max=100, help="Number of further batches to check the set on.")
+    ] = 2,
     jobs: Jobs = None,
     on: On = None,
 ) -> None:
@@ -41,7 +44,7 @@ def fallback(
     The script runs unedited, about ten times for a few steps: in FP32, then under the policy with one set of modules after
     another kept in FP32. Pass the policy file to --policy of the other commands, or to mezzo.Session.
 
-    With --jobs or --on, runs that the search will probably need next start at the same time; the result is the same. --resume
+    With --jobs or --on, runs that the search will probably need next start at the same time; the result is the same. --resume FOLDER
     continues a search that was stopped.
     """
     from mezzo.launch.several.fallback import fallback_of_script
@@ -53,7 +56,7 @@ def fallback(
     engine = engine_of(jobs, on)
     folder = script.folder("fallback", leaves=("policy.toml", "runs"))
     finished = finished_before(script, folder, "search", say=results.note)
-    finished.begin({}, restart=not script.resume)
+    finished.begin({}, restart=script.resume is None)
     request, waves = script.request(judged, folder=folder), Waves(engine, finished.identity)
     with stoppable() as stop:
         record: FallbackRecord | RunRecord
@@ -63,7 +66,7 @@ def fallback(
                     request,
                     folder=folder,
                     waves=waves,
-                    resume=script.resume,
+                    resume=script.resume is not None,
                     tolerance=tolerance,
                     fresh=fresh,
                     note=results.note,

@@ -43,21 +43,25 @@ def new_folder(out: Path | None, name: str, *, leaves: Sequence[str] = ()) -> Pa
     return folder
 
 
-def resumed_folder(out: Path | None) -> Path:
-    """Return the folder that a command continues in.
+def resumed_folder(folder: Path, *, out: Path | None) -> Path:
+    """Return the folder of ``--resume`` that a command continues in; ``out`` is the folder of ``--out``.
 
     Raises:
-        UsageError: no folder was named, or it does not exist.
+        UsageError: it does not exist, or ``out`` is another one.
     """
-    if out is None or not out.is_dir():
-        named = "no folder" if out is None else f"--out {str(out)!r}, which is not a folder"
+    if not folder.is_dir():
         raise UsageError(
-            f"--resume with {named}; allowed: --out with the folder to continue in",
-            hint="type: --resume --out runs/... with the folder that the command wrote to",
+            f"--resume {str(folder)!r} is not a folder; allowed: the folder that the stopped command wrote to",
+            hint="find it with ls runs",
         )
-    _create(out)
-    (out / _REPORT).unlink(missing_ok=True)
-    return out
+    if out is not None and out.absolute() != folder.absolute():
+        raise UsageError(
+            f"--resume {str(folder)!r} with --out {str(out)!r}; allowed: one folder, because a command continues where it stopped",
+            hint=f"leave out --out {out}",
+        )
+    _create(folder, "--resume")
+    (folder / _REPORT).unlink(missing_ok=True)
+    return folder
 
 
 def _unused_folder(out: Path, leaves: Sequence[str]) -> Path:

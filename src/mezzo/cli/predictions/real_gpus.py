@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from mezzo.cli import results
+from mezzo.cli.options.values import NONE, names_in
 from mezzo.cli.script import Script
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
@@ -14,11 +15,9 @@ if TYPE_CHECKING:
     from mezzo.gpus import Gpu
     from mezzo.records import RealGpus, RunRecord
 
-NONE = "none"
-
 
 def named_gpus(text: str | None) -> list[Gpu] | None:
-    """Return the GPUs of ``--gpu``; None for the usual ones.
+    """Return the GPUs of ``--gpus``; None for the usual ones.
 
     Raises:
         UsageError: a GPU is unknown.
@@ -27,9 +26,9 @@ def named_gpus(text: str | None) -> list[Gpu] | None:
 
     if text is None:
         return None
-    if text == NONE:
+    if text.lower() == NONE:
         return []
-    gpus = [gpu_named(name.strip()) for name in text.split(",")]
+    gpus = [gpu_named(name, option="--gpus") for name in names_in(text)]
     return list({gpu.name: gpu for gpu in gpus}.values())
 
 

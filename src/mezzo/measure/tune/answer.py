@@ -81,7 +81,7 @@ def _why_keep(finals: Sequence[TuneRow]) -> str:
     best = max(open_rows, key=lambda row: row.speedup or 0)
     return (
         f"{why}; {best.name} seems {best.speedup:.3g} times as fast, with a 95% interval from {best.speedup_low:.3g} to "
-        f"{best.speedup_high:.3g}: more --repeats or an idle machine would narrow it"
+        f"{best.speedup_high:.3g}: more --seeds or an idle machine would narrow it"
     )
 
 
