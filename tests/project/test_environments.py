@@ -1,4 +1,4 @@
-"""The environments that make creates, updates and removes: with a stand-in for Python that notes what it was told, so nothing is installed."""
+"""The environments that make creates, updates and removes: a stand-in for Python notes what it was told, and nothing is installed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from optional_libraries import LIBRARIES
 from paths import ROOT, TESTS
 
 if not (ROOT / "Makefile").is_file():
@@ -296,6 +297,13 @@ def test_the_last_stage_has_every_library_that_a_test_would_be_skipped_without()
     assert "make test-all" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
+def test_what_make_test_leaves_out_by_name_is_in_the_last_stage_only() -> None:
+    stage = set().union(*(distributions(extra) for extra in ("test", "check", "triton", "fp8")))
+    left_out = {IMPORTED.get(name, name) for name in LIBRARIES}
+    assert left_out <= distributions("dev")
+    assert left_out & stage == set()
+
+
 def test_hints_name_packages_and_no_extra_of_a_project_that_pip_may_not_find() -> None:
     """In a clone that is on the path, pip install 'mezzo[fp8]' would ask an index for Mezzo; the package itself installs everywhere."""
     named = set().union(*(optional()[extra] for extra in optional()))
@@ -322,7 +330,8 @@ def test_the_publishing_workflow_checks_before_it_publishes() -> None:
     writing = {name for name, job in jobs.items() if "write" in str(job.get("permissions"))}
     assert writing == {"publish"}
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
-    assert "secrets." not in text and "password" not in str(jobs)
+    assert "secrets." not in text
+    assert "password" not in str(jobs)
     supported = [str(version) for version in jobs["check"]["strategy"]["matrix"]["python"]]
     assert supported == ["3.10", "3.11", "3.12", "3.13", "3.14"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]

@@ -36,7 +36,9 @@ def test_other_words_are_refused(text: str, said: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "library"), [("slurm:cluster=local", "submitit"), ("ray", "ray")])
-def test_a_missing_library_is_named_with_the_line_that_installs_it(name: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named_with_the_line_that_installs_it(
+    name: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = importlib.import_module
 
     def without(module: str, package: str | None = None) -> Any:
