@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+for _library in ("accelerate", "lightning", "transformers"):
+    pytest.importorskip(_library)
+
 from mezzo.compat import accelerate, lightning, transformers
 from mezzo.observe.nonfinite.where import Caller, where_to_write
 from mezzo.records import DiagnoseRecord
