@@ -93,7 +93,7 @@ def test_a_stage_is_installed_once_and_says_first_what_and_how_long(stage: str, 
     assert done.returncode == 0, done.stderr
     assert clone.installed() == [f"--constraint constraints.txt --editable {packages}"]
     said = next(line for line in done.stderr.splitlines() if line)
-    assert re.fullmatch(r"creating \.venv, for .*: .*\d+ packages, [\d.]+ GB.* about [\d.]+ minutes on 2 cores", said)
+    assert re.fullmatch(r"creating \.venv, for .*: .*\d+ packages, [\d.]+ GB.* about [\d.]+ minutes? on 2 cores", said)
     again = clone.make(stage)
     assert (again.returncode, clone.notes.read_text()) == (0, "")
 
