@@ -43,7 +43,7 @@ html_copy_source = False
 copybutton_prompt_text = "$ "
 
 CONTENTS: dict[str, list[str]] = {
-    "Start": ["tutorial", "check", "choosing-a-policy", "troubleshooting", "tuning", "formats", "migrating"],
+    "Start": ["install", "tutorial", "check", "choosing-a-policy", "troubleshooting", "tuning", "formats", "migrating"],
     "Commands": [
         *("commands", "scripts", "watch", "guardrails", "resume-check", "compare", "patch", "predict", "tune"),
         *("diagnose", "audit", "ranges", "fallback", "hardware", "h100", "exit-codes"),
