@@ -75,7 +75,7 @@ def test_other_words_are_refused_before_anything_runs(
     assert ended_with(["failed"], "--fail-on", asked, folder=tmp_path) == 2
     said = capsys.readouterr().err
     assert f"--fail-on {asked!r}" in said
-    assert "hint: type: --fail-on" in said
+    assert "hint: type: mezzo compare " in said
     assert not list(tmp_path.iterdir())
 
 
