@@ -43,20 +43,27 @@ html_copy_source = False
 copybutton_prompt_text = "$ "
 
 CONTENTS: dict[str, list[str]] = {
-    "Start": ["tutorial", "check", "choosing-a-policy", "troubleshooting", "tuning", "formats", "migrating"],
-    "Commands": [
-        *("commands", "scripts", "watch", "guardrails", "resume-check", "compare", "patch", "predict", "tune"),
-        *("diagnose", "audit", "ranges", "fallback", "hardware", "h100", "exit-codes"),
+    "Start": ["tutorial", "choosing-a-policy", "formats", "troubleshooting", "troubleshooting-speed"],
+    "How to": [
+        *("scripts", "check", "compare", "diagnose", "audit", "predict", "checkpointing", "tuning"),
+        *("watch", "tune", "ranges", "fallback", "guardrails", "snapshots", "resume-check", "distributed", "patch"),
+        *("frameworks", "lightning", "accelerate", "transformers", "keras", "paddle", "apex", "migrating"),
+        *("session", "policies", "optimizers", "fast-path", "report", "tracking", "notebook", "agents"),
     ],
-    "Library": ["library", "session", "policies", "optimizers", "checkpointing", "snapshots", "distributed", "fast-path"],
-    "Frameworks": ["frameworks", "lightning", "accelerate", "transformers", "apex", "keras", "paddle"],
-    "Results": ["report", "records", "tracking", "notebook", "agents", "findings/README"],
-    "Trust": ["examples", "paper", "article-numbers", "benchmarks", "public-scripts", "public-reports"],
-    "Reference": ["glossary"],
+    "Reference": [
+        *("commands", "exit-codes", "library", "hardware", "records", "glossary", "findings/README"),
+        *(f"details/{name}" for name in ("scripts", "terminal", "compare", "check", "diagnose", "fallback", "predict")),
+        *(f"details/{name}" for name in ("policies", "session", "snapshots", "guardrails", "distributed", "tune", "patch")),
+        *(f"details/{name}" for name in ("checkpointing", "micro-batches", "apex", "keras", "paddle")),
+    ],
+    "Evidence": [
+        *("evidence/predictions", "evidence/verdicts", "h100", "benchmarks", "article-numbers", "paper"),
+        *("examples", "public-scripts", "public-reports"),
+    ],
     "中文": ["zh-CN/start", "zh-CN/choosing-a-policy", "zh-CN/troubleshooting", "zh-CN/glossary"],
     "Inside Mezzo": [],
 }
-"""By section, the pages in reading order; the pages of design/ and of the findings are added from their folders."""
+"""By kind of page, the pages in reading order; the pages of design/ and of the findings are added from their folders."""
 
 
 REFERENCE = {"commands": ("command", "Every option"), "library": ("module", "Every class and function")}

@@ -24,7 +24,7 @@ import record_builders as build
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 THROUGHPUT = "docs/images/predicted_throughput.svg"
-PREDICTIONS = (ROOT / "docs/predict.md").read_text(encoding="utf-8")
+PREDICTIONS = (ROOT / "docs/evidence/predictions.md").read_text(encoding="utf-8")
 
 
 def test_the_table_is_what_the_results_say() -> None:
@@ -108,9 +108,9 @@ def test_results_name_no_path_of_a_machine(path: Path) -> None:
     assert re.findall(r"/(?:tmp|home|root|work|Users)/\S*", path.read_text(encoding="utf-8")) == []
 
 
-def test_error_rates_on_the_page_of_compare_are_those_of_the_results() -> None:
+def test_error_rates_on_the_page_of_verdicts_are_those_of_the_results() -> None:
     rates: dict[str, float] = json.loads((RESULTS / "verdicts.json").read_text(encoding="utf-8"))["rates"]
-    page = (ROOT / "docs/compare.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/evidence/verdicts.md").read_text(encoding="utf-8")
 
     def of(pattern: str) -> list[float]:
         return [rate for what, rate in rates.items() if re.search(pattern, what)]
