@@ -43,21 +43,21 @@ html_copy_source = False
 copybutton_prompt_text = "$ "
 
 CONTENTS: dict[str, list[str]] = {
-    "Start": ["tutorial", "choosing-a-policy", "formats", "troubleshooting", "troubleshooting-speed"],
+    "Start": ["tutorial", "choosing-a-policy", "troubleshooting", "troubleshooting-speed"],
     "How to": [
-        *("scripts", "check", "compare", "diagnose", "audit", "predict", "checkpointing", "tuning"),
-        *("watch", "tune", "ranges", "fallback", "guardrails", "snapshots", "resume-check", "distributed", "patch"),
-        *("frameworks", "lightning", "accelerate", "transformers", "keras", "paddle", "apex", "migrating"),
-        *("session", "policies", "optimizers", "fast-path", "report", "tracking", "notebook", "agents"),
+        *("scripts", "check", "compare", "diagnose", "audit", "predict", "checkpointing", "tuning", "watch", "tune", "ranges"),
+        *("fallback", "guardrails", "snapshots", "resume-check", "distributed", "patch"),
+        *("keras", "paddle", "lightning", "accelerate", "transformers", "session"),
     ],
     "Reference": [
-        *("commands", "exit-codes", "library", "hardware", "records", "glossary", "findings/README"),
+        *("commands", "exit-codes", "frameworks", "library", "policies", "optimizers", "fast-path", "formats", "hardware"),
+        *("migrating", "apex", "report", "records", "tracking", "notebook", "agents", "glossary", "findings/README"),
         *(f"details/{name}" for name in ("scripts", "terminal", "compare", "check", "diagnose", "fallback", "predict")),
         *(f"details/{name}" for name in ("policies", "session", "snapshots", "guardrails", "distributed", "tune", "patch")),
         *(f"details/{name}" for name in ("checkpointing", "micro-batches", "apex", "keras", "paddle")),
     ],
     "Evidence": [
-        *("evidence/predictions", "evidence/verdicts", "h100", "benchmarks", "article-numbers", "paper"),
+        *("evidence/predictions", "evidence/verdicts", "evidence/tests", "h100", "benchmarks", "article-numbers", "paper"),
         *("examples", "public-scripts", "public-reports"),
     ],
     "中文": ["zh-CN/start", "zh-CN/choosing-a-policy", "zh-CN/troubleshooting", "zh-CN/glossary"],
