@@ -60,7 +60,11 @@ CONTENTS: dict[str, list[str]] = {
         *("evidence/predictions", "evidence/verdicts", "evidence/tests", "h100", "benchmarks", "article-numbers", "paper"),
         *("examples", "public-scripts", "public-reports"),
     ],
-    "中文": ["zh-CN/start", "zh-CN/choosing-a-policy", "zh-CN/troubleshooting", "zh-CN/glossary"],
+    "中文": [
+        *("zh-CN/start", "zh-CN/run", "zh-CN/compare", "zh-CN/nan", "zh-CN/memory", "zh-CN/predict", "zh-CN/watch"),
+        *("zh-CN/resume", "zh-CN/distributed", "zh-CN/paddle", "zh-CN/choosing-a-policy", "zh-CN/troubleshooting"),
+        *("zh-CN/troubleshooting-speed", "zh-CN/glossary"),
+    ],
     "Inside Mezzo": [],
 }
 """By kind of page, the pages in reading order; the pages of design/ and of the findings are added from their folders."""
