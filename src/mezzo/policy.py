@@ -257,11 +257,16 @@ _WITHOUT_MASTERS = re.compile(r"[-_]?no[-_]?masters?$", re.IGNORECASE)
 """Spellings that people try for the presets without FP32 master weights."""
 
 
+def canonical(name: str) -> str:
+    """Return the preset that ``name`` is, or that it is another name for, in any case; ``name`` itself if there is none."""
+    return _CANONICAL.get(name.strip().lower(), name)
+
+
 def _preset(name: str) -> Policy:
-    found = PRESETS.get(ALIASES.get(name, name))
+    found = PRESETS.get(canonical(name))
     if found is None:
         raise PolicyError(
-            f"unknown policy {name!r}; {nearest(_WITHOUT_MASTERS.sub('-pure', name), [*PRESETS, *ALIASES])}",
+            f"unknown policy {name!r}; {nearest(_WITHOUT_MASTERS.sub('-pure', name.lower()), [*PRESETS, *ALIASES])}",
             hint="name a preset, another library's name for it, or a .toml policy file",
         )
     return found
@@ -298,6 +303,8 @@ def _toml(value: Any) -> str:
 
 _SETTABLE = tuple(f.name for f in dataclasses.fields(Policy) if f.name != "name")
 PRESETS: dict[str, Policy] = {}
+AS_IS = "as-is"
+"""In place of a policy: the script's own precision."""
 
 
 def _presets() -> list[Policy]:
@@ -333,9 +340,16 @@ ALIASES = {
     "bf16-true": "bf16-pure",
     # Hugging Face
     "no": "fp32",
-    # Keras
+    # PyTorch
     "float32": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "amp": "fp16",  # torch.amp without a dtype, on CUDA
+    # Keras
     "mixed_float16": "fp16",
     "mixed_bfloat16": "bf16",
 }
 """Other libraries' names of the presets."""
+
+_CANONICAL = {name.lower(): preset for name, preset in {**{name: name for name in PRESETS}, **ALIASES}.items()}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Annotated, cast
 
 import typer
+from typer.main import get_command
 
 from mezzo.cli.commands import (
     audit,
@@ -23,7 +24,7 @@ from mezzo.cli.commands import (
     tune,
     watch,
 )
-from mezzo.cli.options.completion import ScriptCommand
+from mezzo.cli.help import NAMES, Command, Commands, ScriptCommand
 from mezzo.cli.ranks import in_ranks
 from mezzo.cli.script import with_groups
 from mezzo.cli.usage import usage_error
@@ -36,20 +37,22 @@ from mezzo.version import VERSION
 app = typer.Typer(
     name="mezzo",
     help="Mixed-precision training that you can turn on, trust and prove, on your own unmodified script.",
+    cls=Commands,
     no_args_is_help=True,
-    epilog="Exit codes: docs/exit-codes.md.",
-    rich_markup_mode="markdown",  # joins the lines of a paragraph, and shows text in brackets
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": NAMES},
 )
 
 
 def _on_script(name: str, command: Callable[..., None]) -> None:
     """Add a command on a script; parsing stops at the first word that is not an option, so all words after the script are the script's."""
-    app.command(name, cls=ScriptCommand, context_settings={"allow_interspersed_args": False})(command)
+    app.command(
+        name, cls=ScriptCommand, context_settings={"allow_interspersed_args": False, "help_option_names": NAMES}
+    )(command)
 
 
-app.command("doctor")(doctor.doctor)
+app.command("doctor", cls=Command, context_settings={"help_option_names": NAMES})(doctor.doctor)
 _on_script("check", with_groups(check.check, resumes=True))
 _on_script("run", with_groups(run.run))
 _on_script("watch", with_groups(watch.watch))
@@ -61,7 +64,7 @@ _on_script("fallback", with_groups(fallback.fallback, resumes=True))
 _on_script("predict", with_groups(predict.predict))
 _on_script("tune", with_groups(tune.tune, resumes=True))
 _on_script("resume-check", with_groups(resume_check.resume_check))
-app.command("report")(report.report)
+app.command("report", cls=Command, context_settings={"help_option_names": NAMES})(report.report)
 
 _PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 """Base class of the parser's errors, which has no stable import: newer versions of typer contain a parser of their own."""
@@ -103,7 +106,7 @@ def _exit_code(words: list[str]) -> int:
     except MezzoError as error:
         return _failed(error)
     except _PARSER_ERROR as error:
-        usage = usage_error(error)
+        usage = usage_error(error, get_command(app).commands)  # type: ignore[attr-defined]
         return 2 if usage is None else _failed(usage)
     except Stopped as stopped:
         print(f"mezzo: {stopped}", file=sys.stderr)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
+from mezzo.cli.words import with_value
 from mezzo.errors import UsageError
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.IGNORECASE)
+_NEARLY = re.compile(r"(\d+(?:\.\d+)?) *([smhd]?)", re.IGNORECASE)
 
 
 def seconds_of(text: str, *, option: str, example: str) -> float:
@@ -21,9 +23,18 @@ def seconds_of(text: str, *, option: str, example: str) -> float:
     if seconds <= 0:
         raise UsageError(
             f"{option} {text!r}; allowed: a time above 0 with its unit, such as 30s, 5m or 1h",
-            hint=f"type: {option} {example}",
+            hint=f"type: {with_value(option, _meant(text, example))}",
         )
     return seconds
+
+
+def _meant(text: str, example: str) -> str:
+    """Return the duration that was probably meant; a bare number of 60 or more was in seconds, as in older versions."""
+    found = _NEARLY.match(text.strip())
+    if found is None or float(found[1]) == 0:
+        return example
+    unit = found[2].lower() or ("s" if float(found[1]) >= 60 or example.endswith("s") else "m")
+    return f"{24 * int(float(found[1]))}h" if unit == "d" else f"{found[1]}{unit}"
 
 
 def clock(seconds: float) -> str:

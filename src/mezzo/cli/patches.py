@@ -35,8 +35,7 @@ def with_patch(
         left_s: seconds left of the budget.
         say: called with each message.
     """
-    from mezzo.policy import Policy
-    from mezzo.records import AS_IS
+    from mezzo.policy import AS_IS, Policy
 
     answer = record.answer
     if answer.decision != "use":

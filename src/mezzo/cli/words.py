@@ -8,9 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
+
+from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
     from mezzo.launch.targets import Target
@@ -68,6 +70,27 @@ def _without_option(words: Sequence[str], option: str) -> list[str]:
     return list(words)
 
 
+def resume_folder(folder: Path | None) -> Path | None:
+    """Refuse the older ``--resume --out FOLDER``, and a script in the place of the folder.
+
+    Raises:
+        UsageError: it has the line to type.
+    """
+    words = list(typed())
+    if folder is not None and str(folder).startswith("-"):
+        out = value_after(_OUT, words) or "runs/mine"
+        rest = _without_option([word for word in words if word != RESUME], _OUT)
+        line = shlex.join([*rest[:2], RESUME, out, *rest[2:]])
+        raise UsageError(f"{RESUME} without a folder; allowed: the folder to continue in", hint=f"type: {line}")
+    if folder is not None and folder.suffix == ".py":
+        place = words.index(RESUME) + 1 if RESUME in words else len(words)
+        line = shlex.join(
+            [*words[:place], value_after(_OUT, words) or "runs/mine", *_without_option(words[place:], _OUT)]
+        )
+        raise UsageError(f"{RESUME} took {str(folder)!r} as its folder", hint=f"type: {line}")
+    return folder
+
+
 def value_after(option: str, words: Sequence[str]) -> str | None:
     """Return the value of an option in a command's words; None without one."""
     for word, following in zip_longest(words, words[1:]):
@@ -78,11 +101,32 @@ def value_after(option: str, words: Sequence[str]) -> str | None:
     return None
 
 
+def with_value(option: str, *values: str) -> str:
+    """Return the command as typed with ``values`` for an option that it has, to be typed again; only the option if it has none.
+
+    A script that was taken as the option's value stays as the script.
+    """
+    words, new = list(typed()), [option, *values]
+    for place, word in enumerate(words):
+        if word == option or word.startswith(f"{option}="):
+            after = words[place + (1 if "=" in word else 2) :]
+            script = [] if after or "=" in word else [one for one in words[place + 1 :] if one.endswith(".py")]
+            return shlex.join([*words[:place], *new, *script, *after])
+    return shlex.join(new)
+
+
 def check_arguments(context: typer.Context, arguments: list[str] | None) -> list[str] | None:
-    """Warn about script arguments that look like options of the command, unless the script mentions them."""
+    """Refuse script arguments that are options of the command, unless the script mentions them or ``--`` comes before it.
+
+    Raises:
+        UsageError: it would be passed to a script that does not know it.
+    """
     name, module = context.params.get("target"), bool(context.params.get("as_module"))
     misplaced = list(_own_options(context, arguments or []))
     if not misplaced or name is None or context.resilient_parsing:
+        return arguments
+    target = target_of(name, arguments, module=module)
+    if "--" in target.typed:
         return arguments
     from mezzo.launch.frameworks import own_sources
 
@@ -92,25 +136,42 @@ def check_arguments(context: typer.Context, arguments: list[str] | None) -> list
     unknown = [words for words in misplaced if not any(_mentions(source, words[0]) for source in sources)]
     if unknown:
         moved = [word for words in unknown for word in words]
-        target = target_of(name, arguments, module=module)
         rest = _without(list(target.arguments), unknown)
-        command = target._replace(typed=[*target.typed, *moved], arguments=rest).instead(name, module=module)
-        typer.echo(
-            f"mezzo: {' '.join(moved)} comes after {name}, so it is passed to the script, which does not mention it; "
-            f"to pass it to Mezzo, type: {command}",
-            err=True,
+        verb = _command_with({words[0].partition("=")[0] for words in unknown}, context)
+        before = [*target.typed[:1], verb, *target.typed[2:], *moved]
+        command = target._replace(typed=before, arguments=rest).instead(name, module=module)
+        asis = target._replace(typed=[*target.typed, *(["-m"] if module else []), "--"]).instead(name)
+        raise UsageError(
+            f"{' '.join(moved)} comes after {name}, which does not mention it; allowed: options of Mezzo before the script",
+            hint=f"type: {command}, or, if it is the script's own: {asis}",
         )
     return arguments
 
 
 def _own_options(context: typer.Context, arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Yield every option of the command among the script's arguments, with its value."""
-    flags = {name: bool(getattr(p, "is_flag", False)) for p in context.command.params for name in p.opts}
+    """Yield every option of Mezzo's commands among the script's arguments, with its value."""
+    commands = [command for _, command in _siblings(context)]
+    flags = {name: bool(getattr(p, "is_flag", False)) for one in commands for p in one.params for name in p.opts}
+    flags = {name: is_flag for name, is_flag in flags.items() if not name.startswith("--help")}
     for word, following in zip_longest(arguments, arguments[1:]):
         option = word.partition("=")[0]
         if option.startswith("--") and option in flags:
             alone = flags[option] or "=" in word or following is None
             yield [word] if alone else [word, str(following)]
+
+
+def _siblings(context: typer.Context) -> list[tuple[str, Any]]:
+    """Return the command of the context and the others on scripts, by name."""
+    group = getattr(context.parent, "command", None)
+    others: dict[str, Any] = getattr(group, "commands", {})
+    on_scripts = [(name, one) for name, one in others.items() if any(p.name == "target" for p in one.params)]
+    return [(str(context.info_name), context.command), *on_scripts]
+
+
+def _command_with(options: set[str], context: typer.Context) -> str:
+    """Return the first command that has all options, the one that was typed if possible."""
+    fits = (name for name, command in _siblings(context) if options <= {o for p in command.params for o in p.opts})
+    return next(fits, str(context.info_name))
 
 
 def _mentions(source: str, word: str) -> bool:

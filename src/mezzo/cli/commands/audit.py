@@ -9,6 +9,7 @@ import typer
 
 from mezzo.cli.options import shared as options
 from mezzo.cli.script import Script, observed_exit_code, run_and_finish
+from mezzo.cli.words import with_value
 from mezzo.errors import UsageError
 
 
@@ -18,7 +19,10 @@ def audit(
         str, options.policy_option("Precision policy to run the script under, or as-is for its own precision.")
     ] = "as-is",
     steps: Annotated[
-        str, typer.Option(help="Training steps to record, from 1: 3, or 3,10, or 3-5. The script stops after them.")
+        str,
+        typer.Option(
+            metavar="STEPS", help="Training steps to record, from 1: 3, or 3,10, or 3-5. The script stops after them."
+        ),
     ] = "3",
 ) -> None:
     """Record every operation of chosen training steps with its format, module and phase, and report findings.
@@ -50,7 +54,7 @@ def _numbers(steps: str) -> tuple[int, ...]:
             raise UsageError(
                 f"--steps {steps!r} is not a list of steps; allowed: numbers from 1, such as 3 or 3,10 or 3-5, "
                 f"and ranges of at most {options.MOST_OBSERVED_STEPS:,} steps",
-                hint="type: --steps 3",
+                hint=f"type: {with_value('--steps', '3')}",
             )
         numbers.update(range(first, last + 1))
     return tuple(sorted(numbers))

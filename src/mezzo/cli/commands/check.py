@@ -14,12 +14,14 @@ from mezzo.cli.check_record import CheckOptions, check_record, formats_of
 from mezzo.cli.durations import seconds_of
 from mezzo.cli.machines import Machine, machine_of, name_of
 from mezzo.cli.options import shared as options
+from mezzo.cli.options import values
 from mezzo.cli.options.clusters import Jobs, On, engine_of
 from mezzo.cli.patches import with_patch
 from mezzo.cli.progress import shown
 from mezzo.cli.results import write
 from mezzo.cli.resumed import finished_before
 from mezzo.cli.script import Script
+from mezzo.cli.words import with_value
 from mezzo.errors import PolicyError, UsageError
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
@@ -38,22 +40,36 @@ _TAIL = 12
 def check(
     script: Script,
     budget: Annotated[
-        str, typer.Option(metavar="DURATION", help="Time for everything, such as 90s, 10m or 1h.", show_default=True)
+        str,
+        typer.Option(
+            metavar="DURATION",
+            callback=values.duration,
+            help="Time for everything, such as 90s, 10m or 1h.",
+            show_default=True,
+        ),
     ] = "10m",
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="GPU", help="The GPU to answer for, such as a100-80gb. [default: this machine's device]"),
+        typer.Option(
+            metavar="GPU",
+            callback=values.gpu,
+            help="The GPU to answer for, such as a100-80gb. [default: this machine's device]",
+        ),
     ] = None,
     policies: Annotated[
         str | None,
         typer.Option(
+            metavar="POLICIES",
+            callback=values.policies,
             help=f"Policies to try in addition to fp32, separated by commas. Presets: {options.PRESETS_HELP} "
-            "[default: those that the device offers]"
+            "[default: those that the device offers]",
         ),
     ] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(min=1, help="Runs per policy, each with its own seed. [default: 3, fewer if time is short]"),
+        typer.Option(
+            metavar="N", min=1, help="Runs per policy, each with its own seed. [default: 3, fewer if time is short]"
+        ),
     ] = None,
     write_patch: Annotated[
         bool, typer.Option("--write-patch", help="Also write the change to the script as a diff, after trying it.")
@@ -114,11 +130,12 @@ def _named(policies: str) -> dict[str, Policy | None]:
     """
     from mezzo.launch.request import policy_text
 
-    named = [options.parse_policy(text.strip()) for text in policies.split(",") if text.strip()]
+    named = [options.parse_policy(text) for text in values.names_in(policies)]
     by_text = {policy_text(policy): policy for policy in named}
     if not set(by_text) - {"fp32"}:
         raise PolicyError(
-            f"--policies {policies!r} names nothing to compare with fp32", hint="type: --policies bf16,fp16"
+            f"--policies {policies!r} names nothing to compare with fp32",
+            hint=f"type: {with_value('--policies', 'bf16,fp16')}",
         )
     return by_text
 

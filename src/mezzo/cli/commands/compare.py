@@ -12,13 +12,14 @@ import typer
 from mezzo.cli import results
 from mezzo.cli.compare_runs import begin_or_continue, left_to_run, run_all
 from mezzo.cli.durations import seconds_of
-from mezzo.cli.options import completion
+from mezzo.cli.options import completion, values
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of
 from mezzo.cli.options.model_changes import changes_of
 from mezzo.cli.predictions import real_gpus
 from mezzo.cli.script import Script
-from mezzo.errors import PolicyError, ScriptError, UsageError, nearest
+from mezzo.cli.words import with_value
+from mezzo.errors import ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import stoppable
 
 if TYPE_CHECKING:
@@ -35,15 +36,18 @@ def compare(
     policies: Annotated[
         str,
         typer.Option(
+            metavar="POLICIES",
+            callback=values.policies,
             autocompletion=completion.policies,
             help="Policies, separated by commas. The baseline is fp32 if listed, else the first. "
             f"Presets: {options.PRESETS_HELP}",
         ),
     ] = "fp32,bf16,fp16",
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per policy, each with its own seed.")] = 3,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs per policy, each with its own seed.")] = 3,
     margin: Annotated[
         float,
         typer.Option(
+            metavar="SHARE",
             min=1e-9,
             help="Largest difference that still counts as equivalent, as a share of the baseline's final loss or metric. "
             "The baseline's own seed-to-seed spread replaces it where that is wider.",
@@ -53,6 +57,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="DURATION",
+            callback=values.duration,
             help="Stop a run that takes longer; its row says so. [default: 20 times the longest run so far, at least 10m]",
         ),
     ] = None,
@@ -69,6 +74,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="GPUS",
+            callback=values.gpus_or_none,
             help="GPUs to predict speed and memory for, separated by commas, or none. "
             "[default: t4, a100-80gb, h100-sxm and rtx-4090, if this machine has no GPU]",
         ),
@@ -142,7 +148,7 @@ def _failing(text: str) -> set[str]:
         if name not in groups:
             raise UsageError(
                 f"--fail-on {text!r} names {name!r}; {nearest(name, [*groups, 'none'])}",
-                hint=f"type: --fail-on diverged,stopped_learning,failed; or --fail-on {NOT_EQUIVALENT} for all that are not equivalent",
+                hint=f"type: {with_value('--fail-on', 'diverged,stopped_learning,failed')}",
             )
     return {verdict for name in named for verdict in groups[name]}
 
@@ -161,10 +167,7 @@ def _parse_policies(policies: str) -> dict[str, _ComparedPolicy]:
     """Return the policies of a comparison by the text that records have for them; two names of one policy count once."""
     from mezzo.launch.request import policy_text
 
-    named = [p.strip() for p in policies.split(",")]
-    if not all(named):
-        full = ",".join(filter(None, named)) or "fp32,bf16,fp16"
-        raise PolicyError(f"--policies {policies!r} contains an empty policy name", hint=f"type: --policies {full}")
+    named = values.names_in(policies)
     compared: dict[str, _ComparedPolicy] = {}
     for name in named:
         policy = options.parse_policy(name)

@@ -19,7 +19,10 @@ def diagnose(
         str, options.policy_option("Precision policy to run the script under, or as-is for its own precision.")
     ] = "fp16",
     steps: Annotated[
-        int, typer.Option(min=1, max=options.MOST_OBSERVED_STEPS, help="Maximum number of training steps to inspect.")
+        int,
+        typer.Option(
+            metavar="N", min=1, max=options.MOST_OBSERVED_STEPS, help="Maximum number of training steps to inspect."
+        ),
     ] = 200,
 ) -> None:
     """Find the first value of a training script that leaves its format: module, operation, line, cause and a tested fix.

@@ -21,18 +21,21 @@ if TYPE_CHECKING:
 def fallback(
     script: Script,
     policy: Annotated[
-        str, options.policy_option("Policy to judge. The modules that it keeps in FP32 stay in FP32.")
+        str, options.policy_option("Policy to judge. The modules that it keeps in FP32 stay in FP32.", as_is=False)
     ] = "fp16",
     tolerance: Annotated[
         float | None,
         typer.Option(
+            metavar="SHARE",
             min=1e-9,
             max=1.0,
             help="Largest relative error accepted in a parameter's gradient. [default: what rounding explains, and at least "
             "0.02 for fp16, 0.16 for bf16, 0.5 for fp8]",
         ),
     ] = None,
-    fresh: Annotated[int, typer.Option(min=0, max=100, help="Number of further batches to check the set on.")] = 2,
+    fresh: Annotated[
+        int, typer.Option(metavar="N", min=0, max=100, help="Number of further batches to check the set on.")
+    ] = 2,
     jobs: Jobs = None,
     on: On = None,
 ) -> None:

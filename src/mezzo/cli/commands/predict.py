@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import results
+from mezzo.cli.first_word import check_first_word
 from mezzo.cli.options import shared as options
+from mezzo.cli.options import values
 from mezzo.cli.options.folders import new_folder
 from mezzo.cli.predictions import renting
 from mezzo.cli.predictions.assumed import assumptions
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
 
 USUAL = "t4,l4,rtx-4090,a100-80gb,h100-sxm"
 _BATCH = 32
-_CPU = "cpu"
-"""The name of this machine's CPU in --gpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,38 +34,47 @@ class Sharing:
     """How the GPUs of one machine share a training."""
 
     gpus_per_job: Annotated[
-        int, typer.Option(min=1, help="GPUs of one machine that train together, each on a batch of its own.")
+        int,
+        typer.Option(metavar="N", min=1, help="GPUs of one machine that train together, each on a batch of its own."),
     ] = 1
     shard: Annotated[
         str,
         typer.Option(
-            help="How the GPUs share the training: ddp (each holds the whole model) or fsdp (each holds a shard)."
+            metavar="KIND",
+            callback=values.shard,
+            help="How the GPUs share the training: ddp (each holds the whole model) or fsdp (each holds a shard).",
         ),
     ] = "ddp"
 
 
 def predict(
     target: Annotated[
-        str | None, typer.Argument(metavar="[SCRIPT]", help="The training script; leave it out with --model.")
+        str | None,
+        typer.Argument(
+            metavar="[SCRIPT]", callback=check_first_word, help="The training script; leave it out with --model."
+        ),
     ] = None,
     arguments: options.Arguments = None,
     *,
     by_name: ByName,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Samples in a batch.  [default: the script's own; 32 with --model]"),
+        typer.Option(metavar="N", min=1, help="Samples in a batch.  [default: the script's own; 32 with --model]"),
     ] = None,
     gpus: Annotated[
         str,
         typer.Option(
-            metavar="NAMES",
+            metavar="GPUS",
+            callback=values.gpus_all_or_cpu,
             help="GPUs by name, separated by commas; all for every known GPU, the fastest first; cpu for this machine's, with --model.",
         ),
     ] = USUAL,
     policies: Annotated[
         str,
         typer.Option(
-            metavar="NAMES", help="fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8."
+            metavar="POLICIES",
+            callback=values.presets,
+            help="fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8.",
         ),
     ] = "fp32,tf32,bf16,fp16",
     channels_last: Annotated[
@@ -100,7 +109,15 @@ def predict(
 
     Write {batch} in the script's arguments, as in --batch-size {batch}, if the script makes its batches without a DataLoader.
     """
+    if target is not None or by_name.model is not None or not calibrate:
+        check_target(target, by_name, as_module=as_module)
     from mezzo.gpus import GPUS, gpu_named
+
+    names = list(GPUS) if gpus.lower() == values.ALL else values.names_in(gpus)
+    listed = (gpu_named(one, option="--gpus") for one in names if one.lower() != values.CPU)
+    cards = list({gpu.name: gpu for gpu in listed}.values())
+    prices = renting.prices_of(price, cards)
+
     from mezzo.measure.environment import environment
     from mezzo.measure.predict import plan
     from mezzo.measure.predict.calibration.calibrate import rates_used
@@ -109,17 +126,13 @@ def predict(
 
     job = check_job(sharing.gpus_per_job, sharing.shard)
     here = environment("cpu")  # before model libraries set environment variables of their own
-    wanted = plan.check_policies([name.strip() for name in policies.split(",")])
-    names = list(GPUS) if gpus == "all" else [name.strip() for name in gpus.split(",")]
-    cards = list({gpu.name: gpu for gpu in (gpu_named(one, option="--gpus") for one in names if one != _CPU)}.values())
-    prices = renting.prices_of(price, cards)
+    wanted = plan.check_policies(values.names_in(policies))
     if calibrate:
         _calibrate()
         if target is None and by_name.model is None:
             return
-    check_target(target, by_name, as_module=as_module)
     size = batch or _BATCH
-    on_cpu = [_on_cpu(by_name, size, channels_last)] if _CPU in names else []
+    on_cpu = [_on_cpu(by_name, size, channels_last)] if values.CPU in map(str.lower, names) else []
     trace_model = partial(of_model, by_name, wanted, batch=size, channels_last=channels_last)
     traced = trace_model() if target is None else of_script(target, arguments or [], wanted, batch, as_module)
     plans = [traced, *(trace_model(checkpoint=one) for one in by_name.plans)]
@@ -132,7 +145,7 @@ def predict(
         for policy in wanted
     ]
     predictions += on_cpu
-    if gpus == "all":
+    if gpus.lower() == values.ALL:
         predictions.sort(key=lambda prediction: -prediction.throughput)
     record = PredictRecord(
         environment=here,
@@ -190,7 +203,7 @@ def _with_best(record: PredictRecord, plans: list[Traced], conditions: list[Cond
     """Return the record with the details of the fastest GPU that fits."""
     from mezzo.measure.predict.detail import detail_of
 
-    on_gpus = [one for one in record.predictions if one.gpu != _CPU]
+    on_gpus = [one for one in record.predictions if one.gpu != values.CPU]
     best = record.model_copy(update={"predictions": on_gpus}).best
     if best is None:
         return record

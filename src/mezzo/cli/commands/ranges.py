@@ -19,12 +19,14 @@ def ranges(
     policy: Annotated[
         str,
         options.policy_option(
-            "Policy to judge: its formats, its initial loss scale and the modules that it keeps in FP32."
+            "Policy to judge: its formats, its initial loss scale and the modules that it keeps in FP32.",
+            as_is=False,
         ),
     ] = "fp16",
     steps: Annotated[
         int,
         typer.Option(
+            metavar="N",
             min=1,
             max=options.MOST_OBSERVED_STEPS,
             help="Number of training steps to record. The script stops after them.",

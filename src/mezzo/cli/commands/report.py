@@ -31,7 +31,7 @@ def report(
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write each page there instead of next to its record.")
+        Path | None, typer.Option(metavar="FOLDER", help="Write each page there instead of next to its record.")
     ] = None,
     log_to: options.LogTo = None,
     as_json: options.Json = False,

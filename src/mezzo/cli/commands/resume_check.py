@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli.durations import seconds_of
+from mezzo.cli.options import values
 from mezzo.cli.progress import shown
 from mezzo.cli.results import note
 from mezzo.cli.script import Script
@@ -28,7 +29,7 @@ def resume_check(
     resume_with: Annotated[
         str,
         typer.Option(
-            metavar="ARGS", help="Arguments to add when the script is started again, such as '--resume last.pt'."
+            metavar="ARGUMENTS", help="Arguments to add when the script is started again, such as '--resume last.pt'."
         ),
     ] = "",
     stop_after: Annotated[
@@ -41,7 +42,11 @@ def resume_check(
     ] = None,
     notice: Annotated[
         str,
-        typer.Option(metavar="DURATION", help="Time between SIGTERM and SIGKILL, for a script that handles SIGTERM."),
+        typer.Option(
+            metavar="DURATION",
+            callback=values.duration,
+            help="Time between SIGTERM and SIGKILL, for a script that handles SIGTERM.",
+        ),
     ] = "10s",
 ) -> None:
     """Find out whether a training script's own checkpoints resume a run that was stopped, and which state they lack.

@@ -10,6 +10,7 @@ import typer
 from mezzo.cli import results
 from mezzo.cli.live_log import live_logging
 from mezzo.cli.options import shared as options
+from mezzo.cli.options import values
 from mezzo.cli.options.guarding import check_guard, guard_request
 from mezzo.cli.options.model_changes import changes_of
 from mezzo.cli.options.snapshots import check_snapshots, snapshot_request
@@ -33,7 +34,9 @@ def run(
     snapshot: Annotated[
         str | None,
         typer.Option(
-            metavar="DURATION", help="Save the script's state at this interval, between two batches: 30s, 5m, 1h."
+            metavar="DURATION",
+            callback=values.duration,
+            help="Save the script's state at this interval, between two batches: 30s, 5m, 1h.",
         ),
     ] = None,
     resume: Annotated[
@@ -55,7 +58,7 @@ def run(
         bool, typer.Option("--compile", help="Compile every model with torch.compile at its first call.")
     ] = False,
     checkpoint: options.Checkpoint = None,
-    seed: Annotated[int | None, typer.Option(help="Add this to every seed that the script sets.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Add this to every seed that the script sets.")] = None,
     metric: options.Metric = None,
 ) -> None:
     """Run an unedited training script under a precision policy.

@@ -13,12 +13,13 @@ from mezzo.cli.budget import Budget
 from mezzo.cli.durations import clock, seconds_of
 from mezzo.cli.machines import check_times, how_placed, machine_of
 from mezzo.cli.options import shared as options
+from mezzo.cli.options import values
 from mezzo.cli.options.clusters import Jobs, On, engine_of
-from mezzo.cli.predictions.real_gpus import NONE
 from mezzo.cli.predictions.ruled_out import gpu_of, rule_out
 from mezzo.cli.progress import shown
 from mezzo.cli.resumed import finished_before
 from mezzo.cli.script import Script
+from mezzo.cli.words import with_value
 from mezzo.errors import UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from mezzo.records import Reason, RunRecord, TuneRecord
 
 _CHANGES = "channels-last,compile"
-_VARY = "type: --vary batch-size=32,64,128"
+_VARY = "batch-size=32,64,128"
 
 
 def tune(
@@ -45,40 +46,59 @@ def tune(
     ] = None,
     policies: Annotated[
         str | None,
-        typer.Option(help="Policies to try, separated by commas. [default: those that this device computes natively]"),
+        typer.Option(
+            metavar="POLICIES",
+            callback=values.policies,
+            help="Policies to try, separated by commas. [default: those that this device computes natively]",
+        ),
     ] = None,
     changes: Annotated[
         str,
         typer.Option(
-            help="Changes to the models to try: channels-last, compile, channels-last+compile, separated by commas; or none."
+            metavar="CHANGES",
+            help="Changes to the models to try: channels-last, compile, channels-last+compile, separated by commas; or none.",
         ),
     ] = _CHANGES,
     checkpoint: Annotated[
         str | None,
         typer.Option(
             metavar="PLANS",
+            callback=values.plans,
             help="Activation checkpointing to try: full, every-2, selective, or the memory to keep for the backward pass, such as 12GiB, "
             "separated by commas.",
         ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The most memory that a configuration may use, such as 12GiB.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", callback=values.size, help="The most memory that a configuration may use, such as 12GiB."
+        ),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
             metavar="GPU",
+            callback=values.gpu_or_none,
             help="The GPU to train on later, or none: configurations predicted not to fit there, or to be much slower, are not run. "
             "[default: this machine's]",
         ),
     ] = None,
     budget: Annotated[
-        str, typer.Option(metavar="DURATION", help="Time for everything, such as 90s, 10m or 1h.", show_default=True)
+        str,
+        typer.Option(
+            metavar="DURATION",
+            callback=values.duration,
+            help="Time for everything, such as 90s, 10m or 1h.",
+            show_default=True,
+        ),
     ] = "10m",
     steps: Annotated[
-        int, typer.Option(min=10, help="Steps of each run of the first round; finalists run four times as many.")
+        int,
+        typer.Option(
+            metavar="N", min=10, help="Steps of each run of the first round; finalists run four times as many."
+        ),
     ] = 20,
-    seeds: Annotated[int, typer.Option(min=2, help="Runs of each finalist, each with its own seed.")] = 3,
+    seeds: Annotated[int, typer.Option(metavar="N", min=2, help="Runs of each finalist, each with its own seed.")] = 3,
     jobs: Jobs = None,
     on: On = None,
 ) -> None:
@@ -98,8 +118,8 @@ def tune(
     time_left = Budget(seconds_of(budget, option="--budget", example="10m"))
     varied, changed = _varied(vary or []), _changes(changes)
     limit_bytes, plans = None if memory is None else bytes_of_text(memory, option="--memory"), _plans(checkpoint)
-    target_gpu = gpu if gpu in (None, NONE) else gpu_named(str(gpu))
-    named = None if policies is None else [name.strip() for name in policies.split(",") if name.strip()]
+    target_gpu = gpu if gpu is None or gpu.lower() == values.NONE else gpu_named(gpu)
+    named = None if policies is None else values.names_in(policies)
     script.check(*(options.parse_policy(name) for name in named or []))
     engine = engine_of(jobs, on)
     check_times(engine)
@@ -132,7 +152,10 @@ def _varied(texts: list[str]) -> dict[str, list[str]]:
         name, equals, values = text.partition("=")
         name, listed = name.strip().lstrip("-"), [value.strip() for value in values.split(",")]
         if not (name and equals and all(listed)):
-            raise UsageError(f"--vary {text!r}; allowed: an option of the script and its values", hint=_VARY)
+            raise UsageError(
+                f"--vary {text!r}; allowed: an option of the script and its values",
+                hint=f"type: {with_value('--vary', _VARY)}",
+            )
         varied.setdefault(name, []).extend(listed)
     return varied
 
@@ -147,7 +170,7 @@ def _changes(text: str) -> list[Changes]:
         if name not in CHANGES:
             raise UsageError(
                 f"--changes {text!r} names {name!r}; {nearest(name, [*CHANGES, 'none'])}",
-                hint=f"type: --changes {_CHANGES}",
+                hint=f"type: {with_value('--changes', _CHANGES)}",
             )
     return [CHANGES[name] for name in names]
 
@@ -155,7 +178,7 @@ def _changes(text: str) -> list[Changes]:
 def _plans(text: str | None) -> list[str]:
     from mezzo.measure.checkpointing.wanted import check_wanted
 
-    return [] if text is None else [check_wanted(one) for one in text.split(",")]
+    return [] if text is None else [check_wanted(one) for one in values.names_in(text)]
 
 
 # --- before the first run ------------------------------------------------------------------------------------------------------
@@ -279,7 +302,7 @@ def _limits(steps: int) -> list[Reason]:
 def _next(script: Script, best: BestTrial, budget: Budget) -> tuple[str, str]:
     """Return the command to type next, and what it does."""
     from mezzo.measure.advice import asks_for_a_gpu
-    from mezzo.records import AS_IS
+    from mezzo.policy import AS_IS
 
     typed = script.retyped
     if best.decision == "undecided":

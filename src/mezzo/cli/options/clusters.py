@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from mezzo.cli import results
+from mezzo.cli.words import with_value
 from mezzo.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 Jobs: TypeAlias = Annotated[
     int | None,
     typer.Option(
+        metavar="N",
         min=1,
         help="Number of runs at once, each with a GPU of its own or, on a machine without GPUs, its share of the threads. "
         "[default: 1; with --on, as many as the cluster allows]",
@@ -67,7 +69,11 @@ def named_cluster(text: str) -> Cluster:
 
     name, _, rest = text.partition(":")
     if name not in _LIBRARIES:
-        raise UsageError(f"--on {text!r}; {nearest(name, list(_LIBRARIES))}", hint="type: --on slurm or --on ray")
+        near = min(_LIBRARIES, key=lambda one: one[0] != name[:1])
+        raise UsageError(
+            f"--on {text!r}; {nearest(name, list(_LIBRARIES))}",
+            hint=f"type: {with_value('--on', near)}",
+        )
     options = _options(text, rest)
     try:
         return Slurm(options) if name == "slurm" else Ray(options)

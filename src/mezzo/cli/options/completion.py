@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from typer.core import TyperCommand
-
-
-class ScriptCommand(TyperCommand):
-    """A command on a script. The words after the script are the script's own, so the command's options are not completed there."""
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Return the options that begin with ``incomplete``; none after the script, where the shell completes files."""
-        return [] if ctx.params.get("target") else super().shell_complete(ctx, incomplete)
 
 
 def policy(incomplete: str) -> list[str]:
     """Return the policies that begin with ``incomplete``: presets, other libraries' names for them, policy files."""
-    from mezzo.policy import ALIASES, PRESETS
-    from mezzo.records import AS_IS
+    from mezzo.policy import ALIASES, AS_IS, PRESETS
 
     names = [name for name in (*PRESETS, *ALIASES, AS_IS) if name.startswith(incomplete)]
     return [*names, *_files(incomplete, ".toml")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from mezzo.cli.words import with_value
 from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,12 +25,12 @@ def check_guard(text: str | None, *, snapshots: bool) -> None:
     if match is None:
         raise UsageError(
             f"--guard {text!r}; allowed: note, stop, rewind, and rewind:TIMES with 1 to 99",
-            hint="type: --guard stop",
+            hint=f"type: {with_value('--guard', 'stop')}",
         )
     if text.startswith("rewind") and not snapshots:
         raise UsageError(
             f"--guard {text} without --snapshot; allowed: --guard {text} --snapshot DURATION",
-            hint=f"type: --snapshot 5m --guard {text}",
+            hint=f"type: {with_value('--guard', text, '--snapshot', '5m')}",
         )
 
 
@@ -52,7 +53,9 @@ def guard_request(script: Script, text: str | None, *, policy: str) -> GuardRequ
 
 
 def _commands(script: Script, policy: str) -> dict[AlarmKind, str]:
-    typed = script.retyped
+    from mezzo.policy import canonical
+
+    typed, policy = script.retyped, canonical(policy)
     diagnose = typed.under("diagnose", policy=policy)
     judged = "fp16" if policy in _LEAVES_FORMATS else policy
     lost = typed.under("ranges", policy=judged)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from mezzo.cli.options import completion
+from mezzo.cli.first_word import check_first_word
+from mezzo.cli.options import completion, values
 from mezzo.cli.options.folders import check_folder
-from mezzo.cli.words import RESUME, check_arguments
+from mezzo.cli.words import RESUME, check_arguments, resume_folder, with_value
 from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,12 +20,15 @@ if TYPE_CHECKING:
 Target: TypeAlias = Annotated[
     str,
     typer.Argument(
-        metavar="SCRIPT", autocompletion=completion.script, help="The training script (with -m: the name of a module)."
+        metavar="SCRIPT",
+        autocompletion=completion.script,
+        callback=check_first_word,
+        help="The training script (with -m: the name of a module).",
     ),
 ]
 Arguments: TypeAlias = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[ARGS]...", callback=check_arguments, help="The script's own arguments."),
+    typer.Argument(metavar="[ARGUMENTS]", callback=check_arguments, help="The script's own arguments."),
 ]
 AsModule: TypeAlias = Annotated[bool, typer.Option("-m", help="Run SCRIPT as a module, as python -m does.")]
 Metric: TypeAlias = Annotated[
@@ -36,7 +40,7 @@ Metric: TypeAlias = Annotated[
 Out: TypeAlias = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR",
+        metavar="FOLDER",
         help="Folder for record and report; if it contains another command's results, a new folder next to it is used. "
         "[default: a new folder under runs/]",
     ),
@@ -47,6 +51,7 @@ Resume: TypeAlias = Annotated[
     typer.Option(
         RESUME,
         metavar="FOLDER",
+        callback=resume_folder,
         help="Continue what was stopped in this folder: run only what is missing or failed there. Refused if the script, its "
         "arguments or a version changed.",
     ),
@@ -68,7 +73,7 @@ LogTo: TypeAlias = Annotated[
         "--log-to",
         metavar="TRACKER",
         callback=_check_destinations,
-        help="Also log the results to tensorboard, wandb or mlflow, or to a place there, such as tensorboard:DIR. May be repeated.",
+        help="Also log the results to tensorboard, wandb or mlflow, or to a place there, such as tensorboard:FOLDER. May be repeated.",
     ),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
@@ -78,46 +83,45 @@ PRESETS_HELP = "fp32, tf32, fp16, bf16, fp8; fp16-master and bf16-master keep FP
 """The presets, for the help of options that accept policies."""
 
 
-def _check_checkpoint(text: str | None) -> str | None:
-    from mezzo.measure.checkpointing.wanted import check_wanted
-
-    return None if text is None else check_wanted(text)
-
-
 Checkpoint: TypeAlias = Annotated[
     str | None,
     typer.Option(
         metavar="PLAN",
-        callback=_check_checkpoint,
+        callback=values.plans,
         help="Activation checkpointing of the script's models: full, every-2, selective, or the memory to keep for the backward pass, "
         "such as 12GiB.",
     ),
 ]
 
 
-def policy_option(text: str) -> Any:
-    """Return the option of one policy with ``text`` as its help."""
-    return typer.Option(autocompletion=completion.policy, help=text)
+def policy_option(text: str, *, as_is: bool = True) -> Any:
+    """Return the option of one policy with ``text`` as its help; ``as_is``: whether the script's own precision is one."""
+    return typer.Option(
+        metavar="POLICY",
+        callback=values.policy if as_is else values.judged_policy,
+        autocompletion=completion.policy,
+        help=text,
+    )
 
 
 MOST_OBSERVED_STEPS = 100_000
 """The most steps in one range to record or inspect: an observed step takes about a second, and every step number some memory."""
 _LARGEST_SEED = 2**32 - 1
+_METRIC = "acc=([0-9.]+)"
 
 
 def parse_policy(text: str) -> Policy | None:
     """Return the policy that an option names; None for ``as-is``, the script's own precision."""
-    from mezzo.policy import Policy
-    from mezzo.records import AS_IS
+    from mezzo.policy import AS_IS, Policy
 
-    return None if text == AS_IS else Policy.of(text)
+    return None if text.strip().lower() == AS_IS else Policy.of(text.strip())
 
 
 def typed_name(text: str, policy: Policy | None) -> str:
     """Return a policy as typed; empty if that is also the text that records have for it."""
     from mezzo.launch.request import policy_text
 
-    return "" if text.strip() == policy_text(policy) else text.strip()
+    return "" if text.strip().lower() == policy_text(policy) else text.strip()
 
 
 def check_seed(seed: int | None) -> None:
@@ -125,7 +129,7 @@ def check_seed(seed: int | None) -> None:
     if seed is not None and not 0 <= seed <= _LARGEST_SEED:
         raise UsageError(
             f"--seed {seed}; allowed: 0 to {_LARGEST_SEED}, the range that NumPy accepts",
-            hint=f"type: --seed {min(abs(seed), _LARGEST_SEED)}",
+            hint=f"type: {with_value('--seed', str(min(abs(seed), _LARGEST_SEED)))}",
         )
 
 
@@ -133,7 +137,7 @@ def check_metric(pattern: str | None) -> None:
     """Refuse a metric's pattern that is not a regular expression with a group."""
     if pattern is None:
         return
-    example = "as in --metric 'acc=([0-9.]+)'"
+    example = f"as in --metric {_METRIC!r}"
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
@@ -142,4 +146,4 @@ def check_metric(pattern: str | None) -> None:
             hint=f"escape literal brackets and dots with a backslash, and put the number in a group, {example}",
         ) from None
     if groups == 0:
-        raise UsageError(f"--metric {pattern!r} has no group", hint=f"put the number in brackets, {example}")
+        raise UsageError(f"--metric {pattern!r} has no group", hint=f"type: {with_value('--metric', _METRIC)}")

@@ -7,14 +7,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from mezzo.cli import results
+from mezzo.cli.options.values import NONE, names_in
 from mezzo.cli.script import Script
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.gpus import Gpu
     from mezzo.records import RealGpus, RunRecord
-
-NONE = "none"
 
 
 def named_gpus(text: str | None) -> list[Gpu] | None:
@@ -27,9 +26,9 @@ def named_gpus(text: str | None) -> list[Gpu] | None:
 
     if text is None:
         return None
-    if text == NONE:
+    if text.lower() == NONE:
         return []
-    gpus = [gpu_named(name.strip(), option="--gpus") for name in text.split(",")]
+    gpus = [gpu_named(name, option="--gpus") for name in names_in(text)]
     return list({gpu.name: gpu for gpu in gpus}.values())
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mezzo.cli.words import with_value
 from mezzo.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def prices_of(text: str | None, gpus: Sequence[Gpu]) -> dict[str, float]:
         if gpu.name not in names:
             raise UsageError(
                 f"--price {text!r} has a price for {gpu.name}, which --gpus does not name; {nearest(gpu.name, names)}",
-                hint=f"add it: --gpus {','.join([*names, gpu.name])}",
+                hint=f"type: {with_value('--gpus', ','.join([*names, gpu.name]))}",
             )
         prices[gpu.name] = _price(price, text)
     return prices
@@ -51,7 +52,7 @@ def _price(text: str, whole: str) -> float:
     if not price > 0 or math.isinf(price):
         raise UsageError(
             f"--price {whole!r} has {text!r} where a price for an hour belongs; allowed: a number above 0",
-            hint="type --price 2.10, or by GPU: --price h100=2.5,a100-80gb=1.3",
+            hint=f"type: {with_value('--price', '2.10')}; by GPU: --price h100=2.5,a100-80gb=1.3",
         )
     return price
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mezzo.cli.budget import Budget
-from mezzo.cli.predictions.real_gpus import NONE
+from mezzo.cli.options.values import NONE
 from mezzo.cli.script import Script
 from mezzo.launch.process.command_signals import stoppable
 
@@ -34,7 +34,7 @@ def gpu_of(option: Gpu | str | None, here: Device) -> Gpu | str | None:
     from mezzo.gpus import find_gpu
 
     if option is not None:
-        return f"--gpu {NONE}" if option == NONE else option
+        return f"--gpu {NONE}" if isinstance(option, str) else option
     if here.kind == "cpu":
         return None
     return find_gpu(here.name) or f"{here.name} is not in the predictor's table"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli import results
+from mezzo.cli.options import values
 from mezzo.cli.script import check_supported, keep_input_for
+from mezzo.cli.words import typed, value_after
 from mezzo.errors import MezzoError, UsageError, nearest
 from mezzo.launch.process.command_signals import stoppable
 
@@ -28,25 +32,30 @@ class ByName:
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="LIBRARY:NAME", help="timm:NAME, torchvision:NAME or transformers:NAME. Nothing is downloaded."
+            metavar="LIBRARY:NAME",
+            callback=values.model,
+            help="timm:NAME, torchvision:NAME or transformers:NAME. Nothing is downloaded.",
         ),
     ] = None
-    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence, with --model.  [default: 128]")] = (
-        None
-    )
+    sequence: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tokens of a sequence, with --model.  [default: 128]")
+    ] = None
     image: Annotated[
-        int | None, typer.Option(min=1, help="Height and width of images, with --model.  [default: 224]")
+        int | None, typer.Option(metavar="N", min=1, help="Height and width of images, with --model.  [default: 224]")
     ] = None
     optimizer: Annotated[
         str | None,
         typer.Option(
-            help="With --model: adamw, adam, sgd (with momentum), adagrad, rmsprop or adafactor.  [default: adamw]"
+            metavar="OPTIMIZER",
+            callback=values.optimizer,
+            help="With --model: adamw, adam, sgd (with momentum), adagrad, rmsprop or adafactor.  [default: adamw]",
         ),
     ] = None
     checkpoint: Annotated[
         str | None,
         typer.Option(
             metavar="PLANS",
+            callback=values.plans,
             help="With --model: also predict checkpointed: full, every-2, selective, or the memory to keep for the backward pass, "
             "such as 12GiB.",
         ),
@@ -75,22 +84,15 @@ class ByName:
 
 def check_target(target: str | None, by_name: ByName, *, as_module: bool) -> None:
     """Check that either a script or a model is named, with options that belong to it."""
-    from mezzo.measure.predict import named
-
-    model, optimizer = by_name.model, by_name.optimizer
+    model = by_name.model
     if (target is None) == (model is None):
         given = "neither" if target is None else f"the script {target!r} and --model {model!r}"
         raise UsageError(
             f"predict needs either a script or a model; it was given {given}",
-            hint="type mezzo predict train.py, or mezzo predict --model timm:resnet50",
+            hint=_hint_for_both(target),
         )
     if target is None and as_module:
         raise UsageError(f"-m belongs to a script, not to --model {model}", hint="leave it out")
-    if optimizer is not None and optimizer not in named.OPTIMIZERS:
-        raise UsageError(
-            f"--optimizer {optimizer!r} cannot be predicted; {nearest(optimizer, named.OPTIMIZERS)}",
-            hint="type --optimizer adamw, or predict your own script, which has its own optimizer",
-        )
     misplaced = {name: value for name, value in vars(by_name).items() if value is not None and target is not None}
     for name, value in misplaced.items():
         if name == "checkpoint":
@@ -106,10 +108,27 @@ def check_target(target: str | None, by_name: ByName, *, as_module: bool) -> Non
         near = sorted(
             path.name for path in (Path(target).parent if Path(target).parent.is_dir() else Path()).glob("*.py")
         )
+        close = [str(Path(target).with_name(one)) for one in get_close_matches(Path(target).name, near, n=1)]
         raise UsageError(
             f"there is no script {target!r}; {nearest(Path(target).name, near) if near else 'the folder has no scripts'}",
-            hint="check the path; for a model by name, type --model timm:resnet50",
+            hint=_instead(target, close)
+            if close
+            else "check the path; for a model by name, type --model timm:resnet50",
         )
+
+
+def _hint_for_both(target: str | None) -> str:
+    """Return the line with only the script, or with an example of one."""
+    words = [word for word in typed() if word != "--model" and not word.startswith("--model=")]
+    if target is None:
+        return f"type: {shlex.join([*words, 'train.py'])}, or: mezzo predict --model timm:resnet50"
+    model = value_after("--model", typed())
+    return f"type: {shlex.join(word for word in words if word != model)}, or leave out {target}"
+
+
+def _instead(target: str, near: Sequence[str]) -> str:
+    words = [near[0] if word == target else word for word in typed()]
+    return f"type: {shlex.join(words)}"
 
 
 @dataclass(frozen=True)

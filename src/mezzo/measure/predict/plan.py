@@ -23,6 +23,7 @@ from mezzo.measure.predict.sharding import GpuGroup
 from mezzo.measure.predict.step import ALONE, Conditions, module_shares, shares_by_kind
 from mezzo.measure.predict.tape import TrainingTape, check_same_steps
 from mezzo.measure.predict.time import HALF_FORMATS
+from mezzo.policy import canonical
 from mezzo.records import Prediction
 
 HEADROOM = 0.13
@@ -293,12 +294,13 @@ def _largest_batch(tapes: Tapes, conditions: Conditions, policy: str) -> int | N
 
 
 def check_policies(names: Sequence[str]) -> list[str]:
-    """Return ``names``, each one that can be predicted.
+    """Return the presets that ``names`` are, each one that can be predicted.
 
     Raises:
         UsageError: one cannot.
     """
-    for name in names:
+    found = [canonical(name) for name in names]
+    for name in found:
         if name not in PREDICTED:
             raise UsageError(f"--policies {name!r} cannot be predicted", hint=nearest(name, PREDICTED))
-    return list(names)
+    return list(dict.fromkeys(found))

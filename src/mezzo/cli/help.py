@@ -1,0 +1,105 @@
+"""Help as plain text: an example first, then the options that most people need; ``--help-all`` adds the rest."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from mezzo.cli.guide import GROUPS, PAGES, QUESTIONS
+from mezzo.cli.words import typed
+
+ALL = "--help-all"
+NAMES = ["-h", "--help", ALL]
+_INDENT, _NARROWEST = 26, 60
+
+
+class Command(TyperCommand):
+    """A command with this help."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help of the command."""
+        formatter.write(command_help(str(ctx.info_name), self, whole=ALL in typed()))
+
+
+class ScriptCommand(Command):
+    """A command on a script. The words after the script are the script's own, so the command's options are not completed there."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the options that begin with ``incomplete``; none after the script, where the shell completes files."""
+        return [] if ctx.params.get("target") else super().shell_complete(ctx, incomplete)
+
+
+class Commands(TyperGroup):
+    """All commands, in groups."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the questions, and the commands in their groups."""
+        formatter.write(overview(self.help or ""))
+
+
+def overview(about: str) -> str:
+    """Return the questions that people come with, each with its command, and all commands in their groups."""
+    lines = ["Usage: mezzo COMMAND [OPTIONS] SCRIPT [ARGUMENTS]", "", *_wrapped(about, 0), ""]
+    lines += [line for question, command in QUESTIONS for line in (question, f"    {command}")]
+    for group in GROUPS:
+        lines += ["", group.capitalize()]
+        lines += [line for name, page in PAGES.items() if page.group == group for line in _entry(name, page.says)]
+    lines += ["", "mezzo COMMAND --help shows an example and the options; mezzo --version prints the version."]
+    return "\n".join([*lines, "Exit codes: docs/exit-codes.md.", ""])
+
+
+def command_help(name: str, command: Any, *, whole: bool) -> str:
+    """Return the help of a command; ``whole`` adds its full description and its less used options."""
+    page = PAGES[name]
+    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    options = [one for one in command.params if one.param_type_name == "option"]
+    shown = [one for name in page.shown for one in options if name in one.opts]
+    rest = [one for one in options if one not in shown]
+    usage = " ".join([f"Usage: mezzo {name} [OPTIONS]", *(str(one.metavar) for one in arguments)])
+    lines = [usage, "", "Example:", f"    {page.example}", ""]
+    about = re.split(r"\n\s*\n", (command.help or "").strip())
+    for paragraph in about if whole else about[:1]:
+        lines += [*_wrapped(paragraph, 0), ""]
+    lines += ["Options:", *(line for one in shown for line in _option(one))]
+    if whole and rest:
+        lines += ["", "More options:", *(line for one in rest for line in _option(one))]
+    elif rest or about[1:]:
+        more = f"the other {len(rest)} options and " if rest else ""
+        lines += ["", *_wrapped(f"{ALL} shows {more}the whole description.", 0)]
+    return "\n".join([*lines, ""])
+
+
+def _option(option: Any) -> Iterator[str]:
+    words = ", ".join(option.opts) + (f" {option.metavar}" if option.metavar else "")
+    default = option.default
+    said = "[default:" in (option.help or "") or default in (None, False, "", [])
+    text = (option.help or "") + ("" if said else f" [default: {default}]")
+    yield from _entry(words, text)
+
+
+def _entry(words: str, text: str) -> list[str]:
+    lines = _wrapped(text, _INDENT)
+    head = f"  {words}"
+    if len(head) > _INDENT - 2:
+        return [head, *lines]
+    return [f"{head:{_INDENT}}{lines[0].strip()}", *lines[1:]]
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() and int(columns) else shutil.get_terminal_size((100, 0)).columns
+    plain = " ".join(text.replace("``", "").split())
+    space = " " * indent
+    return textwrap.wrap(
+        plain,
+        max(min(width, 100), _NARROWEST),
+        initial_indent=space,
+        subsequent_indent=space,
+        break_on_hyphens=False,
+    )

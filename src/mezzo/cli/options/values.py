@@ -1,0 +1,200 @@
+"""The kinds of values that options have: each has one check, made while the command line is read, before anything is imported or run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+
+import typer
+
+from mezzo.cli.durations import seconds_of
+from mezzo.cli.metavars import EXAMPLES
+from mezzo.cli.words import with_value
+from mezzo.errors import PolicyError, UsageError, nearest
+
+Callback = Callable[[typer.Context, typer.CallbackParam, str | None], str | None]
+OPTIMIZERS = ("adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor")
+SHARDS = ("ddp", "fsdp")
+_LIBRARIES = ("timm", "torchvision", "transformers")
+NONE, ALL, CPU = "none", "all", "cpu"
+"""Words that stand for GPUs where an option's help says so."""
+
+
+def _while_read(check: Callable[[str, str, str], None]) -> Callback:
+    """Return a callback that passes a value, the option's name and an example to ``check``, and returns the value."""
+
+    def callback(context: typer.Context, parameter: typer.CallbackParam, value: str | None) -> str | None:
+        if value is not None and not context.resilient_parsing:
+            check(value, parameter.opts[0], str(parameter.default or EXAMPLES[str(parameter.metavar)]))
+        return value
+
+    return callback
+
+
+def _check_duration(text: str, option: str, example: str) -> None:
+    seconds_of(text, option=option, example=example)
+
+
+def _check_size(text: str, option: str, example: str) -> None:
+    from mezzo.measure.checkpointing.wanted import bytes_of_text
+
+    try:
+        bytes_of_text(text, option=option)
+    except UsageError as error:
+        number = "".join(c for c in text if c.isdigit() or c == ".").strip(".")
+        meant = f"{number}GiB" if number else example
+        raise UsageError(error.message, hint=f"type: {with_value(option, meant)}") from None
+
+
+def _check_policy(text: str, option: str, example: str) -> None:
+    if "," in text:
+        names = ",".join(names_in(text))
+        line = with_value(option, names).replace(f" {option} ", " --policies ", 1)
+        raise UsageError(
+            f"{option} {text!r}; allowed: one policy",
+            hint=f"mezzo compare takes several: --policies {names}; for one, type: {with_value(option, names_in(text)[0])}"
+            if "mezzo run " not in line
+            else f"type: {line.replace('mezzo run ', 'mezzo compare ', 1)}",
+        )
+    _check_policies(text, option, example)
+
+
+def _check_policies(text: str, option: str, example: str) -> None:
+    from mezzo.cli.options.shared import parse_policy
+
+    names = text.rstrip(", ").split(",")  # the words after a comma and a space are where the script should be
+    if not all(name.strip() for name in names):
+        full = ",".join(names_in(text)) or example
+        raise PolicyError(f"{option} {text!r} contains an empty policy name", hint=f"type: {with_value(option, full)}")
+    for place, name in enumerate(names):
+        try:
+            parse_policy(name)
+        except PolicyError as error:
+            near = example if name.endswith(".py") else _near_policy(name)  # the script was taken as the value
+            if near is None:
+                raise
+            line = with_value(option, ",".join([*names[:place], near, *names[place + 1 :]]))
+            raise PolicyError(error.message, hint=f"type: {line}") from None
+
+
+def _check_presets(text: str, option: str, example: str) -> None:
+    from mezzo.policy import PRESETS, canonical
+
+    _check_policies(text, option, example)
+    others = [name for name in names_in(text) if canonical(name) not in PRESETS]
+    if others:
+        rest = ",".join(name for name in names_in(text) if name not in others) or example
+        raise UsageError(
+            f"{option} {text!r} has {others[0]!r}, which cannot be predicted; allowed: {', '.join(PRESETS)}",
+            hint=f"type: {with_value(option, rest)}",
+        )
+
+
+def _near_policy(name: str) -> str | None:
+    from mezzo.policy import ALIASES, PRESETS
+
+    preset, colon, fields = name.strip().partition(":")
+    if preset in PRESETS or preset in ALIASES or preset.endswith(".toml"):
+        return None  # a field or a file is wrong
+    near = get_close_matches(preset.lower(), [*PRESETS, *ALIASES], n=1)
+    return f"{near[0]}{colon}{fields}" if near else None
+
+
+def _check_judged(text: str, option: str, example: str) -> None:
+    from mezzo.policy import AS_IS
+
+    if text.strip().lower() == AS_IS:
+        raise PolicyError(
+            f"{option} {text}; allowed: a policy to judge, not the script's own precision",
+            hint=f"type: {with_value(option, example)}",
+        )
+    _check_policy(text, option, example)
+
+
+def _check_plans(text: str, option: str, example: str) -> None:
+    from mezzo.measure.checkpointing.wanted import NAMED, check_wanted
+
+    for one in names_in(text) or [text]:
+        try:
+            check_wanted(one)
+        except UsageError as error:
+            near = get_close_matches(one, NAMED[1:], n=1)
+            raise UsageError(error.message, hint=f"type: {with_value(option, *(near or ['full']))}") from None
+
+
+def _check_model(text: str, option: str, example: str) -> None:
+    library, _, name = text.partition(":")
+    if library in _LIBRARIES and name:
+        return
+    name = name or (example.partition(":")[2] if library in _LIBRARIES else library)
+    where = (
+        library
+        if library in _LIBRARIES
+        else _LIBRARIES[2]
+        if re.search(r"/|bert|gpt|llama|\bt5", name)
+        else _LIBRARIES[0]
+    )
+    raise UsageError(
+        f"{option} {text!r} does not name a library and a model; allowed: {', '.join(f'{one}:NAME' for one in _LIBRARIES)}",
+        hint=f"type: {with_value(option, f'{where}:{name}')}",
+    )
+
+
+def _choice(names: Sequence[str]) -> Callback:
+    """Return the check of an option with a few values."""
+
+    def check(text: str, option: str, example: str) -> None:
+        if text not in names:
+            near = get_close_matches(text.lower(), names, n=1)
+            raise UsageError(
+                f"{option} {text!r}; {nearest(text, names)}", hint=f"type: {with_value(option, *(near or [example]))}"
+            )
+
+    return _while_read(check)
+
+
+def _gpus_check(*words: str, several: bool) -> Callback:
+    def check(text: str, option: str, example: str) -> None:
+        _check_gpus(text, option, example, words, several=several)
+
+    return _while_read(check)
+
+
+def _check_gpus(text: str, option: str, example: str, words: Sequence[str], *, several: bool) -> None:
+    from mezzo.gpus import GPUS, find_gpu, gpu_named
+
+    names = [name.strip() for name in text.rstrip(", ").split(",")] if several else [text.strip()]
+    if not all(names):
+        full = ",".join(filter(None, names)) or example
+        raise UsageError(
+            f"{option} {text!r} contains an empty name; allowed: GPUs by name", hint=f"type: {with_value(option, full)}"
+        )
+    for place, name in enumerate(names):
+        if find_gpu(name) is None and name.lower() not in words:
+            near = get_close_matches(name.lower(), [*GPUS, *words], n=1)
+            line = with_value(option, ",".join([*names[:place], *(near or [EXAMPLES["GPU"]]), *names[place + 1 :]]))
+            try:
+                gpu_named(name, option=option)
+            except UsageError as error:
+                raise UsageError(error.message, hint=f"type: {line}") from None
+
+
+def names_in(text: str) -> list[str]:
+    """Return the names of a list that was typed with commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+duration = _while_read(_check_duration)
+size = _while_read(_check_size)
+policy = _while_read(_check_policy)
+judged_policy = _while_read(_check_judged)
+policies = _while_read(_check_policies)
+plans = _while_read(_check_plans)
+model = _while_read(_check_model)
+optimizer, shard = _choice(OPTIMIZERS), _choice(SHARDS)
+presets = _while_read(_check_presets)
+gpu = _gpus_check(several=False)
+gpu_or_none = _gpus_check(NONE, several=False)
+gpus_or_none = _gpus_check(NONE, several=True)
+gpus_all_or_cpu = _gpus_check(ALL, CPU, several=True)

@@ -1,0 +1,86 @@
+"""Options that were renamed, and the names that other tools have for ours: what was typed, and what to type instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renamed:
+    """An option of an older Mezzo, as it was typed and as it is typed now."""
+
+    commands: tuple[str, ...]
+    old: str
+    new: str
+
+
+RENAMED = (
+    Renamed(commands=("compare",), old="--gpu t4,l4", new="--gpus t4,l4"),
+    Renamed(commands=("tune",), old="--repeats 3", new="--seeds 3"),
+    Renamed(
+        commands=("check", "compare", "fallback", "tune"), old="--resume --out runs/mine", new="--resume runs/mine"
+    ),
+    Renamed(commands=("compare",), old="--timeout 600", new="--timeout 600s"),
+    Renamed(commands=("check", "tune"), old="--budget 600", new="--budget 600s"),
+    Renamed(commands=("run",), old="--snapshot 300", new="--snapshot 300s"),
+    Renamed(commands=("resume-check",), old="--notice 10", new="--notice 10s"),
+)
+"""docs/commands.md shows this table."""
+
+COUNTERPARTS: Mapping[str, str] = {
+    "--policy": "--policies",
+    "--policies": "--policy",
+    "--gpu": "--gpus",
+    "--gpus": "--gpu",
+    "--seed": "--seeds",
+    "--seeds": "--seed",
+}
+"""Options for one and for several: a command has one of them."""
+
+OTHER_NAMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "--amp": (("--policy", "fp16"),),
+    "--fp16": (("--policy", "fp16"),),
+    "--bf16": (("--policy", "bf16"),),
+    "--half": (("--policy", "fp16"),),
+    "--precision": (("--policy",), ("--policies",)),
+    "--mixed_precision": (("--policy",), ("--policies",)),
+    "--dtype": (("--policy",), ("--policies",)),
+    "--output": (("--out",),),
+    "--output-dir": (("--out",),),
+    "--output_dir": (("--out",),),
+    "--repeats": (("--seeds",),),
+    "--runs": (("--seeds",),),
+    "--workers": (("--jobs",),),
+    "--time": (("--budget",), ("--timeout",)),
+    "--time-limit": (("--budget",), ("--timeout",)),
+    "--batch-size": (("--batch",),),
+    "--device": (("--gpu",), ("--gpus",)),
+}
+"""Names that older versions and other tools have for our options: the first of ours that the command has is meant, with its value."""
+
+COMMANDS: Mapping[str, str] = {
+    "train": "run",
+    "start": "run",
+    "exec": "run",
+    "python": "run",
+    "benchmark": "compare",
+    "bench": "compare",
+    "test": "check",
+    "profile": "watch",
+    "monitor": "watch",
+    "trace": "audit",
+    "debug": "diagnose",
+    "nan": "diagnose",
+    "estimate": "predict",
+    "memory": "predict",
+    "optimize": "tune",
+    "search": "tune",
+    "autotune": "tune",
+    "resume": "resume-check",
+    "info": "doctor",
+    "env": "doctor",
+    "show": "report",
+    "view": "report",
+}
+"""Words that people try as commands, and the command that does it."""
