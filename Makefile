@@ -1,6 +1,10 @@
 PYTHON ?= python3
+export PYTHON
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Three stages of one environment: each file says that the packages of its stage are there, and of those before it.
+DEMO := $(VENV)/.demo
+TEST := $(VENV)/.test
 READY := $(VENV)/.ready
 
 DIGITS := --policies fp32,bf16,fp16 --seeds 2 --metric 'acc +([0-9.]+)'
@@ -15,36 +19,51 @@ unexport PYTHONDONTWRITEBYTECODE
 
 MUTANTS ?= --count 120
 
-.PHONY: demo mutants environments test test-slow test-all crash-test test-cuda-build test-wheel test-frameworks demo-frameworks frameworks-table check static bench docs examples readme clean
+.PHONY: demo environment mutants environments test test-slow test-all crash-test test-cuda-build test-wheel test-frameworks demo-frameworks frameworks-table check static dist resolve bench docs examples readme clean
 
-# Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else.
-# pip would compile on one core; left to the first import, each file's warnings would fail a test. So all cores do, afterwards.
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true  # some packages have templates that end in .py
-	touch $(READY)
+# Everything below installs what it needs into .venv, and for other frameworks into .venv-keras and .venv-paddle, and nothing anywhere else. An
+# environment is updated when one of these files is newer. Nothing is removed: one that make did not create is refused. docs/install.md has the times.
+FROM := pyproject.toml constraints.txt
+INSTALL := .ci/environment
+PINNED := --constraint constraints.txt --editable
+# Left to the first import, byte code is written on one core, and each file's warnings would fail a test. Some packages have templates that end in .py.
+COMPILE = $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
+
+$(DEMO): $(FROM)
+	$(INSTALL) $(VENV) 'the demo: Mezzo and scikit-learn, 38 packages, 1.1 GB (torch built for CUDA: 5 GB more), about 1 minute on 2 cores' $(PINNED) '.[examples]'
+	touch $@
+
+$(TEST): $(FROM)
+	$(INSTALL) $(VENV) 'the tests: Mezzo, pytest, mypy, ruff, Triton, 66 packages, 2.2 GB, about 2 minutes on 2 cores' $(PINNED) '.[test,check,triton,fp8]'
+	$(COMPILE)
+	touch $(DEMO) $@
+
+$(READY): $(FROM)
+	$(INSTALL) $(VENV) 'all tests, benchmarks and documentation: also Lightning, Transformers, trackers, Sphinx, 175 packages, 3.0 GB, about 4 minutes on 2 cores' $(PINNED) '.[dev]'
+	$(COMPILE)
+	touch $(DEMO) $(TEST) $@
 
 # Only a tenth of a framework is ever imported: the last command writes the byte code of that before anything is timed.
 $(VENV)-%/.ready: pyproject.toml requirements-%.txt
-	$(PYTHON) -m venv --clear $(VENV)-$*
-	$(VENV)-$*/bin/python -m pip install --quiet --no-compile --requirement requirements-$*.txt --editable '.[test]'
+	$(INSTALL) $(VENV)-$* 'the examples and tests of $*: about 2 GB and 3 minutes on 2 cores' --requirement requirements-$*.txt --editable '.[test]'
 	$(VENV)-$*/bin/python -c 'import $*, sklearn.datasets'
 	touch $@
 
 # Only the table of docs/frameworks.md needs it.
 $(VENV)-trainers/.ready: pyproject.toml requirements-trainers.txt
-	$(PYTHON) -m venv --clear $(VENV)-trainers
-	$(VENV)-trainers/bin/python -m pip install --quiet --no-compile --requirement requirements-trainers.txt --editable '.[test]'
-	$(VENV)-trainers/bin/python -m pip install --quiet --no-compile --no-deps fastai==2.8.12
+	$(INSTALL) $(VENV)-trainers 'the table of frameworks: ten libraries that train with PyTorch, about 2 GB and 3 minutes on 2 cores' --requirement requirements-trainers.txt --editable '.[test]'
+	$(INSTALL) $(VENV)-trainers 'fastai, which comes without what it depends on' --no-deps fastai==2.8.12
 	touch $@
+
+environment: $(DEMO)
 
 environments: $(READY) $(FRAMEWORKS:%=$(VENV)-%/.ready)
 
-demo: $(READY)
-	$(BIN)/mezzo compare --policies fp32,bf16,fp16,fp16-master --seeds 3 --metric 'acc +([0-9.]+)' --out runs/demo examples/digits.py
+demo: $(DEMO)
+	$(BIN)/mezzo compare --policies fp32,bf16,fp16 --seeds 3 --out runs/demo examples/digits.py --epochs 4
 
-test: $(READY)
+# Tests of libraries that are not in this stage are left out, by name: make test-all has them, and so has CI.
+test: $(TEST)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow'
 
 # What takes minutes: model families through torch.compile, several processes, scripts that are killed.
@@ -57,7 +76,7 @@ test-all: $(READY)
 
 # Some two minutes: a small training killed 200 times, while it saves too; each run must end with the bits of the undisturbed one. KILLS=20 for less.
 KILLS ?= 200
-crash-test: $(READY)
+crash-test: $(TEST)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m crash_test --kills $(KILLS)
 
 # Which lines could be changed without a test noticing; an hour or so, and not part of CI. MUTANTS=--count=20 for a few.
@@ -71,14 +90,24 @@ test-frameworks: $(FRAMEWORKS:%=test-%)
 test-wheel: $(READY)
 	.ci/wheel
 
+# The source archive, and the wheel that it builds, in dist; what they hold is compared with the tree.
+dist: $(TEST)
+	$(BIN)/python -m pytest -q tests/project/test_packaging.py -k 'hold or same or version'
+	$(BIN)/python -m build --outdir dist
+
+# Which Python and torch it can be installed for: the table of docs/install.md.
+resolve: $(TEST)
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/python .ci/resolve
+
 test-cuda-build: $(CUDA_BUILD)/.installed
 	env -u TRITON_INTERPRET $(CUDA_BUILD)/bin/python -m pytest -q tests/cuda_build tests/project/test_gpu_benchmark.py tests/engine/test_session_budget.py tests/engine/test_state_bytes.py
 
 $(CUDA_BUILD)/.installed: pyproject.toml
-	$(CUDA_PYTHON) -m venv --clear $(CUDA_BUILD)
-	$(CUDA_BUILD)/bin/python -m pip install --quiet 'torch>=2.11' --index-url https://download.pytorch.org/whl/cu130 || $(CUDA_BUILD)/bin/python -m pip install --quiet 'torch>=2.11'
+	PYTHON=$(CUDA_PYTHON) $(INSTALL) $(CUDA_BUILD) "tests of torch's CUDA build: about 6 GB and 5 minutes on 2 cores" 'torch>=2.11' --index-url https://download.pytorch.org/whl/cu130 || \
+	PYTHON=$(CUDA_PYTHON) $(INSTALL) $(CUDA_BUILD) "tests of torch's CUDA build, from the index that pip is set to" 'torch>=2.11'
 	$(CUDA_BUILD)/bin/python -c 'import torch, triton; assert torch.version.cuda, "this torch is no CUDA build"'
-	$(CUDA_BUILD)/bin/python -m pip install --quiet --editable '.[test]'
+	$(INSTALL) $(CUDA_BUILD) "tests of torch's CUDA build: pytest and Mezzo" --editable '.[test]'
 	touch $@
 
 # A file is one worker's: its tests ask one process of the framework, which takes seconds to start.
@@ -100,7 +129,7 @@ check: static
 frameworks-table: environments $(VENV)-trainers/.ready
 	$(BIN)/python -m benchmarks frameworks
 
-static: $(READY)
+static: $(TEST)
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
@@ -121,5 +150,7 @@ docs: $(READY)
 readme: $(READY)
 	$(BIN)/python -m benchmarks.readme
 
+# What make has made, and no more: not an environment of yours, and not your runs.
 clean:
-	rm -rf $(VENV) $(CUDA_BUILD) $(FRAMEWORKS:%=$(VENV)-%) $(VENV)-trainers build dist runs
+	$(INSTALL) --remove $(VENV) $(CUDA_BUILD) $(FRAMEWORKS:%=$(VENV)-%) $(VENV)-trainers
+	rm -rf build dist runs/demo runs/frameworks

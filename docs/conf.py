@@ -43,7 +43,7 @@ html_copy_source = False
 copybutton_prompt_text = "$ "
 
 CONTENTS: dict[str, list[str]] = {
-    "Start": ["tutorial", "choosing-a-policy", "troubleshooting", "troubleshooting-speed"],
+    "Start": ["install", "tutorial", "choosing-a-policy", "troubleshooting", "troubleshooting-speed"],
     "How to": [
         *("scripts", "check", "compare", "diagnose", "audit", "predict", "checkpointing", "tuning", "watch", "tune", "ranges"),
         *("fallback", "guardrails", "snapshots", "resume-check", "distributed", "patch"),

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from helpers_backward import WAYS, backward_in
 from mezzo.engine.matrix_units.fp32_products import fp32_products_as_they_were
+from optional_libraries import LIBRARIES
 
 if not torch.cuda.is_available():
     # Its interpreter runs kernels on a CPU. Triton decides when it is imported, so before any test does.
@@ -43,6 +45,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def _helpers_that_mark() -> list[str]:
     helpers = [path for path in Path(__file__).parent.glob("*.py") if not path.name.startswith(("conftest", "test_"))]
     return [path.stem for path in helpers if _MARKED in path.read_text(encoding="utf-8")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Iterator[None]:
+    """Leave a test out, by name, that imports a library that ``make test`` does not install."""
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name in LIBRARIES and importlib.util.find_spec(name) is None:
+            pytest.skip(f"needs {name}: make test-all")
+        raise
 
 
 gc.disable()  # until everything is imported: nothing of it is garbage

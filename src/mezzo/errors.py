@@ -23,6 +23,9 @@ import difflib
 import functools
 from collections.abc import Callable, Iterable
 
+HOW_TO_UPDATE = "update Mezzo: in its clone, git pull and pip install .; from an index, pip install --upgrade mezzo"
+"""The hint where something was written by a newer Mezzo."""
+
 
 class MezzoError(Exception):
     """A mistake that the person at the keyboard can correct."""

@@ -19,6 +19,7 @@ from mezzo.measure.live import Latest
 from mezzo.report import tracking
 from mezzo.report.tracking import LiveRun, Tracker
 
+pytest.importorskip("tensorboard")
 pytestmark = [  # protobuf's and tensorboard's own code
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning:tensorboard"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -34,6 +35,12 @@ pytestmark = pytest.mark.skipif(not (ROOT / "src").is_dir(), reason="the source 
 def names_in(built: Path) -> set[str]:
     (wheel,) = built.glob("*.whl")
     return set(zipfile.ZipFile(wheel).namelist())
+
+
+def sums_in(built: Path) -> dict[str, int]:
+    """Return the checksum of every file in the wheel."""
+    (wheel,) = built.glob("*.whl")
+    return {info.filename: info.CRC for info in zipfile.ZipFile(wheel).infolist()}
 
 
 def python_of(version: str) -> str | None:
@@ -81,6 +88,20 @@ def test_wheel_and_source_archive_hold_every_file(built: Path) -> None:
         held = {name.partition("/")[2] for name in opened.getnames()}
     assert {f"src/{name}" for name in source_files()} <= held
     assert {"LICENSE", "README.md", "pyproject.toml"} <= held
+    information = f"mezzo-{VERSION}.dist-info"
+    beside = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
+    assert names_in(built) - source_files() == {f"{information}/{name}" for name in beside}
+
+
+@pytest.mark.slow
+def test_source_archive_and_tree_build_the_same_wheel(built: Path, tmp_path: Path) -> None:
+    """``build`` makes the wheel from the source archive; here it is made from the tree as well."""
+    source = tmp_path / "source"
+    shutil.copytree(built / "source", source, ignore=shutil.ignore_patterns("build", "*.egg-info"))
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path), str(source)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sums_in(tmp_path) == sums_in(built)
 
 
 def test_one_version_everywhere() -> None:
@@ -95,6 +116,14 @@ def test_one_version_everywhere() -> None:
     written = [path.name for path in ROOT.glob("src/**/*.py") if f'"{VERSION}"' in path.read_text(encoding="utf-8")]
     assert written == ["version.py"]
     assert mezzo.__version__ == VERSION
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_python_can_read_the_source(version: str) -> None:
+    """Also where no such Python is there: the grammar of each is known to this one, up to its own."""
+    grammar = min((3, int(version.partition(".")[2])), sys.version_info[:2])
+    for path in (ROOT / "src").rglob("*.py"):
+        ast.parse(path.read_text(encoding="utf-8"), filename=str(path), feature_version=grammar)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError
 
 from mezzo import records
-from mezzo.errors import RecordError
+from mezzo.errors import HOW_TO_UPDATE, RecordError
 from mezzo.records import (
     SCHEMA_VERSION,
     DoctorRecord,
@@ -298,11 +298,11 @@ WRONG = [
         "unable to parse string as an integer",
         HINT,
     ),
-    (NEWER, "has schema version 2; this Mezzo reads up to 1", "update mezzo: pip install --upgrade mezzo"),
+    (NEWER, "has schema version 2; this Mezzo reads up to 1", HOW_TO_UPDATE),
     (
         '{"kind": "dream", "schema_version": 99, "unknown": []}',
         "has schema version 99; this Mezzo reads up to 1",
-        "update mezzo: pip install --upgrade mezzo",
+        HOW_TO_UPDATE,
     ),
 ]
 

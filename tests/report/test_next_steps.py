@@ -277,14 +277,19 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         ),
         [
             (
-                "bf16 and fp16 are undecided; 9 seeds would decide",
+                "bf16 and fp16 are undecided; 9 seeds would decide in about 6 min",
                 f"mezzo compare --policies fp32,bf16,fp16 --seeds 9 {TAIL}",
             )
         ],
     ),
     "undecided with one seed": (
         compare(("bf16", "undecided", {}), seeds=1),
-        [("bf16 is undecided; 3 seeds may decide", f"mezzo compare --policies fp32,bf16 --seeds 3 {TAIL}")],
+        [
+            (
+                "bf16 is undecided; 3 seeds may decide in about 1 min",
+                f"mezzo compare --policies fp32,bf16 --seeds 3 {TAIL}",
+            )
+        ],
     ),
     "undecided because nothing changed": (
         idle(),

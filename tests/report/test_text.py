@@ -18,7 +18,7 @@ from mezzo.report.views import VIEWS
 from record_builders import compare_record, run_record
 
 RECORDS: dict[str, tuple[Callable[[Path], AnyRecord], str]] = {
-    "run": (lambda _: run_record("bf16"), "Result"),
+    "run": (lambda _: run_record("bf16"), "skipped steps"),
     "compare": (lambda _: compare_record(), "verdict"),
     "audit": (audit, "A1"),
     "diagnose": (diagnosis, "Fix"),
@@ -44,3 +44,18 @@ def test_the_next_step_follows_the_answer_and_nothing_of_its_details_comes_befor
     assert all(text.index(head) > following for head in [*heads, "\nEnvironment\n", "\nReproduce\n"] if head in text)
     assert "\nEnvironment\n" in text
     assert text.rstrip().endswith("the files")
+
+
+def test_a_run_is_twelve_lines_and_the_rest_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [NextStep(why="do it", command="mezzo audit"), NextStep(why="or that", command="mezzo compare")]
+    monkeypatch.setattr("mezzo.report.text.next_steps", lambda _: steps)
+    shown = {}
+    for verbose in (False, True):
+        stream = io.StringIO()
+        record = run_record("bf16", metric=None, findings=[], guardrails=None)
+        render(record, Console(file=stream, width=110, highlight=False), files="the files", verbose=verbose)
+        shown[verbose] = stream.getvalue()
+    assert len(shown[False].splitlines()) == 12
+    assert "Environment" not in shown[False]
+    rest = ("Policy", "Memory of a step", "Effective formats", "Environment", "Reproduce")
+    assert all(f"\n{head}\n" in shown[True] for head in rest)

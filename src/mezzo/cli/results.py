@@ -55,6 +55,7 @@ def finish(
     as_json: bool,
     log_to: Sequence[str] | None,
     after_script: bool = False,
+    verbose: bool = True,
 ) -> None:
     """Write ``record.json`` and ``report.html``, print the record as text or as JSON, and log it to any trackers.
 
@@ -64,10 +65,11 @@ def finish(
         as_json: whether to print JSON.
         log_to: the trackers to log to, as typed.
         after_script: whether the script has printed to standard output.
+        verbose: whether to print the tables behind the answer too.
     """
     write(record, folder)
     with closed_output_ignored():
-        _print(record, folder, as_json=as_json, after_script=after_script)
+        _print(record, folder, as_json=as_json, after_script=after_script, verbose=verbose)
     track(record, folder / "record.json", folder / "report.html", log_to)
 
 
@@ -95,7 +97,7 @@ def track(record: AnyRecord, path: Path, page: Path, log_to: Sequence[str] | Non
             note(f"logged to {text.partition(':')[0]}: {where}")
 
 
-def _print(record: AnyRecord, folder: Path, *, as_json: bool, after_script: bool) -> None:
+def _print(record: AnyRecord, folder: Path, *, as_json: bool, after_script: bool, verbose: bool) -> None:
     from mezzo.report.text import render
 
     files = f"record and report: {folder / 'record.json'}, {folder / 'report.html'}"
@@ -107,7 +109,7 @@ def _print(record: AnyRecord, folder: Path, *, as_json: bool, after_script: bool
     if after_script:
         print()  # the script may have left its last line open
     screen = console()
-    render(record, screen, files=files)
+    render(record, screen, files=files, verbose=verbose)
 
 
 def note(text: str) -> None:

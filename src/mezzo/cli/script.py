@@ -48,6 +48,7 @@ class Script:
     resume: options.Resume = None
     log_to: options.LogTo = None
     as_json: options.Json = False
+    verbose: options.Verbose = False
 
     @property
     def kind(self) -> Literal["script", "module"]:
@@ -143,7 +144,14 @@ class Script:
 
     def finish(self, record: AnyRecord, folder: Path, *, after_script: bool = False) -> None:
         """Write ``record`` and its report, and print it."""
-        results.finish(record, folder, as_json=self.as_json, log_to=self.log_to, after_script=after_script)
+        results.finish(
+            record,
+            folder,
+            as_json=self.as_json,
+            log_to=self.log_to,
+            after_script=after_script,
+            verbose=self.verbose,
+        )
 
     def say_stopped(self, what: str, folder: Path) -> None:
         """Note on standard error ``what`` is kept in ``folder``, and the command that continues from there."""

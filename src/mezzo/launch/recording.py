@@ -62,6 +62,7 @@ def record_of(
         memory=training.memory(),
         effective=effective.model_copy(update={"left_alone": left_alone}),
         findings=training.findings(),
+        watched=request.watches,
         ranks=[] if request.rank is None else [RankRun(rank=request.rank, weights=training.weights())],
         earlier_update_s=request.earlier_update_s,
         request_sha256=request.digest,

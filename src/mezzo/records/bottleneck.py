@@ -37,6 +37,7 @@ class Bottleneck(Value):
 
     limit: Limit
     sentence: str
+    """Why that is what limits it, with the share that decides."""
     change: list[str] = []
     """What to change, the most promising first."""
     shares: dict[str, float] = {}

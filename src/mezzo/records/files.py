@@ -13,7 +13,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from mezzo.errors import RecordError
+from mezzo.errors import HOW_TO_UPDATE, RecordError
 from mezzo.records.audit import AuditRecord
 from mezzo.records.check import CheckRecord
 from mezzo.records.compare import CompareRecord
@@ -114,7 +114,7 @@ def _refuse_newer(path: Path | str, version: object) -> None:
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise RecordError(
             f"{str(path)!r} has schema version {version}; this Mezzo reads up to {SCHEMA_VERSION}",
-            hint="update mezzo: pip install --upgrade mezzo",
+            hint=HOW_TO_UPDATE,
         )
 
 

@@ -256,6 +256,8 @@ class RunRecord(WholeRecord, NamedByPolicy):
     """Misuse of the script's own mixed precision (codes A6xx), the most severe first."""
     bottleneck: Bottleneck | None = None
     """What held the run back; None where it was not measured, as under an observer and outside PyTorch."""
+    watched: bool = False
+    """Whether ``mezzo watch`` made the run, to find out what holds it back."""
     input_elements: float | None = None
     """Elements of the first tensor passed to the models in a step (the median); None where they were not counted."""
     files_read: list[FileRead] = []

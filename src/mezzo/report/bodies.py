@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +21,7 @@ from mezzo.report.terminal import (
     STYLES,
     fact_table,
     grid_table,
+    indented,
     plain_table,
     policy_cell,
     print_error,
@@ -37,15 +37,23 @@ _SHOWN_ROWS = 8
 def print_run(sheet: RunSheet, console: Console) -> None:
     """Print the answer of a run."""
     print_error(console, sheet.error)
-    shown = {"Result": sheet.facts, "Guardrails": sheet.guardrails, "Out of memory": sheet.out_of_memory}
-    shown |= {"Ranks": [*sheet.ranks, *sheet.between_ranks], "What holds this run back": sheet.bottleneck}
-    for title, rows in shown.items():
+    if sheet.watched:
+        section(console, "What holds it back", fact_table(sheet.bottleneck))
+    else:
+        console.print()
+        console.print(indented(fact_table(sheet.facts)))
+    shown = {"Guardrails": sheet.guardrails, "Out of memory": sheet.out_of_memory}
+    for title, rows in (shown | {"Ranks": [*sheet.ranks, *sheet.between_ranks]}).items():
         section(console, title, fact_table(rows))
     _findings(sheet.findings, console)
 
 
 def run_details(sheet: RunSheet, console: Console) -> None:
     """Print the details of a run."""
+    if sheet.watched:
+        section(console, "Result", fact_table(sheet.facts))
+    else:
+        section(console, "What holds it back", fact_table(sheet.bottleneck))
     section(console, "Policy", fact_table(sheet.explanation))
     section(console, "Memory of a step", _memory_table(sheet.memory))
     section(console, "Effective formats", _share_lines([(sheet.policy, sheet.shares)]))
@@ -92,7 +100,7 @@ def _findings(findings: Sequence[FindingLine], console: Console) -> None:
         console.print()
         print_line(console, f"{finding.code}  {finding.title}  ({finding.weight})", style=STYLES[finding.tone])
         rows = [Fact(what=w, value=v) for w, v in finding.rows]
-        console.print(Padding(fact_table(rows) or "", (0, 0, 0, 2)))
+        console.print(indented(fact_table(rows)))
 
 
 def print_diagnose(sheet: DiagnoseSheet, console: Console) -> None:

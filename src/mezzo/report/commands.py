@@ -12,7 +12,9 @@ from mezzo.records import RangesRecord, Row, RunRecord
 from mezzo.records.run import RUN_NAME, is_inspected
 from mezzo.report import formatting as fmt
 
-FLAGS = frozenset(("-m", "--json", "--write-patch", "--channels-last", "--compile", "--slurm", "--calibrate"))
+FLAGS = frozenset(
+    ("-m", "--json", "--verbose", "--write-patch", "--channels-last", "--compile", "--slurm", "--calibrate")
+)
 """Options without a value, of all commands on a script; every other option has one."""
 
 CARRIED: Mapping[str, tuple[str, ...]] = {
@@ -33,6 +35,7 @@ repeated command keeps all its options except those of ``DROPPED``."""
 DROPPED: Mapping[str, str] = {
     "--out": "results go to a new folder",
     "--json": "a person types the next command",
+    "--verbose": "what the next command shows is its own",
 }
 """Options that even a repeated command leaves out, with the reason."""
 _NAMES_RUNS = ("compare", "check", "tune", "resume-check", "diagnose", "fallback")

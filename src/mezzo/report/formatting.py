@@ -155,6 +155,13 @@ def duration_text(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
+def about_text(seconds: float) -> str:
+    """Return an estimated duration: ``40 s``, ``6 min``, ``2 h 10 min``."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else duration_text(seconds)
+
+
 def date_text(date: str) -> str:
     """Return an ISO date as ``2026-11-22 14:05 UTC``; any other text unchanged."""
     try:

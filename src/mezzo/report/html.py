@@ -24,7 +24,7 @@ from mezzo.report.sheets.answers import Headline
 from mezzo.report.sheets.real_gpus import real_gpus_sheet
 from mezzo.report.sheets.together import together_sheet
 from mezzo.report.source import SourceLines, module_places, source_of
-from mezzo.report.views import VIEWS
+from mezzo.report.views import VIEWS, command_name
 
 _JSON = {"allow_nan": False, "separators": (",", ":")}
 
@@ -35,7 +35,10 @@ def render_html(record: AnyRecord) -> str:
     sheet, source = view.sheet(record), source_of(record)
     places = module_places(record, source) if isinstance(record, AuditRecord) else {}
     charts = charts_of(record, places=places)
-    return _page(record.kind, sheet, charts, answer=view.answer(record, sheet), source=source, steps=next_steps(record))
+    answer = view.answer(record, sheet)
+    return _page(
+        record.kind, sheet, charts, answer=answer, command=command_name(record), source=source, steps=next_steps(record)
+    )
 
 
 def write_html(record: AnyRecord, path: Path) -> None:
@@ -60,13 +63,14 @@ def _page(
     charts: Iterable[Drawn] = (),
     *,
     answer: Headline,
+    command: str = "",
     source: SourceLines | None = None,
     steps: Sequence[NextStep] = (),
 ) -> str:
     charts = list(charts)
     template = _environment().get_template(f"{kind}.html")
     return template.render(
-        kind=kind,
+        command=command or kind,
         colours=Markup(css_colours()),
         sheet=sheet,
         charts=charts,

@@ -236,10 +236,16 @@ def _more_seeds(record: CompareRecord, baseline: Row, commands: _Commands) -> It
         return
     most = max(count for count in needed.values() if count)
     names = f"{fmt.listed([*needed])} {'is' if len(needed) == 1 else 'are'}"
-    why = f"{names} undecided; {most} seeds {'may' if single else 'would'} decide"
     rows = [baseline, *(row for row in undecided if row.policy_shown in needed)]
     policies = ",".join(dict.fromkeys(map(typed_policy, rows)))
+    means_s = [_mean([run.duration_s for run in record.runs if run.compared_as == row.compared_as]) for row in rows]
+    takes = f" in about {fmt.about_text(most * sum(means_s))}" if all(means_s) else ""
+    why = f"{names} undecided; {most} seeds {'may' if single else 'would'} decide{takes}"
     yield from commands.step(why, "compare", policies=policies, seeds=str(most))
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers) if numbers else 0.0
 
 
 # --- audit, diagnose ---------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
@@ -41,14 +41,16 @@ def print_framed(
     *,
     files: str = "",
     steps: Sequence[NextStep] = (),
+    verbose: bool = True,
 ) -> None:
-    """Print a record: its answer, what to do next, the details, the environment, the command, and the line ``files`` about its files."""
+    """Print a record: its answer and what to do next; if ``verbose`` the details, the environment and the command; the line ``files``."""
     print_line(console, sheet.headline, style=_HEADING)
     answer(sheet, console)
-    _next(console, steps)
-    details(sheet, console)
-    section(console, "Environment", fact_table(sheet.environment))
-    _command(console, sheet.command)
+    _next(console, steps if verbose else steps[:1])
+    if verbose:
+        details(sheet, console)
+        section(console, "Environment", fact_table(sheet.environment))
+        _command(console, sheet.command)
     _files(console, files)
 
 
@@ -206,7 +208,12 @@ def section(console: Console, title: str, body: Table | None) -> None:
         return
     console.print()
     print_line(console, title, style=_HEADING)
-    console.print(Padding(body, (0, 0, 0, 2), expand=False))
+    console.print(indented(body))
+
+
+def indented(body: Table | None) -> RenderableType:
+    """Return a table two columns further right."""
+    return Padding(body or "", (0, 0, 0, 2), expand=False)
 
 
 def _command(console: Console, command: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mezzo.records import AnyRecord, RunRecord
 from mezzo.report import bodies
 from mezzo.report.sheets import (
     answers,
@@ -90,3 +91,10 @@ VIEWS: dict[str, View] = {
     "doctor": View(sheet=doctor.doctor_sheet, body=bodies.print_doctor, answer=answers.doctor_answer),
 }
 """By kind of record."""
+
+
+def command_name(record: AnyRecord) -> str:
+    """Return the command that made a record, as it is typed."""
+    if isinstance(record, RunRecord) and record.watched:
+        return "watch"
+    return record.kind.replace("_", "-")

@@ -18,7 +18,7 @@ def test_a_sleeping_script_is_named(tmp_path: Path, capfd: pytest.CaptureFixture
     places = ("--out", str(tmp_path / "out"), "--log-to", f"tensorboard:{tmp_path / 'events'}")
     assert cli.main(["watch", *places, script, "sleep", "0.6"]) == 0
     printed = capfd.readouterr().out
-    assert "What holds this run back" in printed
+    assert "What holds it back" in printed
     record = json.loads((tmp_path / "out" / "record.json").read_text(encoding="utf-8"))
     assert (record["policy"], record["bottleneck"]["limit"]) == ("as-is", "waiting")
     assert record["bottleneck"]["line"].startswith("planted.py:")

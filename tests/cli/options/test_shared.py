@@ -51,6 +51,7 @@ def test_several_trackers_and_one_that_fails(
     def fails(*_: object) -> str:
         raise ConnectionError("no route\nto host")
 
+    pytest.importorskip("tensorboardX")
     broken = Tracker(package="json", install="json", check=lambda place: None, send=fails, live_writer=fails)
     monkeypatch.setitem(tracking.TRACKERS, "wandb", broken)
     path = tmp_path / "a b" / "record.json"

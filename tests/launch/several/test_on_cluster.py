@@ -240,7 +240,7 @@ def killed_after(ended: Callable[[], list[Path]], command: list[str], log: Path)
 
 def skip_without(cluster: str) -> None:
     if importlib.util.find_spec(LIBRARIES[cluster]) is None:
-        pytest.skip(f"{LIBRARIES[cluster]} is not installed: pip install 'mezzo[cluster]'")
+        pytest.skip(f"{LIBRARIES[cluster]} is not installed: pip install {LIBRARIES[cluster]}")
 
 
 @pytest.mark.slow
@@ -326,7 +326,7 @@ echo "Submitted batch job 71"
 
 def test_a_job_of_slurms_has_sbatchs_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the real submitit, and an sbatch that only keeps the script: there is no Slurm here."""
-    pytest.importorskip("submitit", reason="submitit is not installed: pip install 'mezzo[cluster]'")
+    pytest.importorskip("submitit", reason="submitit is not installed: pip install submitit")
     from mezzo.launch.several.slurm import Slurm
 
     programs, copy = tmp_path / "bin", tmp_path / "job.sh"

@@ -15,7 +15,7 @@ GRIDS = [
     # policies, values of options, changes, the script's arguments, the names
     ([], {}, [], [], ["as-is"]),
     (["bf16"], {}, [], [], ["as-is", "bf16"]),
-    (["bf16", "as-is"], {}, LAYOUT, [], ["as-is", "as-is, channels-last", "bf16", "bf16, channels-last"]),
+    (["bf16", "as-is"], {}, LAYOUT, [], ["as-is", "bf16", "as-is, channels-last", "bf16, channels-last"]),
     ([], BATCHES, [], [], ["as-is", "as-is, batch-size 32", "as-is, batch-size 64"]),
     ([], BATCHES, [], ["--batch-size", "64"], ["as-is", "as-is, batch-size 32"]),
     ([], BATCHES, [], ["--batch-size=32"], ["as-is", "as-is, batch-size 64"]),
@@ -29,8 +29,8 @@ GRIDS = [
         [],
         [
             f"as-is{setting}{change}"
-            for setting in ("", ", b 2", ", a 1", ", a 1, b 2")
             for change in ("", ", compiled")
+            for setting in ("", ", b 2", ", a 1", ", a 1, b 2")
         ],
     ),
 ]

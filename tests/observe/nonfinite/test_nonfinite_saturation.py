@@ -16,11 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from helpers_backward import in_ways
 from mezzo.launch.torch import switched
+from mezzo.observe.nonfinite.recomputing import wait_for_exchange
 from mezzo.policy import Policy
 from processes import leave_process_group
 
@@ -232,6 +235,42 @@ def test_gradients_that_processes_exchange_are_judged_as_they_were_sent(
         optimizer.step()
 
     assert mezzo.diagnose(step, policy=POLICY, steps=1).verdict == verdict
+
+
+class Exchanged(TorchDispatchMode):
+    """Reads the last element of a tensor when an exchange of it returns, and when it has been waited for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+        self.last: list[float] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "c10d" in func.namespace:
+            wait_for_exchange(func, result)
+            self.last.append(float((result if isinstance(result, Tensor) else self.tensor)[-1]))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("exchange", "last"),
+    [
+        (lambda t: dist.all_gather([t], 2 * t), [2.0]),
+        (lambda t: dist.all_reduce(t, async_op=True).wait(), [1.0]),
+        (lambda t: all_reduce(t, "sum", dist.group.WORLD).sum(), [1.0, 1.0]),
+        (lambda t: dist.barrier(), [1.0]),
+    ],
+    ids=["gathered", "reduced", "functional", "no tensor"],
+)
+def test_results_of_an_exchange_are_read_when_they_are_written(
+    alone: None, exchange: Callable[[Tensor], Any], last: list[float]
+) -> None:
+    """The exchange of 64 MB takes its thread milliseconds."""
+    tensor = torch.ones(2**24)
+    with Exchanged(tensor) as exchanged:
+        exchange(tensor)
+    assert exchanged.last == last
 
 
 @pytest.mark.parametrize("value", [-1e9, torch.tensor(-1e9)], ids=["number", "tensor"])

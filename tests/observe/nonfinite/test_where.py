@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.compat import accelerate, lightning, transformers
 from mezzo.observe.nonfinite.where import Caller, where_to_write
 from mezzo.records import DiagnoseRecord
 from record_builders import run_record
+
+accelerate, lightning, transformers = (
+    pytest.importorskip(f"mezzo.compat.{name}") for name in ("accelerate", "lightning", "transformers")
+)
 
 POLICY = 'policy = "fp16:fp32_modules=head"'
 TYPED = "on the command line: --policy fp16:fp32_modules=head"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 import record_builders as build
-from mezzo.records import Bottleneck, GpuUse, Reason
+from mezzo.records import Bottleneck, GpuUse, Limit, Reason
 from mezzo.report.html import render_html
-from mezzo.report.sheets.bottleneck import bottleneck_facts
+from mezzo.report.sheets.bottleneck import LIMITS, bottleneck_facts
+from mezzo.report.sheets.run import run_sheet
 from mezzo.report.text import render
+from mezzo.report.views import VIEWS
 
 FOUND = Bottleneck(
     limit="host",
-    sentence="host: 60% of the time is Python",
+    sentence="60% of the time is Python",
     change=["a larger batch", "torch.compile"],
     shares={"host": 0.6, "waiting": 0.0},
     operations=700,
@@ -26,8 +29,9 @@ FOUND = Bottleneck(
 
 def test_lines_say_what_and_how_much_and_what_to_change() -> None:
     lines = {(fact.what, fact.value): fact.reason for fact in bottleneck_facts(FOUND)}
-    assert lines["held back by", "host"] == "60% of the time is Python"
+    assert lines["held back by", "the host"] == "60% of the time is Python"
     assert (lines["change", "1"], lines["change", "2"]) == ("a larger batch", "torch.compile")
+    assert "waiting" not in {what for what, _ in lines}  # 0%
     assert lines["host", "60.0%"] == "Python, and launching operations"
     assert lines["operations per step", "700"] == "6 us on average on the host"
     assert lines["utilization", "40.0%"] == "usually above 90% if the GPU is busy"
@@ -42,8 +46,24 @@ def test_the_section_is_in_both_views() -> None:
     screen = io.StringIO()
     render(record, Console(file=screen, width=110))
     for text in (screen.getvalue(), render_html(record)):
-        assert "What holds this run back" in text
+        assert "What holds it back" in text
         assert "a larger batch" in text
     screen = io.StringIO()
     render(build.run_record(), Console(file=screen, width=110))
-    assert "holds this run back" not in screen.getvalue()
+    assert "What holds it back" not in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("limit", "sentence", "headline"),
+    [
+        ("input", "61% of the time is spent waiting for the data loader", "train.py is held back by the input: 61% of"),
+        ("unknown", "too short to tell, 4 steps", "What holds train.py back is not known: too short to tell, 4 steps"),
+    ],
+)
+def test_a_watched_run_begins_with_what_holds_it_back(limit: Limit, sentence: str, headline: str) -> None:
+    record = build.run_record(watched=True, bottleneck=Bottleneck(limit=limit, sentence=sentence))
+    screen = io.StringIO()
+    render(record, Console(file=screen, width=110), verbose=False)
+    assert screen.getvalue().startswith(headline)
+    assert VIEWS["run"].answer(record, run_sheet(record)).word == LIMITS[limit]
+    assert 'class="kind">watch<' in render_html(record)

@@ -281,14 +281,12 @@ def test_run_sheet_word_for_word() -> None:
     sheet = run_sheet(build.run_record())
     assert sheet.headline == "train.py trained 200 steps under fp16, to a loss of 0.3677"
     assert [(f.what, f.value) for f in sheet.facts] == [
-        ("steps", "200"),
+        ("formats", "fp16 97.3%, fp32 2.7%"),
         ("final loss", "0.3677"),
         ("accuracy", "0.91"),
         ("skipped steps", "3"),
-        ("final loss scale", "8192"),
         ("time per step", "25.7 ms"),
         ("memory", "1.99 GiB"),
-        ("duration", "12.3 s"),
     ]
     assert [(s.format, s.text) for s in sheet.shares] == [("fp16", "97.3%"), ("fp32", "2.7%")]
 
@@ -395,9 +393,9 @@ def test_text_of_a_run() -> None:
         "train.py failed under fp16 after 200 steps",
         "error: the loss was NaN",
         "",
-        "Result",
-        "  steps             200",
-        "  final loss        0.3677",
+        "  formats        fp16 97.3%, fp32 2.7%  of the FLOPs of matrix products",
+        "  final loss     0.3677                 after 200 steps",
+        "  accuracy       0.91",
     ]
     assert "encoder.attention.flash_attn" in shown
     assert shown.endswith("Reproduce\n  mezzo run --policy fp16 train.py --epochs 3")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mezzo.records import Answer, CheckRecord, Reason
+from mezzo.records import Answer, CheckRecord, Gain, Reason
 from mezzo.report.html import render_html
 from mezzo.report.sheets.check import check_answer, check_sheet, policy_title
 from mezzo.report.text import render
@@ -156,11 +156,10 @@ def printed_run(**fields: Any) -> str:
     return stream.getvalue()
 
 
-def test_the_box_is_last_and_names_the_next_command() -> None:
+def test_the_box_is_first_and_names_the_next_command() -> None:
     text = printed(check_record())
-    box = text[text.index("╭") :].splitlines()
-    assert box[0].startswith("╭─ Use BF16 ─")
-    assert box[-1].startswith("╰")
+    assert text.startswith("╭─ Use BF16 ─")
+    assert text.index("╰") < text.index("speed-up")
     assert "│ next       mezzo run --policy bf16 examples/train.py --epochs 3" in text
     assert "trains under it, with the script unedited." in text
     assert max(map(len, text.splitlines())) <= 110
@@ -169,7 +168,8 @@ def test_the_box_is_last_and_names_the_next_command() -> None:
 def test_a_long_command_stands_below_the_box_in_one_line() -> None:
     command = "mezzo run --policy bf16 " + "x" * 120
     text = printed(answered(next_command=command), width=80)
-    assert text.splitlines()[-1].strip() == command
+    after = text[text.index("╰") :].splitlines()
+    assert after[1].strip() == command
 
 
 def test_the_page_begins_with_the_answer() -> None:
@@ -203,3 +203,10 @@ def test_an_answer_needs_no_gain() -> None:
     )
     lines = [line.what for line in check_sheet(check_record(answer=answer, notes=[])).answer]
     assert lines == ["why"]
+
+
+def test_a_cpu_that_stays_in_fp32_says_what_is_predicted_for_a_gpu() -> None:
+    gain = Gain(kind="predicted", times=1.6, times_over_tf32=0.8, device="A100", note="traced")
+    cpu = check_record().device.model_copy(update={"kind": "cpu"})
+    record = answered(decision="stay", policy="fp32", gains=[gain]).model_copy(update={"device": cpu})
+    assert check_sheet(record).headline == "Stay in FP32: 0.800x TF32's speed predicted on A100"

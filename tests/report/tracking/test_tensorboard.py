@@ -13,6 +13,7 @@ from mezzo.report.tracking import TrackedRecord, tensorboard
 from mezzo.report.tracking.log_entry import log_entry
 from record_builders import compare_record, doctor_record, run_record
 
+pytest.importorskip("tensorboard")
 pytestmark = [  # protobuf's and tensorboard's own code
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning:tensorboard"),

@@ -101,6 +101,7 @@ def predict(
     out: options.Out = None,
     log_to: options.LogTo = None,
     as_json: options.Json = False,
+    verbose: options.Verbose = False,
 ) -> None:
     """Predict throughput, memory and the largest batch of a training on GPUs that you do not have.
 
@@ -167,7 +168,7 @@ def predict(
         ],
     )
     record = _with_best(record, plans, conditions, slurm)
-    results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to)
+    results.finish(record, new_folder(out, "predict"), as_json=as_json, log_to=log_to, verbose=verbose)
 
 
 def _conditions(gpu: Gpu, channels_last: bool, job: GpuGroup) -> Conditions:

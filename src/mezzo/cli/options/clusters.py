@@ -81,7 +81,7 @@ def named_cluster(text: str) -> Cluster:
         if error.name != _LIBRARIES[name]:
             raise
         raise UsageError(
-            f"--on {name} needs {_LIBRARIES[name]}, which is not installed", hint="pip install 'mezzo[cluster]'"
+            f"--on {name} needs {_LIBRARIES[name]}, which is not installed", hint=f"pip install {_LIBRARIES[name]}"
         ) from None
 
 

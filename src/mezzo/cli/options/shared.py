@@ -76,6 +76,9 @@ LogTo: TypeAlias = Annotated[
         help="Also log the results to tensorboard, wandb or mlflow, or to a place there, such as tensorboard:FOLDER. May be repeated.",
     ),
 ]
+Verbose: TypeAlias = Annotated[
+    bool, typer.Option("--verbose", help="Also print the tables behind the answer, which the report has.")
+]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the record as JSON on standard output.")]
 
 

@@ -27,7 +27,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mezzo.errors import SnapshotError
+from mezzo.errors import HOW_TO_UPDATE, SnapshotError
 
 VERSION = 1
 KIND = "mezzo snapshot"
@@ -188,7 +188,7 @@ def _refuse_newer(path: Path, metadata: Mapping[str, Any]) -> None:
     if version.isascii() and version.isdigit() and len(version) < 9 and int(version) > VERSION:
         raise SnapshotError(
             f"{str(path)!r} has version {int(version)}; this Mezzo reads up to {VERSION}",
-            hint="update mezzo: pip install --upgrade mezzo",
+            hint=HOW_TO_UPDATE,
         )
     if version != str(VERSION):
         raise _refusal(path, f"its version is {version[:40]!r}")

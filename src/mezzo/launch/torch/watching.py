@@ -23,6 +23,8 @@ from mezzo.records import Bottleneck, Effective, Reason, Steps
 
 POWER = "GPU power, W"
 """The only entry of ``Watch.shares`` that is not a share."""
+UTILIZATION = "GPU"
+_OF_GPU = (POWER, UTILIZATION)
 _EVERY_S = 0.1
 _GPU_EVERY = 10
 """Samples of the host between two of the GPU."""
@@ -55,8 +57,8 @@ class Watch:
         self._over.set()
 
     def now(self) -> str:
-        """Return the measurements so far, in a few words."""
-        shares = self.shares().items()
+        """Return the measurements so far, in a few words; waits of less than 1% are left out."""
+        shares = [(name, share) for name, share in self.shares().items() if share >= 0.01 or name in _OF_GPU]
         return ", ".join(f"{share:.0f} W" if name == POWER else f"{name} {share:.0%}" for name, share in shares)
 
     def shares(self) -> dict[str, float]:
@@ -71,7 +73,7 @@ class Watch:
             shares["thread asleep"] = host.slept
         if isinstance(self._gpu, GpuCounters) and self._gpu.samples:
             last = self._gpu.samples[-1]
-            shares |= {} if last.utilization is None else {"GPU": last.utilization}
+            shares |= {} if last.utilization is None else {UTILIZATION: last.utilization}
             shares |= {} if last.power_w is None else {POWER: last.power_w}
         return shares
 

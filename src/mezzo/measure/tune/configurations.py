@@ -57,7 +57,9 @@ def grid(
     *,
     checkpoints: Sequence[str] = (),
 ) -> list[Configuration]:
-    """Return all configurations; the first is what the script does now.
+    """Return all configurations; the first is what the script does now, then what was asked for.
+
+    Values of the script's options come before policies, and changes to the models last: compiling takes longest, and a budget may end.
 
     Args:
         policies: policies besides the script's own precision.
@@ -71,10 +73,10 @@ def grid(
         Configuration(
             policy=policy, settings=chosen, channels_last=channels_last, compiles=compiles, checkpoint=checkpoint
         )
-        for chosen in settings
-        for policy in dict.fromkeys([AS_IS, *policies])
         for channels_last, compiles in dict.fromkeys([(False, False), *changes])
         for checkpoint in dict.fromkeys(["", *checkpoints])
+        for policy in dict.fromkeys([AS_IS, *policies])
+        for chosen in settings
     ]
     return list(dict.fromkeys(found))
 

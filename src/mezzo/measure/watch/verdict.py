@@ -80,7 +80,7 @@ class RunMeasurements:
 def bottleneck(run: RunMeasurements) -> Bottleneck:
     """Return what holds a run back, and what to change."""
     if run.num_steps < _MIN_STEPS or run.wall_s < _MIN_S:
-        short = f"not known: too short to tell, {run.num_steps} steps in {run.wall_s:.2g} s after the first tenth"
+        short = f"too short to tell, {run.num_steps} steps in {run.wall_s:.2g} s after the first tenth"
         return Bottleneck(limit="unknown", sentence=short, gpu=run.gpu, not_measured=run.not_measured)
     shares = shares_of(run)
     limit = _limit(run, shares)
@@ -195,25 +195,23 @@ def _sentence(limit: Limit, run: RunMeasurements, shares: dict[str, float], *, l
     where = f", most often at {line}" if line else ""
     match limit:
         case "input":
-            return f"input: {share('input')} of the time is spent waiting for the data loader"
+            return f"{share('input')} of the time is spent waiting for the data loader"
         case "communication":
-            return f"communication: {share('communication')} of the time is spent waiting in torch.distributed"
+            return f"{share('communication')} of the time is spent waiting in torch.distributed"
         case "waiting":
-            return f"waiting: the training thread sleeps {share('waiting')} of the time{where}"
+            return f"the training thread sleeps {share('waiting')} of the time{where}"
         case "power":
-            return "power: the GPU runs at its power limit, which keeps its clock down"
+            return "the GPU runs at its power limit, which keeps its clock down"
         case "host":
             counted = f"{len(run.operations)} operations a step of {operation_us:.0f} us on average"
-            return f"host: {share('host')} of the time is spent in Python and in launching operations ({counted})"
+            return f"{share('host')} of the time is spent in Python and in launching operations ({counted})"
         case "bandwidth":
-            return f"memory bandwidth: {share('bandwidth')} of the time is spent in operations that mostly move memory"
+            return f"{share('bandwidth')} of the time is spent in operations that mostly move memory"
         case "arithmetic":
-            return (
-                f"arithmetic: {share('arithmetic')} of the time is spent in products, and no wait reaches {_LOST:.0%}"
-            )
+            return f"{share('arithmetic')} of the time is spent in products, and no wait reaches {_LOST:.0%}"
     why = "compiled code's operations are not seen" if run.compiled else "no operation was counted"
     why = "formats were emulated, so times of operations say nothing" if run.emulated else why
-    return f"not known: no wait reaches {_LOST:.0%}, and {why}"
+    return f"no wait reaches {_LOST:.0%}, and {why}"
 
 
 def _changes(limit: Limit, run: RunMeasurements) -> list[str]:

@@ -291,6 +291,8 @@ class InfinityTracer(PlacingTracer):
         return recomputing.Recomputable(func, args, kwargs, kept, read, truths)
 
     def _inspect(self, index: int, operation: recomputing.Recomputable, result: Any) -> None:
+        if operation.func.namespace in recomputing.COLLECTIVES:
+            recomputing.wait_for_exchange(operation.func, result)
         outputs = operation.outputs(result)
         results = floats(outputs)
         self._note_parts(operation, results)

@@ -31,6 +31,20 @@ COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 """Namespaces of operations between processes, which are never recomputed."""
 
 
+def wait_for_exchange(func: Any, result: Any) -> None:
+    """Wait until a collective has written its results; it returns while another thread, or stream, still writes them.
+
+    Sends and receives are not waited for: the other process may have to be asked first. A second wait, the script's own, returns at once.
+    """
+    if func.namespace == "c10d":
+        wait = getattr(result[-1], "wait", None) if isinstance(result, (tuple, list)) and result else None
+        if wait is not None:
+            wait()
+    elif func.overloadpacket.__name__ != "wait_tensor":
+        for tensor in tree_leaves(result):
+            torch.ops._c10d_functional.wait_tensor(tensor)
+
+
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors among the arguments that the operation writes into."""
     found: list[Any] = []

@@ -13,7 +13,7 @@ from mezzo.errors import RecordError
 from mezzo.records import AnyRecord, CompareRecord, Environment, RunRecord, read_record
 from mezzo.report import formatting as fmt
 from mezzo.report.index.sheet import IndexLine
-from mezzo.report.views import VIEWS
+from mezzo.report.views import VIEWS, command_name
 
 RECORD, PAGE = "record.json", "report.html"
 _NAME_LENGTH, _TEXT_LENGTH = 60, 160
@@ -71,7 +71,7 @@ def entry_of(path: Path, record: AnyRecord | RecordError, folder: Path) -> Index
         date=fmt.date_text(environment.date),
         when=environment.date,
         script=_short(PurePath(getattr(sheet, "script", "")).name or fmt.MISSING, _NAME_LENGTH),
-        kind=record.kind,
+        kind=command_name(record),
         policies=_short(", ".join(_policies(record)) or fmt.MISSING, _NAME_LENGTH),
         word=answer.word,
         tone=answer.tone,

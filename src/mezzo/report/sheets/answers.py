@@ -18,6 +18,7 @@ from mezzo.records import (
 )
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import shared
+from mezzo.report.sheets.bottleneck import LIMITS
 from mezzo.report.sheets.compare import best_of
 from mezzo.report.sheets.fallback import error_texts
 from mezzo.report.sheets.shared import Fact
@@ -78,6 +79,11 @@ def run_answer(record: RunRecord, sheet: Any) -> Headline:
         return Headline(tone="bad", word="failed", facts=sheet.facts)
     if record.changed_nothing:
         return Headline(tone="warn", word="nothing changed", facts=sheet.facts)
+    if record.watched and record.bottleneck is not None:
+        known = record.bottleneck.limit != "unknown"
+        return Headline(
+            tone="quiet" if known else "open", word=LIMITS[record.bottleneck.limit], facts=sheet.bottleneck[:5]
+        )
     broken = any(fact.tone == "bad" for fact in sheet.facts)
     return Headline(tone="bad" if broken else "good", word="not finite" if broken else "trained", facts=sheet.facts)
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from mezzo.records import Bottleneck, GpuUse
+from mezzo.records import Bottleneck, GpuUse, Limit
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets.shared import Fact, facts
 
 BUSY = "usually above 90% if the GPU is busy"
 FULL = "usually above 80% if the batch fills the GPU"
 POWERED = "usually above 60% of the limit if the GPU is busy"
+LIMITS: dict[Limit, str] = {
+    "input": "the input",
+    "waiting": "waiting",
+    "communication": "communication",
+    "host": "the host",
+    "power": "the power limit",
+    "bandwidth": "memory bandwidth",
+    "arithmetic": "arithmetic",
+    "unknown": "not known",
+}
+"""What limits a run, as a reader is told."""
+_SHOWN = 0.005
+"""A smaller share of the time is not shown."""
 _SHARES = {
     "input": "waiting for the data loader",
     "communication": "waiting in torch.distributed",
@@ -24,20 +37,24 @@ def bottleneck_facts(bottleneck: Bottleneck | None) -> list[Fact]:
     """Return what holds a run back, what to change, and the measurements; empty if nothing was measured."""
     if bottleneck is None:
         return []
-    limit, _, why = fmt.clean(bottleneck.sentence).partition(": ")
-    rows = [Fact(what="held back by", value=limit, reason=why)]
+    rows = [held_back_by(bottleneck)]
     rows += [
         Fact(what="change", value=str(n), reason=fmt.clean(text)) for n, text in enumerate(bottleneck.change, start=1)
     ]
     rows += [
         Fact(what=name, value=fmt.share_text(bottleneck.shares[name]), reason=meaning)
         for name, meaning in _SHARES.items()
-        if name in bottleneck.shares
+        if bottleneck.shares.get(name, 0.0) >= _SHOWN
     ]
     if bottleneck.operations is not None and bottleneck.operation_us is not None:
         mean = f"{bottleneck.operation_us:.0f} us on average on the host"
         rows.append(Fact(what="operations per step", value=str(bottleneck.operations), reason=mean))
     return [*rows, *([] if bottleneck.gpu is None else _gpu(bottleneck.gpu)), *facts(bottleneck.not_measured)]
+
+
+def held_back_by(bottleneck: Bottleneck) -> Fact:
+    """Return what holds a run back, and why."""
+    return Fact(what="held back by", value=LIMITS[bottleneck.limit], reason=fmt.clean(bottleneck.sentence))
 
 
 def _gpu(gpu: GpuUse) -> list[Fact]:

@@ -120,11 +120,21 @@ def _headline(record: CheckRecord, script: str) -> str:
         return f"Keep {script}'s own mixed precision" if answer.policy == AS_IS else f"Use {name}"
     own_formats = " and ".join(map(policy_title, answer.own_formats))
     if answer.decision == "stay":
-        return f"Keep the script's own precision ({own_formats})" if own_formats else f"Stay in {name}"
+        stay = f"Keep the script's own precision ({own_formats})" if own_formats else f"Stay in {name}"
+        return stay + _where(record)
     if answer.decision == "undecided":
         return "Undecided"
     where = f"its own precision ({own_formats})" if own_formats else f"{name} itself"
     return f"No answer: {script} goes wrong in {where}"
+
+
+def _where(record: CheckRecord) -> str:
+    """Return what is predicted for a GPU where a CPU ran the script; empty where the answer was measured on a GPU."""
+    elsewhere = next((gain for gain in record.answer.gains if gain.kind == "predicted"), None)
+    if record.device.kind != "cpu" or elsewhere is None:
+        return ""
+    times, over = elsewhere.over_what_is_free
+    return f": {fmt.ratio_text(times)} {over}'s speed predicted on {fmt.clean(elsewhere.device)}"
 
 
 def _answer(record: CheckRecord) -> list[Fact]:
@@ -230,10 +240,7 @@ def _stage(stage: CheckStage) -> tuple[str, ...]:
 
 
 def print_check(sheet: CheckSheet, console: Console) -> None:
-    """Print the comparison, then the answer in a box, which is the last thing that a reader sees."""
-    if sheet.comparison is not None:
-        console.print(terminal.verdict_table(sheet.comparison))
-        console.print()
+    """Print the answer in a box, the command, the patch, and the comparison behind them."""
     fits = len(sheet.next_command) + _EDGES <= console.width
     commands = [Fact(what="next", value=sheet.next_command, tone="command")] if fits else []
     others = [Fact(what=other.what, value=f"{other.value}: {other.reason}") for other in sheet.others]
@@ -245,3 +252,6 @@ def print_check(sheet: CheckSheet, console: Console) -> None:
         console.print(Text(f"  {sheet.next_command}"), soft_wrap=True)  # a wrapped command cannot be pasted
     if sheet.patch:
         console.print(Text(sheet.patch.rstrip("\n")), soft_wrap=True)
+    if sheet.comparison is not None:
+        console.print()
+        console.print(terminal.verdict_table(sheet.comparison))

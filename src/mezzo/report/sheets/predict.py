@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from rich.console import Console
 from rich.text import Text
@@ -27,10 +28,14 @@ class PredictLine:
     band: str = fmt.MISSING
     step: str = fmt.MISSING
     memory: str = fmt.MISSING
+    device: str = fmt.MISSING
+    """The memory of the device that it takes, and whether that is more than there is."""
     largest: str = fmt.MISSING
     speed_ups: str = fmt.MISSING
+    over_fp32: str = fmt.MISSING
     cost: str = fmt.MISSING
     bound: str = fmt.MISSING
+    possible: bool = True
     verdict: str
     modules: list[Fact] = field(default_factory=list)
     kinds: list[Fact] = field(default_factory=list)
@@ -56,7 +61,7 @@ class PredictSheet(Sheet):
 def predict_sheet(record: PredictRecord) -> PredictSheet:
     """Return the sheet of ``record``."""
     return PredictSheet(
-        title=f"{fmt.clean(record.model)}: prediction",
+        title=f"{_model(record)}: prediction",
         model=fmt.clean(record.model),
         headline=_headline(record),
         details=f"Input: {fmt.clean(record.input)}. Optimizer: {fmt.clean(record.optimizer)}{_job(record)}. "
@@ -120,13 +125,18 @@ def _band(record: PredictRecord) -> str:
     )
 
 
+def _model(record: PredictRecord) -> str:
+    """Return the name of the model, or of the script's file."""
+    return fmt.clean(PurePath(record.model).name if record.model.endswith(".py") else record.model)
+
+
 def _headline(record: PredictRecord) -> str:
-    what = f"Batch {record.batch} of {fmt.clean(record.model)}"
+    what = f"Batch {record.batch} of {_model(record)}"
     if record.unit == "steps":
-        what = f"A step of {fmt.clean(record.model)}"
+        what = f"A step of {_model(record)}"
     possible = [prediction for prediction in record.predictions if prediction.possible]
     if not possible:
-        return f"None of these GPUs can run {fmt.clean(record.model)} under these policies"
+        return f"None of these GPUs can run {_model(record)} under these policies"
     best = record.best
     if best is None:
         return f"{what} fits none of these GPUs"
@@ -169,7 +179,7 @@ def _memory_left(prediction: Prediction) -> str:
 def _line(prediction: Prediction, trade: str) -> PredictLine:
     gpu, card, policy = fmt.clean(prediction.gpu), _card(prediction), policy_and_plan(prediction)
     if not prediction.possible:
-        return PredictLine(gpu=gpu, card=card, policy=policy, verdict=verdict_text(prediction))
+        return PredictLine(gpu=gpu, card=card, policy=policy, possible=False, verdict=verdict_text(prediction))
     bound = max(prediction.bounds, key=lambda kind: prediction.bounds[kind])
     return PredictLine(
         gpu=gpu,
@@ -181,7 +191,9 @@ def _line(prediction: Prediction, trade: str) -> PredictLine:
         memory=" / ".join(
             fmt.bytes_text(n) for n in (prediction.allocated_bytes, prediction.reserved_bytes, prediction.device_bytes)
         ),
+        device=fmt.bytes_text(prediction.device_bytes) + ("" if prediction.fits else ", too much"),
         largest=fmt.MISSING if prediction.largest_batch is None else str(prediction.largest_batch),
+        over_fp32=fmt.ratio_text(prediction.over_fp32),
         speed_ups=f"{fmt.ratio_text(prediction.over_fp32)} / {fmt.ratio_text(prediction.over_tf32)}",
         cost=fmt.MISSING
         if prediction.cost_per_million is None
@@ -246,32 +258,34 @@ def _card(prediction: Prediction) -> str:
 
 
 def print_predict(sheet: PredictSheet, console: Console) -> None:
-    """Print what was predicted, whether it fits, how fast it is, and what bounds it."""
+    """Print a line for each GPU and policy: speed, memory and what bounds the step."""
     console.print(Text(sheet.details, style="dim"))
-    terminal.section(console, "Does it fit?", terminal.fact_table(sheet.fit))
-    heads = ["GPU", "policy", f"{sheet.unit}/s", "10% to 90%", "step", "allocated\nreserved\ndevice", "largest\nbatch"]
-    table = terminal.plain_table(
-        *heads, "over FP32\n/ TF32", *([sheet.cost_head.replace(" per ", "\nper ")] if sheet.cost_head else [])
-    )
-    last = ""
-    for line in sheet.lines:
-        memory = line.memory.replace(" / ", "\n")
-        cells = [line.throughput, line.band, line.step, memory, line.largest, line.speed_ups]
-        table.add_row(
-            "" if line.gpu == last else f"{line.gpu}\n{line.card}".rstrip(),
-            line.policy,
-            *cells,
-            *([line.cost] if sheet.cost_head else []),
-        )
-        last = line.gpu
-    terminal.section(console, "By GPU and policy", table)
-    facts = [Fact(what=f"{line.gpu}, {line.policy}", value=line.bound, reason=line.verdict) for line in sheet.lines]
-    terminal.section(console, "What bounds the step, and is it worth it?", terminal.fact_table(facts))
+    heads = ["GPU", "policy", f"{sheet.unit}/s", "10% to 90%", "step", "memory", "largest\nbatch", "over\nFP32"]
+    costs = [sheet.cost_head.replace(" per ", "\nper ")] if sheet.cost_head else []
+    table = terminal.plain_table(*heads, *costs, "bound by", numbers=range(2, len(heads) + len(costs)))
+    table.columns[3].no_wrap = True
+    names = [line.gpu for line in sheet.lines]
+    for place, line in enumerate(sheet.lines):
+        cells = [line.throughput, line.band, line.step, line.device, line.largest, line.over_fp32]
+        cost = [line.cost] if sheet.cost_head else []
+        before, alone = names[:place].count(line.gpu), names.count(line.gpu) == 1
+        name = f"{line.gpu}\n{line.card}" if alone else {0: line.gpu, 1: line.card}.get(before, "")
+        table.add_row(name, line.policy, *cells, *cost, line.bound if line.possible else line.verdict)
+    console.print()
+    console.print(table)
+    _print_slurm(sheet, console)
 
 
 def predict_details(sheet: PredictSheet, console: Console) -> None:
-    """Print what a predict record assumes, and the lines for Slurm."""
+    """Print whether the batch fits, whether a policy is worth it, all kinds of memory, and what is assumed."""
+    terminal.section(console, "Does it fit?", terminal.fact_table(sheet.fit))
+    facts = [Fact(what=f"{line.gpu}, {line.policy}", value=line.memory, reason=line.verdict) for line in sheet.lines]
+    heads = ("", "allocated / reserved / device", "is it worth it?")
+    terminal.section(console, "Memory and worth", terminal.fact_table(facts, heads=heads))
     terminal.section(console, "Assumed", terminal.fact_table(sheet.assumptions))
+
+
+def _print_slurm(sheet: PredictSheet, console: Console) -> None:
     if sheet.slurm:
         console.print(Text("\nFor Slurm", style="bold"))
         console.print(Text(sheet.slurm), soft_wrap=True)

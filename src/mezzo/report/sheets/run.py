@@ -8,7 +8,7 @@ from pathlib import PurePath
 from mezzo.records import RunRecord, SnapshotsTaken
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import ranks, shared
-from mezzo.report.sheets.bottleneck import bottleneck_facts
+from mezzo.report.sheets.bottleneck import LIMITS, bottleneck_facts
 from mezzo.report.sheets.findings import FindingLine, finding_line
 from mezzo.report.sheets.guardrails import guard_facts, memory_facts
 from mezzo.report.sheets.shared import Fact, MemoryLine, ScriptSheet, Share
@@ -35,6 +35,7 @@ class RunSheet(ScriptSheet):
     """What occupied the memory of a run that ran out of it, and the settings that would help."""
     findings: list[FindingLine]
     bottleneck: list[Fact]
+    watched: bool
 
 
 def run_sheet(record: RunRecord) -> RunSheet:
@@ -59,6 +60,7 @@ def run_sheet(record: RunRecord) -> RunSheet:
         out_of_memory=memory_facts(record.out_of_memory),
         findings=[finding_line(finding) for finding in record.findings],
         bottleneck=bottleneck_facts(record.bottleneck),
+        watched=record.watched,
         environment=shared.environment_facts(record.environment, framework=record.framework),
         command=shared.command_text(record.command, record.environment),
     )
@@ -73,6 +75,11 @@ def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
         return f"{script} failed under {policy} after {steps}{missing}"
     if not record.steps.loss:
         return f"{script} ran under {policy}; no training step was seen{missing}"
+    if record.watched and record.bottleneck is not None:
+        why = fmt.clean(record.bottleneck.sentence)
+        if record.bottleneck.limit == "unknown":
+            return f"What holds {script} back is not known: {why}{missing}"
+        return f"{script} is held back by {LIMITS[record.bottleneck.limit]}: {why}{missing}"
     loss = shared.final_loss_text(record)
     if record.changed_nothing:
         ran = shared.ran_text(record)
@@ -101,14 +108,27 @@ def run_facts(record: RunRecord) -> list[Fact]:
     broken = any(word in line.final_loss.split() for word in ("NaN", "Infinity", "-Infinity"))
     emulated = shared.NOT_FOR_GPU if record.effective.emulated else ""
     of_emulation = shared.NOT_FOR_GPU if record.memory.of_emulation else ""
+    scale = "" if record.final_scale is None else f"the loss scale ended at {line.final_scale}"
+    duration = f"{line.duration} in all"
     rows = [
-        Fact(what="steps", value=line.steps),
-        Fact(what="final loss", value=line.final_loss, tone="bad" if broken else ""),
-        Fact(what="skipped steps", value=line.skipped, tone="warn" if steps.num_skipped else ""),
-        Fact(what="final loss scale", value=line.final_scale),
-        Fact(what="time per step", value=fmt.ms_text(shared.median_ms(steps.warm_ms)), reason=emulated),
-        Fact(what="memory", value=fmt.bytes_text(record.memory.total_bytes), reason=of_emulation),
-        Fact(what="duration", value=line.duration),
+        Fact(what="formats", value=shared.formats_text(record), reason="of the FLOPs of matrix products"),
+        Fact(
+            what="final loss",
+            value=line.final_loss,
+            reason=f"after {fmt.plural(len(steps), 'step')}",
+            tone="bad" if broken else "",
+        ),
+        Fact(what="skipped steps", value=line.skipped, reason=scale, tone="warn" if steps.num_skipped else ""),
+        Fact(
+            what="time per step",
+            value=fmt.ms_text(shared.median_ms(steps.warm_ms)),
+            reason="; ".join(filter(None, [emulated, duration])),
+        ),
+        Fact(
+            what="memory",
+            value=fmt.bytes_text(record.memory.total_bytes),
+            reason=of_emulation or "of the weights, gradients, optimizer state and activations",
+        ),
     ]
     if record.snapshots is not None:
         rows.append(_snapshots(record.snapshots))

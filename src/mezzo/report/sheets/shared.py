@@ -127,6 +127,7 @@ def environment_facts(environment: Environment, *, framework: str = "") -> list[
     known = [
         (k, fmt.date_text(environment.date) if k == "date" else getattr(environment, k)) for k in _ENVIRONMENT_LABELS
     ]
+    known = [(k, v) for k, v in known if k != "triton" or environment.gpu is not None]  # no kernel of it runs on a CPU
     facts = [Fact(what=_ENVIRONMENT_LABELS[k], value=fmt.clean(str(v))) for k, v in known if v is not None]
     other = framework.partition(" ")[0] not in ("", "torch")
     return [*facts[:-1], Fact(what="Framework", value=fmt.clean(framework)), facts[-1]] if other else facts
@@ -177,6 +178,12 @@ def shares(share_by_format: Mapping[str, float]) -> list[Share]:
         )
         for name, share in order
     ]
+
+
+def formats_text(record: RunRecord) -> str:
+    """Return the formats of a run's matrix products, the largest share first, as in ``fp16 99%, fp32 1%``."""
+    parts = shares(record.effective.share_by_format)
+    return ", ".join(f"{part.format} {part.text}" for part in parts) or "none counted"
 
 
 def shares_note(*runs: RunRecord) -> str:

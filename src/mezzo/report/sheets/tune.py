@@ -124,18 +124,18 @@ def _interval(row: TuneRow) -> str:
 
 
 def print_tune(sheet: TuneSheet, console: Console) -> None:
-    """Print every configuration, then the answer in a box, then the command, unwrapped so that it can be pasted."""
+    """Print the answer in a box, the command, unwrapped so that it can be pasted, and every configuration."""
+    notes = [Fact(what=note.what, value=f"{note.value}: {note.reason}.") for note in sheet.notes]
+    rows = [Fact(what="why", value=sheet.why), *notes, Fact(what="next", value=f"{sheet.next_why}. The command:")]
+    terminal.answer_box(console, rows, headline=sheet.headline, tone=sheet.tone)
+    console.print(Text(f"  {sheet.next_command}", style="bold"), soft_wrap=True)
     table = terminal.plain_table(
         "configuration", "state", "time per step", "as fast as now", "inputs per step", "memory"
     )
     for line in sheet.lines:
         speed = f"{line.speedup}\n{line.interval}" if line.interval else line.speedup
         table.add_row(Text(line.name), line.state, line.step, Text(speed), line.inputs, line.memory)
+    console.print()
     console.print(table)
     reasons = [Fact(what=line.name, value=line.state, reason=line.reason) for line in sheet.lines[1:]]
     terminal.section(console, "Why", terminal.fact_table(reasons))
-    console.print()
-    notes = [Fact(what=note.what, value=f"{note.value}: {note.reason}.") for note in sheet.notes]
-    rows = [Fact(what="why", value=sheet.why), *notes, Fact(what="next", value=f"{sheet.next_why}. The command:")]
-    terminal.answer_box(console, rows, headline=sheet.headline, tone=sheet.tone)
-    console.print(Text(f"  {sheet.next_command}", style="bold"), soft_wrap=True)
