@@ -30,30 +30,31 @@ PINNED := --constraint constraints.txt --editable
 COMPILE = $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
 
 $(DEMO): $(FROM)
-	$(INSTALL) $(VENV) 'the demo: Mezzo and scikit-learn, 38 packages, 1.1 GB (torch built for CUDA: 5 GB more), about 1 minute on 2 cores' $(PINNED) '.[examples]'
-	touch $@
+	@$(INSTALL) $(VENV) 'the demo: Mezzo and scikit-learn, 38 packages, 1.1 GB (torch built for CUDA: 5 GB more), about 1 minute on 2 cores' $(PINNED) '.[examples]'
+	@$(BIN)/python -c 'import torch._inductor.compile_fx, scipy.stats, sklearn.datasets, matplotlib.figure'  # their byte code, before anything is timed
+	@touch $@
 
 $(TEST): $(FROM)
-	$(INSTALL) $(VENV) 'the tests: Mezzo, pytest, mypy, ruff, Triton, 66 packages, 2.2 GB, about 2 minutes on 2 cores' $(PINNED) '.[test,check,triton,fp8]'
-	$(COMPILE)
-	touch $(DEMO) $@
+	@$(INSTALL) $(VENV) 'the tests: Mezzo, pytest, mypy, ruff, Triton, 66 packages, 2.2 GB, about 2 minutes on 2 cores' $(PINNED) '.[test,check,triton,fp8]'
+	@$(COMPILE)
+	@touch $(DEMO) $@
 
 $(READY): $(FROM)
-	$(INSTALL) $(VENV) 'all tests, benchmarks and documentation: also Lightning, Transformers, trackers, Sphinx, 175 packages, 3.0 GB, about 4 minutes on 2 cores' $(PINNED) '.[dev]'
-	$(COMPILE)
-	touch $(DEMO) $(TEST) $@
+	@$(INSTALL) $(VENV) 'all tests, benchmarks and documentation: also Lightning, Transformers, trackers, Sphinx, 175 packages, 3.0 GB, about 4 minutes on 2 cores' $(PINNED) '.[dev]'
+	@$(COMPILE)
+	@touch $(DEMO) $(TEST) $@
 
 # Only a tenth of a framework is ever imported: the last command writes the byte code of that before anything is timed.
 $(VENV)-%/.ready: pyproject.toml requirements-%.txt
-	$(INSTALL) $(VENV)-$* 'the examples and tests of $*: about 2 GB and 3 minutes on 2 cores' --requirement requirements-$*.txt --editable '.[test]'
+	@$(INSTALL) $(VENV)-$* 'the examples and tests of $*: about 2 GB and 3 minutes on 2 cores' --requirement requirements-$*.txt --editable '.[test]'
 	$(VENV)-$*/bin/python -c 'import $*, sklearn.datasets'
-	touch $@
+	@touch $@
 
 # Only the table of docs/frameworks.md needs it.
 $(VENV)-trainers/.ready: pyproject.toml requirements-trainers.txt
-	$(INSTALL) $(VENV)-trainers 'the table of frameworks: ten libraries that train with PyTorch, about 2 GB and 3 minutes on 2 cores' --requirement requirements-trainers.txt --editable '.[test]'
-	$(INSTALL) $(VENV)-trainers 'fastai, which comes without what it depends on' --no-deps fastai==2.8.12
-	touch $@
+	@$(INSTALL) $(VENV)-trainers 'the table of frameworks: ten libraries that train with PyTorch, about 2 GB and 3 minutes on 2 cores' --requirement requirements-trainers.txt --editable '.[test]'
+	@$(INSTALL) $(VENV)-trainers 'fastai, which comes without what it depends on' --no-deps fastai==2.8.12
+	@touch $@
 
 environment: $(DEMO)
 
@@ -104,11 +105,11 @@ test-cuda-build: $(CUDA_BUILD)/.installed
 	env -u TRITON_INTERPRET $(CUDA_BUILD)/bin/python -m pytest -q tests/cuda_build tests/project/test_gpu_benchmark.py tests/engine/test_session_budget.py tests/engine/test_state_bytes.py
 
 $(CUDA_BUILD)/.installed: pyproject.toml
-	PYTHON=$(CUDA_PYTHON) $(INSTALL) $(CUDA_BUILD) "tests of torch's CUDA build: about 6 GB and 5 minutes on 2 cores" 'torch>=2.11' --index-url https://download.pytorch.org/whl/cu130 || \
+	@PYTHON=$(CUDA_PYTHON) $(INSTALL) $(CUDA_BUILD) "tests of torch's CUDA build: about 6 GB and 5 minutes on 2 cores" 'torch>=2.11' --index-url https://download.pytorch.org/whl/cu130 || \
 	PYTHON=$(CUDA_PYTHON) $(INSTALL) $(CUDA_BUILD) "tests of torch's CUDA build, from the index that pip is set to" 'torch>=2.11'
 	$(CUDA_BUILD)/bin/python -c 'import torch, triton; assert torch.version.cuda, "this torch is no CUDA build"'
-	$(INSTALL) $(CUDA_BUILD) "tests of torch's CUDA build: pytest and Mezzo" --editable '.[test]'
-	touch $@
+	@$(INSTALL) $(CUDA_BUILD) "tests of torch's CUDA build: pytest and Mezzo" --editable '.[test]'
+	@touch $@
 
 # A file is one worker's: its tests ask one process of the framework, which takes seconds to start.
 test-%: $(VENV)-%/.ready
@@ -152,5 +153,5 @@ readme: $(READY)
 
 # What make has made, and no more: not an environment of yours, and not your runs.
 clean:
-	$(INSTALL) --remove $(VENV) $(CUDA_BUILD) $(FRAMEWORKS:%=$(VENV)-%) $(VENV)-trainers
+	@$(INSTALL) --remove $(VENV) $(CUDA_BUILD) $(FRAMEWORKS:%=$(VENV)-%) $(VENV)-trainers
 	rm -rf build dist runs/demo runs/frameworks

@@ -17,7 +17,7 @@ import mezzo.report
 import record_builders as build
 from mezzo.records import CompareRecord, DoctorRecord, RunRecord
 from mezzo.report import formatting
-from mezzo.report.html import render_html, write_html
+from mezzo.report.html import kept_whole, render_html, write_html
 
 HOSTILE = "<script>alert(1)</script></script><!--%{x}<b>&amp;\x1b[31m\"'"
 MOST_BYTES = 400_000
@@ -167,3 +167,17 @@ def imported(path: Path) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.append(node.module)
     return names
+
+
+@pytest.mark.parametrize(
+    ("text", "page"),
+    [
+        ("on h100-sxm in tf32", 'on <span class="whole">h100-sxm</span> in tf32'),
+        ("at 2026-11-28 16:35 UTC", 'at <span class="whole">2026-11-28 16:35 UTC</span>'),
+        ("a <b-c> d", 'a <span class="whole">&lt;b-c&gt;</span> d'),
+        ("-37% less", "-37% less"),
+        (f"see {'a' * 40}-b", f"see {'a' * 40}-b"),
+    ],
+)
+def test_names_and_dates_stay_on_one_line(text: str, page: str) -> None:
+    assert kept_whole(text) == page

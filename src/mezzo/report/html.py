@@ -26,6 +26,9 @@ from mezzo.report.sheets.together import together_sheet
 from mezzo.report.source import SourceLines, module_places, source_of
 from mezzo.report.views import VIEWS, command_name
 
+_NAMES = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d UTC|\S*\w-\w\S*)")
+_UNBROKEN = 30
+"""Letters of a longest word that stays on one line, also on a phone."""
 _JSON = {"allow_nan": False, "separators": (",", ":")}
 
 
@@ -91,7 +94,13 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = _JSON  # tojson also escapes <, > and & for a script element
-    environment.filters |= {"breakable": _breakable, "svg": svg, "numbers": numbers_of, "heads": _heads}
+    environment.filters |= {
+        "breakable": _breakable,
+        "whole": kept_whole,
+        "svg": svg,
+        "numbers": numbers_of,
+        "heads": _heads,
+    }
     environment.filters["real_gpus"] = real_gpus_sheet
     return environment
 
@@ -99,6 +108,15 @@ def _environment() -> jinja2.Environment:
 def _breakable(policy: str) -> Markup:
     # A long policy text wraps between fields, not inside a word.
     return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[:=+.,])", policy))
+
+
+def kept_whole(text: str) -> Markup:
+    """Return a text whose dates and names with a hyphen, such as those of GPUs and files, stay on one line."""
+    parts = [
+        Markup('<span class="whole">{}</span>').format(part) if number % 2 and len(part) <= _UNBROKEN else escape(part)
+        for number, part in enumerate(_NAMES.split(text))
+    ]
+    return Markup("").join(parts)
 
 
 def _heads(heads: Sequence[str]) -> str:

@@ -81,8 +81,10 @@ def run_answer(record: RunRecord, sheet: Any) -> Headline:
         return Headline(tone="warn", word="nothing changed", facts=sheet.facts)
     if record.watched and record.bottleneck is not None:
         known = record.bottleneck.limit != "unknown"
+        change = [Fact(what="to change", value=fmt.clean(text)) for text in record.bottleneck.change[:1]]
+        shares = [fact for fact in sheet.bottleneck if fact.what in record.bottleneck.shares]
         return Headline(
-            tone="quiet" if known else "open", word=LIMITS[record.bottleneck.limit], facts=sheet.bottleneck[:5]
+            tone="quiet" if known else "open", word=LIMITS[record.bottleneck.limit], facts=[*change, *shares][:5]
         )
     broken = any(fact.tone == "bad" for fact in sheet.facts)
     return Headline(tone="bad" if broken else "good", word="not finite" if broken else "trained", facts=sheet.facts)
