@@ -29,7 +29,7 @@ def write(docs: Path) -> None:
     """Write all pages into ``docs/reference``."""
     from typer.main import get_command
 
-    from mezzo.cli import app
+    from mezzo.cli.parser import app
 
     remove(docs)
     folder = docs / FOLDER
@@ -55,9 +55,7 @@ def command_page(name: str, command: Any, docs: Path) -> str:
     """Return the page of a command."""
     context = command.context_class(command, info_name=f"mezzo {name}")
     usage = re.sub(r"^Usage: ", "", command.get_usage(context))
-    usage = re.sub(
-        r"\[(\[\w+\](?:\.\.\.)?)\](?:\.\.\.)?|{([\w.]+)}", lambda found: found[1] or found[2], usage
-    )  # [[ARGS]...]...
+    usage = re.sub(r"{([\w.]+)}", r"\1", usage)
     entries: dict[str, list[str]] = {"argument": [], "option": []}
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
@@ -80,7 +78,7 @@ def command_page(name: str, command: Any, docs: Path) -> str:
 
 def entry(words: str, text: str) -> str:
     """Return a parameter as an entry of a definition list."""
-    return f"`{words}`\n: {escaped(text)}\n\n"
+    return f"`{re.sub(r' <[^>]+>', '', words)}`\n: {escaped(text)}\n\n"  # without the parser's names of types
 
 
 def escaped(text: str) -> str:

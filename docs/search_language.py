@@ -12,7 +12,9 @@ from itertools import pairwise
 
 from sphinx.search.en import SearchEnglish
 
-QUESTION_WORDS = frozenset({"best", "choose", "get", "give", "gives", "happens", "mean", "means", "need", "set", "use", "want", "way"})
+QUESTION_WORDS = frozenset(
+    {"best", "choose", "get", "give", "gives", "happens", "mean", "means", "need", "set", "use", "want", "way"}
+)
 """English words that a question has and an answer lacks."""
 QUESTION_PAIRS = frozenset({"为什", "什么", "么是", "怎么", "么办", "如何", "怎样", "哪个", "哪些"})
 _RUN = re.compile(r"[\u4e00-\u9fff]+|[^\W\u4e00-\u9fff]+")

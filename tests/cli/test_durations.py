@@ -15,12 +15,18 @@ def test_durations(text: str, seconds: float) -> None:
     assert seconds_of(text, option="--budget", example="10m") == seconds
 
 
-@pytest.mark.parametrize("text", ["m", "0s", "0", "90", "-5m", "1d", "often", ""])
-def test_durations_that_are_none(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        *((text, "10m") for text in ("m", "0s", "0", "-5m", "often", "")),
+        *(("90", "90s"), ("5", "5m"), ("1d", "24h"), ("10min", "10m"), ("2 hours", "2h")),
+    ],
+)
+def test_durations_that_are_none(text: str, meant: str) -> None:
     with pytest.raises(UsageError) as caught:
         seconds_of(text, option="--budget", example="10m")
     expected = (
-        f"--budget {text!r}; allowed: a time above 0 with its unit, such as 30s, 5m or 1h\n  hint: type: --budget 10m"
+        f"--budget {text!r}; allowed: a time above 0 with its unit, such as 30s, 5m or 1h\n  hint: type: --budget {meant}"
     )
     assert str(caught.value) == expected
 

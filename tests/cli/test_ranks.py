@@ -13,6 +13,7 @@ from typer.main import get_command
 from forked_processes import in_forks
 from mezzo import cli
 from mezzo.cli import ranks
+from mezzo.cli.parser import app
 from mezzo.records import AuditRecord, CompareRecord, FallbackRecord, RangesRecord, Rewind, RunRecord, read_record
 from paths import SCRIPTS
 from processes import Ended, in_processes
@@ -251,7 +252,7 @@ def test_commands_for_one_process_are_refused_in_several(
 
 
 def test_every_command_on_a_script_says_what_it_does_in_several_processes() -> None:
-    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    commands = get_command(app).commands  # type: ignore[attr-defined]
     on_scripts = {name for name, command in commands.items() if "arguments" in {p.name for p in command.params}}
     assert on_scripts == {*ranks._IN_ALL_PROCESSES, *ranks._IN_ONE_PROCESS}
 

@@ -71,7 +71,7 @@ WRONG: list[Wrong] = [
     (  # no command has both
         "check --write-patch --steps 30 train.py",
         "mezzo check has no option --steps; ...",
-        "mezzo check --help lists its options; the script's own options go after the script",
+        "type: mezzo check --write-patch train.py --steps 30",
     ),
     (
         "audit --timeout 3 train.py",
@@ -81,7 +81,7 @@ WRONG: list[Wrong] = [
     (
         "run --epochs 3 train.py",
         "mezzo run has no option --epochs; ...",
-        "mezzo run --help lists its options; the script's own options go after the script",
+        "type: mezzo run train.py --epochs 3",
     ),
     ("run", "Missing argument 'SCRIPT'", "type: mezzo run train.py"),
     ("run -m", "Missing argument 'SCRIPT'", "type: mezzo run -m train"),
@@ -89,41 +89,53 @@ WRONG: list[Wrong] = [
     (
         "run --policy train.py",
         "--policy took 'train.py' as its value, so there is no script",
-        "type: mezzo run --policy VALUE train.py",
+        "type: mezzo run --policy fp16 train.py",
     ),
     ("report", "Missing argument 'RECORD...'", "type: mezzo report runs/demo/record.json"),
-    ("run --seed", "Option '--seed' requires an argument", "mezzo run --help lists its options"),
+    ("run --seed", "Option '--seed' requires an argument", "type: mezzo run --seed 3 train.py"),
     # values
-    ("run --seed -5 train.py", "--seed -5; allowed: 0 to 4294967295, the range that NumPy accepts", "type: --seed 5"),
-    ("run --seed 4294967296 train.py", "--seed 4294967296; allowed: 0 to 4294967295, ...", "type: --seed 4294967295"),
-    ("run --seed two train.py", "--seed 'two'; allowed: a valid integer", "mezzo run --help lists its options"),
+    (
+        "run --seed -5 train.py",
+        "--seed -5; allowed: 0 to 4294967295, the range that NumPy accepts",
+        "type: mezzo run --seed 5 train.py",
+    ),
+    (
+        "run --seed 4294967296 train.py",
+        "--seed 4294967296; allowed: 0 to 4294967295, ...",
+        "type: mezzo run --seed 4294967295 train.py",
+    ),
+    ("run --seed two train.py", "--seed 'two'; allowed: a valid integer", "type: mezzo run --seed 3 train.py"),
     (
         "compare --seeds 0 train.py",
         "--seeds '0'; allowed: greater than or equal to 1",
-        "mezzo compare --help lists its options",
+        "type: mezzo compare --seeds 3 train.py",
     ),
     (
         "compare --seeds=0 train.py",
         "--seeds '0'; allowed: greater than or equal to 1",
-        "mezzo compare --help lists its options",
+        "type: mezzo compare --seeds 3 train.py",
     ),
-    ("compare --timeout 0 train.py", "--timeout '0'; allowed: ...", "type: --timeout 30m"),
+    ("compare --timeout 0 train.py", "--timeout '0'; allowed: ...", "type: mezzo compare --timeout 10m train.py"),
     (
         "ranges --steps 0 train.py",
         "--steps '0'; allowed: greater than or equal to 1",
-        "mezzo ranges --help lists its options",
+        "type: mezzo ranges --steps 20 train.py",
     ),
-    ("fallback --tolerance 3 train.py", "--tolerance '3'; allowed: ...", "mezzo fallback --help lists its options"),
-    ("run -mq train.py", "mezzo run has no option -q; allowed: ...", "mezzo run --help lists its options; ..."),
+    (
+        "fallback --tolerance 3 train.py",
+        "--tolerance '3'; allowed: ...",
+        "type: mezzo fallback --tolerance 0.02 train.py",
+    ),
+    ("run -mq train.py", "mezzo run has no option -q; allowed: ...", "mezzo run --help-all lists its options; ..."),
     (
         "audit --steps 5-3 train.py",
         "--steps '5-3' is not a list of steps; allowed: numbers from 1, such as 3 or 3,10 or 3-5, and ranges of at most 100,000 steps",
-        "type: --steps 3",
+        "type: mezzo audit --steps 3 train.py",
     ),
     (
         "run --policy fp61 train.py",
         f"unknown policy 'fp61'; did you mean fp16 or fp8 or fp32? Allowed: {POLICIES}...",
-        "name a preset, ...",
+        "type: mezzo run --policy fp16 train.py",
     ),
     ("run --policy fp16:init_scale=big train.py", "...init_scale='big'...", "..."),
     ("run --policy missing.toml train.py", "cannot read the policy file 'missing.toml'...", "..."),
@@ -131,12 +143,12 @@ WRONG: list[Wrong] = [
     (
         "compare --policies fp32,,bf16 train.py",
         "--policies 'fp32,,bf16' contains an empty policy name",
-        "type: --policies fp32,bf16",
+        "type: mezzo compare --policies fp32,bf16 train.py",
     ),
     (
         "compare --policies , train.py",
         "--policies ',' contains an empty policy name",
-        "type: --policies fp32,bf16,fp16",
+        "type: mezzo compare --policies fp32,bf16,fp16 train.py",
     ),
     (
         "run --metric acc=( train.py",
@@ -146,7 +158,7 @@ WRONG: list[Wrong] = [
     (
         "compare --metric acc train.py",
         "--metric 'acc' has no group",
-        "put the number in brackets, as in --metric 'acc=([0-9.]+)'",
+        "type: mezzo compare --metric 'acc=([0-9.]+)' train.py",
     ),
     # scripts
     ("run trian.py -x", "there is no script 'trian.py'", "type: mezzo run train.py -x"),
@@ -335,8 +347,6 @@ def test_a_package_is_found_without_running_its_code(folder: Path) -> None:
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"mezzo {VERSION}\n"
-    assert cli.main([]) == 2
-    assert "Usage: mezzo [OPTIONS] COMMAND" in " ".join(capsys.readouterr().out.split())
 
 
 # --- what comes after the script ---------------------------------------------------------------------------------------------
@@ -353,19 +363,26 @@ AFTER = [
     ("run -m plain --json", "import torch", "--json", "mezzo run --json -m plain"),
     ("audit --steps 3 plain.py --steps 4", "import torch", "--steps 4", "mezzo audit --steps 3 --steps 4 plain.py"),
     ("run plain.py --policy", "import torch", "--policy", "mezzo run --policy plain.py"),
+    (  # an option of another command
+        "run plain.py --policies bf16",
+        "import torch",
+        "--policies bf16",
+        "mezzo compare --policies bf16 plain.py",
+    ),
     # It may be the script's own.
     ("run plain.py --policy bf16", "parser.add_argument('--policy')", "", ""),
     ("run plain.py --policy bf16", "class Arguments:\n    policy: str", "", ""),
     ("run plain.py --policy bf16", "import helper", "", ""),
     ("run plain.py --seed 3", "parser = HfArgumentParser(TrainingArguments)", "", ""),
     ("run plain.py --lr 1", "import torch", "", ""),
-    ("run plain.py --policies bf16", "import torch", "", ""),
+    ("run plain.py --policies bf16", "parser.add_argument('--policies')", "", ""),
+    ("run -- plain.py --policy bf16", "import torch", "", ""),
     ("run plain.py -m", "import torch", "", ""),
 ]
 
 
 @pytest.mark.parametrize(("typed", "source", "words", "instead"), AFTER)
-def test_an_option_of_ours_after_the_script_is_said(
+def test_an_option_of_ours_after_the_script_is_refused(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -384,16 +401,24 @@ def test_an_option_of_ours_after_the_script_is_said(
 
     monkeypatch.setattr("mezzo.launch.runner.run_child", child)
     monkeypatch.setattr("mezzo.launch.runner.observe_child", child)
-    cli.main(typed.split())
+    code = cli.main(typed.split())
     name = "plain" if " -m plain" in typed else "plain.py"
-    said = (
-        f"mezzo: {words} comes after {name}, so it is passed to the script, which does not mention it; "
-        f"to pass it to Mezzo, type: {instead}\n"
-        if words
-        else ""
-    )
-    assert capsys.readouterr().err == said
     behind = typed.split(f" {name}", 1)[1]
+    if words:
+        assert (code, asked) == (2, [])
+        said, hint = capsys.readouterr().err.split("\n  hint: ")
+        assert (
+            said
+            == f"mezzo: {words} comes after {name}, which does not mention it; allowed: options of Mezzo before the script"
+        )
+        asis = (
+            "mezzo "
+            + typed.replace("-m ", "").split(f" {name}")[0]
+            + f"{' -m' if name == 'plain' else ''} -- {name}{behind}"
+        )
+        assert hint == f"type: {instead}, or, if it is the script's own: {asis}\n"
+        return
+    assert capsys.readouterr().err == ""
     assert list(asked[0].arguments) == behind.split()  # type: ignore[attr-defined]
 
 
@@ -410,6 +435,6 @@ def test_help_shows_defaults_in_words_and_wraps_whole_paragraphs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, words: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    cli.main([command, "--help"])
+    cli.main([command, "--help-all"])
     shown = " ".join(re.sub("[^ -~]", " ", capsys.readouterr().out).split())
     assert words in shown

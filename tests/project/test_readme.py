@@ -35,6 +35,23 @@ def test_the_readme_is_one_screen(name: str) -> None:
     assert any("fp16 100%" in line for line in lines[:30])
 
 
+def spaced(line: str) -> str:
+    """Return a line with single spaces and without the dots that stand for what is left out."""
+    return " ".join(line.removesuffix("...").split())
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_output_in_the_readme_is_that_of_pages_with_whole_outputs(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    block = re.findall(r"^```\n(.*?)^```", text, re.S | re.M)[0]
+    shown = [spaced(line) for line in block.splitlines() if spaced(line)]
+    quoted = [spaced(line) for row in re.findall(r"^\| .*\?|^\| .*？.*", text, re.M) for line in re.findall(r"`([^`]{40,})`", row)]
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
+    whole = "\n".join(spaced(line) for page in pages for line in page.splitlines())
+    assert len(shown) >= 10
+    assert [line for line in [*shown, *quoted] if line not in whole] == []
+
+
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
 def test_times_of_the_readme_are_those_of_the_page_of_the_gpu(name: str) -> None:
     page = (ROOT / "docs/h100.md").read_text(encoding="utf-8").split("## Captured steps")[1].split("\n## ")[0]

@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 
 import mezzo
-from mezzo.cli import app
+from mezzo.cli.parser import app
 from paths import ROOT
 
 DOCS = ROOT / "docs"
@@ -45,10 +45,10 @@ def test_a_commands_page_has_its_options_guide_and_exit_codes(name: str) -> None
 
 
 def test_usage_and_help_are_shown_as_they_are() -> None:
-    assert "    mezzo predict [OPTIONS] [SCRIPT] [ARGS]...\n" in PAGES.command_page(
+    assert "    mezzo predict [OPTIONS] [SCRIPT] [ARGUMENTS]\n" in PAGES.command_page(
         "predict", COMMANDS["predict"], DOCS
     )
-    assert "    mezzo run [OPTIONS] SCRIPT [ARGS]...\n" in PAGES.command_page("run", COMMANDS["run"], DOCS)
+    assert "    mezzo run [OPTIONS] SCRIPT [ARGUMENTS]\n" in PAGES.command_page("run", COMMANDS["run"], DOCS)
     assert PAGES.escaped("a*b [default: 1; x>=1] 'acc=([0-9.]+)'") == r"a\*b \[default: 1; x\>=1\] 'acc=(\[0-9.\]+)'"
 
 

@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 import mezzo
-from mezzo.cli import app
+from mezzo.cli.parser import app
 from mezzo.report.commands import CARRIED, DROPPED, FLAGS, TypedScript, function_call
 
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
@@ -180,7 +180,7 @@ NOT_CARRIED = {
 
 def _taken(command: str) -> set[str]:
     found = {o for p in COMMANDS[command].params if p.param_type_name == "option" for o in p.opts}
-    return found - {"--help", "-h", "-m"}
+    return found - {"--help", "-h", "--help-all", "-m"}
 
 
 def _given(option: str) -> str:
@@ -220,6 +220,8 @@ WRITERS = {
     "cli/script.py": "identities",
     "cli/standins.py": "the script's own command",
     "cli/usage.py": "the words as typed, one of them mended",
+    "cli/first_word.py": "the words as typed, mended",
+    "cli/predictions/traced.py": "the words as typed, without one of script and model",
     "cli/words.py": "the words as typed, with the folder",
     "launch/targets.py": "the words as typed, with another script",
     "report/commands.py": "all next commands",
@@ -241,7 +243,7 @@ def test_next_commands_are_written_in_one_place() -> None:
 
 def test_the_flags_are_those_of_the_commands() -> None:
     flags = {o for name in ON_SCRIPTS for p in COMMANDS[name].params if getattr(p, "is_flag", False) for o in p.opts}
-    assert flags - {"--help", "-h"} == FLAGS
+    assert flags - {"--help", "-h", "--help-all"} == FLAGS
 
 
 def test_the_commands_have_the_options_that_are_carried_to_them() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.main import get_command
 
 import record_builders as build
-from mezzo.cli import app
+from mezzo.cli.parser import app
 from mezzo.policy import Policy
 from mezzo.records import (
     AnyRecord,

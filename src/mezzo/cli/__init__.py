@@ -1,129 +1,34 @@
-"""The command line: a table of the commands, each in a small file of its own. Heavy imports happen inside a command."""
+"""The command line. Everything is imported inside ``main``, so that Ctrl-C is quiet from the first moment."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Annotated, cast
 
-import typer
-from typer.main import get_command
-
-from mezzo.cli.commands import (
-    audit,
-    check,
-    compare,
-    diagnose,
-    doctor,
-    fallback,
-    predict,
-    ranges,
-    report,
-    resume_check,
-    run,
-    tune,
-    watch,
-)
-from mezzo.cli.help import NAMES, Command, Commands, ScriptCommand
-from mezzo.cli.ranks import in_ranks
-from mezzo.cli.script import with_groups
-from mezzo.cli.usage import usage_error
-from mezzo.cli.words import WORDS
-from mezzo.errors import MezzoError
-from mezzo.launch.process.command_signals import Stopped
-from mezzo.launch.ranks.torchrun_error import REASON, report_failure
-from mezzo.version import VERSION
-
-app = typer.Typer(
-    name="mezzo",
-    help="Mixed-precision training that you can turn on, trust and prove, on your own unmodified script.",
-    cls=Commands,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": NAMES},
-)
-
-
-def _on_script(name: str, command: Callable[..., None]) -> None:
-    """Add a command on a script; parsing stops at the first word that is not an option, so all words after the script are the script's."""
-    app.command(
-        name, cls=ScriptCommand, context_settings={"allow_interspersed_args": False, "help_option_names": NAMES}
-    )(command)
-
-
-app.command("doctor", cls=Command, context_settings={"help_option_names": NAMES})(doctor.doctor)
-_on_script("check", with_groups(check.check, resumes=True))
-_on_script("run", with_groups(run.run))
-_on_script("watch", with_groups(watch.watch))
-_on_script("compare", with_groups(compare.compare, resumes=True))
-_on_script("audit", with_groups(audit.audit))
-_on_script("diagnose", with_groups(diagnose.diagnose))
-_on_script("ranges", with_groups(ranges.ranges))
-_on_script("fallback", with_groups(fallback.fallback, resumes=True))
-_on_script("predict", with_groups(predict.predict))
-_on_script("tune", with_groups(tune.tune, resumes=True))
-_on_script("resume-check", with_groups(resume_check.resume_check))
-app.command("report", cls=Command, context_settings={"help_option_names": NAMES})(report.report)
-
-_PARSER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
-"""Base class of the parser's errors, which has no stable import: newer versions of typer contain a parser of their own."""
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"mezzo {VERSION}")
-        raise typer.Exit
-
-
-@app.callback()
-def _mezzo(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
+_INTERRUPTED = 130
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code; Mezzo's own errors are two lines on standard error, never a traceback."""
     words = sys.argv[1:] if arguments is None else arguments
+    try:
+        return _main(words)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _main(words: list[str]) -> int:
+    from mezzo.cli.parser import exit_code_of, failed
+    from mezzo.cli.ranks import in_ranks
+    from mezzo.cli.words import WORDS
+    from mezzo.errors import MezzoError
+    from mezzo.launch.ranks.torchrun_error import report_failure
+
     token = WORDS.set(tuple(words))
     try:
-        return in_ranks(words, lambda: _exit_code(list(words)))
+        return in_ranks(words, lambda: exit_code_of(list(words)))
     except MezzoError as error:  # raised before the command began, by the checks of the launcher's processes
-        exit_code = _failed(error)
+        exit_code = failed(error)
         report_failure(exit_code, words[0])
         return exit_code
     finally:
         WORDS.reset(token)
-
-
-def _exit_code(words: list[str]) -> int:
-    """Run the command in this process and return its exit code."""
-    try:
-        code = app(words, standalone_mode=False, prog_name="mezzo")
-    except MezzoError as error:
-        return _failed(error)
-    except _PARSER_ERROR as error:
-        usage = usage_error(error, get_command(app).commands)  # type: ignore[attr-defined]
-        return 2 if usage is None else _failed(usage)
-    except Stopped as stopped:
-        print(f"mezzo: {stopped}", file=sys.stderr)
-        return stopped.exit_code
-    except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"mezzo: cannot use {error.filename!r}: {error.strerror}", file=sys.stderr)
-        return 1
-    except SystemExit as leaving:
-        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except KeyboardInterrupt:
-        return 130
-    return code if isinstance(code, int) else 0
-
-
-def _failed(error: MezzoError) -> int:
-    print(f"mezzo: {error}", file=sys.stderr)
-    REASON.text = str(error)
-    return error.exit_code

@@ -46,7 +46,7 @@ class Commands(TyperGroup):
 def overview(about: str) -> str:
     """Return the questions that people come with, each with its command, and all commands in their groups."""
     lines = ["Usage: mezzo COMMAND [OPTIONS] SCRIPT [ARGUMENTS]", "", *_wrapped(about, 0), ""]
-    lines += [line for question, command in QUESTIONS for line in (question, f"    {command}")]
+    lines += [line for question, *asked in QUESTIONS for line in (question, *(f"    {one}" for one in asked))]
     for group in GROUPS:
         lines += ["", group.capitalize()]
         lines += [line for name, page in PAGES.items() if page.group == group for line in _entry(name, page.says)]

@@ -84,3 +84,6 @@ COMMANDS: Mapping[str, str] = {
     "view": "report",
 }
 """Words that people try as commands, and the command that does it."""
+
+LIKELY = ("run", "compare", "check", "predict", "tune", "watch", "audit", "diagnose", "ranges", "fallback")
+"""The commands that an option without a command is tried with, in this order."""

@@ -69,7 +69,8 @@ def finish(
     """
     write(record, folder)
     with closed_output_ignored():
-        _print(record, folder, as_json=as_json, after_script=after_script, verbose=verbose)
+        files = f"record and report: {folder / 'record.json'}, {folder / 'report.html'}"
+        show(record, as_json=as_json, files=files, after_script=after_script, verbose=verbose)
     track(record, folder / "record.json", folder / "report.html", log_to)
 
 
@@ -97,19 +98,21 @@ def track(record: AnyRecord, path: Path, page: Path, log_to: Sequence[str] | Non
             note(f"logged to {text.partition(':')[0]}: {where}")
 
 
-def _print(record: AnyRecord, folder: Path, *, as_json: bool, after_script: bool, verbose: bool) -> None:
+def show(
+    record: AnyRecord, *, as_json: bool, files: str = "", after_script: bool = False, verbose: bool = True
+) -> None:
+    """Print a record as text or as JSON, and the files that it was written to."""
     from mezzo.report.text import render
 
-    files = f"record and report: {folder / 'record.json'}, {folder / 'report.html'}"
     if as_json:
         print(record.model_dump_json(indent=1))
         _note_hint(record)
-        print(f"mezzo: {files}", file=sys.stderr)
+        if files:
+            note(files)
         return
     if after_script:
         print()  # the script may have left its last line open
-    screen = console()
-    render(record, screen, files=files, verbose=verbose)
+    render(record, console(), files=files, verbose=verbose)
 
 
 def note(text: str) -> None:

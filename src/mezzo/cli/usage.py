@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from mezzo.cli.metavars import EXAMPLES
-from mezzo.cli.renamed import COMMANDS, COUNTERPARTS, OTHER_NAMES
+from mezzo.cli.renamed import COMMANDS, COUNTERPARTS, LIKELY, OTHER_NAMES
 from mezzo.cli.words import typed, value_after, with_value
 from mezzo.errors import UsageError, nearest
 
 _NEAR = 0.7
 """How similar an option must be to what was typed for the corrected command to be suggested."""
 
+_LISTS = ("--policies", "--gpus", "--seeds")
 _RECORD = "runs/demo/record.json"
 _VERSION = ("-v", "-V", "-version", "--Version", "version")
-_LIKELY = ("run", "compare", "check", "predict", "tune", "watch", "audit", "diagnose", "ranges", "fallback")
-"""The commands that an option without a command is tried with, in this order."""
 
 
 def usage_error(error: Any, commands: Mapping[str, Any]) -> UsageError | None:
@@ -136,7 +135,7 @@ def _before_a_command(name: str, context: Any) -> list[str]:
         takes = any(word.partition("=")[0] in _options(commands[words[place]]) for word in words[:place])
         return ["mezzo", words[place], *(words[:place] if takes else []), *words[place + 1 :]]
     given = {word.partition("=")[0] for word in words if word.startswith("-")}
-    fits = [command for command in _LIKELY if name in _options(commands[command])]
+    fits = [command for command in LIKELY if name in _options(commands[command])]
     best = next((command for command in fits if given <= {*_options(commands[command])}), next(iter(fits), ""))
     has_script = any(word.endswith(".py") or Path(word).is_file() for word in words)
     scripts = [] if has_script or not best or "-m" in words else ["train.py"]
@@ -154,7 +153,7 @@ def _corrected(name: str, context: Any) -> list[str]:
     value = value_after(name, words) or ""
     for meant in _meant(name, options):
         several = meant[0] == "--policies" and "," not in value and value not in ("", "fp32") and len(meant) == 1
-        if meant[0] != COUNTERPARTS.get(name) or several or "," not in value:
+        if meant[0] != COUNTERPARTS.get(name) or meant[0] in _LISTS or "," not in value:
             new = (meant[0], f"fp32,{value}") if several else meant
             return _replaced([*words, *_example_and_script(meant, words, place, command)], place, new, takes=several)
     others = _others(name, context)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from mezzo.cli.renamed import LIKELY
 from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def _siblings(context: typer.Context) -> list[tuple[str, Any]]:
     """Return the command of the context and the others on scripts, by name."""
     group = getattr(context.parent, "command", None)
     others: dict[str, Any] = getattr(group, "commands", {})
-    on_scripts = [(name, one) for name, one in others.items() if any(p.name == "target" for p in one.params)]
+    on_scripts = [(name, others[name]) for name in LIKELY if name in others]
     return [(str(context.info_name), context.command), *on_scripts]
 
 

@@ -196,7 +196,7 @@ def test_nothing_to_go_on_with(words: list[str], said: str, capsys: pytest.Captu
 
 def test_a_scripts_own_option_of_that_name_is_its_own() -> None:
     with children_in_this_process():
-        words = ["compare", *WORDS, "--seeds", "1", "train.py", "--resume"]
+        words = ["compare", *WORDS, "--seeds", "1", "--", "train.py", "--resume"]
         assert cli.main(words) == 0
     assert record().command == ["mezzo", *words]
 

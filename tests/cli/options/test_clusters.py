@@ -22,7 +22,7 @@ def test_one_run_at_a_time_is_the_default(jobs: int | None) -> None:
 @pytest.mark.parametrize(
     ("text", "said", "hint"),
     [
-        ("slurn", "--on 'slurn'; did you mean slurm", "type: --on slurm or --on ray"),
+        ("slurn", "--on 'slurn'; did you mean slurm", "type: --on slurm"),
         ("ray:gpus", "--on 'ray:gpus' contains 'gpus'; allowed: options as name=value", "type: --on slurm:partition="),
         ("ray:gpus=1", "--on ray:gpus=...; allowed: address, num_cpus, num_gpus", "type: --on ray:num_gpus=1"),
         ("ray:num_gpus=one", "allowed: numbers for num_cpus and num_gpus", "type: --on ray:num_gpus=1"),

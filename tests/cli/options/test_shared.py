@@ -11,6 +11,7 @@ from typer.main import get_command
 
 import record_builders as build
 from mezzo import cli
+from mezzo.cli.parser import app
 from mezzo.policy import PRESETS
 from mezzo.records import write_record
 from mezzo.report import tracking
@@ -19,7 +20,7 @@ from mezzo.report.tracking import TRACKERS, Tracker
 
 @pytest.mark.parametrize(("command", "option"), [("run", "policy"), ("compare", "policies"), ("check", "policies")])
 def test_help_names_the_presets_and_which_have_master_weights(command: str, option: str) -> None:
-    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    commands = get_command(app).commands  # type: ignore[attr-defined]
     said = next(p.help for p in commands[command].params if p.name == option)
     for name, policy in PRESETS.items():
         assert re.search(rf"\b{name}\b(?!-)", said), name

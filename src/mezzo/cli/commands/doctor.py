@@ -5,10 +5,20 @@ from __future__ import annotations
 from mezzo.cli import results
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.folders import new_folder
+from mezzo.errors import UsageError
 
 
 def doctor(out: options.Out = None, log_to: options.LogTo = None, as_json: options.Json = False) -> None:
     """Show which formats this machine computes in, why, and what to change."""
     from mezzo.measure.doctor import examine
 
-    results.finish(examine(), new_folder(out, "doctor"), as_json=as_json, log_to=log_to)
+    record = examine()
+    try:
+        folder = new_folder(out, "doctor")
+    except UsageError as error:
+        if out is not None or log_to:
+            raise
+        results.show(record, as_json=as_json)  # the answer does not need a file
+        results.note(f"no record was written: {error.message}; --out FOLDER names another folder")
+        return
+    results.finish(record, folder, as_json=as_json, log_to=log_to)

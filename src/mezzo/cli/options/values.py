@@ -16,7 +16,7 @@ from mezzo.errors import PolicyError, UsageError, nearest
 Callback = Callable[[typer.Context, typer.CallbackParam, str | None], str | None]
 OPTIMIZERS = ("adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor")
 SHARDS = ("ddp", "fsdp")
-_LIBRARIES = ("timm", "torchvision", "transformers")
+LIBRARIES = ("timm", "torchvision", "transformers")
 NONE, ALL, CPU = "none", "all", "cpu"
 """Words that stand for GPUs where an option's help says so."""
 
@@ -67,11 +67,14 @@ def _check_policies(text: str, option: str, example: str) -> None:
     if not all(name.strip() for name in names):
         full = ",".join(names_in(text)) or example
         raise PolicyError(f"{option} {text!r} contains an empty policy name", hint=f"type: {with_value(option, full)}")
+    if text.endswith(".py"):
+        what = f"{option} took {text!r} as its value, so there is no script"
+        raise UsageError(what, hint=f"type: {with_value(option, example)}")
     for place, name in enumerate(names):
         try:
             parse_policy(name)
         except PolicyError as error:
-            near = example if name.endswith(".py") else _near_policy(name)  # the script was taken as the value
+            near = _near_policy(name)
             if near is None:
                 raise
             line = with_value(option, ",".join([*names[:place], near, *names[place + 1 :]]))
@@ -125,18 +128,14 @@ def _check_plans(text: str, option: str, example: str) -> None:
 
 def _check_model(text: str, option: str, example: str) -> None:
     library, _, name = text.partition(":")
-    if library in _LIBRARIES and name:
+    if library in LIBRARIES and name:
         return
-    name = name or (example.partition(":")[2] if library in _LIBRARIES else library)
+    name = name or (example.partition(":")[2] if library in LIBRARIES else library)
     where = (
-        library
-        if library in _LIBRARIES
-        else _LIBRARIES[2]
-        if re.search(r"/|bert|gpt|llama|\bt5", name)
-        else _LIBRARIES[0]
+        library if library in LIBRARIES else LIBRARIES[2] if re.search(r"/|bert|gpt|llama|\bt5", name) else LIBRARIES[0]
     )
     raise UsageError(
-        f"{option} {text!r} does not name a library and a model; allowed: {', '.join(f'{one}:NAME' for one in _LIBRARIES)}",
+        f"{option} {text!r} does not name a library and a model; allowed: {', '.join(f'{one}:NAME' for one in LIBRARIES)}",
         hint=f"type: {with_value(option, f'{where}:{name}')}",
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from mezzo.errors import ScriptError
 from mezzo.records import RunRecord, SnapshotsTaken
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import ranks, shared
@@ -71,6 +72,8 @@ def _run_headline(record: RunRecord, *, script: str, policy: str) -> str:
     missing = f"; {record.replays} of a CUDA graph are not recorded" if record.replays else ""
     if record.first_steps is not None:
         steps = f"its first {steps}"
+    if record.exit_code == ScriptError.exit_code and not len(record.steps):
+        return f"{script} ended under {policy}; no training step was seen{missing}"  # it did not fail by itself
     if shared.error_text(record):
         return f"{script} failed under {policy} after {steps}{missing}"
     if not record.steps.loss:
