@@ -19,7 +19,9 @@ DOCS = ROOT / "docs"
 def contents() -> dict[str, list[str]]:
     """Return the pages of each kind, from the table of contents of ``docs/conf.py``."""
     tree = ast.parse((DOCS / "conf.py").read_text(encoding="utf-8"))
-    value = next(n.value for n in tree.body if isinstance(n, ast.AnnAssign) and getattr(n.target, "id", "") == "CONTENTS")
+    value = next(
+        n.value for n in tree.body if isinstance(n, ast.AnnAssign) and getattr(n.target, "id", "") == "CONTENTS"
+    )
     assert value is not None
     pages: dict[str, list[str]] = eval(compile(ast.Expression(value), "conf.py", "eval"))
     return pages

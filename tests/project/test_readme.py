@@ -45,7 +45,11 @@ def test_output_in_the_readme_is_that_of_pages_with_whole_outputs(name: str) -> 
     text = (ROOT / name).read_text(encoding="utf-8")
     block = re.findall(r"^```\n(.*?)^```", text, re.S | re.M)[0]
     shown = [spaced(line) for line in block.splitlines() if spaced(line)]
-    quoted = [spaced(line) for row in re.findall(r"^\| .*\?|^\| .*？.*", text, re.M) for line in re.findall(r"`([^`]{40,})`", row)]
+    quoted = [
+        spaced(line)
+        for row in re.findall(r"^\| .*[?\uff1f].*", text, re.M)
+        for line in re.findall(r"`([^`]{40,})`", row)
+    ]
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
     whole = "\n".join(spaced(line) for page in pages for line in page.splitlines())
     assert len(shown) >= 10

@@ -17,7 +17,16 @@ from paths import ROOT, TESTS
 
 pytestmark = pytest.mark.slow
 WIDTHS = (400, 1400)
-PAGES = ("index", "tutorial", "predict", "evidence/predictions", "troubleshooting", "article-numbers", "reference/command-run", "zh-CN/start")
+PAGES = (
+    "index",
+    "tutorial",
+    "predict",
+    "evidence/predictions",
+    "troubleshooting",
+    "article-numbers",
+    "reference/command-run",
+    "zh-CN/start",
+)
 PROBE = """<script>addEventListener("load", () => setTimeout(() => {
   const d = document.documentElement;
   parent.postMessage(JSON.stringify([innerWidth, d.scrollWidth <= d.clientWidth]), "*");
