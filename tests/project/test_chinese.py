@@ -21,6 +21,7 @@ PAIRS = [
         for chinese, english in (
             *(("run", "scripts"), ("compare", "compare"), ("nan", "diagnose"), ("memory", "checkpointing")),
             *(("predict", "predict"), ("watch", "watch"), ("distributed", "distributed"), ("paddle", "paddle")),
+            *(("check", "check"), ("audit", "audit"), ("loss-scale", "ranges"), ("fallback", "fallback")),
         )
     ),
 ]
