@@ -42,7 +42,7 @@ COMMANDS = [
         "Effective formats",
         "fp32, seed 0: 4 steps; about 1 s left\nbf16, seed 0: 4 steps\n",
     ),
-    ("fallback --policy bf16 --fresh 0 {}", "Verifications", "mezzo: "),
+    ("fallback --verbose --policy bf16 --fresh 0 {}", "Verifications", "mezzo: "),
     ("doctor", "computes natively in", ""),
 ]
 
@@ -124,7 +124,7 @@ def test_every_record_has_a_page_of_its_own(tmp_path: Path, capsys: pytest.Captu
     shown = capsys.readouterr().out
     for page, policy in pages.items():
         assert f"report: {tmp_path / page}\n" in shown
-        assert f"under {policy}," in (tmp_path / page).read_text()
+        assert f"under {policy} - Mezzo</title>" in (tmp_path / page).read_text()
 
 
 # --- how wide, and in which colours ------------------------------------------------------------------------------------------
@@ -351,7 +351,9 @@ def test_a_run_records_what_the_shell_had(tmp_path: Path, monkeypatch: pytest.Mo
     for name, value in {"CUDA_VISIBLE_DEVICES": "", "CUBLAS_WORKSPACE_CONFIG": ":16:8", "HF_TOKEN": "hf_abc"}.items():
         monkeypatch.setenv(name, value)
     done = subprocess.run(
-        [sys.executable, "-m", "mezzo", "run", "--out", "out", "train.py"], capture_output=True, check=False
+        [sys.executable, "-m", "mezzo", "run", "--verbose", "--out", "out", "train.py"],
+        capture_output=True,
+        check=False,
     )
     record = read_record(tmp_path / "out" / "record.json")
     assert isinstance(record, RunRecord)

@@ -112,6 +112,12 @@ def test_the_keyboard_reaches_every_control_and_shows_where_it_is(
     assert {outline for _, outline in reached} <= {"solid", "auto"}
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"long-names", "index"}))
+def test_the_answer_is_in_the_first_300_pixels(kind: str, pages: dict[str, Path], page: Page) -> None:
+    page.open(pages[kind].as_uri(), width=1400)
+    assert page.value("document.querySelector('h1').getBoundingClientRect().bottom") <= 300
+
+
 def test_the_first_tab_skips_to_the_answer(pages: dict[str, Path], page: Page) -> None:
     page.open(pages["compare"].as_uri(), width=800)
     page.key("Tab")

@@ -71,14 +71,14 @@ def print_compare(sheet: CompareSheet, console: Console) -> None:
         console.print(body)
     console.print()
     print_note(console, sheet.method)
+    shares = [(line.policy, line.shares) for line in sheet.effective]
+    section(console, "Effective formats", _share_lines(shares))
 
 
 def compare_details(sheet: CompareSheet, console: Console) -> None:
     """Print the details of a comparison."""
     section(console, "Differences between ranks", fact_table(sheet.between_ranks))
     section(console, "Memory of a step", _memory_table(sheet.memory))
-    shares = [(line.policy, line.shares) for line in sheet.effective]
-    section(console, "Effective formats", _share_lines(shares))
     print_note(console, sheet.effective_note)
 
 

@@ -69,7 +69,9 @@ def test_prices_masters_fp8_and_slurm(tmp_path: Path, capsys: pytest.CaptureFixt
     assert record.slurm[2] == "#SBATCH --gres=gpu:h100:1"
     shown = capsys.readouterr().out
     assert "#SBATCH --gres=gpu:h100:1" in shown
-    assert "Not validated: no measurements to compare it with." in " ".join(shown.split())
+    assert "Not validated, for want of measurements: h100-sxm in bf16-master and h100-sxm in fp8." in " ".join(
+        shown.split()
+    )
 
 
 SCRIPT = """
@@ -95,6 +97,7 @@ def test_a_script_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
         "fp32",
         "--batch",
         "32",
+        "--verbose",
         "--out",
         str(tmp_path / "out"),
         str(path),
@@ -245,7 +248,7 @@ def test_a_calibration_is_kept_and_named(
 
 @pytest.mark.slow
 def test_checkpointing_shows_what_it_costs_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "predict --model transformers:tiny --batch 64 --gpus a100-80gb --policies fp16 --checkpoint full,selective --out"
+    words = "predict --model transformers:tiny --batch 64 --gpus a100-80gb --policies fp16 --checkpoint full,selective --verbose --out"
     assert cli.main([*words.split(), str(tmp_path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     record = read_record(tmp_path / "record.json")

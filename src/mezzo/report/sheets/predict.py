@@ -36,6 +36,7 @@ class PredictLine:
     cost: str = fmt.MISSING
     bound: str = fmt.MISSING
     possible: bool = True
+    validated: bool = True
     verdict: str
     modules: list[Fact] = field(default_factory=list)
     kinds: list[Fact] = field(default_factory=list)
@@ -198,6 +199,7 @@ def _line(prediction: Prediction, trade: str) -> PredictLine:
         cost=fmt.MISSING
         if prediction.cost_per_million is None
         else fmt.number_text(prediction.cost_per_million, digits=3),
+        validated=prediction.validated,
         bound=f"{bound} {fmt.share_text(prediction.bounds[bound])}",
         verdict=verdict_text(prediction, trade),
         modules=[
@@ -273,6 +275,9 @@ def print_predict(sheet: PredictSheet, console: Console) -> None:
         table.add_row(name, line.policy, *cells, *cost, line.bound if line.possible else line.verdict)
     console.print()
     console.print(table)
+    unchecked = list(dict.fromkeys(f"{line.gpu} in {line.policy}" for line in sheet.lines if not line.validated))
+    if unchecked:
+        terminal.print_note(console, f"Not validated, for want of measurements: {fmt.listed(unchecked)}.")
     _print_slurm(sheet, console)
 
 
