@@ -303,8 +303,6 @@ def _toml(value: Any) -> str:
 
 _SETTABLE = tuple(f.name for f in dataclasses.fields(Policy) if f.name != "name")
 PRESETS: dict[str, Policy] = {}
-AS_IS = "as-is"
-"""In place of a policy: the script's own precision."""
 
 
 def _presets() -> list[Policy]:

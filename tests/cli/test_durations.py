@@ -25,9 +25,7 @@ def test_durations(text: str, seconds: float) -> None:
 def test_durations_that_are_none(text: str, meant: str) -> None:
     with pytest.raises(UsageError) as caught:
         seconds_of(text, option="--budget", example="10m")
-    expected = (
-        f"--budget {text!r}; allowed: a time above 0 with its unit, such as 30s, 5m or 1h\n  hint: type: --budget {meant}"
-    )
+    expected = f"--budget {text!r}; allowed: a time above 0 with its unit, such as 30s, 5m or 1h\n  hint: type: --budget {meant}"
     assert str(caught.value) == expected
 
 

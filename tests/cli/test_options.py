@@ -13,12 +13,12 @@ import pytest
 from typer.main import get_command
 
 from mezzo import cli
-from mezzo.cli.guide import GROUPS, MOST_SHOWN, PAGES, QUESTIONS
-from mezzo.cli.metavars import EXAMPLES
+from mezzo.cli.help.guide import GROUPS, MOST_SHOWN, PAGES, QUESTIONS
+from mezzo.cli.help.metavars import EXAMPLES
+from mezzo.cli.help.renamed import COMMANDS as OTHER_COMMANDS
+from mezzo.cli.help.renamed import OTHER_NAMES, RENAMED
 from mezzo.cli.options import values
 from mezzo.cli.parser import app
-from mezzo.cli.renamed import COMMANDS as OTHER_COMMANDS
-from mezzo.cli.renamed import OTHER_NAMES, RENAMED
 from mezzo.cli.words import WORDS
 from mezzo.measure.predict import named
 from mezzo.policy import PRESETS, Policy
@@ -142,7 +142,8 @@ def test_case_does_not_matter_and_other_names_are_known(typed: str, preset: str)
 
 @pytest.mark.parametrize("typed", ["as-is", "AS-IS", "As-Is"])
 def test_the_scripts_own_precision_in_any_case(typed: str) -> None:
-    from mezzo.cli.options.shared import parse_policy, typed_name
+    from mezzo.cli.options.shared import typed_name
+    from mezzo.cli.options.values import parse_policy
 
     assert parse_policy(typed) is None
     assert typed_name(typed, None) == ""

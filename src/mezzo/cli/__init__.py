@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-_INTERRUPTED = 130
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code; Mezzo's own errors are two lines on standard error, never a traceback."""
@@ -13,7 +11,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _main(words)
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return 130
 
 
 def _main(words: list[str]) -> int:

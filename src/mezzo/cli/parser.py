@@ -24,7 +24,7 @@ from mezzo.cli.commands import (
     tune,
     watch,
 )
-from mezzo.cli.help import NAMES, Command, Commands, ScriptCommand
+from mezzo.cli.help.shown import NAMES, Command, Commands, ScriptCommand
 from mezzo.cli.script import with_groups
 from mezzo.cli.usage import usage_error
 from mezzo.errors import MezzoError

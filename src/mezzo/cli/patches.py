@@ -35,7 +35,8 @@ def with_patch(
         left_s: seconds left of the budget.
         say: called with each message.
     """
-    from mezzo.policy import AS_IS, Policy
+    from mezzo.policy import Policy
+    from mezzo.records import AS_IS
 
     answer = record.answer
     if answer.decision != "use":

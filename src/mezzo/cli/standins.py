@@ -49,7 +49,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _under_fp16(target: Target) -> list[str]:
-    from mezzo.policy import AS_IS
+    from mezzo.records import AS_IS
 
     words = [word.replace(AS_IS, "fp16") for word in target.typed]
     return words if words != list(target.typed) else [*words, "--policy", "fp16"]

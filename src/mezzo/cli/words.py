@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from mezzo.cli.renamed import LIKELY
+from mezzo.cli.help.renamed import LIKELY
 from mezzo.errors import UsageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-from mezzo.policy import AS_IS as AS_IS
 from mezzo.records.audit import AuditRecord as AuditRecord
 from mezzo.records.audit import CastTotal as CastTotal
 from mezzo.records.audit import Cause as Cause
@@ -87,6 +86,7 @@ from mezzo.records.ranks import RankRun as RankRun
 from mezzo.records.resume_check import MissingState as MissingState
 from mezzo.records.resume_check import ResumeCheckRecord as ResumeCheckRecord
 from mezzo.records.resume_check import ResumeVerdict as ResumeVerdict
+from mezzo.records.run import AS_IS as AS_IS
 from mezzo.records.run import CHANNELS_LAST as CHANNELS_LAST
 from mezzo.records.run import CHECKPOINTED as CHECKPOINTED
 from mezzo.records.run import COMPILED as COMPILED

@@ -7,13 +7,14 @@ import re
 from pathlib import PurePath
 from typing import Literal
 
-from mezzo.policy import AS_IS
 from mezzo.records.bottleneck import Bottleneck
 from mezzo.records.findings import Finding
 from mezzo.records.guardrails import Guardrails, OutOfMemory
 from mezzo.records.ranks import RankRun
 from mezzo.records.values import Environment, NamedByPolicy, Reason, Value, WholeRecord
 
+AS_IS = "as-is"
+"""Takes the place of a policy if the script keeps its own precision."""
 CHANNELS_LAST, COMPILED, CHECKPOINTED = "memory layout", "torch.compile", "activation checkpointing"
 """Changes to a script's models, by their names in the explanation of a run."""
 OWN_16_BITS = "16-bit weights"

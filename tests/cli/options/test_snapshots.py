@@ -14,11 +14,13 @@ from mezzo.policy import Policy
 REFUSED = [
     (
         ["--snapshot", "often"],
-        "mezzo: --snapshot 'often'; allowed: a time above 0 with its unit, such as 30s, 5m or 1h\n  hint: type: mezzo run --snapshot 10m train.py\n",
+        "mezzo: --snapshot 'often'; allowed: a time above 0 with its unit, such as 30s, 5m or 1h\n"
+        "  hint: type: mezzo run --snapshot 10m train.py\n",
     ),
     (
         ["--snapshot", "-5m"],
-        "mezzo: --snapshot '-5m'; allowed: a time above 0 with its unit, such as 30s, 5m or 1h\n  hint: type: mezzo run --snapshot 10m train.py\n",
+        "mezzo: --snapshot '-5m'; allowed: a time above 0 with its unit, such as 30s, 5m or 1h\n"
+        "  hint: type: mezzo run --snapshot 10m train.py\n",
     ),
     (
         ["--resume", "nowhere"],

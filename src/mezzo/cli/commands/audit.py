@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from mezzo.cli.options import shared as options
+from mezzo.cli.options import values
 from mezzo.cli.script import Script, observed_exit_code, run_and_finish
 from mezzo.cli.words import with_value
 from mezzo.errors import UsageError
@@ -32,7 +33,7 @@ def audit(
     from mezzo.launch.runner import observe_child
     from mezzo.observe.settings import AuditSettings
 
-    parsed = options.parse_policy(policy)
+    parsed = values.parse_policy(policy)
     record, stop = run_and_finish(
         script,
         observe_child,

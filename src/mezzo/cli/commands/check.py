@@ -39,15 +39,7 @@ _TAIL = 12
 
 def check(
     script: Script,
-    budget: Annotated[
-        str,
-        typer.Option(
-            metavar="DURATION",
-            callback=values.duration,
-            help="Time for everything, such as 90s, 10m or 1h.",
-            show_default=True,
-        ),
-    ] = "10m",
+    budget: options.Budget = "10m",
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -58,11 +50,9 @@ def check(
     ] = None,
     policies: Annotated[
         str | None,
-        typer.Option(
-            metavar="POLICIES",
-            callback=values.policies,
-            help=f"Policies to try in addition to fp32, separated by commas. Presets: {options.PRESETS_HELP} "
-            "[default: those that the device offers]",
+        options.policies_option(
+            f"Policies to try in addition to fp32, separated by commas. Presets: {options.PRESETS_HELP} "
+            "[default: those that the device offers]"
         ),
     ] = None,
     seeds: Annotated[
@@ -130,7 +120,7 @@ def _named(policies: str) -> dict[str, Policy | None]:
     """
     from mezzo.launch.request import policy_text
 
-    named = [options.parse_policy(text) for text in values.names_in(policies)]
+    named = [values.parse_policy(text) for text in values.names_in(policies)]
     by_text = {policy_text(policy): policy for policy in named}
     if not set(by_text) - {"fp32"}:
         raise PolicyError(

@@ -170,7 +170,7 @@ def _parse_policies(policies: str) -> dict[str, _ComparedPolicy]:
     named = values.names_in(policies)
     compared: dict[str, _ComparedPolicy] = {}
     for name in named:
-        policy = options.parse_policy(name)
+        policy = values.parse_policy(name)
         first = compared.setdefault(policy_text(policy), _ComparedPolicy(policy, name))
         if first.name != name:
             results.note(

@@ -9,6 +9,7 @@ import typer
 
 from mezzo.cli import results
 from mezzo.cli.options import shared as options
+from mezzo.cli.options import values
 from mezzo.cli.script import Script, run_and_finish
 from mezzo.launch.process.command_signals import stoppable
 
@@ -34,7 +35,7 @@ def diagnose(
     from mezzo.launch.runner import shared_imports
     from mezzo.launch.several.passes import diagnose_script
 
-    parsed = options.parse_policy(policy)
+    parsed = values.parse_policy(policy)
     with stoppable(), shared_imports():
         record, stop = run_and_finish(
             script,

@@ -73,7 +73,7 @@ def run(
     options.check_seed(seed)
     check_snapshots(snapshot, resume, out=script.out)
     check_guard(guard, snapshots=snapshot is not None or resume is not None)
-    parsed = options.parse_policy(policy)
+    parsed = values.parse_policy(policy)
     changes = changes_of(script, channels_last=channels_last, compiles=compiles, checkpoint=checkpoint or "")
 
     def logged_run(request: Request) -> RunRecord:

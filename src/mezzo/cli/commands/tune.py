@@ -46,10 +46,8 @@ def tune(
     ] = None,
     policies: Annotated[
         str | None,
-        typer.Option(
-            metavar="POLICIES",
-            callback=values.policies,
-            help="Policies to try, separated by commas. [default: those that this device computes natively]",
+        options.policies_option(
+            "Policies to try, separated by commas. [default: those that this device computes natively]"
         ),
     ] = None,
     changes: Annotated[
@@ -83,15 +81,7 @@ def tune(
             "[default: this machine's]",
         ),
     ] = None,
-    budget: Annotated[
-        str,
-        typer.Option(
-            metavar="DURATION",
-            callback=values.duration,
-            help="Time for everything, such as 90s, 10m or 1h.",
-            show_default=True,
-        ),
-    ] = "10m",
+    budget: options.Budget = "10m",
     steps: Annotated[
         int,
         typer.Option(
@@ -120,7 +110,7 @@ def tune(
     limit_bytes, plans = None if memory is None else bytes_of_text(memory, option="--memory"), _plans(checkpoint)
     target_gpu = gpu if gpu is None or gpu.lower() == values.NONE else gpu_named(gpu)
     named = None if policies is None else values.names_in(policies)
-    script.check(*(options.parse_policy(name) for name in named or []))
+    script.check(*(values.parse_policy(name) for name in named or []))
     engine = engine_of(jobs, on)
     check_times(engine)
     folder = script.folder("tune")
@@ -191,7 +181,7 @@ def _policies(here: Device, named: list[str] | None) -> tuple[list[Reason], list
     from mezzo.records import Reason
 
     if named is not None:
-        return [], [policy_text(options.parse_policy(name)) for name in named]
+        return [], [policy_text(values.parse_policy(name)) for name in named]
     left_out, native = [], []
     for name, fmt in {"tf32": TF32, "bf16": BF16, "fp16": FP16, "fp8": E4M3}.items():
         support = here.support(fmt)
@@ -302,7 +292,7 @@ def _limits(steps: int) -> list[Reason]:
 def _next(script: Script, best: BestTrial, budget: Budget) -> tuple[str, str]:
     """Return the command to type next, and what it does."""
     from mezzo.measure.advice import asks_for_a_gpu
-    from mezzo.policy import AS_IS
+    from mezzo.records import AS_IS
 
     typed = script.retyped
     if best.decision == "undecided":

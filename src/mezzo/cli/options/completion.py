@@ -8,7 +8,8 @@ from pathlib import Path
 
 def policy(incomplete: str) -> list[str]:
     """Return the policies that begin with ``incomplete``: presets, other libraries' names for them, policy files."""
-    from mezzo.policy import ALIASES, AS_IS, PRESETS
+    from mezzo.policy import ALIASES, PRESETS
+    from mezzo.records import AS_IS
 
     names = [name for name in (*PRESETS, *ALIASES, AS_IS) if name.startswith(incomplete)]
     return [*names, *_files(incomplete, ".toml")]

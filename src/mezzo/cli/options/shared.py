@@ -46,6 +46,10 @@ Out: TypeAlias = Annotated[
     ),
 ]
 
+Budget: TypeAlias = Annotated[
+    str,
+    typer.Option(metavar="DURATION", callback=values.duration, help="Time for everything, such as 90s, 10m or 1h."),
+]
 Resume: TypeAlias = Annotated[
     Path | None,
     typer.Option(
@@ -107,17 +111,15 @@ def policy_option(text: str, *, as_is: bool = True) -> Any:
     )
 
 
+def policies_option(text: str) -> Any:
+    """Return the option of several policies with ``text`` as its help."""
+    return typer.Option(metavar="POLICIES", callback=values.policies, autocompletion=completion.policies, help=text)
+
+
 MOST_OBSERVED_STEPS = 100_000
 """The most steps in one range to record or inspect: an observed step takes about a second, and every step number some memory."""
 _LARGEST_SEED = 2**32 - 1
 _METRIC = "acc=([0-9.]+)"
-
-
-def parse_policy(text: str) -> Policy | None:
-    """Return the policy that an option names; None for ``as-is``, the script's own precision."""
-    from mezzo.policy import AS_IS, Policy
-
-    return None if text.strip().lower() == AS_IS else Policy.of(text.strip())
 
 
 def typed_name(text: str, policy: Policy | None) -> str:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
 import typer
 
 from mezzo.cli.durations import seconds_of
-from mezzo.cli.metavars import EXAMPLES
+from mezzo.cli.help.metavars import EXAMPLES
 from mezzo.cli.words import with_value
 from mezzo.errors import PolicyError, UsageError, nearest
+from mezzo.measure.predict.names import LIBRARIES, OPTIMIZERS, SHARDS
+
+if TYPE_CHECKING:
+    from mezzo.policy import Policy
 
 Callback = Callable[[typer.Context, typer.CallbackParam, str | None], str | None]
-OPTIMIZERS = ("adamw", "adam", "sgd", "adagrad", "rmsprop", "adafactor")
-SHARDS = ("ddp", "fsdp")
-LIBRARIES = ("timm", "torchvision", "transformers")
 NONE, ALL, CPU = "none", "all", "cpu"
 """Words that stand for GPUs where an option's help says so."""
 
@@ -61,8 +63,6 @@ def _check_policy(text: str, option: str, example: str) -> None:
 
 
 def _check_policies(text: str, option: str, example: str) -> None:
-    from mezzo.cli.options.shared import parse_policy
-
     names = text.rstrip(", ").split(",")  # the words after a comma and a space are where the script should be
     if not all(name.strip() for name in names):
         full = ",".join(names_in(text)) or example
@@ -105,7 +105,7 @@ def _near_policy(name: str) -> str | None:
 
 
 def _check_judged(text: str, option: str, example: str) -> None:
-    from mezzo.policy import AS_IS
+    from mezzo.records import AS_IS
 
     if text.strip().lower() == AS_IS:
         raise PolicyError(
@@ -177,6 +177,18 @@ def _check_gpus(text: str, option: str, example: str, words: Sequence[str], *, s
                 gpu_named(name, option=option)
             except UsageError as error:
                 raise UsageError(error.message, hint=f"type: {line}") from None
+
+
+def parse_policy(text: str) -> Policy | None:
+    """Return the policy that an option names; None for ``as-is``, the script's own precision."""
+    from mezzo.policy import PRESETS, Policy, canonical
+
+    if canonical(text) not in PRESETS:
+        from mezzo.records import AS_IS
+
+        if text.strip().lower() == AS_IS:
+            return None
+    return Policy.of(text.strip())
 
 
 def names_in(text: str) -> list[str]:

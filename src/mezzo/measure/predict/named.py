@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from mezzo.errors import UsageError, nearest
 from mezzo.measure.predict.libraries import import_library, quiet
+from mezzo.measure.predict.names import LIBRARIES
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy
 
-LIBRARIES = ("timm", "torchvision", "transformers")
 _IMAGE, _SEQUENCE = 224, 128
 
 

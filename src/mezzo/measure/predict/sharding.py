@@ -17,16 +17,15 @@ import csv
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mezzo.errors import UsageError
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.constants import family
+from mezzo.measure.predict.names import SHARDS, Shard
 from mezzo.measure.predict.tape import CostedOperation, Kind, MemoryBlock, TrainingTape
 from mezzo.measure.predict.time import longer_of
 
-Shard = Literal["ddp", "fsdp"]
-SHARDS: tuple[Shard, ...] = ("ddp", "fsdp")
 _SHARDED: frozenset[Kind] = frozenset({"parameters", "gradients", "optimizer"})
 LINK_SHARE = 0.8
 """Share of a link's speed that is reached; assumed."""

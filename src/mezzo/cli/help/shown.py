@@ -11,7 +11,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from mezzo.cli.guide import GROUPS, PAGES, QUESTIONS
+from mezzo.cli.help.guide import GROUPS, PAGES, QUESTIONS
 from mezzo.cli.words import typed
 
 ALL = "--help-all"

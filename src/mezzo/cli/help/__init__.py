@@ -1,0 +1,1 @@
+"""Help and corrections: what they show, as data and as text."""
