@@ -43,29 +43,42 @@ html_copy_source = False
 copybutton_prompt_text = "$ "
 
 CONTENTS: dict[str, list[str]] = {
-    "Start": ["install", "tutorial", "check", "choosing-a-policy", "troubleshooting", "tuning", "formats", "migrating"],
-    "Commands": [
-        *("commands", "scripts", "watch", "guardrails", "resume-check", "compare", "patch", "predict", "tune"),
-        *("diagnose", "audit", "ranges", "fallback", "hardware", "h100", "exit-codes"),
+    "Start": ["install", "tutorial", "choosing-a-policy", "troubleshooting", "troubleshooting-speed"],
+    "How to": [
+        *("scripts", "check", "compare", "diagnose", "audit", "predict", "checkpointing", "tuning", "watch", "tune"),
+        *("ranges", "fallback", "guardrails", "snapshots", "resume-check", "distributed", "patch"),
+        *("keras", "paddle", "lightning", "accelerate", "transformers", "session"),
     ],
-    "Library": [
-        "library",
-        "session",
-        "policies",
-        "optimizers",
-        "checkpointing",
-        "snapshots",
-        "distributed",
-        "fast-path",
+    "Reference": [
+        *("commands", "exit-codes", "frameworks", "library", "policies", "optimizers", "fast-path", "formats"),
+        *(
+            "hardware",
+            "migrating",
+            "apex",
+            "report",
+            "records",
+            "tracking",
+            "notebook",
+            "agents",
+            "glossary",
+            "findings/README",
+        ),
+        *(f"details/{name}" for name in ("scripts", "terminal", "compare", "check", "diagnose", "fallback", "predict")),
+        *(f"details/{name}" for name in ("policies", "session", "snapshots", "guardrails", "distributed", "tune")),
+        *(f"details/{name}" for name in ("patch", "checkpointing", "micro-batches", "apex", "keras", "paddle")),
     ],
-    "Frameworks": ["frameworks", "lightning", "accelerate", "transformers", "apex", "keras", "paddle"],
-    "Results": ["report", "records", "tracking", "notebook", "agents", "findings/README"],
-    "Trust": ["examples", "paper", "article-numbers", "benchmarks", "public-scripts", "public-reports"],
-    "Reference": ["glossary"],
-    "中文": ["zh-CN/start", "zh-CN/choosing-a-policy", "zh-CN/troubleshooting", "zh-CN/glossary"],
+    "Evidence": [
+        *("evidence/predictions", "evidence/verdicts", "evidence/tests", "h100", "benchmarks", "article-numbers"),
+        *("paper", "examples", "public-scripts", "public-reports"),
+    ],
+    "中文": [
+        *("zh-CN/start", "zh-CN/run", "zh-CN/compare", "zh-CN/nan", "zh-CN/memory", "zh-CN/predict", "zh-CN/watch"),
+        *("zh-CN/resume", "zh-CN/distributed", "zh-CN/paddle", "zh-CN/choosing-a-policy", "zh-CN/troubleshooting"),
+        *("zh-CN/check", "zh-CN/audit", "zh-CN/loss-scale", "zh-CN/fallback", "zh-CN/troubleshooting-speed", "zh-CN/glossary"),
+    ],
     "Inside Mezzo": [],
 }
-"""By section, the pages in reading order; the pages of design/ and of the findings are added from their folders."""
+"""By kind of page, the pages in reading order; the pages of design/ and of the findings are added from their folders."""
 
 
 REFERENCE = {"commands": ("command", "Every option"), "library": ("module", "Every class and function")}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from mezzo.errors import UsageError
 from mezzo.formats import BF16, E4M3, FP16, TF32
 from mezzo.gpus import GPUS, find_gpu, gpu_named
+from paths import ROOT
 
 
 @pytest.mark.parametrize(
@@ -63,3 +66,19 @@ def test_rates_and_supported_formats_agree() -> None:
         for fmt in (TF32, FP16, BF16, E4M3):
             native = gpu.device.support(fmt).level == "native"
             assert native == (gpu.flops_per_s(fmt.name) is not None), (gpu.name, fmt.name)
+
+
+def test_the_table_of_peaks_in_the_docs_is_that_of_the_facts() -> None:
+    section = (
+        (ROOT / "docs/hardware.md")
+        .read_text(encoding="utf-8")
+        .split("## TFLOPS and bandwidth by GPU")[1]
+        .split("\n## ")[0]
+    )
+    rows = [[cell.strip(" `") for cell in row.strip("|").split("|")] for row in re.findall(r"^\| `.*$", section, re.M)]
+    for name, *cells in rows[1:]:
+        gpu = GPUS[name]
+        rates = [gpu.flops_per_s(found) for found in ("fp32", "tf32", "fp16", "bf16", "e4m3")]
+        facts = [gpu.memory_bytes / 2**30, gpu.bandwidth_bytes_per_s / 1e9, *(rate and rate / 1e12 for rate in rates)]
+        assert [None if cell == "-" else float(cell) for cell in cells] == pytest.approx(facts), name
+    assert len(rows) > 10

@@ -1,4 +1,4 @@
-/* Order of search results: guides before the pages of findings and of design, troubleshooting first among equals; Chinese pages
+/* Order of search results: guides before details, evidence, findings and design, troubleshooting first among equals; Chinese pages
    first for a Chinese question, which splitQuery sees, and last for any other. */
 var Scorer = {
   chinese: false,
@@ -6,9 +6,10 @@ var Scorer = {
     const page = result[0], score = result[4];
     if (/^zh-CN\//.test(page)) return Scorer.chinese ? score + 20 : score - 20;
     if (/^(findings|design)\//.test(page)) return score - 20;
+    if (/^(details|evidence)\//.test(page)) return score - 10;
     if (/^reference\/command/.test(page)) return score - 1;
     if (/^(benchmarks|public-scripts|paper|examples|article-numbers|index|agents|exit-codes)$/.test(page)) return score - 1;
-    return page === "troubleshooting" ? score + 6 : score;
+    return /^troubleshooting/.test(page) ? score + 6 : score;
   },
   objNameMatch: 11,
   objPartialMatch: 6,

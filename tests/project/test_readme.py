@@ -1,8 +1,7 @@
-"""What the README shows is made by ``make readme``: its table, from results that name their commands, and its pictures."""
+"""The README fits one screen and quotes what other pages show; the table of figures is made by ``make readme`` from results."""
 
 from __future__ import annotations
 
-import html
 import json
 import re
 import sys
@@ -16,26 +15,53 @@ if not (ROOT / "benchmarks").is_dir():
     pytest.skip("the benchmarks are not beside these tests", allow_module_level=True)
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import format_pictures, readme, recording
+from benchmarks import format_pictures, readme
 from benchmarks.harness import RESULTS, chosen, with_table
-from benchmarks.readme import LINES, PICTURE, results, table, unfair, written
+from benchmarks.readme import LINES, results, table, written
 
-import record_builders as build
-
-TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
 THROUGHPUT = "docs/images/predicted_throughput.svg"
-PREDICTIONS = (ROOT / "docs/predict.md").read_text(encoding="utf-8")
+PREDICTIONS = (ROOT / "docs/evidence/predictions.md").read_text(encoding="utf-8")
 
 
 def test_the_table_is_what_the_results_say() -> None:
     assert written(TEXT) == TEXT
 
 
-def test_no_figure_of_the_table_stands_outside_what_is_made() -> None:
-    section = TEXT.split("## Measured\n")[1].split("\n## ")[0]
-    by_hand = section.replace(table(), "")
-    assert "|" not in by_hand
-    assert re.findall(r"\d+(?:\.\d+)?", by_hand.replace("AVX2", "")) == []
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_the_readme_is_one_screen(name: str) -> None:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 90
+    assert any("fp16 100%" in line for line in lines[:30])
+
+
+def spaced(line: str) -> str:
+    """Return a line with single spaces and without the dots that stand for what is left out."""
+    return " ".join(line.removesuffix("...").split())
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_output_in_the_readme_is_that_of_pages_with_whole_outputs(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    block = re.findall(r"^```\n(.*?)^```", text, re.S | re.M)[0]
+    shown = [spaced(line) for line in block.splitlines() if spaced(line)]
+    quoted = [
+        spaced(line)
+        for row in re.findall(r"^\| .*[?\uff1f].*", text, re.M)
+        for line in re.findall(r"`([^`]{40,})`", row)
+    ]
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
+    whole = "\n".join(spaced(line) for page in pages for line in page.splitlines())
+    assert len(shown) >= 10
+    assert [line for line in [*shown, *quoted] if line not in whole] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_times_of_the_readme_are_those_of_the_page_of_the_gpu(name: str) -> None:
+    page = (ROOT / "docs/h100.md").read_text(encoding="utf-8").split("## Captured steps")[1].split("\n## ")[0]
+    times = re.findall(r"\d+\.\d+ ms", (ROOT / name).read_text(encoding="utf-8"))
+    assert len(times) >= 6
+    assert [time for time in times if time not in page] == []
 
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: f"{line.benchmark}: {line.what[:40]}")
@@ -47,35 +73,11 @@ def test_every_figure_was_printed_by_the_benchmark_that_it_names(line: readme.Li
 
 
 def test_every_picture_is_made_by_a_command() -> None:
-    assert re.findall(r"!\[[^]]*\]\(([^)]+)\)", TEXT) == [recording.PICTURE, PICTURE]
     taken = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs/images").iterdir()}
     drawn = {format_pictures.REACH, format_pictures.UPDATES, format_pictures.GRADIENT_VALUES}
-    assert taken == {recording.PICTURE, PICTURE, THROUGHPUT, *drawn}
+    assert taken == {THROUGHPUT, *drawn}
     assert f"predict_accuracy.py --rows FILE --hold-out gpu-family --plot {THROUGHPUT}`" in PREDICTIONS
     assert re.search(r"^readme: .*\n\t.*python -m benchmarks\.readme$", (ROOT / "Makefile").read_text(), re.M)
-
-
-def test_the_recorded_session_shows_its_commands_and_asks_for_nothing() -> None:
-    picture = (ROOT / recording.PICTURE).read_text(encoding="utf-8")
-    words = html.unescape(re.sub(r"<[^>]+>", "", picture)).replace("\xa0", " ")
-    assert [shown.command for shown in recording.SESSION if shown.command not in words] == []
-    assert all(ending not in words for ending in ("Traceback", "hint:", "error:"))
-    assert len(picture.encode()) <= recording.LARGEST_BYTES
-    assert re.findall(r"@import|@font-face|url\((?!#)|(?:href|src)=", picture) == []
-
-
-OUTPUT = "1.5\n\n\x1b[1mtrain.py under fp16: bad\x1b[0m\n\nWhere\n  x\n\n\x1b[1mHow\x1b[0m\n  y"
-
-
-def test_a_part_of_an_output_marks_what_it_leaves_out() -> None:
-    shown = recording.Shown("mezzo diagnose", begins="under fp16", until="How")
-    kept = recording.part(OUTPUT, shown)
-    assert kept == ["...", "\x1b[1mtrain.py under fp16: bad\x1b[0m", "", "Where", "  x", "..."]
-    picture = recording.drawn([(shown.command, kept)])
-    assert "font-face" not in picture
-    assert "train.py" in picture
-    with pytest.raises(SystemExit, match="printed no part"):
-        recording.part(OUTPUT, shown._replace(until="Missing"))
 
 
 def test_a_changed_figure_is_put_right() -> None:
@@ -83,12 +85,7 @@ def test_a_changed_figure_is_put_right() -> None:
     assert written(TEXT.replace(line, line.replace("16 in FP16", "12 in FP16"))) == TEXT
 
 
-def test_times_of_emulated_policies_do_not_stand_beside_measured_ones() -> None:
-    assert unfair(build.compare_record()) == [row.policy for row in build.compare_rows() if row.emulated]
-    assert unfair(build.emulated_record()) != []
-
-
-def test_a_readme_without_a_place_for_the_table_is_refused() -> None:
+def test_a_page_without_a_place_for_the_table_is_refused() -> None:
     with pytest.raises(SystemExit, match="generated by make readme"):
         written("# Mezzo\n")
 
@@ -108,9 +105,9 @@ def test_results_name_no_path_of_a_machine(path: Path) -> None:
     assert re.findall(r"/(?:tmp|home|root|work|Users)/\S*", path.read_text(encoding="utf-8")) == []
 
 
-def test_error_rates_on_the_page_of_compare_are_those_of_the_results() -> None:
+def test_error_rates_on_the_page_of_verdicts_are_those_of_the_results() -> None:
     rates: dict[str, float] = json.loads((RESULTS / "verdicts.json").read_text(encoding="utf-8"))["rates"]
-    page = (ROOT / "docs/compare.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/evidence/verdicts.md").read_text(encoding="utf-8")
 
     def of(pattern: str) -> list[float]:
         return [rate for what, rate in rates.items() if re.search(pattern, what)]

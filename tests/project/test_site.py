@@ -17,7 +17,16 @@ from paths import ROOT, TESTS
 
 pytestmark = pytest.mark.slow
 WIDTHS = (400, 1400)
-PAGES = ("index", "tutorial", "predict", "troubleshooting", "article-numbers", "reference/command-run", "zh-CN/start")
+PAGES = (
+    "index",
+    "tutorial",
+    "predict",
+    "evidence/predictions",
+    "troubleshooting",
+    "article-numbers",
+    "reference/command-run",
+    "zh-CN/start",
+)
 PROBE = """<script>addEventListener("load", () => setTimeout(() => {
   const d = document.documentElement;
   parent.postMessage(JSON.stringify([innerWidth, d.scrollWidth <= d.clientWidth]), "*");
@@ -33,13 +42,13 @@ QUESTIONS: dict[str, str] = {
     "why does the loss become inf": "troubleshooting",
     "training does not converge": "troubleshooting",
     "accuracy lower than fp32": "troubleshooting",
-    "CUDA out of memory": "troubleshooting",
-    "memory did not shrink with mixed precision": "troubleshooting",
-    "no speedup with amp": "troubleshooting",
-    "amp slower than fp32": "troubleshooting",
+    "CUDA out of memory": "troubleshooting-speed",
+    "memory did not shrink with mixed precision": "troubleshooting-speed",
+    "no speedup with amp": "troubleshooting-speed",
+    "amp slower than fp32": "troubleshooting-speed",
     "low GPU utilization": "watch",
     "GPU not busy": "watch",
-    "multiple GPUs slow": "troubleshooting",
+    "multiple GPUs slow": "troubleshooting-speed",
     "resume from checkpoint gives a different loss": "resume-check",
     "expected scalar type Half but found Float": "troubleshooting",
     "skipped steps": "troubleshooting",
@@ -62,7 +71,7 @@ QUESTIONS: dict[str, str] = {
     "which GPU supports bf16": "hardware",
     "driver and CUDA version": "hardware",
     "does V100 support bf16": "hardware",
-    "Tensor Cores need multiples of 8": "troubleshooting",
+    "Tensor Cores need multiples of 8": "troubleshooting-speed",
     # models and figures of articles
     "ResNet-50 throughput A100": "article-numbers",
     "MobileNetV3 throughput": "article-numbers",
@@ -101,16 +110,20 @@ QUESTIONS: dict[str, str] = {
     "损失变成 NaN": "zh-CN/troubleshooting",
     "为什么不收敛": "zh-CN/troubleshooting",
     "精度下降怎么办": "zh-CN/troubleshooting",
-    "显存不足": "zh-CN/troubleshooting",
-    "没有加速": "zh-CN/troubleshooting",
-    "训练变慢": "zh-CN/troubleshooting",
-    "GPU 利用率低": "zh-CN/troubleshooting",
-    "多卡训练慢": "zh-CN/troubleshooting",
-    "断点续训": "zh-CN/troubleshooting",
+    "显存不足": "zh-CN/troubleshooting-speed",
+    "没有加速": "zh-CN/troubleshooting-speed",
+    "训练变慢": "zh-CN/troubleshooting-speed",
+    "GPU 利用率低": "zh-CN/troubleshooting-speed",
+    "多卡训练慢": "zh-CN/troubleshooting-speed",
+    "断点续训": "zh-CN/troubleshooting-speed",
     "如何选择策略": "zh-CN/choosing-a-policy",
-    "混合精度": "zh-CN/start",
+    "混合精度": "zh-CN/check",
     "损失缩放": "zh-CN/troubleshooting",
     "术语表": "zh-CN/glossary",
+    "梯度累积": "zh-CN/memory",
+    "重计算": "zh-CN/memory",
+    "GLOG": "zh-CN/paddle",
+    "NCCL 多卡": "zh-CN/distributed",
 }
 """Questions as a newcomer types them into the site's search, and the page that must be among the first three that it finds."""
 

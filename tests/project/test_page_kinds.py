@@ -1,0 +1,70 @@
+"""Pages for users are short, show what a command prints, and leave tests and benchmarks to the pages of evidence."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+from paths import ROOT
+
+if not (ROOT / "docs/conf.py").is_file():
+    pytest.skip("the docs are not beside these tests", allow_module_level=True)
+
+MOST_WORDS = 800
+DOCS = ROOT / "docs"
+
+
+def contents() -> dict[str, list[str]]:
+    """Return the pages of each kind, from the table of contents of ``docs/conf.py``."""
+    tree = ast.parse((DOCS / "conf.py").read_text(encoding="utf-8"))
+    value = next(
+        n.value for n in tree.body if isinstance(n, ast.AnnAssign) and getattr(n.target, "id", "") == "CONTENTS"
+    )
+    assert value is not None
+    pages: dict[str, list[str]] = eval(compile(ast.Expression(value), "conf.py", "eval"))
+    return pages
+
+
+CONTENTS = contents()
+USER_PAGES = [*CONTENTS["Start"], *CONTENTS["How to"]]
+
+
+def num_words(page: str) -> int:
+    """Return how many words of a page are read: not those of code, output and addresses."""
+    text = re.sub(r"^```.*?^```|^    .*?$|<!--.*?-->", "", page, flags=re.S | re.M)
+    return sum(bool(re.search(r"\w", word)) for word in re.sub(r"\]\([^)]*\)", "]", text).split())
+
+
+def outputs(page: str) -> list[str]:
+    """Return the blocks of a page that have no language: what commands print."""
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```", page, re.S | re.M)
+    return [block for language, block in fenced if not language]
+
+
+@pytest.mark.parametrize("name", USER_PAGES)
+def test_a_page_for_users_is_short_and_shows_output(name: str) -> None:
+    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    assert num_words(page) <= MOST_WORDS
+    assert outputs(page) != []
+
+
+@pytest.mark.parametrize("name", USER_PAGES)
+def test_a_page_for_users_names_no_test_and_no_benchmark(name: str) -> None:
+    page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
+    assert re.findall(r"tests/(?!scripts/)\S*|python -m benchmarks\S*|benchmarks/\S+", page) == []
+
+
+def test_words_are_counted_without_code_and_addresses() -> None:
+    page = "# A title\n\nOne [two](https://three.example/four).\n\n    mezzo run\n\n```\noutput here\n```\n\n| a | b |\n|---|---|\n"
+    assert num_words(page) == 6
+    assert outputs(page) == ["output here\n"]
+
+
+def test_every_page_is_of_one_kind() -> None:
+    listed = [name for pages in CONTENTS.values() for name in pages]
+    assert len(listed) == len(set(listed))
+    written = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")}
+    own = {name for name in written if not name.startswith(("design/", "findings/A", "reference/")) and name != "index"}
+    assert set(listed) == own
