@@ -55,7 +55,7 @@ def command_page(name: str, command: Any, docs: Path) -> str:
     """Return the page of a command."""
     context = command.context_class(command, info_name=f"mezzo {name}")
     usage = re.sub(r"^Usage: ", "", command.get_usage(context))
-    usage = re.sub(r"\[?(\[\w+\])\]?(?:\.\.\.)?|{([\w.]+)}", lambda found: found[1] or found[2], usage)
+    usage = re.sub(r"\[?(\[\w+\])\]?(?:\.\.\.)?|{([\w.]+)}", lambda found: found[1] or found[2], usage).replace("......", "...")
     entries: dict[str, list[str]] = {"argument": [], "option": []}
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)

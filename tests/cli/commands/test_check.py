@@ -241,8 +241,11 @@ def test_an_unknown_gpu_is_refused_before_anything_runs(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("policies", "message"),
     [
-        ("fp32", "--policies 'fp32' names nothing to compare with fp32\n  hint: type: --policies bf16,fp16"),
-        (",", "--policies ',' names nothing to compare with fp32\n  hint: type: --policies bf16,fp16"),
+        (
+            "fp32",
+            "--policies 'fp32' names nothing to compare with fp32\n  hint: type: mezzo check --policies bf16,fp16 ",
+        ),
+        (",", "--policies ',' contains an empty policy name\n  hint: type: mezzo check --policies fp32,bf16 "),
         ("bf61", "unknown policy 'bf61'"),
     ],
 )

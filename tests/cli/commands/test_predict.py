@@ -273,10 +273,10 @@ def test_the_record_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("words", "message"),
     [
         ("--gpus h101", "'h101' is not a GPU"),
-        ("--policies fp32,fp4", "--policies 'fp4' cannot be predicted"),
+        ("--policies fp32,fp4", "unknown policy 'fp4'"),
         ("--price free", "--price 'free' has 'free' where a price for an hour belongs"),
         ("-m", "-m belongs to a script, not to --model transformers:tiny"),
-        ("--optimizer adamwx", "--optimizer 'adamwx' cannot be predicted"),
+        ("--optimizer adamwx", "--optimizer 'adamwx'; did you mean adamw"),
         ("--model transformers:tinny", "no configuration for 'tinny'"),
     ],
 )
