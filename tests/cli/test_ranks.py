@@ -263,7 +263,7 @@ def test_options_for_one_process_are_refused_under_every_launcher(
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setattr(cli, "in_ranks", lambda _, command: command())  # no other process is there to meet
+    monkeypatch.setattr("mezzo.cli.ranks.in_ranks", lambda _, command: command())  # no other process is there to meet
     assert cli.main(["run", *option.split(), RANKS]) == 7
     said = " ".join(capsys.readouterr().err.split())
     assert f"{option} was given in one of 2 processes; allowed: one process" in said

@@ -38,7 +38,7 @@ FILES = {
 POLICIES = "fp32, tf32, fp16, bf16, fp16-master, bf16-master, fp16-pure, bf16-pure, fp8"
 RUN_OPTIONS = (
     "--policy, --snapshot, --resume, --guard, --channels-last, --compile, --checkpoint, --seed, --metric, "
-    "-m, --out, --log-to, --json"
+    "-m, --out, --log-to, --json, --verbose"
 )
 COMMANDS = "doctor, check, run, watch, compare, audit, diagnose, ranges, fallback, predict, tune, resume-check, report"
 

@@ -82,7 +82,7 @@ def _mezzo(
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
-        print(context.get_help(), end="")
+        print(context.get_help())
 
 
 def exit_code_of(words: list[str]) -> int:

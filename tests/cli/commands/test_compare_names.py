@@ -56,7 +56,7 @@ def test_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", ["run", "audit", "diagnose", "ranges", "fallback"])
 def test_other_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    record, printed, page = shown(command, "--policy", "16-mixed", capsys=capsys)
+    record, printed, page = shown(command, "--verbose", "--policy", "16-mixed", capsys=capsys)
     owner = record if command in ("run", "ranges", "fallback") else record.run  # type: ignore[union-attr]
     assert (owner.policy, owner.policy_typed, owner.policy_shown) == ("fp16", "16-mixed", "16-mixed")  # type: ignore[union-attr]
     assert "16-mixed" in printed

@@ -265,16 +265,18 @@ def print_predict(sheet: PredictSheet, console: Console) -> None:
     heads = ["GPU", "policy", f"{sheet.unit}/s", "10% to 90%", "step", "memory", "largest\nbatch", "over\nFP32"]
     costs = [sheet.cost_head.replace(" per ", "\nper ")] if sheet.cost_head else []
     table = terminal.plain_table(*heads, *costs, "bound by", numbers=range(2, len(heads) + len(costs)))
-    table.columns[3].no_wrap = True
+    table.columns[0].no_wrap = table.columns[3].no_wrap = True
     names = [line.gpu for line in sheet.lines]
     for place, line in enumerate(sheet.lines):
         cells = [line.throughput, line.band, line.step, line.device, line.largest, line.over_fp32]
         cost = [line.cost] if sheet.cost_head else []
         before, alone = names[:place].count(line.gpu), names.count(line.gpu) == 1
         name = f"{line.gpu}\n{line.card}" if alone else {0: line.gpu, 1: line.card}.get(before, "")
-        table.add_row(name, line.policy, *cells, *cost, line.bound if line.possible else line.verdict)
+        table.add_row(name, line.policy, *cells, *cost, line.bound)
     console.print()
     console.print(table)
+    impossible = dict.fromkeys(line.verdict for line in sheet.lines if not line.possible)
+    terminal.print_note(console, " ".join(impossible))
     unchecked = list(dict.fromkeys(f"{line.gpu} in {line.policy}" for line in sheet.lines if not line.validated))
     if unchecked:
         terminal.print_note(console, f"Not validated, for want of measurements: {fmt.listed(unchecked)}.")
