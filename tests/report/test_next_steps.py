@@ -6,6 +6,7 @@ import html
 import io
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -563,7 +564,13 @@ def is_accepted(command: str, words: Sequence[str] = PLAIN) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("a function", "doctor")])
-def test_the_command_line_accepts_every_suggestion(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_accepts_every_suggestion(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy = tmp_path / "runs" / "my x" / "policy.toml"  # which the fallback search of the cases has written
+    policy.parent.mkdir(parents=True)
+    policy.write_text('policy = "fp16"\n')
     for step in next_steps(CASES[name][0]):
         is_accepted(step.command)
     assert "comes after" not in capsys.readouterr().err  # no option of Mezzo among the script's own
