@@ -186,7 +186,7 @@ def _memory_table(lines: Sequence[MemoryLine]) -> Table | None:
     if not lines:
         return None
     heads = [kind.what.replace(" ", "\n") for kind in lines[0].kinds]
-    table = plain_table("policy", *heads, "total of\nthe four", numbers=range(1, len(heads) + 2))
+    table = plain_table("policy", *heads, "total", numbers=range(1, len(heads) + 2))
     for line in lines:
         table.add_row(policy_cell(line.policy), *(kind.value for kind in line.kinds), line.total)
     return table

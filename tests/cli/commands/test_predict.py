@@ -38,7 +38,7 @@ def test_a_prediction_from_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert "Input: 16 tokens. Optimizer: adamw. Predicted, not measured." in shown
     assert "T4 has no units for bf16." in shown
     assert "80.0 GiB" in shown
-    assert "largest batch leaves 13% of the memory free" in " ".join(shown.split())
+    assert "largest batch fits into 87% of the memory" in " ".join(shown.split())
     record = read_record(tmp_path / "out" / "record.json")
     assert isinstance(record, PredictRecord)
     assert [(one.gpu, one.policy, one.possible) for one in record.predictions] == [

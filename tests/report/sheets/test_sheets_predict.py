@@ -19,7 +19,7 @@ def test_the_largest_batch_is_shown_with_its_headroom_and_each_card_with_its_mem
     screen = io.StringIO()
     render(record, Console(file=screen, width=110))
     for text in (screen.getvalue(), render_html(record)):
-        assert f"largest batch leaves {record.headroom:.0%} of the memory free" in " ".join(text.split())
+        assert f"largest batch fits into {1 - record.headroom:.0%} of the memory" in " ".join(text.split())
         assert "80.0 GiB" in text  # a100-80gb
         assert "16.0 GiB" in text  # t4
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 QUESTIONS = (
-    ("Is mixed precision on, and what do I gain?", "mezzo run --policy bf16 train.py", "mezzo compare train.py"),
+    ("Is mixed precision on, and what do I gain?", "mezzo audit train.py", "mezzo check train.py"),
     ("Why is my loss NaN?", "mezzo diagnose train.py"),
     ("Which GPU, and how much memory?", "mezzo predict --gpus rtx-4090,a100-80gb train.py"),
     ("Will my training resume from its checkpoints?", "mezzo resume-check train.py"),

@@ -70,7 +70,8 @@ def command_help(name: str, command: Any, *, whole: bool) -> str:
     if whole and rest:
         lines += ["", "More options:", *(line for one in rest for line in _option(one))]
     elif rest or about[1:]:
-        more = f"the other {len(rest)} options and " if rest else ""
+        others = f"the other {len(rest)} options" if len(rest) > 1 else "the other option"
+        more = f"{others} and " if rest else ""
         lines += ["", *_wrapped(f"{ALL} shows {more}the whole description.", 0)]
     return "\n".join([*lines, ""])
 

@@ -51,7 +51,7 @@ def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
         name="batches",
         title=title,
         description=f"The largest batch that fits: {'; '.join(ends)}.",
-        note=f"Predicted. A cross marks the largest batch, which leaves {record.headroom:.0%} of the memory free; beyond it the "
+        note=f"Predicted. A cross marks the largest batch, which fits into {1 - record.headroom:.0%} of the memory; beyond it the "
         f"step does not fit. This record is of batch {record.batch}.",
         x=[math.log2(size) for size in sizes],
         last_x=math.log2(sizes[-1]),

@@ -68,7 +68,7 @@ def predict_sheet(record: PredictRecord) -> PredictSheet:
         details=f"Input: {fmt.clean(record.input)}. Optimizer: {fmt.clean(record.optimizer)}{_job(record)}. "
         f"Predicted, not measured. {_band(record)}",
         unit=fmt.clean(record.unit),
-        largest_head=f"largest batch ({record.headroom:.0%} of the memory left free)",
+        largest_head=f"largest batch (fits into {1 - record.headroom:.0%} of the memory)",
         cost_head=f"cost per million {fmt.clean(record.unit)}"
         if any(prediction.cost_per_million is not None for prediction in record.predictions)
         else "",
@@ -103,7 +103,11 @@ def predict_answer(record: PredictRecord, sheet: PredictSheet) -> Headline:
     ]
     if best.largest_batch is not None:
         facts.append(
-            Fact(what="largest batch", value=str(best.largest_batch), reason=f"leaves {record.headroom:.0%} free")
+            Fact(
+                what="largest batch",
+                value=str(best.largest_batch),
+                reason=f"fits into {1 - record.headroom:.0%} of the memory",
+            )
         )
     return Headline(tone="quiet", word="predicted", facts=facts)
 
@@ -122,7 +126,7 @@ def _band(record: PredictRecord) -> str:
         )
     return (
         "The band contains 8 of 10 measured trainings on GPU architectures that were left out of the fit; "
-        f"the largest batch leaves {record.headroom:.0%} of the memory free."
+        f"the largest batch fits into {1 - record.headroom:.0%} of the memory."
     )
 
 
