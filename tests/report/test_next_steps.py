@@ -19,6 +19,7 @@ from mezzo.policy import Policy
 from mezzo.records import (
     AnyRecord,
     AuditRecord,
+    Bottleneck,
     DiagnoseRecord,
     Effective,
     FallbackRecord,
@@ -210,6 +211,25 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "watched in its own fp32": (
         run("watch", policy="as-is", effective=Effective(flops_by_format={"fp32": 10}, counted_on_step=2)),
+        [("see whether 16 bits train as well, and what they save", f"mezzo compare --policies fp32,bf16,fp16 {TAIL}")],
+    ),
+    "watched, and held back by its input": (
+        run(
+            "watch",
+            policy="as-is",
+            watched=True,
+            bottleneck=Bottleneck(limit="input", sentence="61%", change=["A", "B"]),
+        ),
+        [("change this, then see what holds it back: A", f"mezzo watch {TAIL}")],
+    ),
+    "watched, and held back by memory bandwidth": (
+        run(
+            "watch",
+            policy="as-is",
+            watched=True,
+            bottleneck=Bottleneck(limit="bandwidth", sentence="61%", change=["torch.compile"]),
+            effective=Effective(flops_by_format={"fp32": 10}, counted_on_step=2),
+        ),
         [("see whether 16 bits train as well, and what they save", f"mezzo compare --policies fp32,bf16,fp16 {TAIL}")],
     ),
     "run with findings": (

@@ -102,12 +102,19 @@ def value_after(option: str, words: Sequence[str]) -> str | None:
     return None
 
 
-def with_value(option: str, *values: str) -> str:
+def with_value(option: str, *values: str, command: str = "", renamed: str = "") -> str:
     """Return the command as typed with ``values`` for an option that it has, to be typed again; only the option if it has none.
 
     A script that was taken as the option's value stays as the script.
+
+    Args:
+        option: the option as typed.
+        values: the words to follow it.
+        command: another command to use, in which the option is ``renamed``; empty for the one that was typed.
+        renamed: the option of that command.
     """
-    words, new = list(typed()), [option, *values]
+    words, new = list(typed()), [renamed or option, *values]
+    words[1:2] = [command] if command else words[1:2]
     for place, word in enumerate(words):
         if word == option or word.startswith(f"{option}="):
             after = words[place + (1 if "=" in word else 2) :]

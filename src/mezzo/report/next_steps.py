@@ -12,6 +12,7 @@ from mezzo.records import (
     AS_IS,
     AnyRecord,
     AuditRecord,
+    Bottleneck,
     CompareRecord,
     DiagnoseRecord,
     DoctorRecord,
@@ -111,8 +112,17 @@ def _after_run(record: RunRecord) -> Iterator[NextStep]:
         yield from commands.step("see which policies keep it finite", "compare", policies=with_fp32(policy))
     elif record.findings:
         yield from commands.again(f"after fixing {record.findings[0].code}, see whether anything is left")
+    elif record.watched and (first := _first_change(record.bottleneck)):
+        yield from commands.again(f"change this, then see what holds it back: {first}")
     else:
         yield from _after_training(record, commands, policy)
+
+
+def _first_change(bottleneck: Bottleneck | None) -> str:
+    """Return what to change first; empty where 16 bits are the change, which a comparison tries."""
+    if bottleneck is None or bottleneck.limit in ("bandwidth", "arithmetic", "power") or not bottleneck.change:
+        return ""
+    return bottleneck.change[0]
 
 
 def _after_training(record: RunRecord, commands: _Commands, policy: str) -> Iterator[NextStep]:

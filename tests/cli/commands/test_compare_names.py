@@ -9,7 +9,9 @@ import pytest
 from helpers_launch import children_in_this_process
 from mezzo import cli
 from mezzo.cli.commands.compare import _folders, _parse_policies
+from mezzo.cli.options.shared import typed_name
 from mezzo.errors import PolicyError
+from mezzo.policy import Policy
 from mezzo.records import AnyRecord, CompareRecord, read_record
 from mezzo.report.next_steps import next_steps
 from paths import SCRIPTS
@@ -69,6 +71,19 @@ def test_the_text_of_the_record_is_no_other_name(capsys: pytest.CaptureFixture[s
     record, printed, _ = shown("run", "--policy", " fp16 ", capsys=capsys)
     assert record.policy_typed == ""  # type: ignore[union-attr]
     assert "stands for" not in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "typed"),
+    [
+        ("fp16:fp32_modules=Head", ""),
+        (" FP16:fp32_modules=Head ", ""),
+        ("O1", "O1"),
+        ("fp16:fp32_modules=Head:growth_interval=2000", "fp16:fp32_modules=Head:growth_interval=2000"),
+    ],
+)
+def test_a_name_in_another_case_is_the_same_name(text: str, typed: str) -> None:
+    assert typed_name(text, Policy.parse(text.strip())) == typed
 
 
 def test_two_names_of_one_policy_run_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,8 @@ def typed_name(text: str, policy: Policy | None) -> str:
     """Return a policy as typed; empty if that is also the text that records have for it."""
     from mezzo.launch.request import policy_text
 
-    return "" if text.strip().lower() == policy_text(policy) else text.strip()
+    name, colon, fields = text.strip().partition(":")
+    return "" if f"{name.lower()}{colon}{fields}" == policy_text(policy) else text.strip()
 
 
 def check_seed(seed: int | None) -> None:

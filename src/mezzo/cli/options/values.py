@@ -11,7 +11,7 @@ import typer
 
 from mezzo.cli.durations import seconds_of
 from mezzo.cli.help.metavars import EXAMPLES
-from mezzo.cli.words import with_value
+from mezzo.cli.words import typed, with_value
 from mezzo.errors import PolicyError, UsageError, nearest
 from mezzo.measure.predict.names import LIBRARIES, OPTIMIZERS, SHARDS
 
@@ -52,13 +52,11 @@ def _check_size(text: str, option: str, example: str) -> None:
 def _check_policy(text: str, option: str, example: str) -> None:
     if "," in text:
         names = ",".join(names_in(text))
-        line = with_value(option, names).replace(f" {option} ", " --policies ", 1)
-        raise UsageError(
-            f"{option} {text!r}; allowed: one policy",
-            hint=f"mezzo compare takes several: --policies {names}; for one, type: {with_value(option, names_in(text)[0])}"
-            if "mezzo run " not in line
-            else f"type: {line.replace('mezzo run ', 'mezzo compare ', 1)}",
-        )
+        one = f"type: {with_value(option, names_in(text)[0])}"
+        several = f"mezzo compare takes several: --policies {names}; for one, {one}"
+        if typed()[1:2] == ("run",):
+            several = f"type: {with_value(option, names, command='compare', renamed='--policies')}"
+        raise UsageError(f"{option} {text!r}; allowed: one policy", hint=several)
     _check_policies(text, option, example)
 
 

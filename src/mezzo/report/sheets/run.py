@@ -14,6 +14,8 @@ from mezzo.report.sheets.findings import FindingLine, finding_line
 from mezzo.report.sheets.guardrails import guard_facts, memory_facts
 from mezzo.report.sheets.shared import Fact, MemoryLine, ScriptSheet, Share
 
+_FOUR = "of the weights, gradients, optimizer state and activations"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSheet(ScriptSheet):
@@ -111,14 +113,19 @@ def run_facts(record: RunRecord) -> list[Fact]:
     broken = any(word in line.final_loss.split() for word in ("NaN", "Infinity", "-Infinity"))
     emulated = shared.NOT_FOR_GPU if record.effective.emulated else ""
     of_emulation = shared.NOT_FOR_GPU if record.memory.of_emulation else ""
+    counted = record.effective.share_by_format
     scale = "" if record.final_scale is None else f"the loss scale ended at {line.final_scale}"
     duration = f"{line.duration} in all"
     rows = [
-        Fact(what="formats", value=shared.formats_text(record), reason="of the FLOPs of matrix products"),
+        Fact(
+            what="formats",
+            value=shared.formats_text(record),
+            reason="of the FLOPs of matrix products" if counted else "",
+        ),
         Fact(
             what="final loss",
             value=line.final_loss,
-            reason=f"after {fmt.plural(len(steps), 'step')}",
+            reason=f"after {fmt.plural(len(steps), 'step')}" if steps.loss else "",
             tone="bad" if broken else "",
         ),
         Fact(what="skipped steps", value=line.skipped, reason=scale, tone="warn" if steps.num_skipped else ""),
@@ -130,7 +137,7 @@ def run_facts(record: RunRecord) -> list[Fact]:
         Fact(
             what="memory",
             value=fmt.bytes_text(record.memory.total_bytes),
-            reason=of_emulation or "of the weights, gradients, optimizer state and activations",
+            reason=of_emulation or (_FOUR if record.memory.total_bytes is not None else ""),
         ),
     ]
     if record.snapshots is not None:
