@@ -95,10 +95,6 @@ def compare(
 
     Write {run} in the script's arguments, as in --output_dir out/{run}, to give each run a path of its own.
     """
-    from mezzo.launch.several.resuming import with_digest
-    from mezzo.launch.several.side_by_side import one_after_another
-    from mezzo.measure.compare import compare as judge
-
     options.check_metric(metric)
     failing, cards = _failing(fail_on), real_gpus.named_gpus(gpus)
     timeout_s = None if timeout is None else seconds_of(timeout, option="--timeout", example="30m")
@@ -106,6 +102,11 @@ def compare(
     changes_of(script, checkpoint=checkpoint or "")
     baseline = "fp32" if "fp32" in compared else next(iter(compared))
     script.check(*(entry.policy for entry in compared.values()))
+
+    from mezzo.launch.several.resuming import with_digest  # scipy and more: only once the command line is right
+    from mezzo.launch.several.side_by_side import one_after_another
+    from mezzo.measure.compare import compare as judge
+
     engine = engine_of(jobs, on)
     folder = script.folder("compare")
     finished = begin_or_continue(script, folder, metric=metric, policies=",".join(compared), seeds=str(seeds))
