@@ -11,7 +11,6 @@ import importlib.util
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -25,7 +24,7 @@ from mezzo.launch.process.group import Guarded, Process
 from mezzo.launch.progress import followed
 from mezzo.launch.ranks.leading import Interrupted, leader
 from mezzo.launch.ranks.merged import error_of
-from mezzo.launch.ranks.positions import POSITION_SIGNAL
+from mezzo.launch.ranks.positions import POSITION_SIGNAL, wait_for_position
 from mezzo.launch.ranks.torchrun_error import REASON
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import environment_without_torch
@@ -34,8 +33,6 @@ from mezzo.observe.settings import FallbackSettings
 from mezzo.records import FILE_CLOCK_TICK_S, AnyRecord, RunRecord, read_record, write_record
 
 _STANDARD_ERROR = 2  # the file descriptor, so that a script's child processes print there, too
-_POSITION_S = 1.0
-"""Time for a process to report where its script is before it is stopped."""
 _STOPPED_S = 5.0
 """Time for a process to end once it is stopped because the run is over in another process."""
 _POLL_S = 0.1
@@ -198,9 +195,7 @@ def _wait_for_ranks(process: Process, request: Request, interrupted: Interrupted
         POSITION_SIGNAL is not None and request.position_file.exists()
     ):  # without the file, the signal would kill the child
         process.pass_on(POSITION_SIGNAL)
-        end = time.monotonic() + _POSITION_S
-        while time.monotonic() < end and request.position_file.exists() and not request.position_file.stat().st_size:
-            time.sleep(_POLL_S)
+        wait_for_position(request.position_file)
     process.pass_on(signal.SIGTERM, kill_after_s=_STOPPED_S)
     return True, process.wait()
 

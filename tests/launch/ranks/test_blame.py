@@ -48,6 +48,10 @@ CASES: dict[str, tuple[list[ProcessEnd], tuple[int, str] | None]] = {
         ],
         (1, "it made no progress at data.py:3"),
     ),
+    "one waits, the other says nothing": (
+        [end(0, STOPPED, stopped=True, where="train.py:9", waiting=True), end(1, STOPPED, stopped=True)],
+        (1, "it made no progress, with rank 0 at train.py:9"),
+    ),
     "nobody says where it is": (
         [end(0, STOPPED, stopped=True), end(1, STOPPED, stopped=True)],
         (0, "it made no progress"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TextIO
@@ -94,3 +95,25 @@ def test_a_process_that_sleeps_answers(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("late_s", [0.0, 1.5], ids=["at once", "late"])
+def test_a_slowly_written_traceback_is_read_whole(late_s: float, tmp_path: Path) -> None:
+    """A process on a busy machine: its other threads are written first, its main thread last."""
+    path = tmp_path / "run.position"
+    path.touch()
+
+    def write() -> None:
+        time.sleep(late_s)
+        with path.open("w", buffering=1) as file:
+            for n in range(10):
+                file.write(
+                    HEAD if n < 9 else 'Current thread 0x1 (most recent call first):\n  File "a.py", line 9 in f\n'
+                )
+                time.sleep(0.02)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    positions.wait_for_position(path)
+    assert position_in(path) == ScriptPosition("a.py:9 in f", False)
+    writer.join()

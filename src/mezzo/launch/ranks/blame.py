@@ -60,7 +60,9 @@ def blamed(ends: Sequence[ProcessEnd]) -> tuple[int, str] | None:
     early = None if busy else _ended_early(ends)
     if early is not None:
         return early
-    busy = busy or ([] if failed else running)
+    busy = busy or (
+        [] if failed else [end for end in running if not end.waiting] or running
+    )  # a silent one before one that waits
     if busy:
         positions = Counter(end.where for end in running)
         hung = min(busy, key=lambda end: positions[end.where])

@@ -9,6 +9,7 @@ import faulthandler
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,10 @@ _WAITING = re.compile(
     r"[\\/]torch[\\/](?:distributed[\\/]|autograd[\\/]graph\.py|nn[\\/]parallel[\\/]distributed\.py|cuda[\\/]|utils[\\/]_foreach)"
 )
 """Files of torch in which a process waits for others, or for its device, which may itself wait for others."""
+
+_WRITTEN_S = 10.0
+"""Time for a process to write its traceback: milliseconds, but for one that is starved or stuck."""
+_POLL_S = 0.1
 
 
 class ScriptPosition(NamedTuple):
@@ -41,6 +46,17 @@ def write_position_on_signal(path: Path) -> None:
         unready = path.with_name(f"{path.name}.part")
         faulthandler.register(POSITION_SIGNAL, file=unready.open("w"), all_threads=True)
         unready.replace(path)  # only now: a signal without a handler would end the process
+
+
+def wait_for_position(path: Path) -> None:
+    """Wait until a signalled process has written its traceback: its main thread comes last, so until the file grows no more."""
+    end_s, seen_bytes = time.monotonic() + _WRITTEN_S, 0
+    while time.monotonic() < end_s and path.exists():
+        size_bytes = path.stat().st_size
+        if 0 < size_bytes == seen_bytes:
+            return
+        seen_bytes = size_bytes
+        time.sleep(_POLL_S)
 
 
 def take_position(request: Request) -> ScriptPosition:
