@@ -1,0 +1,137 @@
+"""Iterators whose position can be saved: Python's own, those of ``itertools``, of a ``DataLoader`` and of ``tqdm``."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from mezzo.engine.snapshots.position import generators_of, skip_batches
+from mezzo.engine.snapshots.randomness import random_states, set_random_states
+from mezzo.errors import SnapshotError
+from mezzo.launch.patches import Patches
+
+if TYPE_CHECKING:
+    from mezzo.launch.torch.reentry.walk import Walk
+
+_BY_NAME = {
+    name: getattr(itertools, name)
+    for name in ("chain", "cycle", "islice", "count", "repeat", "accumulate", "starmap", "takewhile", "dropwhile", "zip_longest", "product")
+}
+_CALLABLES: dict[str, Any] = {"iter": iter, "enumerate": enumerate, "zip": zip, "map": map, "filter": filter, "reversed": reversed} | _BY_NAME
+_NAMES = {id(value): name for name, value in _CALLABLES.items()}
+ITERATOR_TYPES: list[type] = [
+    *(type(iter(empty)) for empty in ([], (), range(0), range(2**70), {}, {}.items(), {}.values(), set(), "", "é", b"")),
+    *(type(reversed(empty)) for empty in ([], {}, {}.items(), {}.values())),
+    *(enumerate, zip, map, filter, reversed, type(iter(int, 1))), *_BY_NAME.values(),
+]  # fmt: skip
+
+
+def written_iterator(value: Any, walk: Walk) -> dict[str, Any]:
+    """Return the state of one of Python's own iterators: what makes it again, and its position."""
+    by, arguments, *state = value.__reduce__()
+    name = _NAMES.get(id(by)) or type(value).__name__
+    if name not in _CALLABLES:
+        raise walk.refusal(value)
+    parts = {"by": name, "arguments": [walk.ref(one, name) for one in arguments]}
+    return parts | ({"at": walk.ref(state[0], "at")} if state else {})
+
+
+def new_iterator(by: str, arguments: list[Any]) -> Any:
+    """Return an iterator of one of these kinds."""
+    return _CALLABLES[by](*arguments)
+
+
+class TqdmIterator:
+    """What ``tqdm.__iter__`` yields, as an object with a position instead of a generator."""
+
+    def __init__(self, bar: Any) -> None:
+        self.bar, self.iterator = bar, iter(bar.iterable)
+
+    def __iter__(self) -> TqdmIterator:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            item = next(self.iterator)
+        except StopIteration:
+            self.bar.close()
+            raise
+        self.bar.update(1)
+        return item
+
+
+def install_passes(patches: Patches) -> None:
+    """Keep, for each pass over a loader, the generators that it began with, until ``patches`` are undone."""
+    patches.around(_BaseDataLoaderIter, "__init__", _begin)
+    patches.around(_BaseDataLoaderIter, "__next__", _deliver)
+    if "tqdm" in sys.modules:
+        from tqdm.std import tqdm
+
+        patches.around(tqdm, "__iter__", lambda original, bar: TqdmIterator(bar))
+
+
+def _states(loader: Any) -> dict[str, Any]:
+    return {**random_states(), "loader": [generator.get_state() for generator in generators_of(loader)]}
+
+
+def _set(states: dict[str, Any], loader: Any) -> None:
+    set_random_states(states)
+    for generator, state in zip(generators_of(loader), states["loader"], strict=True):
+        generator.set_state(state)
+
+
+def _begin(original: Any, iterator: Any, loader: Any) -> None:
+    iterator._mezzo_loader, iterator._mezzo_began, iterator._mezzo_first = loader, _states(loader), None
+    original(iterator, loader)
+
+
+def _deliver(original: Any, iterator: Any) -> Any:
+    if iterator._mezzo_first is None:  # shuffling happens at the first request
+        iterator._mezzo_first = _states(iterator._mezzo_loader)
+    return original(iterator)
+
+
+def written_pass(value: Any, walk: Walk) -> dict[str, Any]:
+    """Return the state of a pass over a loader: how it began, and how many batches it has delivered."""
+    state = {
+        "loader": walk.ref(value._mezzo_loader, "loader"),
+        "began": walk.ref(value._mezzo_began, "began"),
+        "first": walk.ref(value._mezzo_first, "first"),
+        "delivered": value._num_yielded,
+        "class": walk.ref(type(value), "class"),
+    }
+    fetcher = getattr(value, "_dataset_fetcher", None)
+    stream = getattr(fetcher, "dataset_iter", None)
+    return state | ({} if stream is None else {"stream": walk.ref(stream, "stream"), "ended": fetcher.ended})
+
+
+def reopen_pass(shell: Any, state: dict[str, Any]) -> None:
+    """Turn an empty iterator into the pass that was saved: begun again, and moved to its position."""
+    loader: DataLoader[Any] = state["loader"]
+    _set(state["began"], loader)
+    type(shell).__init__(shell, loader)
+    delivered = state["delivered"]
+    if state["first"] is not None:
+        if not hasattr(shell, "_workers"):
+            _set(state["first"], loader)
+        if "stream" in state:
+            shell._dataset_fetcher.dataset_iter, shell._dataset_fetcher.ended = state["stream"], state["ended"]
+            shell._num_yielded = delivered
+        elif skip_batches(shell, delivered) < delivered:
+            raise SnapshotError(
+                f"the DataLoader has fewer than the {delivered} batches that it had delivered",
+                hint="resume with the same script, the same arguments and the same data",
+            )
+        shell._mezzo_began, shell._mezzo_first = state["began"], state["first"]
+
+
+def passes_in(values: list[Any]) -> Iterator[Any]:
+    """Yield the passes over loaders among some objects."""
+    return (value for value in values if isinstance(value, _BaseDataLoaderIter))
+
+

@@ -1,0 +1,366 @@
+"""What rewritten loops call: find where set-up ends, take snapshots at the top of a loop's body, and lead a resumed run back there.
+
+Set-up ends where the outermost loop of the training is entered. What exists then is the *base*: a resumed run makes it again by running
+set-up. A snapshot holds what has changed since, and the way from there to the innermost loop that makes updates and can be entered.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+from mezzo.engine.snapshots.randomness import random_states, set_random_states
+from mezzo.errors import SnapshotError
+from mezzo.launch.torch.reentry.restore import Restoration
+from mezzo.launch.torch.reentry.rewriting import CELLS, ITERATOR, Way
+from mezzo.launch.torch.reentry.script_files import ScriptFiles
+from mezzo.launch.torch.reentry.source import FunctionPlace, Span, place_of, position_of
+from mezzo.launch.torch.reentry.walk import Base, NotSavable, Walk, base_of
+from mezzo.launch.torch.reentry.ways import path_between, ways_of
+
+_MOST_WALKS = 20
+"""How often one loop of set-up may be taken for that of the training: each time costs a walk."""
+
+LoopName = tuple[str, int]
+"""A loop by its file and number."""
+
+
+class SetUpEnd(NamedTuple):
+    """Where set-up ended, and what it had made."""
+
+    base: Base
+    loop: LoopName
+    entry: int
+    """How often the loop had been entered, this time included."""
+    frames: list[FrameType]
+    positions: list[Span | None]
+
+
+class Loops:
+    """The loops of a running script."""
+
+    EMPTY = object()
+    """What a loop that is entered again takes for the item of its first turn."""
+
+    def __init__(
+        self,
+        files: ScriptFiles,
+        *,
+        save: Callable[[dict[str, Any], dict[str, Any]], None],
+        refuse: Callable[[SnapshotError], None],
+        arrived: Callable[[], None],
+    ) -> None:
+        """Begin before the script runs.
+
+        Args:
+            files: the script's files.
+            save: called with a snapshot's tree and tensors.
+            refuse: called if no loop around an update can be entered again.
+            arrived: called when a resumed run is where it was stopped.
+        """
+        self._files, self._save, self._refuse, self._on_arrival = files, save, refuse, arrived
+        self.due = False
+        """Whether a snapshot is to be taken at the next chance."""
+        self.entering = ""
+        """The frame whose function is about to be called on the way back."""
+        self._around: list[LoopName] = []
+        self._problems: dict[LoopName, SnapshotError] = {}
+        self._entries: Counter[LoopName] = Counter()
+        self._end: SetUpEnd | None = None
+        self._frozen = False
+        self._resumed: dict[str, Any] | None = None
+        self._tensors: dict[str, Any] = {}
+        self._restoration: Restoration | None = None
+        self._variables: dict[str, dict[str, Any]] = {}
+        self._base_passed = 0
+
+    # --- the first run ---------------------------------------------------------------------------------------------------
+
+    def begin(self, number: int, path: str, iterable: Iterable[Any]) -> Iterator[Any]:
+        """Return a loop's iterator; where no loop is around it, set-up may end here."""
+        iterator = iter(iterable)
+        if not self._frozen and self._resumed is None:
+            self._may_end_setup((path, number), sys._getframe(1))
+        return iterator
+
+    def _may_end_setup(self, loop: LoopName, frame: FrameType) -> None:
+        own = [one for one in self._files.frames(frame) if self._files.has(one)]
+        for one in own:
+            around = self._files.sources[one.f_code.co_filename].loops_around(one)
+            if any((one is not frame or number != loop[1]) for number in around):
+                return
+        self._entries[loop] += 1
+        if self._entries[loop] > _MOST_WALKS or any(one.f_code.co_flags & inspect.CO_GENERATOR for one in own):
+            return
+        walk, limits = walk_through(self._files, own)
+        self._end = SetUpEnd(
+            base_of(walk, limits), loop, self._entries[loop], own, [position_of(one.f_code, one.f_lasti) for one in own]
+        )
+
+    def want(self, frame: FrameType | None) -> None:
+        """Take a snapshot at the next turn of a loop around ``frame``, which has just made an update."""
+        self._around = [
+            (one.f_code.co_filename, number)
+            for one in self._files.frames(frame)
+            if self._files.has(one)
+            for number in self._files.sources[one.f_code.co_filename].loops_around(one)
+        ]
+        self.due = bool(self._around)
+        if not self._around:
+            self._refuse(NotSavable("the update is in no loop of the script", hint="write the training loop in the script, or use mezzo.Session"))
+
+    def hook(self, number: int, path: str) -> None:
+        """Take the snapshot that is due, if this loop is around the update, and can be entered again."""
+        loop = (path, number)
+        if loop not in self._around or loop in self._problems:
+            return
+        self.due = False
+        try:
+            tree, tensors = self._snapshot(loop, sys._getframe(1))
+        except SnapshotError as error:
+            self._problems[loop] = error
+            self.due = any(one not in self._problems for one in self._around)
+            if not self.due:
+                self._refuse(error)
+        except Exception as error:  # nothing that goes wrong here may reach the script
+            self._problems[loop] = NotSavable(f"{type(error).__name__}: {error}", hint="report this as a fault of Mezzo")
+            self._refuse(self._problems[loop])
+        else:
+            self._save(tree, tensors)
+
+    def _snapshot(self, loop: LoopName, frame: FrameType) -> tuple[dict[str, Any], dict[str, Any]]:
+        end = self._end
+        if end is None:
+            raise NotSavable("set-up has no end: the loop is inside a generator", hint="call the training from the script itself")
+        self._refuse_threads()
+        stack = self._files.frames(frame)
+        path = path_between(self._files, stack, end.frames, end.positions, end.loop, loop)
+        own, common = path.frames, path.common
+        limit = end.base.limits[common]
+        ways = ways_of(self._files, path)
+        keeps = {f"{ITERATOR}{number}" for one in own for number in self._files.sources[one.f_code.co_filename].loops_around(one)}
+        walk = Walk(self._files, end.base, limit=limit, keeps=keeps)
+        for number, one in enumerate(own[common:], common):
+            for name, cell in cells_in(one):
+                walk.frame_cells[id(cell)] = (str(number), name)
+        modules = walk.modules()
+        variables, ends = list[dict[str, Any]](), list[int]()
+        for number, one in enumerate(own):
+            held = {} if one.f_locals is one.f_globals else dict(one.f_locals)
+            cells = {f"cell {name}": cell for name, cell in cells_in(one)} if number < common else {}
+            variables.append(walk.variables(held | cells, f"{one.f_code.co_name}"))
+            ends.append(len(walk.rows))
+            self._refuse_early_cells(walk, number, ends[-2] if number else 0)
+        generators = [self._generator_way(walk, one) for one in walk.generators]
+        self._frozen = True
+        tree = {
+            "ways": [way_as_json(way) for way in [*ways, *generators]],
+            "base": {
+                "entry": end.entry if path.base_is_loop else 1,
+                "links": [list(link) for link in end.base.links],
+                "types": [type_name(one) for one in end.base.objects],
+                "limits": end.base.limits,
+                "loop": list(end.loop),
+                "path": [[one.f_code.co_filename, *place_of(one.f_code), *(position or ())] for one, position in zip(end.frames, end.positions, strict=True)],
+            },
+            "modules": modules,
+            "variables": variables,
+            "ends": ends,
+            "first": common - 1,
+            "rows": walk.rows,
+            "random": random_states(),
+        }
+        return tree, walk.tensors
+
+    def _refuse_early_cells(self, walk: Walk, frame: int, begin: int) -> None:
+        for row in walk.rows[begin:]:
+            if row[0] == "frame cell" and int(row[2][0]) > frame:
+                raise NotSavable(
+                    f"a function over the variable {row[2][1]!r} of an inner function is kept outside it", hint="keep its value instead"
+                )
+
+    def _refuse_threads(self) -> None:
+        for thread, frame in sys._current_frames().items():
+            one: FrameType | None = frame
+            while thread != threading.get_ident() and one is not None:
+                if self._files.has(one):
+                    raise NotSavable(
+                        f"a thread runs {one.f_code.co_name} at {Path(one.f_code.co_filename).name}:{one.f_lineno} at the same time",
+                        hint="save with mezzo.Session, or run the script without --snapshot",
+                    )
+                one = one.f_back
+
+    def _generator_way(self, walk: Walk, generator: Any) -> Way:
+        code = generator.gi_code
+        at = position_of(code, generator.gi_frame.f_lasti)
+        if at is None:
+            raise walk.refusal(generator, "its position is not known")
+        place = place_of(code)
+        return Way(code.co_filename, place, generator_frame(place), at)
+
+    # --- a resumed run ---------------------------------------------------------------------------------------------------
+
+    def resume(self, tree: dict[str, Any], tensors: dict[str, Any]) -> None:
+        """Lead the script, which has not begun, to the place of a snapshot."""
+        self._resumed, self._tensors, self._frozen = tree, tensors, True
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether a resumed run has not reached its place yet."""
+        return self._resumed is not None
+
+    def base(self, frame: str) -> bool:
+        """Restore the objects of set-up, if it ends here; return whether it does."""
+        tree = self._resumed
+        if tree is None or self._restoration is not None:
+            return False
+        self._base_passed += 1
+        if self._base_passed != tree["base"]["entry"]:
+            return False
+        number = int(frame)
+        own = [one for one in self._files.frames(sys._getframe(1)) if self._files.has(one)]
+        walk, _ = walk_through(self._files, own)
+        present = _matched(walk, tree["base"])
+        self._end = self._same_end(walk, present, tree["base"], own)
+        self._restoration = Restoration(self._files, tree["rows"], self._tensors, present, self._lost)
+        self._restoration.begin_generator = self._begin_generator
+        self._restoration.fill(0, tree["ends"][number])
+        self._variables[frame] = self._restoration.values(tree["variables"][number])
+        return True
+
+    def enter(self, frame: str, cells: Any) -> bool:
+        """Restore what only the variables of a function lead to, if it is called on the way back; return whether it is."""
+        if self.entering != frame:
+            return False
+        self.entering = ""
+        restoration, tree = self._restoration, self._resumed
+        if frame in self._variables:  # a generator's
+            return True
+        assert restoration is not None
+        assert tree is not None
+        number = int(frame)
+        if cells is not None:
+            for name, cell in zip(cells.__code__.co_freevars, cells.__closure__, strict=True):
+                restoration.frame_cells[frame, name] = cell
+        restoration.fill(tree["ends"][number - 1], tree["ends"][number])
+        self._variables[frame] = restoration.values(tree["variables"][number])
+        return True
+
+    def variables(self, frame: str) -> dict[str, Any]:
+        """Return the saved variables of a function on the way."""
+        return self._variables[frame]
+
+    def again(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Return a saved iterator, with an empty item before the others."""
+        return itertools.chain((self.EMPTY,), iterator)
+
+    def arrive(self) -> None:
+        """Give everything its saved state once more, now that all is where it was, and go on."""
+        tree, restoration = self._resumed, self._restoration
+        assert tree is not None
+        assert restoration is not None
+        restoration.fill(0, tree["ends"][-1], again=True)
+        set_random_states(restoration_random(tree))
+        self._resumed, self._restoration, self._tensors = None, None, {}
+        self._variables.clear()
+        self._on_arrival()
+
+    def _begin_generator(self, make: Callable[[], Any], state: dict[str, Any], variables: dict[str, Any]) -> Any:
+        frame = generator_frame(FunctionPlace(*state["place"]))
+        generator = make()
+        self._variables[frame], self.entering = variables, frame
+        next(generator)
+        return generator
+
+    def _same_end(self, walk: Walk, present: dict[int, Any], base: dict[str, Any], own: list[FrameType]) -> SetUpEnd:
+        """Return the end of set-up with the numbers of the first run, for the next snapshots."""
+        objects = [present.get(number) for number in range(len(base["links"]))]
+        here = {number: walk.ids[id(one)] for number, one in present.items()}
+        ids = {id(one): number for number, one in present.items()}
+        checksums = {number: walk.checksums.get(there) for number, there in here.items()}
+        back = {there: number for number, there in here.items()}
+        storages = {place: back[there] for place, there in walk.storages.items() if there in back}
+        links = [(parent, name) for parent, name in base["links"]]
+        same = Base(objects, links, ids, checksums, base["limits"], storages)
+        positions = [Span(*row[3:]) if len(row) > 3 else None for row in base["path"]]
+        frames = own[: len(positions)]
+        return SetUpEnd(same, (base["loop"][0], base["loop"][1]), base["entry"], frames, positions)
+
+    def _lost(self, number: int) -> SnapshotError:
+        assert self._resumed is not None
+        parts, links = list[str](), self._resumed["base"]["links"]
+        kind = self._resumed["base"]["types"][number]
+        while number >= 0:
+            number, name = links[number]
+            parts.append(name)
+        return SnapshotError(
+            f"set-up did not make {'.'.join(reversed(parts))!r} again, a {kind}",
+            hint="resume with the script, the arguments and the files as they were",
+        )
+
+
+def walk_through(files: ScriptFiles, frames: list[FrameType]) -> tuple[Walk, list[int]]:
+    """Return a walk through the script's modules and frames, and how many objects each step led to."""
+    walk = Walk(files)
+    walk.modules()
+    limits = [len(walk.objects)]
+    for frame in frames:
+        held = {} if frame.f_locals is frame.f_globals else dict(frame.f_locals)
+        walk.variables(held | {f"cell {name}": cell for name, cell in cells_in(frame)}, frame.f_code.co_name)
+        limits.append(len(walk.objects))
+    return walk, limits
+
+
+def cells_in(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of a function that inner functions use, as cells."""
+    cells = frame.f_locals.get(CELLS) if frame.f_locals is not frame.f_globals else None
+    if cells is not None:
+        yield from zip(cells.__code__.co_freevars, cells.__closure__, strict=True)
+
+
+def _matched(walk: Walk, base: dict[str, Any]) -> dict[int, Any]:
+    """Return the objects that set-up has made again, by their numbers in the first run."""
+    here = {link: number for number, link in reversed(list(enumerate(walk.links)))}
+    same, present = dict[int, int](), dict[int, Any]()
+    for number, (parent, name) in enumerate(base["links"]):
+        above = parent if parent < 0 else same.get(parent)
+        found = None if above is None else here.get((above, name))
+        if found is not None and type_name(walk.objects[found]) == base["types"][number]:
+            same[number], present[number] = found, walk.objects[found]
+    return present
+
+
+def type_name(value: Any) -> str:
+    """Return the name of an object's type."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def generator_frame(place: FunctionPlace) -> str:
+    """Return the name of a generator's frame."""
+    return f"generator {place.name}:{place.line}"
+
+
+def way_as_json(way: Way) -> list[Any]:
+    """Return a way as JSON."""
+    return [way.file, list(way.place), way.frame, list(way.to), None if way.base is None else list(way.base), [way.arguments[0], list(way.arguments[1])], way.calls]
+
+
+def way_from_json(row: list[Any]) -> Way:
+    """Return a way from ``way_as_json``."""
+    file, place, frame, to, base, (count, names), calls = row
+    return Way(file, FunctionPlace(*place), frame, Span(*to), None if base is None else Span(*base), (count, tuple(names)), calls)
+
+
+def restoration_random(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of the random generators."""
+    states: dict[str, Any] = tree["random"]
+    return states
+
+

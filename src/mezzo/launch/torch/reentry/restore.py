@@ -1,0 +1,428 @@
+"""Create the objects of a snapshot, and give those that set-up has made again their saved states, in place.
+
+First every row gets its object: an existing one, or an empty new one. Then the states follow, so that cycles need no order: dicts and sets
+after what their keys consist of, and iterators and passes over loaders last, because they look into other objects.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib
+import io
+import random
+import threading
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mezzo.errors import SnapshotError
+from mezzo.launch.torch.reentry.iterators import new_iterator, reopen_pass
+from mezzo.launch.torch.reentry.leaves import read_dtype, read_leaf
+from mezzo.launch.torch.reentry.rewriting import ITERATOR, OWN_NAMES, codes_in
+from mezzo.launch.torch.reentry.script_files import ScriptFiles
+from mezzo.launch.torch.reentry.source import FunctionPlace, place_of
+from mezzo.launch.torch.reentry.walk import NOT_SAVED
+
+_LATE = ("dict", "OrderedDict", "defaultdict", "Counter", "set", "variables", "weak dict", "weak set")
+_LAST = ("iterator", "pass")
+_CONTAINERS: dict[str, type] = {
+    "dict": dict, "OrderedDict": collections.OrderedDict, "defaultdict": collections.defaultdict, "Counter": collections.Counter,
+    "list": list, "set": set, "deque": collections.deque,
+}  # fmt: skip
+
+
+class _Lost(torch.autograd.Function):
+    """The graph of a result that was computed before the snapshot: it is gone, and its backward pass says so."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise SnapshotError(
+            "the script runs backward through a result that was computed before the snapshot, whose graph is not saved",
+            hint="detach what is carried from one step to the next, or save with mezzo.Session",
+        )
+
+
+class Restoration:
+    """The objects of a snapshot, as far as they have been created."""
+
+    def __init__(
+        self, files: ScriptFiles, rows: Sequence[Any], tensors: Mapping[str, Tensor], present: Mapping[int, Any], lost: Callable[[int], SnapshotError]
+    ) -> None:
+        """Begin with the objects that set-up has made.
+
+        Args:
+            files: the script's files.
+            rows: the table that ``Walk`` wrote.
+            tensors: its tensors.
+            present: objects of set-up by their numbers in the first run.
+            lost: returns the error that set-up has not made an object.
+        """
+        self._files, self._rows, self._tensors, self._present, self._lost = files, rows, tensors, present, lost
+        self._objects: dict[int, Any] = {}
+        self._storages: dict[str, Any] = {}
+        self.frame_cells: dict[tuple[str, str], Any] = {}
+        self.begin_generator: Callable[[Any, dict[str, Any], Any], Any] = lambda function, state, variables: None
+
+    def value(self, ref: Any) -> Any:
+        """Return the value of a reference, or of a leaf."""
+        if not isinstance(ref, list):
+            return ref
+        if len(ref) == 1 and isinstance(ref[0], int):
+            return self._object(ref[0])
+        if ref[0] == "enum":
+            return self.value(ref[1])[ref[2]]
+        return read_leaf(ref)
+
+    def values(self, refs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of several references."""
+        return {name: self.value(ref) for name, ref in refs.items()}
+
+    def fill(self, begin: int, end: int, *, again: bool = False) -> None:
+        """Create the objects of some rows, and give them their states; ``again`` without those that only move forward."""
+        numbers = range(begin, end)
+        for number in numbers:
+            self._object(number)
+        early = [n for n in numbers if self._rows[n][0] not in (*_LATE, *_LAST)]
+        late = [n for n in numbers if self._rows[n][0] in _LATE]
+        last = [] if again else [n for n in numbers if self._rows[n][0] in _LAST]
+        for number in [*early, *late, *reversed(last)]:  # an enumeration comes before the pass that it counts
+            kind, _, state = self._rows[number]
+            fill = _FILL.get(kind)
+            if fill is not None and state is not None:
+                fill(self, self._objects[number], state)
+
+    def _object(self, number: int) -> Any:
+        if number in self._objects:
+            return self._objects[number]
+        kind, base, state = self._rows[number]
+        if base >= 0:
+            if base not in self._present:
+                raise self._lost(base)
+            self._objects[number] = self._present[base]
+        else:
+            created = _CREATE[kind](self, state)
+            self._objects[number] = created
+        return self._objects[number]
+
+    # --- creating --------------------------------------------------------------------------------------------------------
+
+    def _plain(self, state: Any) -> Any:
+        cls = self.value(state["class"])
+        return object.__new__(cls)
+
+    def _container(self, kind: str, state: Any) -> Any:
+        parent = _CONTAINERS[kind]
+        cls = self.value(state["class"]) if "class" in state else parent
+        if kind == "deque":
+            return cls([], state["most"]) if cls is parent else parent.__new__(cls, [], state["most"])
+        new = parent.__new__(cls)
+        if kind == "defaultdict":
+            new.default_factory = self.value(state["factory"])
+        return new
+
+    def _tuple(self, state: Any) -> Any:
+        cls = self.value(state["class"]) if "class" in state else tuple
+        return tuple.__new__(cls, [self.value(one) for one in state["items"]])
+
+    def _frozenset(self, state: Any) -> Any:
+        return frozenset(self.value(one) for one in state["items"])
+
+    def _tensor(self, state: Any) -> Any:
+        if "view of" in state:
+            storage = self.value(state["view of"]).untyped_storage()
+        else:
+            storage = self._storage(state["storage"], state["device"])
+        new = torch.empty(0, dtype=read_leaf(state["format"]), device=storage.device)
+        new.set_(storage, state["offset"], state["shape"], state["strides"])  # type: ignore[call-overload]
+        cls = self.value(state["class"]) if "class" in state else Tensor
+        if not state["leaf"] and state["trains"]:
+            return _Lost.apply(new.requires_grad_())
+        if issubclass(cls, torch.nn.Parameter):
+            made = torch.nn.Parameter(new, state["trains"])
+            return made if cls is torch.nn.Parameter else made.as_subclass(cls)
+        return (new if cls is Tensor else new.as_subclass(cls)).requires_grad_(state["trains"])
+
+    def _storage(self, name: str, device: str) -> Any:
+        if name not in self._storages:
+            self._storages[name] = self._tensors[name].to(device).clone().untyped_storage()
+        return self._storages[name]
+
+    def _array(self, state: Any) -> Any:
+        data = self._tensors[state["data"]].numpy().tobytes()
+        flat = np.frombuffer(bytearray(data), dtype=read_dtype(state["format"]))
+        return flat.reshape(state["shape"]).copy(order=state["order"])
+
+    def _masked(self, state: Any) -> Any:
+        return np.ma.MaskedArray(self.value(state["data"]), self.value(state["mask"]), fill_value=self.value(state["fill"]))
+
+    def _function(self, state: Any) -> Any:
+        code = self._files.code_at(state["file"], FunctionPlace(*state["place"]))
+        module = self._files.modules[state["module"]]
+        return self._made(code, module.__dict__, state)
+
+    def _library_function(self, state: Any) -> Any:
+        module = importlib.sys.modules[state["module"]]  # type: ignore[attr-defined]
+        found: Any = read_leaf(["name", state["module"], state["top"]])
+        place = FunctionPlace(*state["place"])
+        while found is not None:
+            for code in codes_in(found.__code__):
+                if place_of(code) == place:
+                    return self._made(code, module.__dict__, state)
+            found = getattr(found, "__wrapped__", None)
+        raise SnapshotError(f"{state['module']} has no {place.name} any more", hint="resume with the libraries as they were")
+
+    def _made(self, code: types.CodeType, variables: dict[str, Any], state: Any) -> Any:
+        cells = tuple(self.value(cell) for cell in state["closure"])
+        made = types.FunctionType(code, variables, state.get("name", code.co_name), None, cells)
+        made.__qualname__ = state.get("qualname", code.co_qualname)
+        return made
+
+    def _frame_cell(self, state: Any) -> Any:
+        return self.frame_cells[state[0], state[1]]
+
+    def _random(self, state: Any) -> Any:
+        cls = self.value(state["class"])
+        if "device" in state:
+            return torch.Generator(state["device"])
+        if "bits" in state:
+            return np.random.Generator(self.value(state["bits"])())
+        return np.random.RandomState() if cls is np.random.RandomState else random.Random.__new__(cls)
+
+    def _weak_reference(self, state: Any) -> Any:
+        to = self.value(state["to"])
+        return weakref.ref(to if to is not None else _Gone())
+
+    def _generator(self, state: Any) -> Any:
+        if state.get("ended"):
+            return (one for one in ())
+        made = self._function(state)
+        code = made.__code__
+        by_name = dict.fromkeys(code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount])
+        variables = self.values(state["variables"])
+        if state["number"] is None:
+            wanted = [variables.get(name) for name in code.co_varnames[: code.co_argcount]]
+            return made(*wanted, **{name: variables.get(name) for name in by_name})
+        return self.begin_generator(lambda: made(*[None] * code.co_argcount, **by_name), state, variables)
+
+    def _memory_file(self, state: Any) -> Any:
+        return self.value(state["class"])()
+
+    def _file(self, state: Any) -> Any:
+        if state["closed"]:
+            closed = io.StringIO()
+            closed.close()
+            return closed
+        mode = state["mode"].translate(str.maketrans({"w": "r+", "x": "r+", "a": "r+"})).replace("++", "+")
+        file = open(state["path"], mode, **({} if "b" in mode else {"encoding": state["encoding"]}))  # noqa: SIM115
+        file.seek(state["at"])
+        if file.writable():
+            file.truncate()
+        return file
+
+    # --- filling ---------------------------------------------------------------------------------------------------------
+
+    def attributes(self, value: Any, state: Any) -> None:
+        """Set an object's attributes and slots."""
+        if state.get("is its own attributes"):
+            value.__dict__ = value
+        held = state.get("attributes")
+        if held is not None:
+            new = {name: one for name, ref in held.items() if (one := self._kept(ref, value.__dict__.get(name))) is not _ABSENT}
+            value.__dict__.clear()
+            value.__dict__.update(new)
+        for name, ref in state.get("slots", {}).items():
+            new_value = self.value(ref)
+            if getattr(value, name, _ABSENT) is not new_value:
+                object.__setattr__(value, name, new_value)
+
+    def _kept(self, ref: Any, present: Any) -> Any:
+        """Return the value of a reference; of one to Mezzo's own objects, what is present."""
+        if isinstance(ref, list) and len(ref) == 1 and self._rows[ref[0]][0] == "mezzo":
+            return present if present is not None else _ABSENT
+        return self.value(ref)
+
+    def _fill_sequence(self, value: Any, state: Any) -> None:
+        if isinstance(value, (tuple, frozenset)):
+            return
+        items = [self.value(one) for one in state["items"]]
+        if isinstance(value, list):
+            list.__setitem__(value, slice(None), items)
+        elif isinstance(value, set):
+            set.clear(value)
+            set.update(value, items)
+        else:
+            value.clear()
+            value.extend(items)
+        if "class" in state:
+            self.attributes(value, state)
+
+    def _fill_dict(self, value: Any, state: Any) -> None:
+        pairs = [(self.value(key), ref) for key, ref in state["pairs"]]
+        ordered = isinstance(value, collections.OrderedDict)
+        parent: Any = collections.OrderedDict if ordered else dict
+        new = [(key, one) for key, ref in pairs if (one := self._kept(ref, dict.get(value, key))) is not _ABSENT]
+        parent.clear(value)
+        for key, one in new:
+            parent.__setitem__(value, key, one)
+        if isinstance(value, collections.defaultdict):
+            value.default_factory = self.value(state["factory"])
+        if "class" in state:
+            self.attributes(value, state)
+
+    def _fill_variables(self, value: Any, state: Any) -> None:
+        """Set a module's variables; its own names, and the iterators of loops that are not open, stay."""
+        new = {self.value(key): ref for key, ref in state["pairs"]}
+        for name in [*value]:
+            if name.startswith(ITERATOR) and name not in new:
+                value[name] = None
+            elif name not in new and name not in NOT_SAVED and not name.startswith(OWN_NAMES):
+                del value[name]
+        for name, ref in new.items():
+            one = self._kept(ref, value.get(name))
+            if one is not _ABSENT:
+                value[name] = one
+
+    @torch.no_grad()
+    def _fill_tensor(self, value: Any, state: Any) -> None:
+        if "data" in state:
+            saved = self._tensors[state["data"]]
+            if saved.shape == value.shape and saved.dtype is value.dtype:
+                value.detach().copy_(saved)
+            else:
+                value.data = saved.to(value.device)
+        if state["leaf"] and value.is_leaf:
+            if value.requires_grad != state["trains"]:
+                value.requires_grad_(state["trains"])
+            value.grad = self.value(state["grad"])
+        value.__dict__.update(self.values(state.get("attributes", {})))
+
+    def _fill_array(self, value: Any, state: Any) -> None:
+        if "data" in state and "format" not in state:
+            data = self._tensors[state["data"]].numpy().tobytes()
+            value[...] = np.frombuffer(data, dtype=value.dtype).reshape(value.shape)
+
+    def _fill_objects(self, value: Any, state: Any) -> None:
+        flat = value.reshape(-1)
+        for n, ref in enumerate(state["items"]):
+            flat[n] = self.value(ref)
+
+    def _fill_function(self, value: Any, state: Any) -> None:
+        value.__defaults__, value.__kwdefaults__ = self.value(state["defaults"]), self.value(state["by name"])
+        value.__dict__.update(self.values(state["attributes"]))
+
+    def _fill_cell(self, value: Any, state: Any) -> None:
+        if "value" in state:
+            value.cell_contents = self.value(state["value"])
+
+    def _fill_class(self, value: Any, state: Any) -> None:
+        for name, ref in state.items():
+            new = self.value(ref)
+            if vars(value).get(name, _ABSENT) is not new:
+                setattr(value, name, new)
+
+    def _fill_random(self, value: Any, state: Any) -> None:
+        saved = self.value(state["state"])
+        if isinstance(value, (torch.Generator, np.random.RandomState)):
+            value.set_state(saved)
+        elif isinstance(value, random.Random):
+            value.setstate(saved)
+        else:
+            value.bit_generator.state = saved
+
+    def _fill_weak(self, value: Any, state: Any) -> None:
+        value.clear()
+        if "items" in state:
+            value.update(self.value(one) for one in state["items"])
+        else:
+            for key, one in state["pairs"]:
+                value[self.value(key)] = self.value(one)
+
+    def _fill_iterator(self, value: Any, state: Any) -> None:
+        if "at" in state:
+            value.__setstate__(self.value(state["at"]))
+
+    def _fill_pass(self, value: Any, state: Any) -> None:
+        loaded = {name: self.value(state[name]) for name in ("loader", "began", "first")}
+        stream = {"stream": self.value(state["stream"]), "ended": state["ended"]} if "stream" in state else {}
+        reopen_pass(value, loaded | stream | {"delivered": state["delivered"]})
+
+    def _fill_memory_file(self, value: Any, state: Any) -> None:
+        text = self.value(state["text"])
+        if text is None:
+            value.close()
+            return
+        value.seek(0)
+        value.truncate()
+        value.write(text)
+        value.seek(state["at"])
+
+    def _fill_file(self, value: Any, state: Any) -> None:
+        if state["closed"] and not value.closed:
+            value.close()
+
+
+class _Gone:
+    """The referent of a reference to nothing."""
+
+
+_ABSENT = object()
+R = Restoration
+_CREATE: dict[str, Callable[[Restoration, Any], Any]] = {
+    "object": R._plain,
+    **{kind: functools.partial(lambda restoration, state, kind: restoration._container(kind, state), kind=kind) for kind in _CONTAINERS},
+    "tuple": R._tuple,
+    "frozenset": R._frozenset,
+    "tensor": R._tensor,
+    "array": R._array,
+    "masked": R._masked,
+    "objects": lambda _, state: np.empty(state["shape"], dtype=object),
+    "function": R._function,
+    "library function": R._library_function,
+    "cell": lambda _, state: types.CellType(),
+    "frame cell": R._frame_cell,
+    "method": lambda restoration, state: types.MethodType(restoration.value(state["function"]), restoration.value(state["of"])),
+    "builtin method": lambda restoration, state: getattr(restoration.value(state["of"]), state["name"]),
+    "partial": lambda r, state: functools.partial(r.value(state["function"]), *r.value(state["arguments"]), **r.value(state["by name"])),
+    "random": R._random,
+    "system random": lambda restoration, state: restoration.value(state["class"])(),
+    "weak reference": R._weak_reference,
+    "weak dict": lambda restoration, state: restoration.value(state["class"])(),
+    "weak set": lambda restoration, state: restoration.value(state["class"])(),
+    "iterator": lambda restoration, state: new_iterator(state["by"], [restoration.value(one) for one in state["arguments"]]),
+    "generator": R._generator,
+    "pass": lambda restoration, state: (cls := restoration.value(state["class"])).__new__(cls),
+    "memory file": R._memory_file,
+    "file": R._file,
+    "lock": lambda _, state: threading.RLock() if state["reentrant"] else threading.Lock(),
+    "mezzo": lambda _, state: None,
+}
+_FILL: dict[str, Callable[[Restoration, Any, Any], None]] = {
+    "object": R.attributes,
+    **dict.fromkeys(("dict", "OrderedDict", "defaultdict", "Counter"), R._fill_dict),
+    **dict.fromkeys(("list", "set", "deque", "tuple", "frozenset"), R._fill_sequence),
+    "variables": R._fill_variables,
+    "tensor": R._fill_tensor,
+    "array": R._fill_array,
+    "objects": R._fill_objects,
+    "function": R._fill_function,
+    "library function": R._fill_function,
+    "cell": R._fill_cell,
+    "class": R._fill_class,
+    "random": R._fill_random,
+    "weak dict": R._fill_weak,
+    "weak set": R._fill_weak,
+    "iterator": R._fill_iterator,
+    "pass": R._fill_pass,
+    "memory file": R._fill_memory_file,
+    "file": R._fill_file,
+}

@@ -1,0 +1,116 @@
+"""The script's own files and modules: which code is the script's, and its code after rewriting."""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+from mezzo.errors import SnapshotError
+from mezzo.launch.torch.reentry.rewriting import Way, codes_in, rewritten
+from mezzo.launch.torch.reentry.source import FunctionPlace, Source, place_of
+
+
+class ScriptFiles:
+    """The files of the script that have been loaded, by path."""
+
+    def __init__(self, script: str, ways: list[Way]) -> None:
+        """Begin with no file; ``ways`` lead a resumed run back into its loops."""
+        self.folder = Path(script).resolve().parent
+        self._ways = ways
+        self.sources: dict[str, Source] = {}
+        self.modules: dict[str, ModuleType] = {}
+        self._codes: dict[tuple[str, FunctionPlace], CodeType | None] = {}
+
+    def code(self, path: str) -> CodeType:
+        """Return the rewritten code of a file."""
+        source = self.sources[path] = Source(path)
+        code = rewritten(source, self._ways)
+        for inner in codes_in(code):
+            key = (path, place_of(inner))
+            self._codes[key] = None if key in self._codes else inner  # two lambdas of one line cannot be told apart
+        return code
+
+    def has(self, frame_or_code: FrameType | CodeType) -> bool:
+        """Return whether code is the script's."""
+        code = frame_or_code if isinstance(frame_or_code, CodeType) else frame_or_code.f_code
+        return code.co_filename in self.sources
+
+    def code_at(self, path: str, place: FunctionPlace) -> CodeType:
+        """Return a function's code.
+
+        Raises:
+            SnapshotError: there is none, or several.
+        """
+        code = self._codes.get((path, place))
+        if code is None:
+            raise SnapshotError(
+                f"{Path(path).name}:{place.line} has no function {place.name}, or several on one line",
+                hint="resume with the script as it was; give each lambda a line of its own",
+            )
+        return code
+
+    def is_own(self, module: str | None) -> bool:
+        """Return whether a module is one of the script's."""
+        return module in self.modules
+
+    def module_of(self, variables: dict[str, Any]) -> str:
+        """Return the name of the module with these global variables; empty if it is none of the script's."""
+        return next((name for name, module in self.modules.items() if module.__dict__ is variables), "")
+
+    def frames(self, innermost: FrameType | None) -> list[FrameType]:
+        """Return the frames from the script's first one to ``innermost``, those of libraries included."""
+        found = list[FrameType]()
+        while innermost is not None:
+            found.append(innermost)
+            innermost = innermost.f_back
+        found.reverse()
+        first = next((n for n, frame in enumerate(found) if self.has(frame)), len(found))
+        return found[first:]
+
+
+class Finder(MetaPathFinder):
+    """Finds the modules beside the script, and loads them rewritten."""
+
+    def __init__(self, files: ScriptFiles) -> None:
+        self._files = files
+
+    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of one of the script's modules; None for any other."""
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            return None
+        origin = Path(spec.origin).resolve()
+        if self._files.folder not in origin.parents or "site-packages" in origin.parts:
+            return None
+        spec.loader = _Loader(fullname, str(origin), self._files)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, name: str, path: str, files: ScriptFiles) -> None:
+        super().__init__(name, path)
+        self._files = files
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self._files.code(self.path)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._files.modules[module.__name__] = module
+        super().exec_module(module)
+
+
+def run_as_main(files: ScriptFiles, path: str) -> dict[str, Any]:
+    """Run a file as ``__main__`` and return its global variables."""
+    module = ModuleType("__main__")
+    module.__dict__.update(__file__=path, __cached__=None, __builtins__=__builtins__)
+    files.modules["__main__"] = module
+    before, sys.modules["__main__"] = sys.modules["__main__"], module
+    try:
+        exec(files.code(path), module.__dict__)
+    finally:
+        sys.modules["__main__"] = before
+    return module.__dict__

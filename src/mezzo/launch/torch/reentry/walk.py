@@ -1,0 +1,498 @@
+"""Write what a script can reach as a table of objects, each once, with references between them.
+
+A row is ``[kind, base, state]``. ``base`` is the number of an object that set-up creates again, at the same place in the walk (the same
+attribute of the same object), and that is then changed in place: optimizers and closures hold it. It is -1 for a younger object, which is
+created from its state. A reference is a list with the row's number. Rows come in the order of the frames that lead to them.
+
+What a type of unknown C code holds cannot be read. Such an object, and one that belongs to Mezzo, is left as set-up makes it if it
+is older than the loop, and refused by name if it is younger.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import functools
+import io
+import random
+import sys
+import threading
+import types
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from mezzo.errors import SnapshotError
+from mezzo.launch.torch.reentry.iterators import ITERATOR_TYPES, TqdmIterator, written_iterator, written_pass
+from mezzo.launch.torch.reentry.leaves import NOT_A_LEAF, written_dtype, written_leaf
+from mezzo.launch.torch.reentry.rewriting import OWN_NAMES
+from mezzo.launch.torch.reentry.script_files import ScriptFiles
+from mezzo.launch.torch.reentry.source import place_of
+
+NOT_SAVED = {"__builtins__", "__spec__", "__loader__", "__cached__", "__file__", "__package__", "__name__", "__doc__", "__annotations__"}
+"""Names of a module that Python itself gives it."""
+OPAQUE = (
+    "mezzo", "torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch._C", "torch.distributed", "torch.jit", "torch.cuda",
+    "torch.autograd", "torch.utils._", "logging", "threading", "_thread", "multiprocessing", "concurrent", "importlib", "_frozen_importlib",
+    "argparse", "tensorboard", "torch.utils.tensorboard", "tensorboardX", "wandb", "mlflow", "asyncio", "contextlib", "_io", "unittest", "warnings",
+    "_contextvars", "ctypes", "_ctypes", "socket", "select", "subprocess", "typing", "abc", "_abc", "dataclasses", "inspect", "ast", "builtins",
+)  # fmt: skip
+"""Libraries whose objects a loop does not change in a way that a resumed run would miss, and types without a state."""
+_SMALL_BYTES = 4096
+"""Smaller arrays are saved without a look at whether they changed."""
+
+
+class NotSavable(SnapshotError):
+    """Something that the loop can reach cannot be saved."""
+
+
+class Base(NamedTuple):
+    """The objects that existed when the outermost loop was entered."""
+
+    objects: list[Any]
+    links: list[tuple[int, str]]
+    """Of each object, where it was found first: the number of the object that leads to it, or -1, and under which name."""
+    ids: dict[int, int]
+    checksums: dict[int, int | None]
+    limits: list[int]
+    """How many objects the modules and the frames up to each one lead to."""
+    storages: dict[tuple[str, int], int]
+    """Tensors by their memory."""
+
+
+class Walk:
+    """The table of everything that was reached so far."""
+
+    def __init__(self, files: ScriptFiles, base: Base | None = None, *, limit: int = 0, keeps: Iterable[str] = ()) -> None:
+        """Begin with an empty table.
+
+        Args:
+            files: the script's files.
+            base: the objects of set-up; None to find them.
+            limit: how many of these still exist.
+            keeps: names of iterators of the loops that are open.
+        """
+        self._files, self._base, self._limit, self._keeps = files, base, limit, frozenset(keeps)
+        self.rows: list[list[Any]] = []
+        self.tensors: dict[str, Tensor] = {}
+        self.links: list[tuple[int, str]] = []
+        self.objects: list[Any] = []
+        """Of each row, the object, so that no other one gets its id."""
+        self.ids: dict[int, int] = {}
+        self.checksums: dict[int, int | None] = {}
+        self.storages: dict[tuple[str, int], int] = {}
+        self.frame_cells: dict[int, tuple[str, str]] = {}
+        """Cells of the frames that a resumed run creates by calls."""
+        self.generators: list[types.GeneratorType[Any, Any, Any]] = []
+        self._described = 0
+        self._now = -1
+
+    # --- the walk --------------------------------------------------------------------------------------------------------
+
+    def modules(self) -> dict[str, Any]:
+        """Walk through the script's modules and return references to their variables."""
+        named = sorted(self._files.modules.items())
+        return self.variables({name: module.__dict__ for name, module in named}, "")
+
+    def variables(self, variables: Mapping[str, Any], frame: str) -> dict[str, Any]:
+        """Walk through variables and all that they lead to; return references to them."""
+        self._now = -1
+        kept = {n: v for n, v in variables.items() if not n.startswith(OWN_NAMES) or n in self._keeps}
+        found = {name: self.ref(value, f"{frame} {name}".strip()) for name, value in kept.items()}
+        while self._described < len(self.objects):
+            self._now, self._described = self._described, self._described + 1
+            value = self.objects[self._now]
+            try:
+                self.rows[self._now][0], self.rows[self._now][2] = self._described_state(value)
+            except SnapshotError:
+                raise
+            except Exception as error:
+                raise self.refusal(value, f"{type(error).__name__}: {str(error)[:100]}") from error
+        return found
+
+    def ref(self, value: Any, name: str) -> Any:
+        """Return a value as JSON, or a reference to it; ``name`` is its name in the object that leads to it."""
+        number = self.ids.get(id(value))
+        if number is not None:
+            return [number]
+        if not isinstance(value, type) or not self._files.is_own(value.__module__):
+            leaf = written_leaf(value)
+            if leaf is not NOT_A_LEAF:
+                return leaf
+            if isinstance(value, enum.Enum):
+                return ["enum", self.ref(type(value), "class"), value.name]
+        number = self.ids[id(value)] = len(self.objects)
+        base = -1 if self._base is None else self._base.ids.get(id(value), -1)
+        self.objects.append(value)
+        self.links.append((self._now, name))
+        self.rows.append(["", base if base < self._limit else -1, None])
+        return [number]
+
+    def path(self, number: int) -> str:
+        """Return how the script reaches an object."""
+        parts = list[str]()
+        while number >= 0:
+            number, name = self.links[number]
+            parts.append(name)
+        return ".".join(reversed(parts)).removeprefix("__main__.").replace(".[", "[")
+
+    def refusal(self, value: Any, why: str = "") -> NotSavable:
+        """Return the error that an object cannot be saved."""
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return NotSavable(
+            f"{self.path(self._now)!r} is a {kind}, which a snapshot cannot save{': ' if why else ''}{why}",
+            hint="create it before the training loop, or train with mezzo.Session and its save",
+        )
+
+    # --- states ----------------------------------------------------------------------------------------------------------
+
+    def _is_old(self) -> bool:
+        return self._base is None or self.rows[self._now][1] >= 0
+
+    def _described_state(self, value: Any) -> tuple[str, Any]:
+        """Return the kind and the state of an object."""
+        kind = type(value)
+        if id(value) in self.frame_cells:
+            return "frame cell", list(self.frame_cells[id(value)])
+        if kind in _EXACT:
+            return _EXACT[kind](self, value)
+        for parent, described in _DERIVED:
+            if isinstance(value, parent):
+                return described(self, value)
+        module = kind.__module__
+        if any(module == name or module.startswith(name if name.endswith("_") else f"{name}.") for name in OPAQUE):
+            return self._opaque(value)
+        if _is_plain(kind):
+            return self._object(value)
+        return self._opaque(value)
+
+    def _opaque(self, value: Any) -> tuple[str, Any]:
+        if self._is_old():
+            return "opaque", None
+        if type(value).__module__.split(".")[0] == "mezzo":
+            return "mezzo", None
+        raise self.refusal(value)
+
+    def attributes(self, value: Any) -> dict[str, Any]:
+        """Return references to an object's attributes and slots."""
+        state: dict[str, Any] = {"class": self.ref(type(value), "class")}
+        held = getattr(value, "__dict__", None)
+        if held is value:
+            state["is its own attributes"] = True
+        elif type(held) is dict:
+            state["attributes"] = {str(name): self.ref(one, str(name)) for name, one in held.items()}
+        slots = {name: self.ref(one, name) for name, one in _slots(value)}
+        return state | ({"slots": slots} if slots else {})
+
+    def _object(self, value: Any) -> tuple[str, Any]:
+        return "object", self.attributes(value)
+
+    def _sequence(self, value: Any) -> tuple[str, Any]:
+        state = {"items": [self.ref(one, f"[{n}]") for n, one in enumerate(list(value))]}
+        kind = next(one for one in (list, tuple, set, frozenset, collections.deque) if isinstance(value, one))
+        if isinstance(value, collections.deque):
+            state["most"] = value.maxlen
+        return kind.__name__, state | ({} if type(value) is kind else self.attributes(value))
+
+    def _dict(self, value: Any) -> tuple[str, Any]:
+        is_module = any(value is module.__dict__ for module in self._files.modules.values())
+        pairs = [
+            [self.ref(key, "key"), self.ref(one, str(key) if isinstance(key, str) else f"[{key!r:.40}]")]
+            for key, one in list(dict.items(value))
+            if not (is_module and (key in NOT_SAVED or (key.startswith(OWN_NAMES) and key not in self._keeps)))
+        ]
+        state: dict[str, Any] = {"pairs": pairs}
+        if is_module:
+            return "variables", state
+        kind = next(one for one in (collections.OrderedDict, collections.defaultdict, collections.Counter, dict) if isinstance(value, one))
+        if kind is collections.defaultdict:
+            state["factory"] = self.ref(value.default_factory, "default_factory")
+        exact = type(value) is kind
+        return kind.__name__, state | ({} if exact and kind is not collections.OrderedDict else self.attributes(value))
+
+    def _tensor(self, value: Tensor) -> tuple[str, Any]:
+        if type(value).__module__.startswith(("torch.distributed", "torchao")) or value.layout is not torch.strided:
+            if self._is_old() and self._base is None:
+                return "opaque", None
+            raise self.refusal(value, f"its layout is {value.layout}")
+        if value.is_quantized or value.is_meta or value.is_conj() or value.is_neg() or value.is_nested:
+            if self._is_old() and not value.requires_grad:
+                return "opaque", None
+            raise self.refusal(value)
+        leaf = value.is_leaf
+        state: dict[str, Any] = {"grad": self.ref(value.grad if leaf else None, "grad"), "trains": value.requires_grad, "leaf": leaf}
+        if type(value) is not Tensor:
+            state["class"] = self.ref(type(value), "class")
+        held = {name: self.ref(one, name) for name, one in value.__dict__.items()}
+        if held:
+            state["attributes"] = held
+        place = (str(value.device), value.untyped_storage().data_ptr())
+        if self._base is None:
+            self.storages.setdefault(place, self._now)
+            self.checksums[self._now] = None if value.requires_grad else checksum(value)
+        elif self._is_old():
+            state |= self._changed(value, lambda: value.detach())
+        else:
+            state |= self._storage(value, place)
+        return "tensor", state
+
+    def _storage(self, value: Tensor, place: tuple[str, int]) -> dict[str, Any]:
+        """Return the memory of a younger tensor, which others may share, and its place in it."""
+        assert self._base is not None
+        layout = {
+            "format": written_leaf(value.dtype), "offset": value.storage_offset(), "shape": list(value.shape), "strides": list(value.stride()),
+        }  # fmt: skip
+        old = self._base.storages.get(place)
+        if old is not None and old < self._limit and value.numel():
+            return layout | {"view of": self.ref(self._base.objects[old], "base")}
+        name = f"storage {place[0]} {place[1]}" if value.numel() else f"empty {self._now}"
+        if name not in self.tensors:
+            whole = torch.empty(0, dtype=torch.uint8, device=value.device)
+            self.tensors[name] = whole.set_(value.untyped_storage())  # type: ignore[call-overload]
+        return layout | {"storage": name, "device": str(value.device)}
+
+    def _changed(self, value: Any, copied: Callable[[], Tensor]) -> dict[str, Any]:
+        """Return the name of an array's elements if they may have changed since the loop was entered."""
+        assert self._base is not None
+        before = self._base.checksums[self.rows[self._now][1]]
+        if before is not None and checksum(value) == before:
+            return {}
+        name = f"{self._now}"
+        self.tensors[name] = copied()
+        return {"data": name}
+
+    def _array(self, value: Any) -> tuple[str, Any]:
+        state: dict[str, Any] = {"class": self.ref(type(value), "class")}
+        if isinstance(value, np.ma.MaskedArray):
+            mask, data = np.ma.getmaskarray(value), value.data
+            return "masked", {"data": self.ref(data, "data"), "mask": self.ref(mask, "mask"), "fill": self.ref(value.fill_value, "fill")}
+        if type(value) not in (np.ndarray, np.memmap):
+            return self._opaque(value)
+        if isinstance(value, np.memmap) or isinstance(value.base, np.memmap):
+            return self._opaque(value)
+        if value.dtype.hasobject:
+            if value.dtype != object:
+                raise self.refusal(value, "it has objects in a structure")
+            return "objects", state | {"shape": list(value.shape), "items": [self.ref(v, f"[{n}]") for n, v in enumerate(value.reshape(-1))]}
+        if self._base is None:
+            self.checksums[self._now] = checksum(value)
+            return "array", state
+        data = lambda: torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), np.uint8)) if value.nbytes else torch.empty(0, dtype=torch.uint8)  # noqa: E731
+        if self._is_old():
+            return "array", state | self._changed(value, data)
+        self.tensors[f"{self._now}"] = data()
+        order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+        return "array", state | {"format": written_dtype(value.dtype), "shape": list(value.shape), "order": order, "data": f"{self._now}"}
+
+    def _function(self, value: types.FunctionType) -> tuple[str, Any]:
+        code = value.__code__
+        if not self._files.has(code):
+            return self._library_function(value)
+        state: dict[str, Any] = {
+            "file": code.co_filename, "place": list(place_of(code)), "module": self._files.module_of(value.__globals__),
+            "name": value.__name__, "qualname": value.__qualname__,
+            "closure": [self.ref(cell, name) for cell, name in zip(value.__closure__ or (), code.co_freevars, strict=True)],
+            "defaults": self.ref(value.__defaults__, "__defaults__"), "by name": self.ref(value.__kwdefaults__, "__kwdefaults__"),
+            "attributes": {n: self.ref(v, n) for n, v in value.__dict__.items()},
+        }  # fmt: skip
+        return "function", state
+
+    def _library_function(self, value: types.FunctionType) -> tuple[str, Any]:
+        if value.__module__ is not None and value.__module__.split(".")[0] == "mezzo":
+            return self._opaque(value)
+        code = value.__code__
+        state = {
+            "module": value.__globals__.get("__name__"), "top": code.co_qualname.split(".<locals>")[0], "place": list(place_of(code)),
+            "name": value.__name__, "qualname": value.__qualname__,
+            "closure": [self.ref(cell, name) for cell, name in zip(value.__closure__ or (), code.co_freevars, strict=True)],
+            "defaults": self.ref(value.__defaults__, "__defaults__"), "by name": self.ref(value.__kwdefaults__, "__kwdefaults__"),
+            "attributes": {n: self.ref(v, n) for n, v in value.__dict__.items()},
+        }  # fmt: skip
+        return "library function", state
+
+    def _cell(self, value: types.CellType) -> tuple[str, Any]:
+        try:
+            return "cell", {"value": self.ref(value.cell_contents, "cell")}
+        except ValueError:
+            return "cell", {}
+
+    def _method(self, value: Any) -> tuple[str, Any]:
+        return "method", {"of": self.ref(value.__self__, "__self__"), "function": self.ref(value.__func__, "__func__")}
+
+    def _builtin_method(self, value: Any) -> tuple[str, Any]:
+        return "builtin method", {"of": self.ref(value.__self__, "__self__"), "name": value.__name__}
+
+    def _partial(self, value: Any) -> tuple[str, Any]:
+        parts = {"function": value.func, "arguments": value.args, "by name": value.keywords}
+        return "partial", {name: self.ref(part, name) for name, part in parts.items()}
+
+    def _class(self, value: Any) -> tuple[str, Any]:
+        if not self._files.is_own(value.__module__):
+            return self._opaque(value)
+        if not self._is_old():
+            raise self.refusal(value, "its class statement ran inside the loop")
+        if isinstance(value, enum.EnumMeta):
+            return "opaque", None
+        held = {name: one for name, one in vars(value).items() if not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")}
+        return "class", {name: self.ref(one, name) for name, one in held.items() if not isinstance(one, _DESCRIPTORS)}
+
+    def _random(self, value: Any) -> tuple[str, Any]:
+        state: dict[str, Any] = {"class": self.ref(type(value), "class")}
+        if isinstance(value, torch.Generator):
+            state |= {"device": str(value.device), "state": self.ref(value.get_state(), "state")}
+        elif isinstance(value, random.SystemRandom):
+            return "system random", state
+        elif isinstance(value, random.Random):
+            state["state"] = self.ref(value.getstate(), "state")
+        elif isinstance(value, np.random.RandomState):
+            state["state"] = self.ref(value.get_state(), "state")
+        else:
+            state |= {"bits": self.ref(type(value.bit_generator), "bits"), "state": self.ref(value.bit_generator.state, "state")}
+        return "random", state
+
+    def _reference(self, value: Any) -> tuple[str, Any]:
+        return "weak reference", {"to": self.ref(value(), "referent")}
+
+    def _weak(self, value: Any) -> tuple[str, Any]:
+        if isinstance(value, weakref.WeakSet):
+            return "weak set", {"class": self.ref(type(value), "class"), "items": [self.ref(one, "item") for one in value]}
+        pairs = [[self.ref(key, "key"), self.ref(one, "value")] for key, one in list(value.items())]
+        return "weak dict", {"class": self.ref(type(value), "class"), "pairs": pairs}
+
+    def _iterator(self, value: Any) -> tuple[str, Any]:
+        return "iterator", written_iterator(value, self)
+
+    def _generator(self, value: Any) -> tuple[str, Any]:
+        if value.gi_frame is None:
+            return "generator", {"ended": True}
+        code, frame = value.gi_code, value.gi_frame
+        if not self._files.has(code) or code.co_name.startswith("<"):
+            if self._is_old() and self._base is None:
+                return "opaque", None
+            raise self.refusal(value, f"it runs {code.co_qualname}, whose position cannot be restored")
+        if value.gi_yieldfrom is not None or code.co_cellvars:
+            raise self.refusal(value, f"{code.co_qualname} is inside yield from, or has functions of its own")
+        number = None
+        if frame.f_lasti >= 0 and _has_begun(value):
+            number = len(self.generators)
+            self.generators.append(value)
+        free = {name: cell for name, cell in zip(code.co_freevars, _cells_of(value), strict=True)}
+        held = {n: v for n, v in frame.f_locals.items() if n not in free and (not n.startswith(OWN_NAMES) or n.startswith(OWN_NAMES[0]))}
+        return "generator", {
+            "file": code.co_filename, "place": list(place_of(code)), "module": self._files.module_of(frame.f_globals), "number": number,
+            "closure": [self.ref(cell, name) for name, cell in free.items()], "variables": {n: self.ref(v, n) for n, v in held.items()},
+        }  # fmt: skip
+
+    def _loader_pass(self, value: Any) -> tuple[str, Any]:
+        return "pass", written_pass(value, self)
+
+    def _file(self, value: Any) -> tuple[str, Any]:
+        if isinstance(value, (io.StringIO, io.BytesIO)):
+            text = None if value.closed else value.getvalue()
+            return "memory file", {"class": self.ref(type(value), "class"), "text": self.ref(text, "text"), "at": 0 if text is None else value.tell()}
+        if value.closed or self._is_old():
+            return "file", {"closed": value.closed}
+        if not isinstance(value, (io.TextIOWrapper, io.BufferedIOBase)) or not isinstance(value.name, str):
+            raise self.refusal(value)
+        if value.writable():
+            value.flush()
+        encoding = getattr(value, "encoding", None)
+        return "file", {"closed": False, "path": value.name, "mode": value.mode, "encoding": encoding, "at": value.tell()}
+
+    def _lock(self, value: Any) -> tuple[str, Any]:
+        return "lock", {"reentrant": type(value) is _RLOCK}
+
+    def _thread(self, value: Any) -> tuple[str, Any]:
+        if not self._is_old():
+            raise self.refusal(value, "threads cannot be saved")
+        return "opaque", None
+
+
+_RLOCK = type(threading.RLock())
+_DESCRIPTORS = (types.FunctionType, staticmethod, classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType)
+_Described = Callable[[Walk, Any], tuple[str, Any]]
+_EXACT: dict[type, _Described] = {
+    types.FunctionType: Walk._function,
+    types.CellType: Walk._cell,
+    types.MethodType: Walk._method,
+    types.BuiltinMethodType: Walk._builtin_method,
+    types.MethodWrapperType: Walk._builtin_method,
+    types.GeneratorType: Walk._generator,
+    functools.partial: Walk._partial,
+    weakref.ref: Walk._reference,
+    weakref.WeakKeyDictionary: Walk._weak,
+    weakref.WeakValueDictionary: Walk._weak,
+    weakref.WeakSet: Walk._weak,
+    type(threading.Lock()): Walk._lock,
+    _RLOCK: Walk._lock,
+    **dict.fromkeys(ITERATOR_TYPES, Walk._iterator),
+    TqdmIterator: Walk._object,
+}
+_DERIVED: list[tuple[Any, _Described]] = [
+    (Tensor, Walk._tensor),
+    (dict, Walk._dict),
+    ((list, tuple, set, frozenset, collections.deque), Walk._sequence),
+    (np.ndarray, Walk._array),
+    ((torch.Generator, random.Random, np.random.RandomState, np.random.Generator), Walk._random),
+    (type, Walk._class),
+    (_BaseDataLoaderIter, Walk._loader_pass),
+    (io.IOBase, Walk._file),
+    (threading.Thread, Walk._thread),
+]
+
+
+def checksum(value: Any) -> int | None:
+    """Return a checksum of an array's elements; None if it is small, or not to be read."""
+    if value.nbytes <= _SMALL_BYTES:
+        return None
+    try:
+        if isinstance(value, Tensor):
+            value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+    except Exception:  # a type that NumPy has no bytes for: it is saved each time
+        return None
+
+
+def _slots(value: Any) -> Iterator[tuple[str, Any]]:
+    for one in type(value).__mro__:
+        names = one.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            full = f"_{one.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+            if name not in ("__dict__", "__weakref__"):
+                try:
+                    yield full, object.__getattribute__(value, full)
+                except AttributeError:
+                    continue
+
+
+@functools.cache
+def _is_plain(kind: type) -> bool:
+    """Return whether objects of a class consist of their attributes: no class of C code is among its parents."""
+    for parent in kind.__mro__[:-1]:
+        is_heap = parent.__flags__ & (1 << 9)
+        if not is_heap or not ("__dict__" in parent.__dict__ or "__module__" in parent.__dict__ and hasattr(parent, "__weakref__") or "__slots__" in parent.__dict__):
+            return False
+    return kind.__basicsize__ <= object.__basicsize__ + 8 * (4 + sum(len(getattr(p, "__slots__", ())) for p in kind.__mro__))
+
+
+def _has_begun(generator: types.GeneratorType[Any, Any, Any]) -> bool:
+    import inspect
+
+    return inspect.getgeneratorstate(generator) != inspect.GEN_CREATED
+
+
+def _cells_of(generator: types.GeneratorType[Any, Any, Any]) -> list[Any]:
+    import gc
+
+    return [one for one in gc.get_referents(generator) if type(one) is types.CellType][-len(generator.gi_code.co_freevars) or 10**9 :]
+
+
+def base_of(walk: Walk, limits: list[int]) -> Base:
+    """Return the objects that a walk found."""
+    return Base(walk.objects, walk.links, walk.ids, walk.checksums, limits, walk.storages)
