@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -13,6 +13,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from mezzo.engine.snapshots.position import generators_of, skip_batches
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.errors import SnapshotError
+from mezzo.launch.torch.reentry.refusals import NotSavable
 from mezzo.launch.patches import Patches
 
 if TYPE_CHECKING:
@@ -65,10 +66,22 @@ class TqdmIterator:
         return item
 
 
-def install_passes(patches: Patches) -> None:
-    """Keep, for each pass over a loader, the generators that it began with, until ``patches`` are undone."""
+def install_passes(patches: Patches, capture: Callable[[Any], Any]) -> None:
+    """Keep, for each pass over a loader, what its order follows from, until ``patches`` are undone.
+
+    Args:
+        patches: what is changed in torch and tqdm.
+        capture: returns the state of a loader's samplers, as JSON and tensors.
+    """
+
+    def deliver(original: Any, iterator: Any) -> Any:
+        if iterator._mezzo_first is None:  # samplers begin at the first request
+            iterator._mezzo_first = _states(iterator._mezzo_loader)
+            iterator._mezzo_samplers = capture(iterator._mezzo_loader)
+        return original(iterator)
+
     patches.around(_BaseDataLoaderIter, "__init__", _begin)
-    patches.around(_BaseDataLoaderIter, "__next__", _deliver)
+    patches.around(_BaseDataLoaderIter, "__next__", deliver)
     if "tqdm" in sys.modules:
         from tqdm.std import tqdm
 
@@ -86,22 +99,23 @@ def _set(states: dict[str, Any], loader: Any) -> None:
 
 
 def _begin(original: Any, iterator: Any, loader: Any) -> None:
-    iterator._mezzo_loader, iterator._mezzo_began, iterator._mezzo_first = loader, _states(loader), None
+    iterator._mezzo_loader, iterator._mezzo_began = loader, _states(loader)
+    iterator._mezzo_first = iterator._mezzo_samplers = None
     original(iterator, loader)
-
-
-def _deliver(original: Any, iterator: Any) -> Any:
-    if iterator._mezzo_first is None:  # shuffling happens at the first request
-        iterator._mezzo_first = _states(iterator._mezzo_loader)
-    return original(iterator)
 
 
 def written_pass(value: Any, walk: Walk) -> dict[str, Any]:
     """Return the state of a pass over a loader: how it began, and how many batches it has delivered."""
+    if getattr(value._mezzo_loader, "persistent_workers", False):
+        raise NotSavable(
+            "a DataLoader has persistent_workers=True: the random generators of its workers cannot be read",
+            hint="pass persistent_workers=False",
+        )
     state = {
         "loader": walk.ref(value._mezzo_loader, "loader"),
         "began": walk.ref(value._mezzo_began, "began"),
         "first": walk.ref(value._mezzo_first, "first"),
+        "samplers": walk.ref(value._mezzo_samplers, "samplers"),
         "delivered": value._num_yielded,
         "class": walk.ref(type(value), "class"),
     }
@@ -110,14 +124,23 @@ def written_pass(value: Any, walk: Walk) -> dict[str, Any]:
     return state | ({} if stream is None else {"stream": walk.ref(stream, "stream"), "ended": fetcher.ended})
 
 
-def reopen_pass(shell: Any, state: dict[str, Any]) -> None:
+def samplers_of(loader: Any) -> list[Any]:
+    """Return a loader's samplers that are not torch's own."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+    return [one for one in dict.fromkeys(found) if one is not None and not type(one).__module__.startswith("torch.utils.data")]
+
+
+def reopen_pass(shell: Any, state: dict[str, Any], begin_samplers: Callable[[Any, Any], None]) -> None:
     """Turn an empty iterator into the pass that was saved: begun again, and moved to its position."""
     loader: DataLoader[Any] = state["loader"]
+    begin_samplers(loader, state["samplers"])
     _set(state["began"], loader)
     type(shell).__init__(shell, loader)
     delivered = state["delivered"]
     if state["first"] is not None:
         if not hasattr(shell, "_workers"):
+            begin_samplers(loader, state["samplers"])
             _set(state["first"], loader)
         if "stream" in state:
             shell._dataset_fetcher.dataset_iter, shell._dataset_fetcher.ended = state["stream"], state["ended"]
@@ -127,11 +150,4 @@ def reopen_pass(shell: Any, state: dict[str, Any]) -> None:
                 f"the DataLoader has fewer than the {delivered} batches that it had delivered",
                 hint="resume with the same script, the same arguments and the same data",
             )
-        shell._mezzo_began, shell._mezzo_first = state["began"], state["first"]
-
-
-def passes_in(values: list[Any]) -> Iterator[Any]:
-    """Yield the passes over loaders among some objects."""
-    return (value for value in values if isinstance(value, _BaseDataLoaderIter))
-
-
+        shell._mezzo_first, shell._mezzo_samplers = state["first"], state["samplers"]

@@ -10,8 +10,8 @@ from __future__ import annotations
 import base64
 import datetime
 import decimal
-import enum
 import fractions
+import importlib
 import inspect
 import io
 import pathlib
@@ -125,9 +125,17 @@ def read_dtype(descr: Any) -> Any:
     return np.lib.format.descr_to_dtype(_as_descr(descr))
 
 
+def _module(name: str) -> Any:
+    """Return a module; one that the loop imported is imported again, if it is installed."""
+    try:
+        return sys.modules.get(name) or importlib.import_module(name)
+    except ImportError:
+        return None
+
+
 def _found(module: str, name: str) -> Any:
-    """Return what a module that is imported has by that name; None if it has nothing."""
-    found: Any = sys.modules.get(module)
+    """Return what a module has by that name; None if it has nothing."""
+    found: Any = _module(module)
     for part in name.split("."):
         if found is None or part == "<locals>":
             return None
@@ -166,7 +174,7 @@ def read_leaf(written: list[Any]) -> Any:
     if tag == "single":
         return getattr(sys, rest[0]) if rest[0].startswith("std") else _SINGLE[rest[0]]
     if tag == "module":
-        return sys.modules[rest[0]]
+        return _module(rest[0])
     if tag == "name":
         found = _found(*rest)
         if found is None:

@@ -7,7 +7,6 @@ set-up. A snapshot holds what has changed since, and the way from there to the i
 from __future__ import annotations
 
 import inspect
-import itertools
 import sys
 import threading
 from collections import Counter
@@ -20,9 +19,11 @@ from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.errors import SnapshotError
 from mezzo.launch.torch.reentry.restore import Restoration
 from mezzo.launch.torch.reentry.rewriting import CELLS, ITERATOR, Way
+from mezzo.launch.torch.reentry.samplers import begin_samplers
 from mezzo.launch.torch.reentry.script_files import ScriptFiles
 from mezzo.launch.torch.reentry.source import FunctionPlace, Span, place_of, position_of
-from mezzo.launch.torch.reentry.walk import Base, NotSavable, Walk, base_of
+from mezzo.launch.torch.reentry.refusals import NotSavable
+from mezzo.launch.torch.reentry.walk import Base, Walk, base_of
 from mezzo.launch.torch.reentry.ways import path_between, ways_of
 
 _MOST_WALKS = 20
@@ -122,6 +123,7 @@ class Loops:
         if loop not in self._around or loop in self._problems:
             return
         self.due = False
+        self._variables.clear()
         try:
             tree, tensors = self._snapshot(loop, sys._getframe(1))
         except SnapshotError as error:
@@ -231,6 +233,7 @@ class Loops:
         self._end = self._same_end(walk, present, tree["base"], own)
         self._restoration = Restoration(self._files, tree["rows"], self._tensors, present, self._lost)
         self._restoration.begin_generator = self._begin_generator
+        self._restoration.begin_samplers = lambda loader, saved: begin_samplers(self._files, loader, saved)
         self._restoration.fill(0, tree["ends"][number])
         self._variables[frame] = self._restoration.values(tree["variables"][number])
         return True
@@ -258,8 +261,14 @@ class Loops:
         return self._variables[frame]
 
     def again(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """Return a saved iterator, with an empty item before the others."""
-        return itertools.chain((self.EMPTY,), iterator)
+        """Yield an empty item, and then those of a saved iterator; ``iter`` would let some iterators begin anew."""
+        yield self.EMPTY
+        while True:
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            yield item
 
     def arrive(self) -> None:
         """Give everything its saved state once more, now that all is where it was, and go on."""
@@ -269,7 +278,6 @@ class Loops:
         restoration.fill(0, tree["ends"][-1], again=True)
         set_random_states(restoration_random(tree))
         self._resumed, self._restoration, self._tensors = None, None, {}
-        self._variables.clear()
         self._on_arrival()
 
     def _begin_generator(self, make: Callable[[], Any], state: dict[str, Any], variables: dict[str, Any]) -> Any:

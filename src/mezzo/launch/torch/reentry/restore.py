@@ -11,6 +11,7 @@ import functools
 import importlib
 import io
 import random
+import sys
 import threading
 import types
 import weakref
@@ -30,6 +31,7 @@ from mezzo.launch.torch.reentry.source import FunctionPlace, place_of
 from mezzo.launch.torch.reentry.walk import NOT_SAVED
 
 _LATE = ("dict", "OrderedDict", "defaultdict", "Counter", "set", "variables", "weak dict", "weak set")
+_AFTER = ("random", "bar")
 _LAST = ("iterator", "pass")
 _CONTAINERS: dict[str, type] = {
     "dict": dict, "OrderedDict": collections.OrderedDict, "defaultdict": collections.defaultdict, "Counter": collections.Counter,
@@ -71,12 +73,13 @@ class Restoration:
         self._objects: dict[int, Any] = {}
         self._storages: dict[str, Any] = {}
         self.frame_cells: dict[tuple[str, str], Any] = {}
+        self.begin_samplers: Callable[[Any, Any], None] = lambda loader, saved: None
         self.begin_generator: Callable[[Any, dict[str, Any], Any], Any] = lambda function, state, variables: None
 
     def value(self, ref: Any) -> Any:
         """Return the value of a reference, or of a leaf."""
         if not isinstance(ref, list):
-            return ref
+            return sys.intern(ref) if isinstance(ref, str) and ref.isidentifier() else ref  # as the names and texts of code are
         if len(ref) == 1 and isinstance(ref[0], int):
             return self._object(ref[0])
         if ref[0] == "enum":
@@ -92,10 +95,11 @@ class Restoration:
         numbers = range(begin, end)
         for number in numbers:
             self._object(number)
-        early = [n for n in numbers if self._rows[n][0] not in (*_LATE, *_LAST)]
+        early = [n for n in numbers if self._rows[n][0] not in (*_LATE, *_AFTER, *_LAST)]
         late = [n for n in numbers if self._rows[n][0] in _LATE]
         last = [] if again else [n for n in numbers if self._rows[n][0] in _LAST]
-        for number in [*early, *late, *reversed(last)]:  # an enumeration comes before the pass that it counts
+        after = [n for n in numbers if self._rows[n][0] in _AFTER]
+        for number in [*early, *late, *after, *reversed(last)]:  # an enumeration comes before the pass that it counts
             kind, _, state = self._rows[number]
             fill = _FILL.get(kind)
             if fill is not None and state is not None:
@@ -229,17 +233,19 @@ class Restoration:
             file.truncate()
         return file
 
+    def _bar(self, state: Any) -> Any:
+        held = self.values({name: state[name] for name in ("iterable", "total", "desc", "leave", "disable", "unit")})
+        return self.value(state["class"])(initial=self.value(state["n"]), **held)
+
     # --- filling ---------------------------------------------------------------------------------------------------------
 
     def attributes(self, value: Any, state: Any) -> None:
         """Set an object's attributes and slots."""
         if state.get("is its own attributes"):
             value.__dict__ = value
-        held = state.get("attributes")
-        if held is not None:
-            new = {name: one for name, ref in held.items() if (one := self._kept(ref, value.__dict__.get(name))) is not _ABSENT}
-            value.__dict__.clear()
-            value.__dict__.update(new)
+        held = self.value(state.get("attributes"))
+        if held is not None and value.__dict__ is not held:
+            object.__setattr__(value, "__dict__", held)
         for name, ref in state.get("slots", {}).items():
             new_value = self.value(ref)
             if getattr(value, name, _ABSENT) is not new_value:
@@ -271,7 +277,8 @@ class Restoration:
         ordered = isinstance(value, collections.OrderedDict)
         parent: Any = collections.OrderedDict if ordered else dict
         new = [(key, one) for key, ref in pairs if (one := self._kept(ref, dict.get(value, key))) is not _ABSENT]
-        parent.clear(value)
+        if [key for key, _ in new] != [*dict.keys(value)]:  # else its own keys stay: a pickle shows which texts are one object
+            parent.clear(value)
         for key, one in new:
             parent.__setitem__(value, key, one)
         if isinstance(value, collections.defaultdict):
@@ -330,6 +337,10 @@ class Restoration:
             if vars(value).get(name, _ABSENT) is not new:
                 setattr(value, name, new)
 
+    def _fill_bar(self, value: Any, state: Any) -> None:
+        for name in ("iterable", "n", "postfix"):
+            setattr(value, name, self.value(state[name]))
+
     def _fill_random(self, value: Any, state: Any) -> None:
         saved = self.value(state["state"])
         if isinstance(value, (torch.Generator, np.random.RandomState)):
@@ -352,9 +363,9 @@ class Restoration:
             value.__setstate__(self.value(state["at"]))
 
     def _fill_pass(self, value: Any, state: Any) -> None:
-        loaded = {name: self.value(state[name]) for name in ("loader", "began", "first")}
+        loaded = {name: self.value(state[name]) for name in ("loader", "began", "first", "samplers")}
         stream = {"stream": self.value(state["stream"]), "ended": state["ended"]} if "stream" in state else {}
-        reopen_pass(value, loaded | stream | {"delivered": state["delivered"]})
+        reopen_pass(value, loaded | stream | {"delivered": state["delivered"]}, self.begin_samplers)
 
     def _fill_memory_file(self, value: Any, state: Any) -> None:
         text = self.value(state["text"])
@@ -392,12 +403,13 @@ _CREATE: dict[str, Callable[[Restoration, Any], Any]] = {
     "frame cell": R._frame_cell,
     "method": lambda restoration, state: types.MethodType(restoration.value(state["function"]), restoration.value(state["of"])),
     "builtin method": lambda restoration, state: getattr(restoration.value(state["of"]), state["name"]),
-    "partial": lambda r, state: functools.partial(r.value(state["function"]), *r.value(state["arguments"]), **r.value(state["by name"])),
+    "partial": lambda r, state: functools.partial(r.value(state["function"]), *r.value(state["arguments"]), **r.values(state["by name"])),
     "random": R._random,
     "system random": lambda restoration, state: restoration.value(state["class"])(),
     "weak reference": R._weak_reference,
     "weak dict": lambda restoration, state: restoration.value(state["class"])(),
     "weak set": lambda restoration, state: restoration.value(state["class"])(),
+    "bar": R._bar,
     "iterator": lambda restoration, state: new_iterator(state["by"], [restoration.value(one) for one in state["arguments"]]),
     "generator": R._generator,
     "pass": lambda restoration, state: (cls := restoration.value(state["class"])).__new__(cls),
@@ -419,6 +431,7 @@ _FILL: dict[str, Callable[[Restoration, Any, Any], None]] = {
     "cell": R._fill_cell,
     "class": R._fill_class,
     "random": R._fill_random,
+    "bar": R._fill_bar,
     "weak dict": R._fill_weak,
     "weak set": R._fill_weak,
     "iterator": R._fill_iterator,

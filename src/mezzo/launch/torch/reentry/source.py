@@ -85,7 +85,10 @@ class Source:
         found = self._around.get(key)
         if found is None:
             at = position_of(*key)
-            statements = [] if at is None else self.chain(place_of(frame.f_code), at)
+            try:
+                statements = [] if at is None else self.chain(place_of(frame.f_code), at)
+            except LookupError:  # a comprehension or a lambda: no statement is inside
+                statements = []
             around = [loop for loop in statements if isinstance(loop, Loop) and at is not None and not _in_header(loop, at)]
             found = self._around[key] = tuple(map(self.number_of, around))
         return found

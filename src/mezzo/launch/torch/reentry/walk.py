@@ -30,6 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mezzo.errors import SnapshotError
 from mezzo.launch.torch.reentry.iterators import ITERATOR_TYPES, TqdmIterator, written_iterator, written_pass
+from mezzo.launch.torch.reentry.refusals import NotSavable
 from mezzo.launch.torch.reentry.leaves import NOT_A_LEAF, written_dtype, written_leaf
 from mezzo.launch.torch.reentry.rewriting import OWN_NAMES
 from mezzo.launch.torch.reentry.script_files import ScriptFiles
@@ -46,10 +47,6 @@ OPAQUE = (
 """Libraries whose objects a loop does not change in a way that a resumed run would miss, and types without a state."""
 _SMALL_BYTES = 4096
 """Smaller arrays are saved without a look at whether they changed."""
-
-
-class NotSavable(SnapshotError):
-    """Something that the loop can reach cannot be saved."""
 
 
 class Base(NamedTuple):
@@ -89,6 +86,8 @@ class Walk:
         self.storages: dict[tuple[str, int], int] = {}
         self.frame_cells: dict[int, tuple[str, str]] = {}
         """Cells of the frames that a resumed run creates by calls."""
+        self.opaque: set[int] = set()
+        """Objects to leave out, by their ids."""
         self.generators: list[types.GeneratorType[Any, Any, Any]] = []
         self._described = 0
         self._now = -1
@@ -121,7 +120,8 @@ class Walk:
         number = self.ids.get(id(value))
         if number is not None:
             return [number]
-        if not isinstance(value, type) or not self._files.is_own(value.__module__):
+        is_own = isinstance(value, (type, types.FunctionType)) and self._files.is_own(value.__module__)
+        if not is_own:
             leaf = written_leaf(value)
             if leaf is not NOT_A_LEAF:
                 return leaf
@@ -140,7 +140,7 @@ class Walk:
         while number >= 0:
             number, name = self.links[number]
             parts.append(name)
-        return ".".join(reversed(parts)).removeprefix("__main__.").replace(".[", "[")
+        return ".".join(reversed(parts)).removeprefix("__main__.").replace(".__dict__", "").replace(".[", "[")
 
     def refusal(self, value: Any, why: str = "") -> NotSavable:
         """Return the error that an object cannot be saved."""
@@ -158,10 +158,14 @@ class Walk:
     def _described_state(self, value: Any) -> tuple[str, Any]:
         """Return the kind and the state of an object."""
         kind = type(value)
+        if id(value) in self.opaque:
+            return "opaque", None
         if id(value) in self.frame_cells:
             return "frame cell", list(self.frame_cells[id(value)])
         if kind in _EXACT:
             return _EXACT[kind](self, value)
+        if any(parent.__module__.split(".")[0] == "tqdm" and hasattr(value, "set_postfix") for parent in kind.__mro__):
+            return self._bar(value)
         for parent, described in _DERIVED:
             if isinstance(value, parent):
                 return described(self, value)
@@ -186,7 +190,7 @@ class Walk:
         if held is value:
             state["is its own attributes"] = True
         elif type(held) is dict:
-            state["attributes"] = {str(name): self.ref(one, str(name)) for name, one in held.items()}
+            state["attributes"] = self.ref(held, "__dict__")
         slots = {name: self.ref(one, name) for name, one in _slots(value)}
         return state | ({"slots": slots} if slots else {})
 
@@ -329,8 +333,8 @@ class Walk:
         return "builtin method", {"of": self.ref(value.__self__, "__self__"), "name": value.__name__}
 
     def _partial(self, value: Any) -> tuple[str, Any]:
-        parts = {"function": value.func, "arguments": value.args, "by name": value.keywords}
-        return "partial", {name: self.ref(part, name) for name, part in parts.items()}
+        by_name = {name: self.ref(one, name) for name, one in value.keywords.items()}
+        return "partial", {"function": self.ref(value.func, "func"), "arguments": self.ref(value.args, "args"), "by name": by_name}
 
     def _class(self, value: Any) -> tuple[str, Any]:
         if not self._files.is_own(value.__module__):
@@ -407,6 +411,10 @@ class Walk:
 
     def _lock(self, value: Any) -> tuple[str, Any]:
         return "lock", {"reentrant": type(value) is _RLOCK}
+
+    def _bar(self, value: Any) -> tuple[str, Any]:
+        held = {name: getattr(value, name, None) for name in ("iterable", "total", "desc", "leave", "disable", "unit", "postfix", "n", "pos")}
+        return "bar", {"class": self.ref(type(value), "class"), **{name: self.ref(one, name) for name, one in held.items()}}
 
     def _thread(self, value: Any) -> tuple[str, Any]:
         if not self._is_old():

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mezzo.launch.torch.reentry.rewriting import Way
 from mezzo.launch.torch.reentry.script_files import ScriptFiles
 from mezzo.launch.torch.reentry.source import Loop, Source, Span, place_of, position_of, span_of
-from mezzo.launch.torch.reentry.walk import NotSavable
+from mezzo.launch.torch.reentry.refusals import NotSavable
 
 _CONTEXTS = ("no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "autocast", "nullcontext", "catch_warnings", "sdpa_kernel", "device", "open", "tqdm")
 """Context managers that may be entered once more."""
