@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -64,6 +65,26 @@ class TqdmIterator:
             raise
         self.bar.update(1)
         return item
+
+
+class OwnIterator:
+    """An iterator of the script's own class: the loop must not call its ``__iter__`` once more, which may begin anew."""
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+
+    def __iter__(self) -> OwnIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.iterator)
+
+
+def iterator_of(iterable: Any) -> Iterator[Any]:
+    """Return what a ``for`` statement would iterate over."""
+    iterator = iter(iterable)
+    is_own = isinstance(getattr(type(iterator), "__iter__", None), FunctionType)
+    return OwnIterator(iterator) if is_own and not isinstance(iterator, (_BaseDataLoaderIter, TqdmIterator)) else iterator
 
 
 def install_passes(patches: Patches, capture: Callable[[Any], Any]) -> None:

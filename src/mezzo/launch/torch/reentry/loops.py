@@ -22,6 +22,7 @@ from mezzo.launch.torch.reentry.rewriting import CELLS, ITERATOR, Way
 from mezzo.launch.torch.reentry.samplers import begin_samplers
 from mezzo.launch.torch.reentry.script_files import ScriptFiles
 from mezzo.launch.torch.reentry.source import FunctionPlace, Span, place_of, position_of
+from mezzo.launch.torch.reentry.iterators import iterator_of
 from mezzo.launch.torch.reentry.refusals import NotSavable
 from mezzo.launch.torch.reentry.walk import Base, Walk, base_of
 from mezzo.launch.torch.reentry.ways import path_between, ways_of
@@ -86,7 +87,7 @@ class Loops:
 
     def begin(self, number: int, path: str, iterable: Iterable[Any]) -> Iterator[Any]:
         """Return a loop's iterator; where no loop is around it, set-up may end here."""
-        iterator = iter(iterable)
+        iterator = iterator_of(iterable)
         if not self._frozen and self._resumed is None:
             self._may_end_setup((path, number), sys._getframe(1))
         return iterator

@@ -122,7 +122,13 @@ class Restoration:
 
     def _plain(self, state: Any) -> Any:
         cls = self.value(state["class"])
-        return object.__new__(cls)
+        return types.SimpleNamespace() if cls is types.SimpleNamespace else object.__new__(cls)
+
+    def _error(self, state: Any) -> Any:
+        cls, arguments = self.value(state["class"]), self.value(state["arguments"])
+        error = cls.__new__(cls, *arguments)
+        error.args = arguments
+        return error
 
     def _container(self, kind: str, state: Any) -> Any:
         parent = _CONTAINERS[kind]
@@ -245,7 +251,10 @@ class Restoration:
             value.__dict__ = value
         held = self.value(state.get("attributes"))
         if held is not None and value.__dict__ is not held:
-            object.__setattr__(value, "__dict__", held)
+            if isinstance(value, types.SimpleNamespace):  # its dict cannot be replaced
+                value.__dict__.update(held)
+            else:
+                object.__setattr__(value, "__dict__", held)
         for name, ref in state.get("slots", {}).items():
             new_value = self.value(ref)
             if getattr(value, name, _ABSENT) is not new_value:
@@ -391,6 +400,8 @@ R = Restoration
 _CREATE: dict[str, Callable[[Restoration, Any], Any]] = {
     "object": R._plain,
     **{kind: functools.partial(lambda restoration, state, kind: restoration._container(kind, state), kind=kind) for kind in _CONTAINERS},
+    "error": R._error,
+    "bytearray": lambda restoration, state: bytearray(),
     "tuple": R._tuple,
     "frozenset": R._frozenset,
     "tensor": R._tensor,
@@ -420,6 +431,8 @@ _CREATE: dict[str, Callable[[Restoration, Any], Any]] = {
 }
 _FILL: dict[str, Callable[[Restoration, Any, Any], None]] = {
     "object": R.attributes,
+    "error": R.attributes,
+    "bytearray": lambda restoration, value, state: value.__setitem__(slice(None), restoration.value(state["bytes"])),
     **dict.fromkeys(("dict", "OrderedDict", "defaultdict", "Counter"), R._fill_dict),
     **dict.fromkeys(("list", "set", "deque", "tuple", "frozenset"), R._fill_sequence),
     "variables": R._fill_variables,

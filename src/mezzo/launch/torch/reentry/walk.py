@@ -13,7 +13,10 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import gc
+import inspect
 import io
+import pickle
 import random
 import sys
 import threading
@@ -29,7 +32,7 @@ from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mezzo.errors import SnapshotError
-from mezzo.launch.torch.reentry.iterators import ITERATOR_TYPES, TqdmIterator, written_iterator, written_pass
+from mezzo.launch.torch.reentry.iterators import ITERATOR_TYPES, OwnIterator, TqdmIterator, written_iterator, written_pass
 from mezzo.launch.torch.reentry.refusals import NotSavable
 from mezzo.launch.torch.reentry.leaves import NOT_A_LEAF, written_dtype, written_leaf
 from mezzo.launch.torch.reentry.rewriting import OWN_NAMES
@@ -42,7 +45,7 @@ OPAQUE = (
     "mezzo", "torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch._C", "torch.distributed", "torch.jit", "torch.cuda",
     "torch.autograd", "torch.utils._", "logging", "threading", "_thread", "multiprocessing", "concurrent", "importlib", "_frozen_importlib",
     "argparse", "tensorboard", "torch.utils.tensorboard", "tensorboardX", "wandb", "mlflow", "asyncio", "contextlib", "_io", "unittest", "warnings",
-    "_contextvars", "ctypes", "_ctypes", "socket", "select", "subprocess", "typing", "abc", "_abc", "dataclasses", "inspect", "ast", "builtins",
+    "_contextvars", "ctypes", "_ctypes", "subprocess", "typing", "abc", "_abc", "dataclasses", "inspect", "ast", "weakref",
 )  # fmt: skip
 """Libraries whose objects a loop does not change in a way that a resumed run would miss, and types without a state."""
 _SMALL_BYTES = 4096
@@ -128,11 +131,17 @@ class Walk:
             if isinstance(value, enum.Enum):
                 return ["enum", self.ref(type(value), "class"), value.name]
         number = self.ids[id(value)] = len(self.objects)
-        base = -1 if self._base is None else self._base.ids.get(id(value), -1)
+        base = -1 if self._base is None or self._is_replaced(value) else self._base.ids.get(id(value), -1)
         self.objects.append(value)
         self.links.append((self._now, name))
         self.rows.append(["", base if base < self._limit else -1, None])
         return [number]
+
+    def _is_replaced(self, value: Any) -> bool:
+        """Return whether an object is made anew in a resumed run, because its position cannot be set in place."""
+        if isinstance(value, types.GeneratorType):
+            return self._files.has(value.gi_code)
+        return type(value) in _POSITIONS or isinstance(value, _BaseDataLoaderIter)
 
     def path(self, number: int) -> str:
         """Return how the script reaches an object."""
@@ -172,9 +181,25 @@ class Walk:
         module = kind.__module__
         if any(module == name or module.startswith(name if name.endswith("_") else f"{name}.") for name in OPAQUE):
             return self._opaque(value)
-        if _is_plain(kind):
+        if _is_plain(kind) or kind is types.SimpleNamespace:
             return self._object(value)
-        return self._opaque(value)
+        if isinstance(value, BaseException):
+            return "error", self.attributes(value) | {"arguments": self.ref(value.args, "args")}
+        if isinstance(value, _STATELESS):
+            return self._opaque(value)
+        return self._unknown(value)
+
+    def _unknown(self, value: Any) -> tuple[str, Any]:
+        """An object of C code: set-up makes it again, if it is still what it was there."""
+        try:
+            now = zlib.crc32(pickle.dumps(value, 5))
+        except Exception:  # whatever a library raises
+            now = None
+        if self._base is None:
+            self.checksums[self._now] = now
+        elif not self._is_old() or now is None or self._base.checksums.get(self.rows[self._now][1]) != now:
+            raise self.refusal(value, "" if now is not None else "its state cannot be read")
+        return "opaque", None
 
     def _opaque(self, value: Any) -> tuple[str, Any]:
         if self._is_old():
@@ -221,14 +246,10 @@ class Walk:
         return kind.__name__, state | ({} if exact and kind is not collections.OrderedDict else self.attributes(value))
 
     def _tensor(self, value: Tensor) -> tuple[str, Any]:
-        if type(value).__module__.startswith(("torch.distributed", "torchao")) or value.layout is not torch.strided:
-            if self._is_old() and self._base is None:
-                return "opaque", None
-            raise self.refusal(value, f"its layout is {value.layout}")
-        if value.is_quantized or value.is_meta or value.is_conj() or value.is_neg() or value.is_nested:
-            if self._is_old() and not value.requires_grad:
-                return "opaque", None
-            raise self.refusal(value)
+        if type(value).__module__.startswith(("torch.distributed", "torchao", "torch.masked", "torch.nested")) or value.is_quantized:
+            return self._unknown(value)
+        if value.is_meta or value.is_conj() or value.is_neg() or value.is_nested or value.layout is not torch.strided:
+            return self._unknown(value)
         leaf = value.is_leaf
         state: dict[str, Any] = {"grad": self.ref(value.grad if leaf else None, "grad"), "trains": value.requires_grad, "leaf": leaf}
         if type(value) is not Tensor:
@@ -377,7 +398,7 @@ class Walk:
             return "generator", {"ended": True}
         code, frame = value.gi_code, value.gi_frame
         if not self._files.has(code) or code.co_name.startswith("<"):
-            if self._is_old() and self._base is None:
+            if self._is_old() and not _has_begun(value):
                 return "opaque", None
             raise self.refusal(value, f"it runs {code.co_qualname}, whose position cannot be restored")
         if value.gi_yieldfrom is not None or code.co_cellvars:
@@ -422,7 +443,14 @@ class Walk:
         return "opaque", None
 
 
+_POSITIONS = {*ITERATOR_TYPES, OwnIterator, TqdmIterator}
 _RLOCK = type(threading.RLock())
+_STATELESS = (
+    types.CodeType, property, staticmethod, classmethod, types.GetSetDescriptorType, types.MemberDescriptorType, types.MappingProxyType, types.GenericAlias,
+    types.ModuleType, types.FrameType, types.TracebackType, types.UnionType, type(np.add), types.MethodDescriptorType, types.WrapperDescriptorType,
+    weakref.ProxyType, weakref.CallableProxyType, types.ClassMethodDescriptorType,
+)  # fmt: skip
+"""Types whose objects have no state that a loop changes."""
 _DESCRIPTORS = (types.FunctionType, staticmethod, classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType)
 _Described = Callable[[Walk, Any], tuple[str, Any]]
 _EXACT: dict[type, _Described] = {
@@ -441,11 +469,13 @@ _EXACT: dict[type, _Described] = {
     _RLOCK: Walk._lock,
     **dict.fromkeys(ITERATOR_TYPES, Walk._iterator),
     TqdmIterator: Walk._object,
+    OwnIterator: Walk._object,
 }
 _DERIVED: list[tuple[Any, _Described]] = [
     (Tensor, Walk._tensor),
     (dict, Walk._dict),
     ((list, tuple, set, frozenset, collections.deque), Walk._sequence),
+    (bytearray, lambda walk, value: ("bytearray", {"bytes": walk.ref(bytes(value), "bytes")})),
     (np.ndarray, Walk._array),
     ((torch.Generator, random.Random, np.random.RandomState, np.random.Generator), Walk._random),
     (type, Walk._class),
@@ -490,14 +520,10 @@ def _is_plain(kind: type) -> bool:
 
 
 def _has_begun(generator: types.GeneratorType[Any, Any, Any]) -> bool:
-    import inspect
-
     return inspect.getgeneratorstate(generator) != inspect.GEN_CREATED
 
 
 def _cells_of(generator: types.GeneratorType[Any, Any, Any]) -> list[Any]:
-    import gc
-
     return [one for one in gc.get_referents(generator) if type(one) is types.CellType][-len(generator.gi_code.co_freevars) or 10**9 :]
 
 
