@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from mezzo.errors import MezzoError, ScriptError
 from mezzo.launch.files_read import files_read
-from mezzo.launch.frameworks import Framework, Training, names_cuda, training_in
+from mezzo.launch.frameworks import Framework, Training, names_cuda, spec_of, training_in
 from mezzo.launch.output import MetricReader, MetricStream
 from mezzo.launch.patches import Patches
 from mezzo.launch.process.script_signals import EndedBySignal, ended_by_signals, interrupts_kill, signals_ignored
@@ -182,7 +182,7 @@ def _run_script(request: Request, reader: MetricReader | None, training: Trainin
     if reader is not None:
         sys.stdout, sys.stderr = (cast(Any, MetricStream(stream, reader.line)) for stream in streams)
     try:
-        ending = guarded(lambda: _execute(request))
+        ending = guarded(lambda: _execute(request, training.run_file))
         return ending if isinstance(ending[1], EndedBySignal) else guarded(_wait_for_threads, before=ending)
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -195,7 +195,7 @@ def _run_script(request: Request, reader: MetricReader | None, training: Trainin
 def _begin(request: Request, training: Training) -> None:
     if request.framework == "torch" and names_cuda(request.target, kind=request.kind):
         training.begin_stand_in()
-    training.begin_snapshots(request.snapshots)
+    training.begin_snapshots(request.snapshots, _file_of(request))
     training.begin_trace(request.trace)
     if request.guard is not None:
         training.begin_guard(request.guard)
@@ -206,11 +206,15 @@ _NAMESPACES: list[dict[str, Any]] = []
 while holding the GIL, which that thread needs to release the last all-reduce (torch 2.13)."""
 
 
-def _execute(request: Request) -> None:
+def _execute(request: Request, run_file: Callable[[str], dict[str, Any]] | None) -> None:
     if request.stand_in is not None:
         words = [*request.stand_in.options, *(["-m"] if request.kind == "module" else []), *sys.argv]
         sys.path[0], sys.argv = os.getcwd(), [request.stand_in.module, *words]
         namespace = runpy.run_module(request.stand_in.module, run_name="__main__", alter_sys=True)
+    elif run_file is not None:
+        file = _file_of(request)
+        sys.path[0] = os.getcwd() if request.kind == "module" else str(Path(file).resolve().parent)
+        namespace = run_file(file)
     elif request.kind == "module":
         sys.path[0] = os.getcwd()
         namespace = runpy.run_module(request.target, run_name="__main__", alter_sys=True)
@@ -218,6 +222,16 @@ def _execute(request: Request) -> None:
         sys.path[0] = str(Path(request.target).resolve().parent)
         namespace = runpy.run_path(request.target, run_name="__main__")
     _NAMESPACES.append(namespace)
+
+
+def _file_of(request: Request) -> str:
+    """Return the file of a script or of a module; empty if a module has none."""
+    if request.kind == "script":
+        return request.target
+    spec = spec_of(request.target)
+    if spec is not None and spec.submodule_search_locations:
+        spec = spec_of(f"{request.target}.__main__")
+    return "" if spec is None or spec.origin is None else spec.origin
 
 
 def _wait_for_threads() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mezzo.launch.request_parts import GuardRequest, ModelChanges, SnapshotRequest, TraceRequest
 from mezzo.launch.step_limit import StepLimit
@@ -99,8 +99,11 @@ class Training(Protocol):
     def begin_stand_in(self) -> None:
         """Let the CPU stand in for CUDA from now on, if this machine has no CUDA device; only of PyTorch scripts."""
 
-    def begin_snapshots(self, request: SnapshotRequest | None) -> None:
-        """Save the script's state from now on as requested, or restore a saved one; None for neither.
+    run_file: Callable[[str], dict[str, Any]] | None
+    """Runs the script's file instead of Python and returns its global variables; None lets Python run it."""
+
+    def begin_snapshots(self, request: SnapshotRequest | None, script: str) -> None:
+        """Save the state of a script's file from now on as requested, or restore a saved one; None for neither.
 
         Raises:
             ScriptError: scripts of this framework cannot be saved.

@@ -195,6 +195,8 @@ class SnapshotsTaken(Value):
     """How many were written whole."""
     last: str | None = None
     """File name of the newest."""
+    loop: str = ""
+    """The loop that a resumed run enters again: file and line."""
     found: list[str] = []
     """Models, optimizers, schedulers, scalers and generators in the last one: variable and class."""
     left_out: list[Reason] = []

@@ -21,6 +21,7 @@ class WithoutPyTorch:
     stage: ClassVar[Stage]
     """The framework, as refusals name it."""
     not_resumed = None
+    run_file = None
     stopped_by_guard = None
 
     @property
@@ -39,7 +40,7 @@ class WithoutPyTorch:
         hint = "leave the limit out, or pass arguments that make the script train for fewer steps"
         raise ScriptError(f"a step limit was set for a {self.stage} script; allowed: PyTorch scripts", hint=hint)
 
-    def begin_snapshots(self, request: SnapshotRequest | None) -> None:
+    def begin_snapshots(self, request: SnapshotRequest | None, script: str) -> None:
         """Refuse: only the state of PyTorch scripts can be saved."""
         if request is not None:
             self._refuse("--snapshot")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,7 +35,7 @@ from mezzo.records import (
 )
 
 if TYPE_CHECKING:
-    from mezzo.launch.torch.snapshots.script import ScriptSnapshots
+    from mezzo.launch.torch.snapshots.taking import ScriptSnapshots
     from mezzo.launch.torch.tracing.traced import StateTrace
 
 
@@ -52,6 +52,7 @@ class TorchTraining:
         self._trace: StateTrace | None = None
         self.not_resumed: MezzoError | None = None
         """Why the run could not be resumed as requested; set by ``end_snapshots``."""
+        self.run_file: Callable[[str], dict[str, Any]] | None = None
         self.framework = f"torch {torch.__version__}"
 
     @property
@@ -100,13 +101,14 @@ class TorchTraining:
             if self._run.applied is None:
                 note_autocast_without_device(self._run, self._patches)
 
-    def begin_snapshots(self, request: SnapshotRequest | None) -> None:
+    def begin_snapshots(self, request: SnapshotRequest | None, script: str) -> None:
         """Save the script's state from now on, and restore a saved one first, as requested."""
         if request is not None:
-            from mezzo.launch.torch.snapshots.script import ScriptSnapshots
+            from mezzo.launch.torch.snapshots.taking import ScriptSnapshots
 
-            self._snapshots = ScriptSnapshots(self._run, request)
+            self._snapshots = ScriptSnapshots(self._run, request, script)
             self._snapshots.install()
+            self.run_file = self._snapshots.run_file
             if request.ranks > 1:
                 refuse_join("--snapshot", self._patches)
 

@@ -105,7 +105,7 @@ def _identity_check(request: SnapshotRequest) -> Callable[[Any], None]:
     """Return a function that raises an error for the contents of another run's snapshot."""
 
     def check(contents: Any) -> None:
-        if not isinstance(contents, dict) or not isinstance(contents.get("run"), dict) or "frames" not in contents:
+        if not isinstance(contents, dict) or not isinstance(contents.get("run"), dict) or "script" not in contents:
             raise SnapshotError(
                 "it does not contain the state of a script", hint="resume a run of mezzo run --snapshot"
             )

@@ -100,7 +100,7 @@ def generator_digests() -> dict[str, str]:
 
 
 def flat(entries: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield the container's path, the path and the value of each plain value among a frame's saved variables (``snapshots.variables``)."""
+    """Yield the container's path, the path and the value of each plain value among a frame's saved variables (``variables``)."""
     for name, entry in entries.items():
         inner = f"{path}.{name}" if path else str(name)
         ((kind, saved),) = entry.items()

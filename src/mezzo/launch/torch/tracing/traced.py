@@ -22,11 +22,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mezzo.launch.patches import Patches
 from mezzo.launch.request_parts import TraceRequest
-from mezzo.launch.torch.snapshots.passes import frames_of_script
-from mezzo.launch.torch.snapshots.variables import ScriptState, is_below, script_folder
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tracing import digests
+from mezzo.launch.torch.tracing.frames import frames_of_script
 from mezzo.launch.torch.tracing.samples import DrawnSamples
+from mezzo.launch.torch.tracing.variables import ScriptState, is_below, script_folder
 from mezzo.launch.torch.tracing.written import FilesWritten
 from mezzo.measure.resumption.trace import Point, Written, line_of
 

@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.errors import SnapshotError
-from mezzo.launch.torch.reentry.restore import Restoration
-from mezzo.launch.torch.reentry.rewriting import CELLS, ITERATOR, Way
-from mezzo.launch.torch.reentry.samplers import begin_samplers
-from mezzo.launch.torch.reentry.script_files import ScriptFiles
-from mezzo.launch.torch.reentry.source import FunctionPlace, Span, place_of, position_of
-from mezzo.launch.torch.reentry.iterators import iterator_of
-from mezzo.launch.torch.reentry.refusals import NotSavable
-from mezzo.launch.torch.reentry.walk import Base, Walk, base_of
-from mezzo.launch.torch.reentry.ways import path_between, ways_of
+from mezzo.launch.torch.snapshots.iterators import iterator_of
+from mezzo.launch.torch.snapshots.refusals import NotSavable
+from mezzo.launch.torch.snapshots.restore import Restoration
+from mezzo.launch.torch.snapshots.rewriting import CELLS, ITERATOR, Way
+from mezzo.launch.torch.snapshots.samplers import begin_samplers
+from mezzo.launch.torch.snapshots.script_files import ScriptFiles
+from mezzo.launch.torch.snapshots.source import FunctionPlace, Span, place_of, position_of
+from mezzo.launch.torch.snapshots.trained_objects import kind_of, trained_among
+from mezzo.launch.torch.snapshots.walk import Base, Walk, base_of
+from mezzo.launch.torch.snapshots.ways import path_between, ways_of
 
 _MOST_WALKS = 20
 """How often one loop of set-up may be taken for that of the training: each time costs a walk."""
@@ -55,7 +56,8 @@ class Loops:
         self,
         files: ScriptFiles,
         *,
-        save: Callable[[dict[str, Any], dict[str, Any]], None],
+        instead: Callable[[], bool],
+        save: Callable[[dict[str, Any], dict[str, Any], str, dict[str, Any]], None],
         refuse: Callable[[SnapshotError], None],
         arrived: Callable[[], None],
     ) -> None:
@@ -63,13 +65,16 @@ class Loops:
 
         Args:
             files: the script's files.
-            save: called with a snapshot's tree and tensors.
+            instead: called before a snapshot is taken; returns whether it did something else.
+            save: called with a snapshot's tree and tensors, its loop, and the trained objects in it.
             refuse: called if no loop around an update can be entered again.
             arrived: called when a resumed run is where it was stopped.
         """
-        self._files, self._save, self._refuse, self._on_arrival = files, save, refuse, arrived
+        self._files, self._instead, self._save, self._refuse, self._on_arrival = files, instead, save, refuse, arrived
         self.due = False
         """Whether a snapshot is to be taken at the next chance."""
+        self.can_save = False
+        """Whether a snapshot has been taken."""
         self.entering = ""
         """The frame whose function is about to be called on the way back."""
         self._around: list[LoopName] = []
@@ -116,7 +121,12 @@ class Loops:
         ]
         self.due = bool(self._around)
         if not self._around:
-            self._refuse(NotSavable("the update is in no loop of the script", hint="write the training loop in the script, or use mezzo.Session"))
+            self._refuse(
+                NotSavable(
+                    "the update is in no loop of the script",
+                    hint="write the training loop in the script, or use mezzo.Session",
+                )
+            )
 
     def hook(self, number: int, path: str) -> None:
         """Take the snapshot that is due, if this loop is around the update, and can be entered again."""
@@ -125,30 +135,48 @@ class Loops:
             return
         self.due = False
         self._variables.clear()
+        if self._instead():
+            return
         try:
-            tree, tensors = self._snapshot(loop, sys._getframe(1))
+            tree, tensors, objects = self._snapshot(loop, sys._getframe(1))
         except SnapshotError as error:
             self._problems[loop] = error
             self.due = any(one not in self._problems for one in self._around)
             if not self.due:
                 self._refuse(error)
         except Exception as error:  # nothing that goes wrong here may reach the script
-            self._problems[loop] = NotSavable(f"{type(error).__name__}: {error}", hint="report this as a fault of Mezzo")
+            self._problems[loop] = NotSavable(
+                f"{type(error).__name__}: {error}", hint="report this as a fault of Mezzo"
+            )
             self._refuse(self._problems[loop])
         else:
-            self._save(tree, tensors)
+            self.can_save = True
+            line = self._files.sources[path].loops[number].lineno
+            self._save(tree, tensors, f"{Path(path).name}:{line}", objects)
 
-    def _snapshot(self, loop: LoopName, frame: FrameType) -> tuple[dict[str, Any], dict[str, Any]]:
+    def objects(self) -> dict[str, Any]:
+        """Return the models, optimizers, schedulers and scalers that the script can reach now, by name."""
+        end = self._end
+        own = [one for one in self._files.frames(sys._getframe(1)) if self._files.has(one)]
+        return {} if end is None else _trained(walk_through(self._files, own)[0])
+
+    def _snapshot(self, loop: LoopName, frame: FrameType) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         end = self._end
         if end is None:
-            raise NotSavable("set-up has no end: the loop is inside a generator", hint="call the training from the script itself")
+            raise NotSavable(
+                "set-up has no end: the loop is inside a generator", hint="call the training from the script itself"
+            )
         self._refuse_threads()
         stack = self._files.frames(frame)
         path = path_between(self._files, stack, end.frames, end.positions, end.loop, loop)
         own, common = path.frames, path.common
         limit = end.base.limits[common]
         ways = ways_of(self._files, path)
-        keeps = {f"{ITERATOR}{number}" for one in own for number in self._files.sources[one.f_code.co_filename].loops_around(one)}
+        keeps = {
+            f"{ITERATOR}{number}"
+            for one in own
+            for number in self._files.sources[one.f_code.co_filename].loops_around(one)
+        }
         walk = Walk(self._files, end.base, limit=limit, keeps=keeps)
         for number, one in enumerate(own[common:], common):
             for name, cell in cells_in(one):
@@ -171,7 +199,10 @@ class Loops:
                 "types": [type_name(one) for one in end.base.objects],
                 "limits": end.base.limits,
                 "loop": list(end.loop),
-                "path": [[one.f_code.co_filename, *place_of(one.f_code), *(position or ())] for one, position in zip(end.frames, end.positions, strict=True)],
+                "path": [
+                    [one.f_code.co_filename, *place_of(one.f_code), *(position or ())]
+                    for one, position in zip(end.frames, end.positions, strict=True)
+                ],
             },
             "modules": modules,
             "variables": variables,
@@ -180,13 +211,14 @@ class Loops:
             "rows": walk.rows,
             "random": random_states(),
         }
-        return tree, walk.tensors
+        return tree, walk.tensors, _trained(walk)
 
     def _refuse_early_cells(self, walk: Walk, frame: int, begin: int) -> None:
         for row in walk.rows[begin:]:
             if row[0] == "frame cell" and int(row[2][0]) > frame:
                 raise NotSavable(
-                    f"a function over the variable {row[2][1]!r} of an inner function is kept outside it", hint="keep its value instead"
+                    f"a function over the variable {row[2][1]!r} of an inner function is kept outside it",
+                    hint="keep its value instead",
                 )
 
     def _refuse_threads(self) -> None:
@@ -315,6 +347,10 @@ class Loops:
         )
 
 
+def _trained(walk: Walk) -> dict[str, Any]:
+    return trained_among((walk.path(number), one) for number, one in enumerate(walk.objects) if kind_of(one))
+
+
 def walk_through(files: ScriptFiles, frames: list[FrameType]) -> tuple[Walk, list[int]]:
     """Return a walk through the script's modules and frames, and how many objects each step led to."""
     walk = Walk(files)
@@ -358,18 +394,32 @@ def generator_frame(place: FunctionPlace) -> str:
 
 def way_as_json(way: Way) -> list[Any]:
     """Return a way as JSON."""
-    return [way.file, list(way.place), way.frame, list(way.to), None if way.base is None else list(way.base), [way.arguments[0], list(way.arguments[1])], way.calls]
+    return [
+        way.file,
+        list(way.place),
+        way.frame,
+        list(way.to),
+        None if way.base is None else list(way.base),
+        [way.arguments[0], list(way.arguments[1])],
+        way.calls,
+    ]
 
 
 def way_from_json(row: list[Any]) -> Way:
     """Return a way from ``way_as_json``."""
     file, place, frame, to, base, (count, names), calls = row
-    return Way(file, FunctionPlace(*place), frame, Span(*to), None if base is None else Span(*base), (count, tuple(names)), calls)
+    return Way(
+        file,
+        FunctionPlace(*place),
+        frame,
+        Span(*to),
+        None if base is None else Span(*base),
+        (count, tuple(names)),
+        calls,
+    )
 
 
 def restoration_random(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the states of the random generators."""
     states: dict[str, Any] = tree["random"]
     return states
-
-

@@ -47,7 +47,13 @@ _TEXTS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
 }
 _TEXT_TYPES = {kind.__name__: (kind, read) for kind, (_, read) in _TEXTS.items()}
 _SINGLE = {"...": ..., "NotImplemented": NotImplemented, "stdin": None, "stdout": None, "stderr": None}
-_FUNCTIONS = (types.BuiltinFunctionType, types.FunctionType, type(np.add), types.MethodDescriptorType, types.WrapperDescriptorType)
+_FUNCTIONS = (
+    types.BuiltinFunctionType,
+    types.FunctionType,
+    type(np.add),
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
 
 
 def _timedelta(text: str) -> datetime.timedelta:
@@ -94,7 +100,10 @@ def _named(value: Any, kind: type) -> Any:
     if kind is types.ModuleType:
         return ["module", value.__name__] if sys.modules.get(value.__name__) is value else NOT_A_LEAF
     if isinstance(value, (type, *_FUNCTIONS)):
-        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", getattr(value, "__name__", ""))
+        module, name = (
+            getattr(value, "__module__", None),
+            getattr(value, "__qualname__", getattr(value, "__name__", "")),
+        )
         module = module or getattr(getattr(value, "__objclass__", None), "__module__", None) or "builtins"
         return ["name", module, name] if _found(module, name) is value else NOT_A_LEAF
     return NOT_A_LEAF
@@ -179,7 +188,8 @@ def read_leaf(written: list[Any]) -> Any:
         found = _found(*rest)
         if found is None:
             raise SnapshotError(
-                f"the script no longer has {rest[0]}.{rest[1]}", hint="resume with the script and the libraries as they were"
+                f"the script no longer has {rest[0]}.{rest[1]}",
+                hint="resume with the script and the libraries as they were",
             )
         return found
     raise ValueError(f"unknown kind of value {str(tag)[:40]!r}")

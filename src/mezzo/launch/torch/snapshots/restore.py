@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import SnapshotError
-from mezzo.launch.torch.reentry.iterators import new_iterator, reopen_pass
-from mezzo.launch.torch.reentry.leaves import read_dtype, read_leaf
-from mezzo.launch.torch.reentry.rewriting import ITERATOR, OWN_NAMES, codes_in
-from mezzo.launch.torch.reentry.script_files import ScriptFiles
-from mezzo.launch.torch.reentry.source import FunctionPlace, place_of
-from mezzo.launch.torch.reentry.walk import NOT_SAVED
+from mezzo.launch.torch.snapshots.iterators import new_iterator, reopen_pass
+from mezzo.launch.torch.snapshots.leaves import read_dtype, read_leaf
+from mezzo.launch.torch.snapshots.rewriting import ITERATOR, OWN_NAMES, codes_in
+from mezzo.launch.torch.snapshots.script_files import ScriptFiles
+from mezzo.launch.torch.snapshots.source import FunctionPlace, place_of
+from mezzo.launch.torch.snapshots.walk import NOT_SAVED
 
 _LATE = ("dict", "OrderedDict", "defaultdict", "Counter", "set", "variables", "weak dict", "weak set")
 _AFTER = ("random", "bar")
@@ -58,7 +58,12 @@ class Restoration:
     """The objects of a snapshot, as far as they have been created."""
 
     def __init__(
-        self, files: ScriptFiles, rows: Sequence[Any], tensors: Mapping[str, Tensor], present: Mapping[int, Any], lost: Callable[[int], SnapshotError]
+        self,
+        files: ScriptFiles,
+        rows: Sequence[Any],
+        tensors: Mapping[str, Tensor],
+        present: Mapping[int, Any],
+        lost: Callable[[int], SnapshotError],
     ) -> None:
         """Begin with the objects that set-up has made.
 
@@ -79,7 +84,9 @@ class Restoration:
     def value(self, ref: Any) -> Any:
         """Return the value of a reference, or of a leaf."""
         if not isinstance(ref, list):
-            return sys.intern(ref) if isinstance(ref, str) and ref.isidentifier() else ref  # as the names and texts of code are
+            return (
+                sys.intern(ref) if isinstance(ref, str) and ref.isidentifier() else ref
+            )  # as the names and texts of code are
         if len(ref) == 1 and isinstance(ref[0], int):
             return self._object(ref[0])
         if ref[0] == "enum":
@@ -173,7 +180,9 @@ class Restoration:
         return flat.reshape(state["shape"]).copy(order=state["order"])
 
     def _masked(self, state: Any) -> Any:
-        return np.ma.MaskedArray(self.value(state["data"]), self.value(state["mask"]), fill_value=self.value(state["fill"]))
+        return np.ma.MaskedArray(
+            self.value(state["data"]), self.value(state["mask"]), fill_value=self.value(state["fill"])
+        )
 
     def _function(self, state: Any) -> Any:
         code = self._files.code_at(state["file"], FunctionPlace(*state["place"]))
@@ -189,7 +198,9 @@ class Restoration:
                 if place_of(code) == place:
                     return self._made(code, module.__dict__, state)
             found = getattr(found, "__wrapped__", None)
-        raise SnapshotError(f"{state['module']} has no {place.name} any more", hint="resume with the libraries as they were")
+        raise SnapshotError(
+            f"{state['module']} has no {place.name} any more", hint="resume with the libraries as they were"
+        )
 
     def _made(self, code: types.CodeType, variables: dict[str, Any], state: Any) -> Any:
         cells = tuple(self.value(cell) for cell in state["closure"])
@@ -286,7 +297,9 @@ class Restoration:
         ordered = isinstance(value, collections.OrderedDict)
         parent: Any = collections.OrderedDict if ordered else dict
         new = [(key, one) for key, ref in pairs if (one := self._kept(ref, dict.get(value, key))) is not _ABSENT]
-        if [key for key, _ in new] != [*dict.keys(value)]:  # else its own keys stay: a pickle shows which texts are one object
+        if [key for key, _ in new] != [
+            *dict.keys(value)
+        ]:  # else its own keys stay: a pickle shows which texts are one object
             parent.clear(value)
         for key, one in new:
             parent.__setitem__(value, key, one)
@@ -399,7 +412,10 @@ _ABSENT = object()
 R = Restoration
 _CREATE: dict[str, Callable[[Restoration, Any], Any]] = {
     "object": R._plain,
-    **{kind: functools.partial(lambda restoration, state, kind: restoration._container(kind, state), kind=kind) for kind in _CONTAINERS},
+    **{
+        kind: functools.partial(lambda restoration, state, kind: restoration._container(kind, state), kind=kind)
+        for kind in _CONTAINERS
+    },
     "error": R._error,
     "bytearray": lambda restoration, state: bytearray(),
     "tuple": R._tuple,
@@ -412,16 +428,22 @@ _CREATE: dict[str, Callable[[Restoration, Any], Any]] = {
     "library function": R._library_function,
     "cell": lambda _, state: types.CellType(),
     "frame cell": R._frame_cell,
-    "method": lambda restoration, state: types.MethodType(restoration.value(state["function"]), restoration.value(state["of"])),
+    "method": lambda restoration, state: types.MethodType(
+        restoration.value(state["function"]), restoration.value(state["of"])
+    ),
     "builtin method": lambda restoration, state: getattr(restoration.value(state["of"]), state["name"]),
-    "partial": lambda r, state: functools.partial(r.value(state["function"]), *r.value(state["arguments"]), **r.values(state["by name"])),
+    "partial": lambda r, state: functools.partial(
+        r.value(state["function"]), *r.value(state["arguments"]), **r.values(state["by name"])
+    ),
     "random": R._random,
     "system random": lambda restoration, state: restoration.value(state["class"])(),
     "weak reference": R._weak_reference,
     "weak dict": lambda restoration, state: restoration.value(state["class"])(),
     "weak set": lambda restoration, state: restoration.value(state["class"])(),
     "bar": R._bar,
-    "iterator": lambda restoration, state: new_iterator(state["by"], [restoration.value(one) for one in state["arguments"]]),
+    "iterator": lambda restoration, state: new_iterator(
+        state["by"], [restoration.value(one) for one in state["arguments"]]
+    ),
     "generator": R._generator,
     "pass": lambda restoration, state: (cls := restoration.value(state["class"])).__new__(cls),
     "memory file": R._memory_file,

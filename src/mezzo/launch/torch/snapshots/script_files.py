@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -10,8 +11,8 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from mezzo.errors import SnapshotError
-from mezzo.launch.torch.reentry.rewriting import Way, codes_in, rewritten
-from mezzo.launch.torch.reentry.source import FunctionPlace, Source, place_of
+from mezzo.launch.torch.snapshots.rewriting import Way, codes_in, rewritten
+from mezzo.launch.torch.snapshots.source import FunctionPlace, Source, place_of
 
 
 class ScriptFiles:
@@ -103,10 +104,10 @@ class _Loader(SourceFileLoader):
         super().exec_module(module)
 
 
-def run_as_main(files: ScriptFiles, path: str) -> dict[str, Any]:
-    """Run a file as ``__main__`` and return its global variables."""
+def run_as_main(files: ScriptFiles, path: str, *, package: str | None = None) -> dict[str, Any]:
+    """Run a file as ``__main__`` and return its global variables; ``package`` is that of a module, as for ``python -m``."""
     module = ModuleType("__main__")
-    module.__dict__.update(__file__=path, __cached__=None, __builtins__=__builtins__)
+    module.__dict__.update(__file__=path, __cached__=None, __builtins__=builtins, __package__=package)
     files.modules["__main__"] = module
     before, sys.modules["__main__"] = sys.modules["__main__"], module
     try:

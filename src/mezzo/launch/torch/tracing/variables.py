@@ -7,12 +7,11 @@ names what cannot be followed. In a script that was started again, the same path
 
 from __future__ import annotations
 
-import ctypes
 import random
 import sys
 import types
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -22,9 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
-
-from mezzo.engine.snapshots.contents import keep_formats
-from mezzo.engine.snapshots.sharded import placed, placed_model, placed_optimizer
 
 _LEAVES = (type(None), bool, int, float, str, bytes, complex, np.number, np.bool_)
 _NOT_STATE = (
@@ -105,7 +101,7 @@ class ScriptState:
         kind = kind_of(value)
         if kind is not None:
             self.objects[path] = value
-            return {kind: None if self._only_finds else _STATES[kind](value)}
+            return {kind: None}
         if isinstance(value, (Tensor, np.ndarray)):
             return self._array(value, path)
         if _is_plain(value):
@@ -145,54 +141,6 @@ def kind_of(value: Any) -> str | None:
     return "python" if isinstance(value, random.Random) else None
 
 
-def _module_state(module: nn.Module) -> dict[str, Any]:
-    state = module.state_dict()
-    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return {
-        "state": dict(state),
-        "buffers": {name: buffer for name, buffer in module.named_buffers() if name not in state},
-        "gradients": gradients,
-    }
-
-
-def _set_module(module: nn.Module, state: Mapping[str, Any]) -> None:
-    module.load_state_dict(placed_model(state["state"], module))
-    for name, buffer in module.named_buffers():
-        if name in state["buffers"] and buffer.shape == state["buffers"][name].shape:
-            buffer.copy_(state["buffers"][name])
-    for name, parameter in module.named_parameters():
-        gradient = placed(state["gradients"].get(name), parameter)
-        parameter.grad = None if gradient is None else gradient.to(parameter.device)
-
-
-def _set_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    state = placed_optimizer(state, optimizer)
-    optimizer.load_state_dict(state)
-    keep_formats(optimizer, state)
-
-
-_STATES: dict[str, Callable[[Any], Any]] = {
-    "module": _module_state,
-    "optimizer": lambda optimizer: optimizer.state_dict(),
-    "stateful": lambda obj: obj.state_dict(),
-    "generator": lambda generator: generator.get_state(),
-    "numpy": lambda generator: generator.bit_generator.state,
-    "python": lambda generator: generator.getstate(),
-}
-SETTERS: dict[str, Callable[[Any, Any], Any]] = {
-    "module": _set_module,
-    "optimizer": _set_optimizer,
-    "stateful": lambda obj, state: obj.load_state_dict(state),
-    "generator": lambda generator, state: generator.set_state(state),
-    "numpy": lambda generator, state: setattr(generator.bit_generator, "state", state),
-    "python": lambda generator, state: generator.setstate(state),
-}
-
-
-_TRAINED = ("module", "optimizer", "stateful")
-"""Kinds that training changes; the others are generators."""
-
-
 def _is_plain(value: Any) -> bool:
     """Return whether a container has only plain values, and not too many."""
     left, waiting = _MAX_VALUES, [value]
@@ -206,86 +154,6 @@ def _is_plain(value: Any) -> bool:
         elif not isinstance(item, _LEAVES):
             return False
     return not waiting
-
-
-def restore(variables: Any, entries: Mapping[Any, Any], path: str = "") -> Iterator[str]:
-    """Restore saved entries of a dict, list or object, in place where possible; yield the paths of objects that no longer exist.
-
-    Variables that are created inside the loop do not exist yet: values are set, and a container without an object of torch is left out.
-    """
-    for name, entry in entries.items():
-        inner = f"{path}.{name}" if path else str(name)
-        ((kind, saved),) = entry.items()
-        present = _get(variables, name)
-        if kind == "value":
-            _restore_value(variables, name, present, saved)
-        elif kind == "items" and isinstance(present, (list, tuple, dict)):
-            yield from restore(present, saved, inner)
-        elif kind == "attributes" and hasattr(present, "__dict__"):
-            yield from restore(present.__dict__, saved, inner)
-        elif kind in SETTERS and kind_of(present) == kind:
-            SETTERS[kind](present, saved)
-        elif present is not None or _contains_objects(entry):
-            yield inner
-
-
-def objects_in(variables: Any, entries: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, str, Any, Any]]:
-    """Yield the saved models, optimizers, schedulers and scalers: path, kind, present object (None if of another kind), and state."""
-    for name, entry in entries.items():
-        inner = f"{path}.{name}" if path else str(name)
-        ((kind, saved),) = entry.items()
-        present = _get(variables, name)
-        if kind in _TRAINED:
-            yield inner, kind, present if kind_of(present) == kind else None, saved
-        elif kind == "items" and isinstance(present, (list, tuple, dict)):
-            yield from objects_in(present, saved, inner)
-        elif kind == "attributes" and hasattr(present, "__dict__"):
-            yield from objects_in(present.__dict__, saved, inner)
-
-
-def _contains_objects(entry: Mapping[str, Any]) -> bool:
-    ((kind, saved),) = entry.items()
-    return kind in SETTERS or (kind in ("items", "attributes") and any(map(_contains_objects, saved.values())))
-
-
-def _get(variables: Any, name: Any) -> Any:
-    try:
-        return variables[name]
-    except (LookupError, TypeError):
-        return None
-
-
-def _restore_value(variables: Any, name: Any, present: Any, saved: Any) -> None:
-    if (
-        isinstance(saved, Tensor)
-        and isinstance(present, Tensor)
-        and present.grad_fn is None
-        and present.shape == saved.shape
-    ):
-        with torch.no_grad():
-            present.copy_(saved)
-    elif isinstance(saved, (list, dict, set)) and type(present) is type(saved):
-        present.clear()  # in place, so that other names for it see the change
-        (present.extend if isinstance(saved, list) else present.update)(saved)  # type: ignore[union-attr]
-    elif isinstance(variables, list) and name >= len(variables):  # it grew in the loop
-        variables.append(saved)
-    elif not isinstance(variables, tuple):
-        variables[name] = saved
-
-
-def set_variables(frame: types.FrameType, entries: Mapping[str, Any]) -> list[str]:
-    """Restore the saved entries of a frame's variables; return the paths of objects that no longer exist."""
-    variables = frame.f_locals
-    lost = list(restore(variables, entries))
-    if variables is not frame.f_globals and sys.version_info < (3, 13):
-        # A function's f_locals are a copy there, which this call writes back; reading the attribute again would create a new copy.
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
-    return lost
-
-
-def missing_text(paths: list[str]) -> str:
-    """Return a sentence on saved objects that were not found in a script."""
-    return f"the script no longer has {', '.join(paths)}, or has an object of another kind there"
 
 
 def script_folder() -> Path:

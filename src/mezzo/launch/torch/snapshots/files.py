@@ -71,7 +71,9 @@ class FileJournal:
     def _watch_safetensors(self, patches: Patches) -> None:
         module: Any = sys.modules["safetensors.torch"]
         for name in ("serialize_file", "save_file"):
-            patches.around(module, name, lambda original, data, path, *a, **k: self._then(original, path, data, path, *a, **k))
+            patches.around(
+                module, name, lambda original, data, path, *a, **k: self._then(original, path, data, path, *a, **k)
+            )
 
     # --- journals --------------------------------------------------------------------------------------------------------
 

@@ -89,7 +89,9 @@ class Source:
                 statements = [] if at is None else self.chain(place_of(frame.f_code), at)
             except LookupError:  # a comprehension or a lambda: no statement is inside
                 statements = []
-            around = [loop for loop in statements if isinstance(loop, Loop) and at is not None and not _in_header(loop, at)]
+            around = [
+                loop for loop in statements if isinstance(loop, Loop) and at is not None and not _in_header(loop, at)
+            ]
             found = self._around[key] = tuple(map(self.number_of, around))
         return found
 

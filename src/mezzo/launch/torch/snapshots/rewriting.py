@@ -21,7 +21,7 @@ from types import CodeType
 from typing import NamedTuple
 
 from mezzo.errors import SnapshotError
-from mezzo.launch.torch.reentry.source import (
+from mezzo.launch.torch.snapshots.source import (
     MODULE,
     FunctionPlace,
     Loop,

@@ -9,12 +9,24 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
-from mezzo.launch.torch.reentry.rewriting import Way
-from mezzo.launch.torch.reentry.script_files import ScriptFiles
-from mezzo.launch.torch.reentry.source import Loop, Source, Span, place_of, position_of, span_of
-from mezzo.launch.torch.reentry.refusals import NotSavable
+from mezzo.launch.torch.snapshots.refusals import NotSavable
+from mezzo.launch.torch.snapshots.rewriting import Way
+from mezzo.launch.torch.snapshots.script_files import ScriptFiles
+from mezzo.launch.torch.snapshots.source import Loop, Source, Span, place_of, position_of, span_of
 
-_CONTEXTS = ("no_grad", "enable_grad", "set_grad_enabled", "inference_mode", "autocast", "nullcontext", "catch_warnings", "sdpa_kernel", "device", "open", "tqdm")
+_CONTEXTS = (
+    "no_grad",
+    "enable_grad",
+    "set_grad_enabled",
+    "inference_mode",
+    "autocast",
+    "nullcontext",
+    "catch_warnings",
+    "sdpa_kernel",
+    "device",
+    "open",
+    "tqdm",
+)
 """Context managers that may be entered once more."""
 
 
@@ -32,7 +44,12 @@ class LoopPath(NamedTuple):
 
 
 def path_between(
-    files: ScriptFiles, stack: list[FrameType], then: list[FrameType], positions: list[Span | None], end: tuple[str, int], loop: tuple[str, int]
+    files: ScriptFiles,
+    stack: list[FrameType],
+    then: list[FrameType],
+    positions: list[Span | None],
+    end: tuple[str, int],
+    loop: tuple[str, int],
 ) -> LoopPath:
     """Return the path from the end of set-up to a loop.
 
@@ -52,7 +69,9 @@ def path_between(
     while common < min(len(own), len(then)) and own[common] is then[common]:
         common += 1
     if not common:
-        raise NotSavable("the functions in which set-up ran have ended", hint="train in one function, or at the top of the script")
+        raise NotSavable(
+            "the functions in which set-up ran have ended", hint="train in one function, or at the top of the script"
+        )
     frame = own[common - 1]
     source, place = files.sources[frame.f_code.co_filename], place_of(frame.f_code)
     target = span_of(files.sources[loop[0]].loops[loop[1]])
@@ -94,7 +113,9 @@ def _checked(files: ScriptFiles, stack: list[FrameType], path: LoopPath) -> Loop
                 f"the loop is called through {code.co_name} of {frame.f_globals.get('__name__', '?')}",
                 hint="use the checkpoints of that library, or save with mezzo.Session",
             )
-        if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE) or (code.co_name.startswith("<") and code.co_name != "<module>"):
+        if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE) or (
+            code.co_name.startswith("<") and code.co_name != "<module>"
+        ):
             raise NotSavable(
                 f"the loop runs inside {code.co_name} at {Path(code.co_filename).name}:{code.co_firstlineno}",
                 hint="call the training in a statement of its own",
@@ -121,7 +142,9 @@ def ways_of(files: ScriptFiles, path: LoopPath) -> list[Way]:
         is_last = number == len(path.frames) - 1
         at = path.loop if is_last else position_of(code, frame.f_lasti)
         if at is None:
-            raise NotSavable(f"the position in {code.co_name} is not known", hint="run the script with the Python that compiled it")
+            raise NotSavable(
+                f"the position in {code.co_name} is not known", hint="run the script with the Python that compiled it"
+            )
         statements = _statements(source, frame, path.loop if is_last else None)
         _refuse_blocks(statements, base)
         if is_last:
@@ -151,7 +174,9 @@ def _refuse_blocks(statements: list[ast.stmt], base: Span | None) -> None:
 
 def _name_of(expression: ast.expr) -> str:
     function = expression.func if isinstance(expression, ast.Call) else expression
-    return function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    return (
+        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    )
 
 
 def _arguments(statement: ast.stmt, at: Span, frame: FrameType, called: CodeType) -> tuple[int, tuple[str, ...]]:
@@ -160,9 +185,13 @@ def _arguments(statement: ast.stmt, at: Span, frame: FrameType, called: CodeType
     calls = [node for part in header for node in ast.walk(part) if isinstance(node, ast.Call)]
     call = next((node for node in calls if span_of(node) == at), None)
     if call is None:
-        raise NotSavable(f"line {at.line}: {called.co_name} is not called by name", hint="call it in a statement of its own")
+        raise NotSavable(
+            f"line {at.line}: {called.co_name} is not called by name", hint="call it in a statement of its own"
+        )
     for node in calls:
-        if node is not call and (span_of(node)[2:] <= span_of(call)[:2] or any(node is part for part in ast.walk(call.func))):
+        if node is not call and (
+            span_of(node)[2:] <= span_of(call)[:2] or any(node is part for part in ast.walk(call.func))
+        ):
             raise NotSavable(
                 f"line {at.line}: {ast.unparse(node)[:40]} is called before {ast.unparse(call)[:40]} in one statement",
                 hint="give each call a line of its own",
@@ -181,7 +210,9 @@ def _arguments(statement: ast.stmt, at: Span, frame: FrameType, called: CodeType
 
 def _header(statement: ast.stmt) -> list[ast.AST]:
     parts = [getattr(statement, "iter", None), getattr(statement, "test", None), getattr(statement, "subject", None)]
-    return [one for one in [*parts, *(item.context_expr for item in getattr(statement, "items", []))] if one is not None]
+    return [
+        one for one in [*parts, *(item.context_expr for item in getattr(statement, "items", []))] if one is not None
+    ]
 
 
 def _value(expression: ast.expr, frame: FrameType) -> Any:
@@ -192,4 +223,7 @@ def _value(expression: ast.expr, frame: FrameType) -> Any:
                 return names[expression.id]
     if isinstance(expression, ast.Attribute):
         return getattr(_value(expression.value, frame), expression.attr)
-    raise NotSavable(f"line {expression.lineno}: {ast.unparse(expression)[:40]} is not a plain name", hint="call the training by its name")
+    raise NotSavable(
+        f"line {expression.lineno}: {ast.unparse(expression)[:40]} is not a plain name",
+        hint="call the training by its name",
+    )

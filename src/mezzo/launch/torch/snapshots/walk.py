@@ -18,7 +18,6 @@ import inspect
 import io
 import pickle
 import random
-import sys
 import threading
 import types
 import weakref
@@ -32,14 +31,30 @@ from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mezzo.errors import SnapshotError
-from mezzo.launch.torch.reentry.iterators import ITERATOR_TYPES, OwnIterator, TqdmIterator, written_iterator, written_pass
-from mezzo.launch.torch.reentry.refusals import NotSavable
-from mezzo.launch.torch.reentry.leaves import NOT_A_LEAF, written_dtype, written_leaf
-from mezzo.launch.torch.reentry.rewriting import OWN_NAMES
-from mezzo.launch.torch.reentry.script_files import ScriptFiles
-from mezzo.launch.torch.reentry.source import place_of
+from mezzo.launch.torch.snapshots.iterators import (
+    ITERATOR_TYPES,
+    OwnIterator,
+    TqdmIterator,
+    written_iterator,
+    written_pass,
+)
+from mezzo.launch.torch.snapshots.leaves import NOT_A_LEAF, written_dtype, written_leaf
+from mezzo.launch.torch.snapshots.refusals import NotSavable
+from mezzo.launch.torch.snapshots.rewriting import OWN_NAMES
+from mezzo.launch.torch.snapshots.script_files import ScriptFiles
+from mezzo.launch.torch.snapshots.source import place_of
 
-NOT_SAVED = {"__builtins__", "__spec__", "__loader__", "__cached__", "__file__", "__package__", "__name__", "__doc__", "__annotations__"}
+NOT_SAVED = {
+    "__builtins__",
+    "__spec__",
+    "__loader__",
+    "__cached__",
+    "__file__",
+    "__package__",
+    "__name__",
+    "__doc__",
+    "__annotations__",
+}
 """Names of a module that Python itself gives it."""
 OPAQUE = (
     "mezzo", "torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch._C", "torch.distributed", "torch.jit", "torch.cuda",
@@ -69,7 +84,9 @@ class Base(NamedTuple):
 class Walk:
     """The table of everything that was reached so far."""
 
-    def __init__(self, files: ScriptFiles, base: Base | None = None, *, limit: int = 0, keeps: Iterable[str] = ()) -> None:
+    def __init__(
+        self, files: ScriptFiles, base: Base | None = None, *, limit: int = 0, keeps: Iterable[str] = ()
+    ) -> None:
         """Begin with an empty table.
 
         Args:
@@ -239,19 +256,30 @@ class Walk:
         state: dict[str, Any] = {"pairs": pairs}
         if is_module:
             return "variables", state
-        kind = next(one for one in (collections.OrderedDict, collections.defaultdict, collections.Counter, dict) if isinstance(value, one))
+        kind = next(
+            one
+            for one in (collections.OrderedDict, collections.defaultdict, collections.Counter, dict)
+            if isinstance(value, one)
+        )
         if kind is collections.defaultdict:
             state["factory"] = self.ref(value.default_factory, "default_factory")
         exact = type(value) is kind
         return kind.__name__, state | ({} if exact and kind is not collections.OrderedDict else self.attributes(value))
 
     def _tensor(self, value: Tensor) -> tuple[str, Any]:
-        if type(value).__module__.startswith(("torch.distributed", "torchao", "torch.masked", "torch.nested")) or value.is_quantized:
+        if (
+            type(value).__module__.startswith(("torch.distributed", "torchao", "torch.masked", "torch.nested"))
+            or value.is_quantized
+        ):
             return self._unknown(value)
         if value.is_meta or value.is_conj() or value.is_neg() or value.is_nested or value.layout is not torch.strided:
             return self._unknown(value)
         leaf = value.is_leaf
-        state: dict[str, Any] = {"grad": self.ref(value.grad if leaf else None, "grad"), "trains": value.requires_grad, "leaf": leaf}
+        state: dict[str, Any] = {
+            "grad": self.ref(value.grad if leaf else None, "grad"),
+            "trains": value.requires_grad,
+            "leaf": leaf,
+        }
         if type(value) is not Tensor:
             state["class"] = self.ref(type(value), "class")
         held = {name: self.ref(one, name) for name, one in value.__dict__.items()}
@@ -296,7 +324,11 @@ class Walk:
         state: dict[str, Any] = {"class": self.ref(type(value), "class")}
         if isinstance(value, np.ma.MaskedArray):
             mask, data = np.ma.getmaskarray(value), value.data
-            return "masked", {"data": self.ref(data, "data"), "mask": self.ref(mask, "mask"), "fill": self.ref(value.fill_value, "fill")}
+            return "masked", {
+                "data": self.ref(data, "data"),
+                "mask": self.ref(mask, "mask"),
+                "fill": self.ref(value.fill_value, "fill"),
+            }
         if type(value) not in (np.ndarray, np.memmap):
             return self._opaque(value)
         if isinstance(value, np.memmap) or isinstance(value.base, np.memmap):
@@ -304,16 +336,28 @@ class Walk:
         if value.dtype.hasobject:
             if value.dtype != object:
                 raise self.refusal(value, "it has objects in a structure")
-            return "objects", state | {"shape": list(value.shape), "items": [self.ref(v, f"[{n}]") for n, v in enumerate(value.reshape(-1))]}
+            return "objects", state | {
+                "shape": list(value.shape),
+                "items": [self.ref(v, f"[{n}]") for n, v in enumerate(value.reshape(-1))],
+            }
         if self._base is None:
             self.checksums[self._now] = checksum(value)
             return "array", state
-        data = lambda: torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), np.uint8)) if value.nbytes else torch.empty(0, dtype=torch.uint8)  # noqa: E731
+        data = lambda: (
+            torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), np.uint8))
+            if value.nbytes
+            else torch.empty(0, dtype=torch.uint8)
+        )
         if self._is_old():
             return "array", state | self._changed(value, data)
         self.tensors[f"{self._now}"] = data()
         order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-        return "array", state | {"format": written_dtype(value.dtype), "shape": list(value.shape), "order": order, "data": f"{self._now}"}
+        return "array", state | {
+            "format": written_dtype(value.dtype),
+            "shape": list(value.shape),
+            "order": order,
+            "data": f"{self._now}",
+        }
 
     def _function(self, value: types.FunctionType) -> tuple[str, Any]:
         code = value.__code__
@@ -355,7 +399,11 @@ class Walk:
 
     def _partial(self, value: Any) -> tuple[str, Any]:
         by_name = {name: self.ref(one, name) for name, one in value.keywords.items()}
-        return "partial", {"function": self.ref(value.func, "func"), "arguments": self.ref(value.args, "args"), "by name": by_name}
+        return "partial", {
+            "function": self.ref(value.func, "func"),
+            "arguments": self.ref(value.args, "args"),
+            "by name": by_name,
+        }
 
     def _class(self, value: Any) -> tuple[str, Any]:
         if not self._files.is_own(value.__module__):
@@ -364,7 +412,11 @@ class Walk:
             raise self.refusal(value, "its class statement ran inside the loop")
         if isinstance(value, enum.EnumMeta):
             return "opaque", None
-        held = {name: one for name, one in vars(value).items() if not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")}
+        held = {
+            name: one
+            for name, one in vars(value).items()
+            if not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
+        }
         return "class", {name: self.ref(one, name) for name, one in held.items() if not isinstance(one, _DESCRIPTORS)}
 
     def _random(self, value: Any) -> tuple[str, Any]:
@@ -378,7 +430,10 @@ class Walk:
         elif isinstance(value, np.random.RandomState):
             state["state"] = self.ref(value.get_state(), "state")
         else:
-            state |= {"bits": self.ref(type(value.bit_generator), "bits"), "state": self.ref(value.bit_generator.state, "state")}
+            state |= {
+                "bits": self.ref(type(value.bit_generator), "bits"),
+                "state": self.ref(value.bit_generator.state, "state"),
+            }
         return "random", state
 
     def _reference(self, value: Any) -> tuple[str, Any]:
@@ -386,7 +441,10 @@ class Walk:
 
     def _weak(self, value: Any) -> tuple[str, Any]:
         if isinstance(value, weakref.WeakSet):
-            return "weak set", {"class": self.ref(type(value), "class"), "items": [self.ref(one, "item") for one in value]}
+            return "weak set", {
+                "class": self.ref(type(value), "class"),
+                "items": [self.ref(one, "item") for one in value],
+            }
         pairs = [[self.ref(key, "key"), self.ref(one, "value")] for key, one in list(value.items())]
         return "weak dict", {"class": self.ref(type(value), "class"), "pairs": pairs}
 
@@ -408,7 +466,11 @@ class Walk:
             number = len(self.generators)
             self.generators.append(value)
         free = {name: cell for name, cell in zip(code.co_freevars, _cells_of(value), strict=True)}
-        held = {n: v for n, v in frame.f_locals.items() if n not in free and (not n.startswith(OWN_NAMES) or n.startswith(OWN_NAMES[0]))}
+        held = {
+            n: v
+            for n, v in frame.f_locals.items()
+            if n not in free and (not n.startswith(OWN_NAMES) or n.startswith(OWN_NAMES[0]))
+        }
         return "generator", {
             "file": code.co_filename, "place": list(place_of(code)), "module": self._files.module_of(frame.f_globals), "number": number,
             "closure": [self.ref(cell, name) for name, cell in free.items()], "variables": {n: self.ref(v, n) for n, v in held.items()},
@@ -420,7 +482,11 @@ class Walk:
     def _file(self, value: Any) -> tuple[str, Any]:
         if isinstance(value, (io.StringIO, io.BytesIO)):
             text = None if value.closed else value.getvalue()
-            return "memory file", {"class": self.ref(type(value), "class"), "text": self.ref(text, "text"), "at": 0 if text is None else value.tell()}
+            return "memory file", {
+                "class": self.ref(type(value), "class"),
+                "text": self.ref(text, "text"),
+                "at": 0 if text is None else value.tell(),
+            }
         if value.closed or self._is_old():
             return "file", {"closed": value.closed}
         if not isinstance(value, (io.TextIOWrapper, io.BufferedIOBase)) or not isinstance(value.name, str):
@@ -428,14 +494,26 @@ class Walk:
         if value.writable():
             value.flush()
         encoding = getattr(value, "encoding", None)
-        return "file", {"closed": False, "path": value.name, "mode": value.mode, "encoding": encoding, "at": value.tell()}
+        return "file", {
+            "closed": False,
+            "path": value.name,
+            "mode": value.mode,
+            "encoding": encoding,
+            "at": value.tell(),
+        }
 
     def _lock(self, value: Any) -> tuple[str, Any]:
         return "lock", {"reentrant": type(value) is _RLOCK}
 
     def _bar(self, value: Any) -> tuple[str, Any]:
-        held = {name: getattr(value, name, None) for name in ("iterable", "total", "desc", "leave", "disable", "unit", "postfix", "n", "pos")}
-        return "bar", {"class": self.ref(type(value), "class"), **{name: self.ref(one, name) for name, one in held.items()}}
+        held = {
+            name: getattr(value, name, None)
+            for name in ("iterable", "total", "desc", "leave", "disable", "unit", "postfix", "n", "pos")
+        }
+        return "bar", {
+            "class": self.ref(type(value), "class"),
+            **{name: self.ref(one, name) for name, one in held.items()},
+        }
 
     def _thread(self, value: Any) -> tuple[str, Any]:
         if not self._is_old():
@@ -451,7 +529,14 @@ _STATELESS = (
     weakref.ProxyType, weakref.CallableProxyType, types.ClassMethodDescriptorType,
 )  # fmt: skip
 """Types whose objects have no state that a loop changes."""
-_DESCRIPTORS = (types.FunctionType, staticmethod, classmethod, property, types.MemberDescriptorType, types.GetSetDescriptorType)
+_DESCRIPTORS = (
+    types.FunctionType,
+    staticmethod,
+    classmethod,
+    property,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+)
 _Described = Callable[[Walk, Any], tuple[str, Any]]
 _EXACT: dict[type, _Described] = {
     types.FunctionType: Walk._function,
@@ -514,9 +599,16 @@ def _is_plain(kind: type) -> bool:
     """Return whether objects of a class consist of their attributes: no class of C code is among its parents."""
     for parent in kind.__mro__[:-1]:
         is_heap = parent.__flags__ & (1 << 9)
-        if not is_heap or not ("__dict__" in parent.__dict__ or "__module__" in parent.__dict__ and hasattr(parent, "__weakref__") or "__slots__" in parent.__dict__):
+        if not is_heap or not (
+            "__dict__" in parent.__dict__
+            or ("__module__" in parent.__dict__
+            and hasattr(parent, "__weakref__"))
+            or "__slots__" in parent.__dict__
+        ):
             return False
-    return kind.__basicsize__ <= object.__basicsize__ + 8 * (4 + sum(len(getattr(p, "__slots__", ())) for p in kind.__mro__))
+    return kind.__basicsize__ <= object.__basicsize__ + 8 * (
+        4 + sum(len(getattr(p, "__slots__", ())) for p in kind.__mro__)
+    )
 
 
 def _has_begun(generator: types.GeneratorType[Any, Any, Any]) -> bool:
@@ -524,7 +616,9 @@ def _has_begun(generator: types.GeneratorType[Any, Any, Any]) -> bool:
 
 
 def _cells_of(generator: types.GeneratorType[Any, Any, Any]) -> list[Any]:
-    return [one for one in gc.get_referents(generator) if type(one) is types.CellType][-len(generator.gi_code.co_freevars) or 10**9 :]
+    return [one for one in gc.get_referents(generator) if type(one) is types.CellType][
+        -len(generator.gi_code.co_freevars) or 10**9 :
+    ]
 
 
 def base_of(walk: Walk, limits: list[int]) -> Base:

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 from mezzo.engine.snapshots.structure import put_together, take_apart
-from mezzo.launch.torch.reentry.iterators import samplers_of
-from mezzo.launch.torch.reentry.restore import Restoration
-from mezzo.launch.torch.reentry.script_files import ScriptFiles
-from mezzo.launch.torch.reentry.walk import Walk, base_of
+from mezzo.launch.torch.snapshots.iterators import samplers_of
+from mezzo.launch.torch.snapshots.restore import Restoration
+from mezzo.launch.torch.snapshots.script_files import ScriptFiles
+from mezzo.launch.torch.snapshots.walk import Walk, base_of
 
 
 def capture_samplers(files: ScriptFiles, loader: Any) -> dict[str, Any] | None:
@@ -32,7 +32,9 @@ def begin_samplers(files: ScriptFiles, loader: Any, saved: dict[str, Any] | None
         return
     contents = put_together(json.loads(saved["tree"]), saved["tensors"])
     found = _walked(files, loader)
-    restoration = Restoration(files, contents["rows"], contents["tensors"], dict(enumerate(found.objects)), lambda number: KeyError(number))  # type: ignore[arg-type,return-value]
+    restoration = Restoration(
+        files, contents["rows"], contents["tensors"], dict(enumerate(found.objects)), lambda number: KeyError(number)
+    )  # type: ignore[arg-type,return-value]
     restoration.fill(0, len(contents["rows"]))
 
 

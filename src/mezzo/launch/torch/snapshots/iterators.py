@@ -14,17 +14,36 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from mezzo.engine.snapshots.position import generators_of, skip_batches
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.errors import SnapshotError
-from mezzo.launch.torch.reentry.refusals import NotSavable
 from mezzo.launch.patches import Patches
+from mezzo.launch.torch.snapshots.refusals import NotSavable
 
 if TYPE_CHECKING:
-    from mezzo.launch.torch.reentry.walk import Walk
+    from mezzo.launch.torch.snapshots.walk import Walk
 
 _BY_NAME = {
     name: getattr(itertools, name)
-    for name in ("chain", "cycle", "islice", "count", "repeat", "accumulate", "starmap", "takewhile", "dropwhile", "zip_longest", "product")
+    for name in (
+        "chain",
+        "cycle",
+        "islice",
+        "count",
+        "repeat",
+        "accumulate",
+        "starmap",
+        "takewhile",
+        "dropwhile",
+        "zip_longest",
+        "product",
+    )
 }
-_CALLABLES: dict[str, Any] = {"iter": iter, "enumerate": enumerate, "zip": zip, "map": map, "filter": filter, "reversed": reversed} | _BY_NAME
+_CALLABLES: dict[str, Any] = {
+    "iter": iter,
+    "enumerate": enumerate,
+    "zip": zip,
+    "map": map,
+    "filter": filter,
+    "reversed": reversed,
+} | _BY_NAME
 _NAMES = {id(value): name for name, value in _CALLABLES.items()}
 ITERATOR_TYPES: list[type] = [
     *(type(iter(empty)) for empty in ([], (), range(0), range(2**70), {}, {}.items(), {}.values(), set(), "", "é", b"")),
@@ -84,7 +103,9 @@ def iterator_of(iterable: Any) -> Iterator[Any]:
     """Return what a ``for`` statement would iterate over."""
     iterator = iter(iterable)
     is_own = isinstance(getattr(type(iterator), "__iter__", None), FunctionType)
-    return OwnIterator(iterator) if is_own and not isinstance(iterator, (_BaseDataLoaderIter, TqdmIterator)) else iterator
+    return (
+        OwnIterator(iterator) if is_own and not isinstance(iterator, (_BaseDataLoaderIter, TqdmIterator)) else iterator
+    )
 
 
 def install_passes(patches: Patches, capture: Callable[[Any], Any]) -> None:
@@ -149,7 +170,11 @@ def samplers_of(loader: Any) -> list[Any]:
     """Return a loader's samplers that are not torch's own."""
     batches = getattr(loader, "batch_sampler", None)
     found = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
-    return [one for one in dict.fromkeys(found) if one is not None and not type(one).__module__.startswith("torch.utils.data")]
+    return [
+        one
+        for one in dict.fromkeys(found)
+        if one is not None and not type(one).__module__.startswith("torch.utils.data")
+    ]
 
 
 def reopen_pass(shell: Any, state: dict[str, Any], begin_samplers: Callable[[Any, Any], None]) -> None:

@@ -1,0 +1,304 @@
+"""Take snapshots of a script at the top of a loop, and lead a script that was started again back there.
+
+The first one is taken after the first update, so that a script that cannot be resumed is refused before it has trained for long, and one
+more after each interval. A resumed run executes the script from its first line to the end of its set-up, enters the loops at the saved
+place, and is from there on the run that was stopped: ``loops`` says how. Nothing that it has trained runs again.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mezzo.engine.processes.agreement import EVERY_S, Agreement, are_several
+from mezzo.engine.snapshots.background import Copies, Saving
+from mezzo.engine.snapshots.folder import Folder, saved_in
+from mezzo.engine.snapshots.structure import take_apart
+from mezzo.errors import SnapshotError
+from mezzo.launch.patches import Patches
+from mezzo.launch.request_parts import SnapshotRequest
+from mezzo.launch.torch.policy_change import change_policy
+from mezzo.launch.torch.snapshots.files import FileJournal
+from mezzo.launch.torch.snapshots.iterators import install_passes
+from mezzo.launch.torch.snapshots.loops import Loops, way_from_json
+from mezzo.launch.torch.snapshots.returning import return_to_good
+from mezzo.launch.torch.snapshots.rewriting import RUNTIME
+from mezzo.launch.torch.snapshots.samplers import capture_samplers
+from mezzo.launch.torch.snapshots.script_files import Finder, ScriptFiles, run_as_main
+from mezzo.launch.torch.snapshots.starting import choose_start
+from mezzo.launch.torch.snapshots.trained_objects import states_of
+from mezzo.launch.torch.state import Run
+from mezzo.observe.stopping import StopScript
+from mezzo.policy import Policy
+from mezzo.records import Reason, SnapshotsTaken
+
+_KEEP = 3
+_OLDEST, _NEWEST = (3, 11), (3, 13)
+"""Versions of Python: older ones do not tell where an instruction is, and newer ones were not tried."""
+
+
+class ScriptSnapshots:
+    """The snapshots of a run, and the one that it resumes."""
+
+    def __init__(self, run: Run, request: SnapshotRequest, script: str) -> None:
+        """Read the snapshot to resume, if one is requested, and lock the folder.
+
+        Raises:
+            SnapshotError: no snapshot can be loaded, the folder cannot be used, or this Python is too old.
+        """
+        if not _OLDEST <= sys.version_info[:2] <= _NEWEST:
+            raise SnapshotError(
+                f"--snapshot does not know Python {sys.version_info[0]}.{sys.version_info[1]}; allowed: 3.11 to 3.13",
+                hint="use one of these, or save with mezzo.Session",
+            )
+        self._run, self._request = run, request
+        self._resumed, last_number = choose_start(request)
+        self._folder = Folder(Path(request.folder).absolute())
+        self._folder.begin_after(last_number)
+        self._agreement = Agreement(every_s=min(EVERY_S, request.every_s / 2)) if request.ranks > 1 else None
+        tree = None if self._resumed is None else self._resumed.contents["script"]
+        self._files = ScriptFiles(script, [] if tree is None else [way_from_json(way) for way in tree["ways"]])
+        self._loops = Loops(
+            self._files, instead=self._returns, save=self._save, refuse=self._refused, arrived=self._arrived
+        )
+        runs = Path(request.folder).absolute().parent
+        self._journal = FileJournal(
+            Path(request.folder).absolute(), without=[runs if request.ranks == 1 else runs.parent]
+        )
+        self._copies, self._last_s = Copies(), float("-inf")
+        self._saving: Saving | None = None
+        self._patches = Patches()
+        self._sigterm_received = False
+        self._process = os.getpid()
+        self.refused: SnapshotError | None = None
+        """Why the script cannot be resumed; it was stopped because of that."""
+        self.taken = SnapshotsTaken(folder=request.folder, every_s=request.every_s)
+
+    def install(self) -> None:
+        """Watch the script's updates and loops until ``close``."""
+        patches = self._patches
+        setattr(builtins, RUNTIME, self._loops)
+        patches.on_undo(lambda: delattr(builtins, RUNTIME))
+        finder = Finder(self._files)
+        sys.meta_path.insert(0, finder)
+        patches.on_undo(lambda: sys.meta_path.remove(finder))
+        install_passes(patches, lambda loader: capture_samplers(self._files, loader))
+        patches.on_undo(register_optimizer_step_post_hook(torch.compiler.disable(lambda *_: self._updated())).remove)
+        patches.around(torch.Tensor, "backward", self._after_backward)
+        self._defer_sigterm()
+        if self._resumed is not None:
+            contents = self._resumed.contents
+            print(f"mezzo: resuming from {self._resumed.path}", file=sys.stderr)
+            for refused in self._resumed.refused:
+                print(f"mezzo: not {refused.path.name}: {refused.why}", file=sys.stderr)
+                self._record_problem(refused.path.name, "not loaded", refused.why)
+            self._journal.roll_back(contents["number"])
+            self._journal.begin_set_up()
+            self._loops.resume(contents["script"], contents["tensors"])
+        self._journal.install(patches)
+
+    def run_file(self, path: str) -> dict[str, Any]:
+        """Run the script's file and return its global variables."""
+        return run_as_main(self._files, path)
+
+    def close(self) -> SnapshotsTaken:
+        """Wait for the last save, undo what ``install`` did, and return what was taken."""
+        if self._loops.is_arriving:
+            self._journal.roll_back(0)
+        self._patches.undo()
+        self._finish_saving()
+        return self.taken
+
+    @property
+    def not_reached(self) -> SnapshotError | None:
+        """The error of a script that ended before it reached the place where the run to resume was stopped; None if it got there."""
+        if self.refused is not None or not self._loops.is_arriving:
+            return self.refused
+        return SnapshotError(
+            "the run cannot be resumed: the script ended before it reached the place where that run was stopped",
+            hint="resume with the script as it was; to start over, leave --resume out",
+        )
+
+    # --- after an update -------------------------------------------------------------------------------------------------
+
+    def _after_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not self._run.optimizers:  # the script updates its weights by hand
+            self._updated()
+        return result
+
+    def _updated(self) -> None:
+        if self._loops.is_arriving or self._loops.due or os.getpid() != self._process:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            return
+        guard = self._run.guard
+        if guard is not None and guard.pending is not None:
+            self._loops.want(sys._getframe(1))
+        elif self._is_due():
+            self._last_s = time.monotonic()
+            self._loops.want(sys._getframe(1))
+
+    def _is_due(self) -> bool:
+        """Return whether to save now; several processes agree on it, and all end if one received SIGTERM."""
+        due = self._sigterm_received or time.monotonic() - self._last_s >= self._request.every_s
+        if self._agreement is None:
+            return due
+        updates = self._run.num_updates
+        if updates < self._agreement.next:
+            return False
+        if not are_several():
+            self._report_problem(
+                "save", "no snapshot: the script's processes form no group, so they cannot save together"
+            )
+            return False
+        due, self._sigterm_received = map(bool, self._agreement.exchange(updates, [due, self._sigterm_received]))
+        return due
+
+    def _returns(self) -> bool:
+        """Return to the newest good snapshot, if an alarm asks for it, or have the guard end the script."""
+        guard = self._run.guard
+        if guard is None or guard.pending is None:
+            return False
+        self._finish_saving()
+        self._run.close_update()  # the open update is one of those that went wrong
+        outcome = return_to_good(
+            self._run,
+            self._folder.path,
+            guard.pending,
+            guard.noticed.rewinds,
+            objects=self._loops.objects(),
+            agreement=self._agreement,
+        )
+        if isinstance(outcome, str):
+            guard.end(f"{guard.pending.kind}: {guard.pending.evidence}; {outcome}")
+        else:
+            guard.returned(outcome)
+        # A snapshot saved now would be a copy of that one, but count as progress: a second return would begin with the mildest remedy.
+        self._last_s = time.monotonic()
+        return True
+
+    # --- saving ----------------------------------------------------------------------------------------------------------
+
+    def _save(self, tree: dict[str, Any], tensors: dict[str, Any], where: str, objects: dict[str, Any]) -> None:
+        """Write a snapshot in the background; what keeps it from being written is reported, and the training continues."""
+        try:
+            self._finish_saving()
+            run = self._run
+            updates = run.num_updates + (self.taken.resumed_updates or 0)
+            path = self._folder.next_path(updates=updates, calls=0)
+            number = int(path.name.split("-")[0])
+            trained = states_of(objects) if run.guard is not None else []
+            contents = {
+                "run": self._request.identity,
+                "number": number,
+                "files": self._journal.begin(number),
+                "policy": str(run.current),
+                "device": None if run.device_type is None else str(run.recorder.clock.device),
+                "scales": [run.scale.state_dict(), run.inner_scale.state_dict()],
+                "updates": updates,
+                "trained": trained,
+                "script": {key: value for key, value in tree.items() if key != "rows"},
+                "tensors": dict(tensors),
+            }
+            written, found = take_apart(contents)
+            written["script"]["rows"] = tree["rows"]  # JSON already
+            copies = self._copies.of(found)
+            self._saving = Saving(path, written, copies, self._prune)
+        except SnapshotError as error:
+            self._report_problem("save", error.message)
+        self.taken = self.taken.model_copy(update={"loop": where, "found": sorted(objects)})
+        if self._sigterm_received:
+            self._finish_saving()
+            self._end(signal.SIGTERM, None)
+
+    def _prune(self) -> None:
+        self._folder.prune(_KEEP)
+        kept = saved_in(self._folder.path)
+        if kept:
+            self._journal.drop_before(kept[-1].number)
+
+    def _refused(self, error: SnapshotError) -> None:
+        """End a script that cannot be resumed; one that could before goes on, and its record says what it lacks."""
+        if self._sigterm_received:
+            self._end(signal.SIGTERM, None)
+        if self.taken.saved or self._saving is not None or self.taken.resumed_from is not None:
+            self._report_problem("save", error.message)
+            return
+        self.refused = SnapshotError(
+            f"--snapshot cannot resume this script: {error.message}", hint=error.hint or "leave --snapshot out"
+        )
+        raise StopScript
+
+    def _finish_saving(self) -> None:
+        """Wait for the save in progress, and count it."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return
+        try:
+            path = saving.wait()
+        except SnapshotError as error:
+            self._report_problem("save", error.message)
+        else:
+            self.taken = self.taken.model_copy(update={"saved": self.taken.saved + 1, "last": path.name})
+
+    def _report_problem(self, what: str, why: str) -> None:
+        if all(problem.reason != why for problem in self.taken.problems):
+            print(f"mezzo: {why}", file=sys.stderr)
+            self._record_problem(what, "failed", why)
+
+    def _record_problem(self, what: str, value: str, why: str) -> None:
+        problems = [*self.taken.problems, Reason(what=what, value=value, reason=why)]
+        self.taken = self.taken.model_copy(update={"problems": problems})
+
+    # --- resuming --------------------------------------------------------------------------------------------------------
+
+    def _arrived(self) -> None:
+        """Go on as the run that was stopped."""
+        assert self._resumed is not None
+        contents, run = self._resumed.contents, self._run
+        self._journal.end_set_up(contents["number"], contents["files"])
+        run.close_update()
+        run.losses.forget()
+        run.recorder = run.recorder.replacement()
+        if run.guard is not None:
+            run.guard.restart()
+        self.taken = self.taken.model_copy(
+            update={"resumed_from": str(self._resumed.path), "resumed_updates": contents["updates"]}
+        )
+        if contents["device"] is not None:  # else the first call of a model would begin with a new scale
+            run.begin_on(torch.device(contents["device"]))
+        if contents["policy"] != str(run.current):
+            why = "the run that is resumed had fallen back to it; see its record"
+            change_policy(run, Policy.parse(contents["policy"]), why)
+            print(f"mezzo: guard: policy {contents['policy']}: {why}", file=sys.stderr)
+        for scale, state in zip((run.scale, run.inner_scale), contents["scales"], strict=True):
+            scale.load_state_dict(state)
+        self._last_s = time.monotonic()
+        self._resumed = None
+
+    def _defer_sigterm(self) -> None:
+        """End after the next turn of the loop and a snapshot instead of immediately; ``LAST_WORD`` still ends the script."""
+        self._end: Any = signal.getsignal(signal.SIGTERM)
+        if not callable(self._end):
+            return
+
+        def defer(number: int, frame: Any) -> None:
+            if not self._loops.can_save or os.getpid() != self._process:
+                self._end(number, frame)
+            self._sigterm_received = True
+            if self._agreement is None:
+                self._loops.due = True
+
+        signal.signal(signal.SIGTERM, defer)
+        self._patches.on_undo(lambda: signal.signal(signal.SIGTERM, self._end))
