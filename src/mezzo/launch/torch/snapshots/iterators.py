@@ -45,10 +45,13 @@ _CALLABLES: dict[str, Any] = {
     "reversed": reversed,
 } | _BY_NAME
 _NAMES = {id(value): name for name, value in _CALLABLES.items()}
+_EMPTY: list[Any] = [[], (), range(0), range(2**70), {}, {}.items(), {}.values(), set(), "", "é", b""]
+_REVERSIBLE: list[Any] = [[], {}, {}.items(), {}.values()]
 ITERATOR_TYPES: list[type] = [
-    *(type(iter(empty)) for empty in ([], (), range(0), range(2**70), {}, {}.items(), {}.values(), set(), "", "é", b"")),
-    *(type(reversed(empty)) for empty in ([], {}, {}.items(), {}.values())),
-    *(enumerate, zip, map, filter, reversed, type(iter(int, 1))), *_BY_NAME.values(),
+    *(type(iter(one)) for one in _EMPTY),
+    *(type(reversed(one)) for one in _REVERSIBLE),
+    *(enumerate, zip, map, filter, reversed, type(iter(int, 1))),
+    *_BY_NAME.values(),
 ]  # fmt: skip
 
 
@@ -125,7 +128,7 @@ def install_passes(patches: Patches, capture: Callable[[Any], Any]) -> None:
     patches.around(_BaseDataLoaderIter, "__init__", _begin)
     patches.around(_BaseDataLoaderIter, "__next__", deliver)
     if "tqdm" in sys.modules:
-        from tqdm.std import tqdm
+        tqdm = sys.modules["tqdm.std"].tqdm
 
         patches.around(tqdm, "__iter__", lambda original, bar: TqdmIterator(bar))
 
@@ -161,7 +164,7 @@ def written_pass(value: Any, walk: Walk) -> dict[str, Any]:
         "delivered": value._num_yielded,
         "class": walk.ref(type(value), "class"),
     }
-    fetcher = getattr(value, "_dataset_fetcher", None)
+    fetcher: Any = getattr(value, "_dataset_fetcher", None)
     stream = getattr(fetcher, "dataset_iter", None)
     return state | ({} if stream is None else {"stream": walk.ref(stream, "stream"), "ended": fetcher.ended})
 

@@ -78,7 +78,7 @@ def written_leaf(value: Any) -> Any:
     if kind is torch.Size:
         return ["Size", *value]
     if kind in _TEXTS:
-        if getattr(value, "tzinfo", None) is not None and value.tzinfo is not datetime.UTC:
+        if getattr(value, "tzinfo", None) is not None and value.tzinfo is not datetime.timezone.utc:
             return NOT_A_LEAF
         return ["text", kind.__name__, _TEXTS[kind][0](value)]
     if isinstance(value, np.dtype):
@@ -98,7 +98,8 @@ def _named(value: Any, kind: type) -> Any:
     if isinstance(value, io.IOBase) and value in (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         return ["single", str(getattr(value, "name", "")).strip("<>")]
     if kind is types.ModuleType:
-        return ["module", value.__name__] if sys.modules.get(value.__name__) is value else NOT_A_LEAF
+        name = str(value.__name__)
+        return ["module", name] if sys.modules.get(name) is value else NOT_A_LEAF
     if isinstance(value, (type, *_FUNCTIONS)):
         module, name = (
             getattr(value, "__module__", None),

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.iterators import new_iterator, reopen_pass
+from mezzo.launch.torch.snapshots.known_types import NOT_SAVED
 from mezzo.launch.torch.snapshots.leaves import read_dtype, read_leaf
 from mezzo.launch.torch.snapshots.rewriting import ITERATOR, OWN_NAMES, codes_in
 from mezzo.launch.torch.snapshots.script_files import ScriptFiles
 from mezzo.launch.torch.snapshots.source import FunctionPlace, place_of
-from mezzo.launch.torch.snapshots.walk import NOT_SAVED
 
 _LATE = ("dict", "OrderedDict", "defaultdict", "Counter", "set", "variables", "weak dict", "weak set")
 _AFTER = ("random", "bar")
@@ -139,10 +139,10 @@ class Restoration:
 
     def _container(self, kind: str, state: Any) -> Any:
         parent = _CONTAINERS[kind]
-        cls = self.value(state["class"]) if "class" in state else parent
+        cls: Any = self.value(state["class"]) if "class" in state else parent
         if kind == "deque":
             return cls([], state["most"]) if cls is parent else parent.__new__(cls, [], state["most"])
-        new = parent.__new__(cls)
+        new: Any = parent.__new__(cls)
         if kind == "defaultdict":
             new.default_factory = self.value(state["factory"])
         return new
@@ -155,12 +155,10 @@ class Restoration:
         return frozenset(self.value(one) for one in state["items"])
 
     def _tensor(self, state: Any) -> Any:
-        if "view of" in state:
-            storage = self.value(state["view of"]).untyped_storage()
-        else:
-            storage = self._storage(state["storage"], state["device"])
+        old = state.get("view of")
+        storage = self._storage(state["storage"], state["device"]) if old is None else self.value(old).untyped_storage()
         new = torch.empty(0, dtype=read_leaf(state["format"]), device=storage.device)
-        new.set_(storage, state["offset"], state["shape"], state["strides"])  # type: ignore[call-overload]
+        new.set_(storage, state["offset"], state["shape"], state["strides"])
         cls = self.value(state["class"]) if "class" in state else Tensor
         if not state["leaf"] and state["trains"]:
             return _Lost.apply(new.requires_grad_())
@@ -225,7 +223,7 @@ class Restoration:
 
     def _generator(self, state: Any) -> Any:
         if state.get("ended"):
-            return (one for one in ())
+            return iter(())
         made = self._function(state)
         code = made.__code__
         by_name = dict.fromkeys(code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount])

@@ -30,6 +30,7 @@ from mezzo.launch.torch.snapshots.source import (
     chain,
     first_line,
     loops_of,
+    place_of,
     span_of,
 )
 
@@ -77,7 +78,7 @@ class _Rewriting:
         self._numbers = {id(loop): number for number, loop in enumerate(loops_of(self._tree))}
         self._ways = {way.place: way for way in ways if way.file == source.path}
         plain = compile(source.text, source.path, "exec", dont_inherit=True)
-        self._codes = {FunctionPlace(code.co_qualname, code.co_firstlineno): code for code in codes_in(plain)}
+        self._codes = {place_of(code): code for code in codes_in(plain)}
 
     def code(self) -> CodeType:
         self._tree.body = self._function(self._tree.body, MODULE, [])

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from mezzo.engine.snapshots.structure import put_together, take_apart
+from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.iterators import samplers_of
 from mezzo.launch.torch.snapshots.restore import Restoration
 from mezzo.launch.torch.snapshots.script_files import ScriptFiles
@@ -32,9 +33,8 @@ def begin_samplers(files: ScriptFiles, loader: Any, saved: dict[str, Any] | None
         return
     contents = put_together(json.loads(saved["tree"]), saved["tensors"])
     found = _walked(files, loader)
-    restoration = Restoration(
-        files, contents["rows"], contents["tensors"], dict(enumerate(found.objects)), lambda number: KeyError(number)
-    )  # type: ignore[arg-type,return-value]
+    present = dict(enumerate(found.objects))
+    restoration = Restoration(files, contents["rows"], contents["tensors"], present, _lost)
     restoration.fill(0, len(contents["rows"]))
 
 
@@ -47,3 +47,10 @@ def _walked(files: ScriptFiles, loader: Any) -> Walk:
 
 def _named(samplers: list[Any]) -> dict[str, Any]:
     return {f"sampler {number}": sampler for number, sampler in enumerate(samplers)}
+
+
+def _lost(number: int) -> SnapshotError:
+    return SnapshotError(
+        "a sampler of the DataLoader is not the one of the run to resume",
+        hint="resume with the same script and the same data",
+    )

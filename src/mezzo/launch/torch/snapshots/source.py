@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import sys
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -45,6 +46,8 @@ def span_of(node: ast.expr | ast.stmt) -> Span:
 
 def position_of(code: CodeType, instruction: int) -> Span | None:
     """Return the place in the file of the instruction at byte ``instruction``; None if the compiler kept none."""
+    if sys.version_info < (3, 11):
+        return None
     line, end_line, column, end_column = next(itertools.islice(code.co_positions(), instruction // 2, None))
     if line is None or end_line is None or column is None or end_column is None:
         return None
@@ -53,7 +56,10 @@ def position_of(code: CodeType, instruction: int) -> Span | None:
 
 def place_of(code: CodeType) -> FunctionPlace:
     """Return the place of a function by its code."""
-    return MODULE if code.co_name == "<module>" else FunctionPlace(code.co_qualname, code.co_firstlineno)
+    if code.co_name == "<module>":
+        return MODULE
+    name = code.co_qualname if sys.version_info >= (3, 11) else code.co_name
+    return FunctionPlace(name, code.co_firstlineno)
 
 
 class Source:

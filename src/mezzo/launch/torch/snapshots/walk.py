@@ -13,8 +13,6 @@ from __future__ import annotations
 import collections
 import enum
 import functools
-import gc
-import inspect
 import io
 import pickle
 import random
@@ -22,7 +20,7 @@ import threading
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,33 +36,22 @@ from mezzo.launch.torch.snapshots.iterators import (
     written_iterator,
     written_pass,
 )
+from mezzo.launch.torch.snapshots.known_types import (
+    NOT_SAVED,
+    STATELESS,
+    bytes_of,
+    cells_of,
+    checksum,
+    has_begun,
+    is_opaque,
+    is_plain,
+    slots_of,
+)
 from mezzo.launch.torch.snapshots.leaves import NOT_A_LEAF, written_dtype, written_leaf
 from mezzo.launch.torch.snapshots.refusals import NotSavable
 from mezzo.launch.torch.snapshots.rewriting import OWN_NAMES
 from mezzo.launch.torch.snapshots.script_files import ScriptFiles
 from mezzo.launch.torch.snapshots.source import place_of
-
-NOT_SAVED = {
-    "__builtins__",
-    "__spec__",
-    "__loader__",
-    "__cached__",
-    "__file__",
-    "__package__",
-    "__name__",
-    "__doc__",
-    "__annotations__",
-}
-"""Names of a module that Python itself gives it."""
-OPAQUE = (
-    "mezzo", "torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch._C", "torch.distributed", "torch.jit", "torch.cuda",
-    "torch.autograd", "torch.utils._", "logging", "threading", "_thread", "multiprocessing", "concurrent", "importlib", "_frozen_importlib",
-    "argparse", "tensorboard", "torch.utils.tensorboard", "tensorboardX", "wandb", "mlflow", "asyncio", "contextlib", "_io", "unittest", "warnings",
-    "_contextvars", "ctypes", "_ctypes", "subprocess", "typing", "abc", "_abc", "dataclasses", "inspect", "ast", "weakref",
-)  # fmt: skip
-"""Libraries whose objects a loop does not change in a way that a resumed run would miss, and types without a state."""
-_SMALL_BYTES = 4096
-"""Smaller arrays are saved without a look at whether they changed."""
 
 
 class Base(NamedTuple):
@@ -195,14 +182,13 @@ class Walk:
         for parent, described in _DERIVED:
             if isinstance(value, parent):
                 return described(self, value)
-        module = kind.__module__
-        if any(module == name or module.startswith(name if name.endswith("_") else f"{name}.") for name in OPAQUE):
+        if is_opaque(value):
             return self._opaque(value)
-        if _is_plain(kind) or kind is types.SimpleNamespace:
+        if is_plain(kind) or kind is types.SimpleNamespace:
             return self._object(value)
         if isinstance(value, BaseException):
             return "error", self.attributes(value) | {"arguments": self.ref(value.args, "args")}
-        if isinstance(value, _STATELESS):
+        if isinstance(value, STATELESS):
             return self._opaque(value)
         return self._unknown(value)
 
@@ -233,7 +219,7 @@ class Walk:
             state["is its own attributes"] = True
         elif type(held) is dict:
             state["attributes"] = self.ref(held, "__dict__")
-        slots = {name: self.ref(one, name) for name, one in _slots(value)}
+        slots = {name: self.ref(one, name) for name, one in slots_of(value)}
         return state | ({"slots": slots} if slots else {})
 
     def _object(self, value: Any) -> tuple[str, Any]:
@@ -298,16 +284,15 @@ class Walk:
     def _storage(self, value: Tensor, place: tuple[str, int]) -> dict[str, Any]:
         """Return the memory of a younger tensor, which others may share, and its place in it."""
         assert self._base is not None
-        layout = {
-            "format": written_leaf(value.dtype), "offset": value.storage_offset(), "shape": list(value.shape), "strides": list(value.stride()),
-        }  # fmt: skip
+        layout = {"format": written_leaf(value.dtype), "offset": value.storage_offset()}
+        layout |= {"shape": list(value.shape), "strides": list(value.stride())}
         old = self._base.storages.get(place)
         if old is not None and old < self._limit and value.numel():
             return layout | {"view of": self.ref(self._base.objects[old], "base")}
         name = f"storage {place[0]} {place[1]}" if value.numel() else f"empty {self._now}"
         if name not in self.tensors:
             whole = torch.empty(0, dtype=torch.uint8, device=value.device)
-            self.tensors[name] = whole.set_(value.untyped_storage())  # type: ignore[call-overload]
+            self.tensors[name] = whole.set_(value.untyped_storage())
         return layout | {"storage": name, "device": str(value.device)}
 
     def _changed(self, value: Any, copied: Callable[[], Tensor]) -> dict[str, Any]:
@@ -343,14 +328,9 @@ class Walk:
         if self._base is None:
             self.checksums[self._now] = checksum(value)
             return "array", state
-        data = lambda: (
-            torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), np.uint8))
-            if value.nbytes
-            else torch.empty(0, dtype=torch.uint8)
-        )
         if self._is_old():
-            return "array", state | self._changed(value, data)
-        self.tensors[f"{self._now}"] = data()
+            return "array", state | self._changed(value, lambda: bytes_of(value))
+        self.tensors[f"{self._now}"] = bytes_of(value)
         order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
         return "array", state | {
             "format": written_dtype(value.dtype),
@@ -377,7 +357,7 @@ class Walk:
             return self._opaque(value)
         code = value.__code__
         state = {
-            "module": value.__globals__.get("__name__"), "top": code.co_qualname.split(".<locals>")[0], "place": list(place_of(code)),
+            "module": value.__globals__.get("__name__"), "top": place_of(code).name.split(".<locals>")[0], "place": list(place_of(code)),
             "name": value.__name__, "qualname": value.__qualname__,
             "closure": [self.ref(cell, name) for cell, name in zip(value.__closure__ or (), code.co_freevars, strict=True)],
             "defaults": self.ref(value.__defaults__, "__defaults__"), "by name": self.ref(value.__kwdefaults__, "__kwdefaults__"),
@@ -456,16 +436,16 @@ class Walk:
             return "generator", {"ended": True}
         code, frame = value.gi_code, value.gi_frame
         if not self._files.has(code) or code.co_name.startswith("<"):
-            if self._is_old() and not _has_begun(value):
+            if self._is_old() and not has_begun(value):
                 return "opaque", None
             raise self.refusal(value, f"it runs {code.co_qualname}, whose position cannot be restored")
         if value.gi_yieldfrom is not None or code.co_cellvars:
             raise self.refusal(value, f"{code.co_qualname} is inside yield from, or has functions of its own")
         number = None
-        if frame.f_lasti >= 0 and _has_begun(value):
+        if frame.f_lasti >= 0 and has_begun(value):
             number = len(self.generators)
             self.generators.append(value)
-        free = {name: cell for name, cell in zip(code.co_freevars, _cells_of(value), strict=True)}
+        free = dict(zip(code.co_freevars, cells_of(value), strict=True))
         held = {
             n: v
             for n, v in frame.f_locals.items()
@@ -523,12 +503,6 @@ class Walk:
 
 _POSITIONS = {*ITERATOR_TYPES, OwnIterator, TqdmIterator}
 _RLOCK = type(threading.RLock())
-_STATELESS = (
-    types.CodeType, property, staticmethod, classmethod, types.GetSetDescriptorType, types.MemberDescriptorType, types.MappingProxyType, types.GenericAlias,
-    types.ModuleType, types.FrameType, types.TracebackType, types.UnionType, type(np.add), types.MethodDescriptorType, types.WrapperDescriptorType,
-    weakref.ProxyType, weakref.CallableProxyType, types.ClassMethodDescriptorType,
-)  # fmt: skip
-"""Types whose objects have no state that a loop changes."""
 _DESCRIPTORS = (
     types.FunctionType,
     staticmethod,
@@ -568,57 +542,6 @@ _DERIVED: list[tuple[Any, _Described]] = [
     (io.IOBase, Walk._file),
     (threading.Thread, Walk._thread),
 ]
-
-
-def checksum(value: Any) -> int | None:
-    """Return a checksum of an array's elements; None if it is small, or not to be read."""
-    if value.nbytes <= _SMALL_BYTES:
-        return None
-    try:
-        if isinstance(value, Tensor):
-            value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-    except Exception:  # a type that NumPy has no bytes for: it is saved each time
-        return None
-
-
-def _slots(value: Any) -> Iterator[tuple[str, Any]]:
-    for one in type(value).__mro__:
-        names = one.__dict__.get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            full = f"_{one.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
-            if name not in ("__dict__", "__weakref__"):
-                try:
-                    yield full, object.__getattribute__(value, full)
-                except AttributeError:
-                    continue
-
-
-@functools.cache
-def _is_plain(kind: type) -> bool:
-    """Return whether objects of a class consist of their attributes: no class of C code is among its parents."""
-    for parent in kind.__mro__[:-1]:
-        is_heap = parent.__flags__ & (1 << 9)
-        if not is_heap or not (
-            "__dict__" in parent.__dict__
-            or ("__module__" in parent.__dict__
-            and hasattr(parent, "__weakref__"))
-            or "__slots__" in parent.__dict__
-        ):
-            return False
-    return kind.__basicsize__ <= object.__basicsize__ + 8 * (
-        4 + sum(len(getattr(p, "__slots__", ())) for p in kind.__mro__)
-    )
-
-
-def _has_begun(generator: types.GeneratorType[Any, Any, Any]) -> bool:
-    return inspect.getgeneratorstate(generator) != inspect.GEN_CREATED
-
-
-def _cells_of(generator: types.GeneratorType[Any, Any, Any]) -> list[Any]:
-    return [one for one in gc.get_referents(generator) if type(one) is types.CellType][
-        -len(generator.gi_code.co_freevars) or 10**9 :
-    ]
 
 
 def base_of(walk: Walk, limits: list[int]) -> Base:

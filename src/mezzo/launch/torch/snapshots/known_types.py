@@ -1,0 +1,118 @@
+"""What is known of the types that a script's objects have: which have no state, which are made of attributes, and their bytes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import types
+import weakref
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mezzo.launch.torch.snapshots.trained_objects import kind_of
+
+NOT_SAVED = {
+    "__builtins__",
+    "__spec__",
+    "__loader__",
+    "__cached__",
+    "__file__",
+    "__package__",
+    "__name__",
+    "__doc__",
+    "__annotations__",
+}
+"""Names of a module that Python itself gives it."""
+OPAQUE = (
+    "mezzo", "torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch._C", "torch.distributed", "torch.jit", "torch.cuda",
+    "torch.autograd", "torch.utils._", "torch.utils.tensorboard", "tensorboard", "tensorboardX", "wandb", "mlflow", "logging", "_thread",
+    "concurrent", "importlib", "_frozen_importlib", "asyncio", "contextlib", "_io", "unittest", "warnings", "_contextvars", "typing", "abc",
+    "_abc", "dataclasses", "inspect", "ast", "weakref",
+)  # fmt: skip
+"""Libraries whose objects a loop does not change in a way that a resumed run would miss, and types without a state."""
+_SMALL_BYTES = 4096
+"""Smaller arrays are saved without a look at whether they changed."""
+
+
+STATELESS = (
+    types.CodeType, types.ModuleType, types.FrameType, types.TracebackType, types.GenericAlias, types.MappingProxyType,
+    property, staticmethod, classmethod, types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, types.ClassMethodDescriptorType, type(np.add), weakref.ProxyType, weakref.CallableProxyType, type(int | str),
+)  # fmt: skip
+"""Types whose objects have no state that a loop changes."""
+
+
+def checksum(value: Any) -> int | None:
+    """Return a checksum of an array's elements; None if it is small, or not to be read."""
+    if value.nbytes <= _SMALL_BYTES:
+        return None
+    try:
+        if isinstance(value, Tensor):
+            value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return zlib.crc32(memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
+    except Exception:  # a type that NumPy has no bytes for: it is saved each time
+        return None
+
+
+def bytes_of(array: Any) -> Tensor:
+    """Return the bytes of a NumPy array as a tensor."""
+    return (
+        torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
+        if array.nbytes
+        else torch.empty(0, dtype=torch.uint8)
+    )
+
+
+def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield an object's slots that have a value."""
+    for one in type(value).__mro__:
+        names = one.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            full = f"_{one.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+            if name not in ("__dict__", "__weakref__"):
+                try:
+                    yield full, object.__getattribute__(value, full)
+                except AttributeError:
+                    continue
+
+
+@functools.cache
+def is_plain(kind: Any) -> bool:
+    """Return whether objects of a class consist of their attributes: no class of C code is among its parents."""
+    for parent in kind.__mro__[:-1]:
+        is_heap = parent.__flags__ & (1 << 9)
+        if not is_heap or not (
+            "__dict__" in parent.__dict__
+            or ("__module__" in parent.__dict__ and hasattr(parent, "__weakref__"))
+            or "__slots__" in parent.__dict__
+        ):
+            return False
+    return kind.__basicsize__ <= object.__basicsize__ + 8 * (
+        4 + sum(len(getattr(p, "__slots__", ())) for p in kind.__mro__)
+    )
+
+
+def has_begun(generator: types.GeneratorType[Any, Any, Any]) -> bool:
+    """Return whether a generator has run at all."""
+    return inspect.getgeneratorstate(generator) != inspect.GEN_CREATED
+
+
+def cells_of(generator: types.GeneratorType[Any, Any, Any]) -> list[Any]:
+    """Return the cells of a generator's function."""
+    return [one for one in gc.get_referents(generator) if type(one) is types.CellType][
+        -len(generator.gi_code.co_freevars) or 10**9 :
+    ]
+
+
+def is_opaque(value: Any) -> bool:
+    """Return whether an object belongs to a library whose objects stay as set-up makes them, and is none that training changes."""
+    module = type(value).__module__
+    return not kind_of(value) and any(
+        module == name or module.startswith(name if name.endswith("_") else f"{name}.") for name in OPAQUE
+    )
