@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -51,7 +52,7 @@ class FileJournal:
         self._opened: list[tuple[Any, str, int, str]] = []
         """Files opened to be written: a weak reference, the path, how often it had been opened before, and the mode."""
         self._times: Counter[str] = Counter()
-        self._busy = False
+        self._local = threading.local()  # a snapshot's thread deletes journals while the script writes
 
     def install(self, patches: Patches) -> None:
         """Watch what the script writes until ``patches`` are undone."""
@@ -166,11 +167,15 @@ class FileJournal:
         return not inside and f"{os.sep}__pycache__{os.sep}" not in path and ".tfevents." not in path
 
     def _without_watching(self, action: Callable[[], Any]) -> None:
-        before, self._busy = self._busy, True
+        before, self._local.busy = self._busy, True
         try:
             action()
         finally:
-            self._busy = before
+            self._local.busy = before
+
+    @property
+    def _busy(self) -> bool:
+        return getattr(self._local, "busy", False)
 
     # --- what the script calls -------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import inspect
 import types
@@ -42,7 +41,8 @@ _SMALL_BYTES = 4096
 
 STATELESS = (
     types.CodeType, types.ModuleType, types.FrameType, types.TracebackType, types.GenericAlias, types.MappingProxyType,
-    property, staticmethod, classmethod, types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodDescriptorType,
+    property, staticmethod, classmethod, types.GetSetDescriptorType, types.MemberDescriptorType,
+    types.MethodDescriptorType,
     types.WrapperDescriptorType, types.ClassMethodDescriptorType, type(np.add), weakref.ProxyType, weakref.CallableProxyType, type(int | str),
 )  # fmt: skip
 """Types whose objects have no state that a loop changes."""
@@ -55,7 +55,7 @@ def checksum(value: Any) -> int | None:
     try:
         if isinstance(value, Tensor):
             value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        return zlib.crc32(memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8)))
+        return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
     except Exception:  # a type that NumPy has no bytes for: it is saved each time
         return None
 
@@ -82,8 +82,7 @@ def slots_of(value: Any) -> Iterator[tuple[str, Any]]:
                     continue
 
 
-@functools.cache
-def is_plain(kind: Any) -> bool:
+def is_plain(kind: type) -> bool:
     """Return whether objects of a class consist of their attributes: no class of C code is among its parents."""
     for parent in kind.__mro__[:-1]:
         is_heap = parent.__flags__ & (1 << 9)
@@ -112,7 +111,7 @@ def cells_of(generator: types.GeneratorType[Any, Any, Any]) -> list[Any]:
 
 def is_opaque(value: Any) -> bool:
     """Return whether an object belongs to a library whose objects stay as set-up makes them, and is none that training changes."""
-    module = type(value).__module__
+    module = str(type(value).__module__)
     return not kind_of(value) and any(
         module == name or module.startswith(name if name.endswith("_") else f"{name}.") for name in OPAQUE
     )

@@ -133,16 +133,18 @@ class Restoration:
 
     def _error(self, state: Any) -> Any:
         cls, arguments = self.value(state["class"]), self.value(state["arguments"])
-        error = cls.__new__(cls, *arguments)
+        create: Any = cls.__new__
+        error = create(cls, *arguments)
         error.args = arguments
         return error
 
     def _container(self, kind: str, state: Any) -> Any:
         parent = _CONTAINERS[kind]
         cls: Any = self.value(state["class"]) if "class" in state else parent
+        create: Any = parent.__new__
+        new = create(cls)
         if kind == "deque":
-            return cls([], state["most"]) if cls is parent else parent.__new__(cls, [], state["most"])
-        new: Any = parent.__new__(cls)
+            collections.deque.__init__(new, (), state["most"])
         if kind == "defaultdict":
             new.default_factory = self.value(state["factory"])
         return new
@@ -203,7 +205,7 @@ class Restoration:
     def _made(self, code: types.CodeType, variables: dict[str, Any], state: Any) -> Any:
         cells = tuple(self.value(cell) for cell in state["closure"])
         made = types.FunctionType(code, variables, state.get("name", code.co_name), None, cells)
-        made.__qualname__ = state.get("qualname", code.co_qualname)
+        made.__qualname__ = state.get("qualname", place_of(code).name)
         return made
 
     def _frame_cell(self, state: Any) -> Any:

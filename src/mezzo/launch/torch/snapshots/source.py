@@ -58,7 +58,7 @@ def place_of(code: CodeType) -> FunctionPlace:
     """Return the place of a function by its code."""
     if code.co_name == "<module>":
         return MODULE
-    name = code.co_qualname if sys.version_info >= (3, 11) else code.co_name
+    name: str = getattr(code, "co_qualname", code.co_name)
     return FunctionPlace(name, code.co_firstlineno)
 
 

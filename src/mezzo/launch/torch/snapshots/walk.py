@@ -14,6 +14,7 @@ import collections
 import enum
 import functools
 import io
+import os
 import pickle
 import random
 import threading
@@ -226,7 +227,7 @@ class Walk:
         return "object", self.attributes(value)
 
     def _sequence(self, value: Any) -> tuple[str, Any]:
-        state = {"items": [self.ref(one, f"[{n}]") for n, one in enumerate(list(value))]}
+        state: dict[str, Any] = {"items": [self.ref(one, f"[{n}]") for n, one in enumerate(list(value))]}
         kind = next(one for one in (list, tuple, set, frozenset, collections.deque) if isinstance(value, one))
         if isinstance(value, collections.deque):
             state["most"] = value.maxlen
@@ -469,15 +470,16 @@ class Walk:
             }
         if value.closed or self._is_old():
             return "file", {"closed": value.closed}
-        if not isinstance(value, (io.TextIOWrapper, io.BufferedIOBase)) or not isinstance(value.name, str):
+        name = getattr(value, "name", None)
+        if not isinstance(value, (io.TextIOWrapper, io.BufferedIOBase)) or not isinstance(name, str):
             raise self.refusal(value)
         if value.writable():
             value.flush()
         encoding = getattr(value, "encoding", None)
         return "file", {
             "closed": False,
-            "path": value.name,
-            "mode": value.mode,
+            "path": os.path.abspath(name),
+            "mode": getattr(value, "mode", "r"),
             "encoding": encoding,
             "at": value.tell(),
         }
