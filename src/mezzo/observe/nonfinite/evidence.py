@@ -132,6 +132,8 @@ class Evidence(Value):
     """The bad steps that are not normal skips."""
     settled_scale: float | None = None
     """The dynamic loss scale at which the run settled, if skipped updates have lowered it below ``LEAST_SCALE``."""
+    may_settle_higher: bool = False
+    """Whether that scale alone is the fault, and the run too short to tell that it stays so low."""
     zeros: float = 0.0
     """The share of all gradient elements that are 0 only because of the format, in the last healthy step that was inspected."""
     unexplained_skips: list[int] = []

@@ -35,6 +35,9 @@ _IN_SCRIPT = "it is a change of the script itself"
 _MAX_TRIALS = 5
 """The largest number of runs to find a fix."""
 _MAX_MODULES = 3
+TRAIN_LONGER = (
+    "let the script train for {} steps or more, and diagnose them: then it is known where the loss scale settles"
+)
 RUN_AGAIN = "set the script's seeds and run it again, so that the step can be inspected"
 """The fix of a fault whose operation was not inspected."""
 DIVERGES = "lower the learning rate, or clip the gradients"
@@ -123,6 +126,8 @@ def _offers(record: DiagnoseRecord) -> list[Offer]:
         module = [_wider(record, (record.pattern,))] if record.pattern else []
         return [*_line(record), *module] if narrow else []
     if not record.located:
+        return []
+    if record.verdict == "scale_overflow" and record.steps_needed is not None:
         return []
     if record.verdict == "scale_overflow" and record.settled_scale is not None:
         return _for_range(record)  # a scale that fits is what loses the small gradients

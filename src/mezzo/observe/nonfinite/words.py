@@ -37,6 +37,14 @@ def undecided(record: DiagnoseRecord, why: str) -> Reason:
     return Reason(what="undecided", value=f"perhaps {record.verdict.replace('_', ' ')}", reason=why)
 
 
+def too_few_steps(record: DiagnoseRecord, *, steps: int) -> str:
+    """Return why so few steps do not show whether the loss scale has settled too low."""
+    return (
+        f"the loss scale is down to {record.settled_scale or 0:g} in {steps} steps, and in fewer than {record.steps_needed} one "
+        "that settles higher may be as low for a while"
+    )
+
+
 def detail(located: Located, verdict: Diagnosed) -> str:
     """Return what happened at a fault."""
     source = located.source
