@@ -255,7 +255,8 @@ def place_to_blame(
 def _saturated(errors: GradientErrors | None, step: int, names: ModelNames, *, bad: bool) -> Located | None:
     """Return the overflow that made finite gradients, or a finite loss, wrong; in a bad step, only one of the forward pass."""
     wrong = () if errors is None else errors.above or errors.losses
-    sources = [s for gradient in wrong for s in gradient.sources if s.kind == "made" and s.wide is not None]
+    made = [s for gradient in wrong for s in gradient.sources if s.kind == "made"]
+    sources = [s for s in made if s.wide is not None or (s.in_fp64 is not None and not (bad and s.in_update))]
     source = min((s for s in sources if not (bad and s.backward)), key=lambda s: s.index, default=None)
     if source is None or errors is None:
         return None

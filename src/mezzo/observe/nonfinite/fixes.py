@@ -142,6 +142,8 @@ def _offers(record: DiagnoseRecord) -> list[Offer]:
         return [_for_entered(record)]
     if record.verdict == "invalid_operation":
         return [_for_invalid(record.op, record.operands, forward=record.phase == "forward")]
+    if record.verdict == "silent_saturation" and record.origin == "made" and record.largest is None:
+        return [_beyond_fp32(record.op)]
     if record.verdict == "silent_saturation" and record.origin == "vanished" and record.phase == "backward":
         return _for_vanished(record)
     of_scale = (
@@ -429,6 +431,11 @@ def _for_entered(record: DiagnoseRecord) -> Offer:
 
 def _for_update(step: str) -> Offer:
     return Offer(f"{step} made a weight infinite or NaN: lower the learning rate, or raise the optimizer's eps", "")
+
+
+def _beyond_fp32(op: str) -> Offer:
+    advice = f"divide what {op} reads by its largest magnitude, or compute the line in FP64: BF16 ends where FP32 does"
+    return Offer(advice, "")
 
 
 def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:
