@@ -169,6 +169,10 @@ class Restoration:
             return made if cls is torch.nn.Parameter else made.as_subclass(cls)
         return (new if cls is Tensor else new.as_subclass(cls)).requires_grad_(state["trains"])
 
+    def _shared_tensor(self, state: Any) -> Any:
+        like = self.value(state["like"])
+        return type(like)(self.value(state["part"]), like._spec, requires_grad=state["trains"])
+
     def _storage(self, name: str, device: str) -> Any:
         if name not in self._storages:
             self._storages[name] = self._tensors[name].to(device).clone().untyped_storage()
@@ -335,6 +339,9 @@ class Restoration:
             value.grad = self.value(state["grad"])
         value.__dict__.update(self.values(state.get("attributes", {})))
 
+    def _fill_shared(self, value: Any, state: Any) -> None:
+        value.grad = self.value(state["grad"])
+
     def _fill_array(self, value: Any, state: Any) -> None:
         if "data" in state and "format" not in state:
             data = self._tensors[state["data"]].numpy().tobytes()
@@ -421,6 +428,7 @@ _CREATE: dict[str, Callable[[Restoration, Any], Any]] = {
     "tuple": R._tuple,
     "frozenset": R._frozenset,
     "tensor": R._tensor,
+    "shared tensor": R._shared_tensor,
     "array": R._array,
     "masked": R._masked,
     "objects": lambda _, state: np.empty(state["shape"], dtype=object),
@@ -459,6 +467,7 @@ _FILL: dict[str, Callable[[Restoration, Any, Any], None]] = {
     **dict.fromkeys(("list", "set", "deque", "tuple", "frozenset"), R._fill_sequence),
     "variables": R._fill_variables,
     "tensor": R._fill_tensor,
+    "shared tensor": R._fill_shared,
     "array": R._fill_array,
     "objects": R._fill_objects,
     "function": R._fill_function,

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from mezzo.engine.processes.shards import is_shared
 from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.iterators import (
     ITERATOR_TYPES,
@@ -281,6 +282,18 @@ class Walk:
         else:
             state |= self._storage(value, place)
         return "tensor", state
+
+    def _shared(self, value: Any) -> tuple[str, Any]:
+        """A tensor that is spread over processes: the part of this one; a younger one is spread like one of set-up."""
+        state: dict[str, Any] = {"part": self.ref(value._local_tensor, "part"), "trains": value.requires_grad}
+        state["grad"] = self.ref(value.grad if value.is_leaf else None, "grad")
+        if self._base is None or self._is_old():
+            return "shared tensor", state
+        old = (one for one in self._base.objects[: self._limit] if isinstance(one, Tensor) and is_shared(one))
+        like = next((one for one in old if one._spec == value._spec), None)  # type: ignore[attr-defined]
+        if like is None:
+            raise self.refusal(value, "no tensor of set-up is spread over the processes like it")
+        return "shared tensor", state | {"like": self.ref(like, "like")}
 
     def _storage(self, value: Tensor, place: tuple[str, int]) -> dict[str, Any]:
         """Return the memory of a younger tensor, which others may share, and its place in it."""
