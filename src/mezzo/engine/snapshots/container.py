@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mezzo.errors import HOW_TO_UPDATE, SnapshotError
 
-VERSION = 1
+VERSION = 2
 KIND = "mezzo snapshot"
 MAX_HEADER_BYTES = 100 * 2**20
 _OF_PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -112,7 +112,7 @@ def _fill(file: IO[bytes], tree: Any, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))  # a single element may have any stride
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array).cast("B") if flat.numel() else memoryview(b"")
 
