@@ -156,7 +156,10 @@ def _read(file: BufferedReader, path: Path) -> Contents:
     layouts = list(_layouts(path, header, size - 8 - length))
     tensors: dict[str, Tensor] = {}
     for name, dtype, shape in layouts:
-        tensors[name] = torch.empty(shape, dtype=dtype)
+        try:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+        except RuntimeError:  # a length of 0 among lengths that are too large together
+            raise _refusal(path, f"tensor {name[:80]!r} has no possible shape") from None
         for piece in _pieces(_bytes_of(tensors[name])):
             if file.readinto(piece) != len(piece):
                 raise _refusal(path, "it ended while it was read")

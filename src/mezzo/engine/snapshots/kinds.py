@@ -71,10 +71,20 @@ def _bits_of(of: Any) -> Callable[..., Any]:
         if type(pool) is not int or not 4 <= pool <= 1024:
             raise ValueError("no size of a seed's pool")
         bits = of(np.random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool, n_children_spawned=children))
-        bits.state = state
+        bits.state = _within(state)
         return bits
 
     return make
+
+
+def _within(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a bit generator whose positions lie inside its words: NumPy reads the memory behind them."""
+    inner = state["state"]
+    if "pos" in inner and not 0 <= int(inner["pos"]) <= len(inner["key"]) == 624:
+        raise ValueError(f"the generator is at word {inner['pos']} of {len(inner['key'])}")
+    if "buffer_pos" in state and not 0 <= int(state["buffer_pos"]) <= len(state["buffer"]) == 4:
+        raise ValueError(f"the generator is at word {state['buffer_pos']} of its buffer")
+    return state
 
 
 def _random_state_parts(value: Any) -> list[Any]:
@@ -92,7 +102,7 @@ def _python_generator(state: Any) -> random.Random:
 
 def _numpy_state(state: Any) -> np.random.RandomState:
     made = np.random.RandomState(0)
-    made.set_state(state)
+    made.set_state(_within(state))
     return made
 
 
