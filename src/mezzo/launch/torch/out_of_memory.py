@@ -57,10 +57,8 @@ def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory
     not_known = [Reason(what="activations by module", value="not known", reason=why)]
     peak = None
     if run.device_type == "cuda":
-        devices = cuda_devices_in_use() or [torch.cuda.current_device()]
-        allocated = sum(map(torch.cuda.memory_allocated, devices))
+        allocated, peak = memory_of_devices()
         held[OTHER] = max(allocated - sum(held.values()), 0)
-        peak = sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
     else:
         why = "the CPU's allocator does not report how much it has allocated"
         not_known.append(Reason(what=OTHER, value="not known", reason=why))
@@ -77,6 +75,13 @@ def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory
         not_known=not_known,
         settings=memory_settings(held, lowers=lowers, step_activations=memory.activations_bytes, peak_bytes=peak),
     )
+
+
+def memory_of_devices() -> tuple[int, int]:
+    """Return the bytes that this process has on all its CUDA devices, and the memory of these devices."""
+    devices = cuda_devices_in_use() or [torch.cuda.current_device()]
+    properties = map(torch.cuda.get_device_properties, devices)
+    return sum(map(torch.cuda.memory_allocated, devices)), sum(each.total_memory for each in properties)
 
 
 def requested_bytes(message: str) -> int | None:
