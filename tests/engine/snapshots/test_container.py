@@ -49,7 +49,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def test_what_was_written_is_read(file: Path) -> None:
-    tree, tensors = container.read(file)
+    tree, tensors, _ = container.read(file)
 
     assert tree == TREE
     assert list(tensors) == list(TENSORS)

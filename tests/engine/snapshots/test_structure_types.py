@@ -328,7 +328,7 @@ def _order(tensor: torch.Tensor) -> list[int]:
 def through_file(value: Any, folder: Path) -> Any:
     tree, tensors = take_apart(value)
     container.write(folder / "file", tree, tensors)
-    return put_together(*container.read(folder / "file"))
+    return put_together(*container.read(folder / "file")[:2])
 
 
 PLACES: dict[str, Callable[[Any], Any]] = {

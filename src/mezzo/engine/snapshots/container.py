@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import HOW_TO_UPDATE, SnapshotError
+from mezzo.version import VERSION as MEZZO_VERSION
 
 VERSION = 2
 KIND = "mezzo snapshot"
@@ -44,6 +45,8 @@ class Contents(NamedTuple):
 
     tree: Any
     tensors: dict[str, Tensor]
+    written_by: str = ""
+    """The versions of Mezzo and torch, as the file says."""
 
 
 def _tag(dtype: torch.dtype) -> str:
@@ -88,6 +91,7 @@ def write(path: Path, tree: Any, tensors: Mapping[str, Tensor]) -> int:
 
 def _fill(file: IO[bytes], tree: Any, tensors: Mapping[str, Tensor]) -> int:
     metadata = {"kind": KIND, "version": str(VERSION), "crc32": _NO_CHECKSUM, "state": json.dumps(tree)}
+    metadata["written_by"] = f"mezzo {MEZZO_VERSION}, torch {torch.__version__}"
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
@@ -168,7 +172,8 @@ def _read(file: BufferedReader, path: Path) -> Contents:
         raise _refusal(
             path, f"its checksum is {stored_crc}, that of its bytes {crc:08x}: it was damaged after it was written"
         )
-    return Contents(_json(path, metadata.get("state")), tensors)
+    written_by = str(metadata.get("written_by", "")).encode("unicode_escape").decode()[:80]
+    return Contents(_json(path, metadata.get("state")), tensors, written_by)
 
 
 def _header(path: Path, text: bytes) -> tuple[dict[str, Any], dict[str, Any]]:
