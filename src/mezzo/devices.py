@@ -233,6 +233,13 @@ def device_kinds() -> list[str]:
     return [*found, *([other.type] if other is not None and other.type not in found else []), "cpu"]
 
 
+def cuda_devices_in_use() -> list[int]:
+    """Return the numbers of the CUDA devices on which this process has memory; asking creates no context on the others."""
+    import torch
+
+    return [number for number in range(torch.cuda.device_count()) if torch.cuda.memory_allocated(number)]
+
+
 def lacks_cuda() -> bool:
     """Return whether this machine has no CUDA device that torch could use (imports torch).
 

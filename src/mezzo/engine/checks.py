@@ -109,6 +109,14 @@ def weight_copies(models: Iterable[nn.Module]) -> list[Tensor]:
     return [p.detach().clone() for p in parameters_of(models) if p.requires_grad]
 
 
+def warn_of_lost_window(calls: int) -> None:
+    """Warn that a window's earlier micro-batches are dropped, since a failed backward pass added part of its gradients to theirs."""
+    warn(
+        f"a backward pass failed; the {calls} micro-batches before it in its window are dropped, because part of its gradients was added "
+        "to theirs; the window begins again"
+    )
+
+
 def warn_of_lost_updates(before: list[Tensor], models: Iterable[nn.Module], policy: Policy) -> None:
     """Warn when most weights did not change in an update since the ``weight_copies`` before it."""
     after = [p.detach() for p in parameters_of(models) if p.requires_grad]

@@ -60,6 +60,8 @@ class MicroBatches:
         """The largest number of samples in a part; None while every batch has fitted whole."""
         self.halvings = 0
         """How often memory ran out."""
+        self.is_running = False
+        """Whether a batch is being trained on; if a part of it fails, the session returns to its state before the batch."""
 
     def __call__(self, compute_loss: Callable[..., Any], *batch: Any) -> Tensor:
         """Train on a batch, and update at the end of a window of ``accumulate`` batches.
@@ -93,6 +95,7 @@ class MicroBatches:
         session._watch.gradients_moved()
         before = _StateBefore(session)
         loss: Tensor | None = None
+        self.is_running = True
         while loss is None:
             try:
                 loss, failed = self._attempt(compute_loss, slices, rows)
@@ -100,13 +103,15 @@ class MicroBatches:
                     before.restore(session, parameters)
                     self._halve(rows, failed)
             except BaseException:  # an error in the script: restore the session to its state before the batch
+                self.is_running = False
                 before.restore(session, parameters)
                 put_back(aside)
                 raise
+        self.is_running = False
         put_back(aside)
         session._watch.gradients_moved()
         window.batches += 1
-        if window.batches == session.accumulate:
+        if window.batches >= window.accumulate:
             session.update()
         return loss
 

@@ -126,6 +126,7 @@ class StaticScale(NoScale):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the scale from the state of any scaler, ``torch.amp.GradScaler``'s included."""
         if "scale" in state:
+            _refuse_no_scale(state["scale"])
             self._scale.fill_(state["scale"])
             self._host_value = c_float(state["scale"]).value
 
@@ -227,6 +228,7 @@ class DynamicScale(StaticScale):
                 f"the state of a loss scale has no 'scale', only {', '.join(sorted(map(str, state)))}",
                 hint="pass what state_dict() of a mezzo scale or of torch.amp.GradScaler returned",
             )
+        _refuse_no_scale(state["scale"])
         for name in DYNAMIC_SCALE:
             setattr(self, name, state.get(name, getattr(self, name)))
         self._scale.fill_(state["scale"])
@@ -307,6 +309,14 @@ class KnownScale(DynamicScale):
         self._settle()
         super().load_state_dict(state)
         self._changed(self._scale.item(), num_good=int(self._growth_tracker.item()))
+
+
+def _refuse_no_scale(scale: Any) -> None:
+    if not 0 < float(scale) < math.inf:
+        raise PolicyError(
+            f"the state of a loss scale has the scale {float(scale)}; allowed: a finite number above 0",
+            hint="pass what state_dict() of a mezzo scale or of torch.amp.GradScaler returned",
+        )
 
 
 def inverse_of(scale: float) -> float:

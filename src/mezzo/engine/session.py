@@ -161,7 +161,7 @@ class Session(Resumable):
             loss_id: which of ``num_losses`` scales to use.
         """
         self.backward(loss, weight=weight, loss_id=loss_id)
-        if self._window.calls == self.accumulate:
+        if self._window.calls >= self._window.accumulate:  # of the open window: a change counts from the next
             self.update()
 
     def backward(
@@ -180,6 +180,8 @@ class Session(Resumable):
         if self._ownership.lost:
             raise checks.taken_over()
         self.processes.check_loss(loss, first=self._progress.windows + self._window.calls == 0)
+        if self._window.calls == 0 and self._window.accumulate != self.accumulate:
+            self._open_window()
         self._watch.before_backward(loss, opens=self._window.calls == 0)
         if weight is not None or loss_id or self._window.unscaled:
             checks.check_backward(weight, loss_id, len(self.scales), unscaled=self._window.unscaled is not None)
@@ -188,7 +190,11 @@ class Session(Resumable):
             self._guard.backward(loss, share)
         trained = all_parameters(self.models, self.optimizers) if len(self.scales) > 1 else []
         aside = set_aside(trained) if trained else []
-        self._differentiate(loss, share, loss_id=loss_id, retain_graph=retain_graph)
+        try:
+            self._differentiate(loss, share, loss_id=loss_id, retain_graph=retain_graph)
+        except BaseException:  # the script may catch it: out of memory, a key of the keyboard
+            self._discard_window()
+            raise
         if trained:
             self._window.rescale_to_first(loss_id, self.processes.gradients(trained), self.scales)
             put_back(aside)
@@ -370,6 +376,20 @@ class Session(Resumable):
         self._window.open(self.accumulate, len(self.scales))
         if self.accumulate > 1 or not self._progress.windows:  # else every backward pass exchanges, as the last one did
             self.processes.expect(0)
+
+    def _discard_window(self) -> None:
+        """Drop the gradients of a backward pass that failed, and with them the window's: part of them was added."""
+        if self.train_batch.is_running:  # which restores the session itself
+            return
+        if self._window.calls:
+            checks.warn_of_lost_window(self._window.calls)
+        drop_gradients(self.optimizers)
+        for parameter in all_parameters(
+            self.models, self.optimizers
+        ):  # with masters, the models' own are not the optimizers'
+            parameter.grad = None
+        self._watch.gradients_moved()
+        self._open_window()
 
     def _gradients(self, optimizers: Iterable[Optimizer]) -> list[Tensor]:
         self.processes.collect()

@@ -47,6 +47,8 @@ def report(
     folders = [path for path in records if path.is_dir() and not (path / "record.json").is_file()]
     if folders:
         _refuse_mixed(records, folders, out=out, log_to=log_to, as_json=as_json)
+        if next(folders[0].rglob("record.json"), None) is None and _list_snapshots(folders[0], show=show, serve=serve):
+            return
         page = _index(folders[0])
     else:
         page = _report(records, out=out, log_to=log_to, as_json=as_json)
@@ -54,6 +56,23 @@ def report(
         _serve(page, port=port, show=show)
     elif show:
         _open(page.resolve().as_uri())
+
+
+def _list_snapshots(folder: Path, *, show: bool, serve: bool) -> bool:
+    """Print what the snapshots in ``folder`` hold; return whether it has any."""
+    from mezzo.engine.snapshots.listing import listing, snapshots_below
+
+    if not snapshots_below(folder):
+        return False
+    if show or serve:
+        raise UsageError(
+            f"{'--serve' if serve else '--open'} shows pages, and {folder} has snapshots, which have none",
+            hint=f"type: mezzo report {shlex.quote(str(folder))}",
+        )
+    with results.closed_output_ignored():
+        for line in listing(folder):
+            print(line)
+    return True
 
 
 def _refuse_mixed(

@@ -129,7 +129,7 @@ class CapturedStep:
                 captured.copy_(new, non_blocking=True)
         window.share(None, 0)
         window.calls += 1
-        if window.calls < session.accumulate:
+        if window.calls < window.accumulate:
             return self._replay(updates=False)
         parts.schedules.settle()
         session.masters.follow()

@@ -67,14 +67,15 @@ class Copies:
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of ``tensors`` on the host; those of the last call are overwritten."""
         before, self._copies = self._copies, {}
-        waits = False
+        devices: set[torch.device] = set()
         for name, tensor in tensors.items():
             copy = before.get(name)
             if copy is None or (copy.shape, copy.dtype, copy.stride()) != (tensor.shape, tensor.dtype, tensor.stride()):
                 copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             copy.copy_(tensor, non_blocking=tensor.is_cuda)
-            waits |= tensor.is_cuda
+            if tensor.is_cuda:
+                devices.add(tensor.device)
             self._copies[name] = copy
-        if waits:
-            torch.cuda.synchronize()
+        for device in devices:  # a wait without a device is for the current one
+            torch.cuda.synchronize(device)
         return self._copies

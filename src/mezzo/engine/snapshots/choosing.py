@@ -83,7 +83,7 @@ def contents_at(path: Path) -> Any:
     Raises:
         SnapshotError: the file is not whole, or contains no state.
     """
-    tree, tensors = container.read(path)
+    tree, tensors, _ = container.read(path)
     try:
         return put_together(tree, tensors)
     except Exception as error:  # a file with a correct checksum may still contain anything

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import HOW_TO_UPDATE, SnapshotError
+from mezzo.version import VERSION as MEZZO_VERSION
 
-VERSION = 1
+VERSION = 2
 KIND = "mezzo snapshot"
 MAX_HEADER_BYTES = 100 * 2**20
 _OF_PICKLES = (b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -44,6 +45,8 @@ class Contents(NamedTuple):
 
     tree: Any
     tensors: dict[str, Tensor]
+    written_by: str = ""
+    """The versions of Mezzo and torch, as the file says."""
 
 
 def _tag(dtype: torch.dtype) -> str:
@@ -88,6 +91,7 @@ def write(path: Path, tree: Any, tensors: Mapping[str, Tensor]) -> int:
 
 def _fill(file: IO[bytes], tree: Any, tensors: Mapping[str, Tensor]) -> int:
     metadata = {"kind": KIND, "version": str(VERSION), "crc32": _NO_CHECKSUM, "state": json.dumps(tree)}
+    metadata["written_by"] = f"mezzo {MEZZO_VERSION}, torch {torch.__version__}"
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
@@ -112,7 +116,7 @@ def _fill(file: IO[bytes], tree: Any, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))  # a single element may have any stride
     array: Any = flat.view(torch.uint8).numpy()
     return memoryview(array).cast("B") if flat.numel() else memoryview(b"")
 
@@ -156,7 +160,10 @@ def _read(file: BufferedReader, path: Path) -> Contents:
     layouts = list(_layouts(path, header, size - 8 - length))
     tensors: dict[str, Tensor] = {}
     for name, dtype, shape in layouts:
-        tensors[name] = torch.empty(shape, dtype=dtype)
+        try:
+            tensors[name] = torch.empty(shape, dtype=dtype)
+        except RuntimeError:  # a length of 0 among lengths that are too large together
+            raise _refusal(path, f"tensor {name[:80]!r} has no possible shape") from None
         for piece in _pieces(_bytes_of(tensors[name])):
             if file.readinto(piece) != len(piece):
                 raise _refusal(path, "it ended while it was read")
@@ -165,7 +172,8 @@ def _read(file: BufferedReader, path: Path) -> Contents:
         raise _refusal(
             path, f"its checksum is {stored_crc}, that of its bytes {crc:08x}: it was damaged after it was written"
         )
-    return Contents(_json(path, metadata.get("state")), tensors)
+    written_by = str(metadata.get("written_by", "")).encode("unicode_escape").decode()[:80]
+    return Contents(_json(path, metadata.get("state")), tensors, written_by)
 
 
 def _header(path: Path, text: bytes) -> tuple[dict[str, Any], dict[str, Any]]:

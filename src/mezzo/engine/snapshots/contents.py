@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,11 @@ from mezzo.engine.gradients import all_parameters, trained_by
 from mezzo.engine.optimizers.one_pass import OnePass
 from mezzo.engine.processes.replicas import bare
 from mezzo.engine.snapshots.background import Copies
-from mezzo.engine.snapshots.randomness import random_states, set_random_states
+from mezzo.engine.snapshots.randomness import check_generators, random_states, set_random_states
 from mezzo.engine.snapshots.sharded import Shard, placed, placed_model, placed_optimizer
 from mezzo.engine.snapshots.structure import put_together, take_apart
 from mezzo.engine.state import load_state, state_of
-from mezzo.errors import MezzoError, SnapshotError
+from mezzo.errors import MezzoError, SessionError, SnapshotError
 
 if TYPE_CHECKING:
     from mezzo.engine.session import Session
@@ -88,6 +89,7 @@ def _set(session: Session, contents: Mapping[str, Any]) -> None:
         "optimizers": [placed_optimizer(s, o) for s, o in zip(state["optimizers"], session.optimizers, strict=True)],
     }
     session._open_window()
+    session._watch.gradients_moved()
     load_state(session, state, window_calls=0)
     if state["policy"] == str(session.policy):
         for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
@@ -103,8 +105,39 @@ def _set(session: Session, contents: Mapping[str, Any]) -> None:
     session._progress.windows = state["updates"] + state["skipped"]
     session._progress.skips.fill_(state["skipped"])
     session._progress.norm = contents["norm"].to(session.device)
+    check_generators(contents["position"])
     session._position.load_state_dict(contents["position"], contents["random"])
     set_random_states(contents["random"])
+
+
+def load_or_restore(session: Session, state: Mapping[str, Any], *, window_calls: int) -> None:
+    """Load a state dict with its counts; if any part does not fit, nothing changes.
+
+    Raises:
+        SessionError: it does not fit, or a window is open.
+    """
+    before = copy.deepcopy(state_of(session, window_calls=window_calls))
+    try:
+        _load_with_counts(session, state)
+    except Exception as error:
+        _load_with_counts(session, before)
+        for optimizer, saved in zip(session.optimizers, before["optimizers"], strict=True):
+            keep_formats(optimizer, saved)
+        if isinstance(error, MezzoError):
+            raise
+        raise SessionError(
+            f"the state does not fit this session, which is as it was: {type(error).__name__}: {str(error)[:200]}",
+            hint="pass what state_dict() returned, of a session with the same models, optimizers and schedulers",
+        ) from error
+
+
+def _load_with_counts(session: Session, state: Mapping[str, Any]) -> None:
+    updates, skipped = state["updates"], state["skipped"]
+    if not all(type(count) is int and count >= 0 for count in (updates, skipped)):
+        raise ValueError(f"{updates!r} updates and {skipped!r} skipped; allowed: whole numbers of 0 or more")
+    load_state(session, dict(state), window_calls=0)
+    session._progress.windows = updates + skipped
+    session._progress.skips.fill_(skipped)
 
 
 def keep_formats(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.choosing import RefusedSnapshot, load_first
-from mezzo.engine.snapshots.contents import contents_of, set_contents
+from mezzo.engine.snapshots.contents import contents_of, load_or_restore, set_contents
 from mezzo.engine.snapshots.folder import Folder
 from mezzo.engine.snapshots.of_ranks import (
     CompleteSnapshot,
@@ -25,7 +25,7 @@ from mezzo.engine.snapshots.of_ranks import (
 )
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.snapshots.structure import take_apart
-from mezzo.engine.state import load_state, state_of
+from mezzo.engine.state import state_of
 from mezzo.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -130,11 +130,9 @@ class Resumable:
         """Load a state that ``state_dict`` returned, under this policy or another.
 
         Raises:
-            SessionError: the state has other numbers of models, optimizers, schedulers or losses.
+            SessionError: the state has other numbers of models, optimizers, schedulers or losses, or does not fit; nothing changed.
         """
-        load_state(self, state, window_calls=self._window.calls)
-        self._progress.windows = state["updates"] + state["skipped"]
-        self._progress.skips.fill_(state["skipped"])
+        load_or_restore(self, state, window_calls=self._window.calls)
 
     @property
     def epoch(self) -> int:

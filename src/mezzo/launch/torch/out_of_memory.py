@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mezzo.devices import cuda_devices_in_use
 from mezzo.engine.gradients import trained_leaves
 from mezzo.launch.torch.state import Run
 from mezzo.measure.memory import optimizer_bytes, total_bytes
@@ -56,9 +57,8 @@ def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory
     not_known = [Reason(what="activations by module", value="not known", reason=why)]
     peak = None
     if run.device_type == "cuda":
-        allocated = torch.cuda.memory_allocated()
+        allocated, peak = memory_of_devices()
         held[OTHER] = max(allocated - sum(held.values()), 0)
-        peak = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     else:
         why = "the CPU's allocator does not report how much it has allocated"
         not_known.append(Reason(what=OTHER, value="not known", reason=why))
@@ -75,6 +75,13 @@ def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory
         not_known=not_known,
         settings=memory_settings(held, lowers=lowers, step_activations=memory.activations_bytes, peak_bytes=peak),
     )
+
+
+def memory_of_devices() -> tuple[int, int]:
+    """Return the bytes that this process has on all its CUDA devices, and the memory of these devices."""
+    devices = cuda_devices_in_use() or [torch.cuda.current_device()]
+    properties = map(torch.cuda.get_device_properties, devices)
+    return sum(map(torch.cuda.memory_allocated, devices)), sum(each.total_memory for each in properties)
 
 
 def requested_bytes(message: str) -> int | None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from mezzo.devices import cuda_devices_in_use
 from mezzo.observe.audit.operations import TracedOperation
 from mezzo.records import Kernel, Product
 
@@ -109,7 +110,8 @@ class KernelWatch:
         """Stop and return the kernels that ran."""
         if self._profiler is None:
             return []
-        torch.cuda.synchronize()
+        for device in cuda_devices_in_use():
+            torch.cuda.synchronize(device)
         profiler = self._profiler
         self.drop()
         return launches(_after_restart(profiler.events()))
