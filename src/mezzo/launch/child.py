@@ -276,16 +276,14 @@ def _too_short(request: Request, num_steps: int, *, compiles: bool) -> ScriptErr
         return _not_observable(ended, missed, num_steps, compiles=compiles)
     return ScriptError(
         f"{ended}; the steps to observe are {step_text(steps)}",
-        hint=f"pass numbers from 1 to {num_steps} with --steps, or arguments that make the script train longer",
+        hint=f"pass numbers from 1 to {num_steps} with --at, or arguments that make the script train longer",
     )
 
 
 def _not_observable(ended: str, missed: list[int], num_steps: int, *, compiles: bool) -> ScriptError:
     """Return the error for steps that ran, but began where no observation can begin."""
     if missed == [1] and not compiles:
-        advice = (
-            f"pass a number from 2 to {num_steps} with --steps" if num_steps > 1 else "make the script train longer"
-        )
+        advice = f"pass a number from 2 to {num_steps} with --at" if num_steps > 1 else "make the script train longer"
         return ScriptError(
             f"{ended}; step 1 is observed from the first call of a module, and no module was called in it",
             hint=f"{advice}: later steps are observed from the end of the step before, with modules or without",
