@@ -28,7 +28,7 @@ _WAITING = re.compile(
 
 _WRITTEN_S = 10.0
 """Time for a process to write its traceback: milliseconds, but for one that is starved or stuck."""
-_POLL_S = 0.1
+POLL_S = 0.1
 
 
 class ScriptPosition(NamedTuple):
@@ -56,7 +56,7 @@ def wait_for_position(path: Path) -> None:
         if 0 < size_bytes == seen_bytes:
             return
         seen_bytes = size_bytes
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
 def take_position(request: Request) -> ScriptPosition:
