@@ -339,7 +339,10 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "diagnosis that needs a set": (
         diagnose(
-            "range_overflow", located=True, fix="none of these", passes=[Pass(policy="bf16", reason="to try: bf16")]
+            "range_overflow",
+            located=True,
+            fix="none of these",
+            passes=[Pass(policy="bf16", reason="to try: bf16", tries_fix=True)],
         ),
         [
             (

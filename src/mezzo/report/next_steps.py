@@ -319,7 +319,7 @@ def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
 
 
 def _may_need_several_modules(record: DiagnoseRecord) -> bool:
-    tried = any(one.reason.startswith("to try:") for one in record.passes)
+    tried = any(one.tries_fix for one in record.passes)
     return tried and record.run.policy != AS_IS and not any(note.what == "cause" for note in record.notes)
 
 
