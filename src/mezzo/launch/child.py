@@ -75,6 +75,7 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
         snapshots, guardrails = training.end_snapshots(), training.guardrails()
         duration_s = time.perf_counter() - started  # without the time to collect the record and inspect the machine
         observer = training.observer
+        trained_nothing = exit_code == 0 and _trained_nothing(training)
         if exit_code == 0:
             exit_code, error = _ending_without_exception(request, training)
     with signals_ignored():
@@ -94,6 +95,7 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
             guardrails=guardrails,
             out_of_memory=training.out_of_memory(error),
             first_steps=training.num_updates if stopped else None,
+            trained_nothing=trained_nothing,
         )
         merged = spawned.merged_with(record)
         write_record(merged, path)
@@ -237,6 +239,11 @@ def _ending_without_exception(request: Request, training: Training) -> Ending:
     elif error is None and observer is not None and observer.too_short():
         error = _too_short(request, num_steps, compiles=observer.compiles)
     return (0, None) if error is None else (error.exit_code, error)
+
+
+def _trained_nothing(training: Training) -> bool:
+    began = training.num_updates or training.has_any_loss or training.not_resumed or training.stopped_by_guard
+    return not began
 
 
 def _never_trained(request: Request, *, has_any_loss: bool) -> ScriptError:

@@ -77,8 +77,8 @@ class Row(Value, NamedByPolicy):
     reason: str
     evidence: str | None = None
     """The reason without notes on time and memory, which the row has as numbers; None in records of older versions."""
-    more_seeds_decide: bool = True
-    """Whether an undecided row could be decided by more seeds: not where its values come in too coarse steps, or over 1000 are needed."""
+    seeds_cannot_decide: bool = False
+    """Whether no number of seeds decides an undecided row: its values come in too coarse steps, or over 1000 are needed."""
     seeds_needed: int | None = None
     """For an undecided row: how many seeds would decide it with a probability of 80%; None if more than 1000."""
 

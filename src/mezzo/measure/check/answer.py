@@ -257,7 +257,7 @@ def _deciding(case: Case, row: Row) -> tuple[str, str]:
             return command, "shows the spread over seeds"
         longer = "; runs with more steps spread less, and need fewer" if needed > MOST_SEEDS else ""
         return command, f"{needed} seeds decide it in four cases out of five{longer}"
-    if not row.more_seeds_decide:
+    if row.seeds_cannot_decide:
         gpu = ("--gpu", case.gpu.name) if case.gpu is not None and case.for_gpu else ()
         command = case.command("compare", "--policies", f"{case.baseline},{row.policy}", "--margin", "0.05", *gpu)
         return command, "accepts a difference of 5% instead of 2%, if that is small enough for you"

@@ -83,7 +83,7 @@ def _row(group: Group, *, base: Baseline) -> Row:
         verdict=judged.verdict,
         reason="; ".join(judged.reasons),
         evidence="; ".join(judged.reasons),
-        more_seeds_decide=judged.more_seeds_decide,
+        seeds_cannot_decide=judged.seeds_cannot_decide,
         seeds_needed=judged.seeds_needed,
     )
     if not group.trained:

@@ -41,7 +41,7 @@ class Judged:
     verdict: Verdict
     reasons: list[str]
     seeds_needed: int | None = None
-    more_seeds_decide: bool = True
+    seeds_cannot_decide: bool = False
     quantities: list[Quantity] = field(default_factory=list)
     is_void: bool = False
     """Whether runs depend on each other, so that their numbers say nothing."""
@@ -129,8 +129,8 @@ def _equivalent_or_not(
         return Judged(verdict="undecided", reasons=[*shown, why, *failures])
     needed, coarse = seeds_needed(quantities), _too_coarse(quantities, len(pairs))
     reasons = [*shown, _describe_seeds(coarse, len(pairs), needed), *failures]
-    decides = needed is not None and coarse is None
-    return Judged(verdict="undecided", reasons=reasons, seeds_needed=needed, more_seeds_decide=decides)
+    never = needed is None or coarse is not None
+    return Judged(verdict="undecided", reasons=reasons, seeds_needed=needed, seeds_cannot_decide=never)
 
 
 def _objections(

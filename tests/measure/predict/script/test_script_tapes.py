@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers_predict import traced_in_forks
-from mezzo.errors import ScriptError
+from mezzo.errors import ScriptError, UsageError
 from mezzo.measure.predict.memory.of_tape import bytes_by_kind
 from mezzo.measure.predict.script import tapes
 from mezzo.measure.predict.script.process import record_script
@@ -134,7 +134,7 @@ def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None
     ],
 )
 def test_what_is_refused(script: str, policy: str, message: str) -> None:
-    with pytest.raises(ScriptError, match=message):
+    with pytest.raises(UsageError if script == "nowhere.py" else ScriptError, match=message):
         _recorded(script, policy)
 
 
