@@ -53,11 +53,10 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
     with interrupts_kill():
         train = training_in(request.framework)
     started, started_at_s = time.perf_counter(), time.time()
-    watched = files_read(request.compared_since_s)
     with (
         ended_by_signals(),
         train(request.policy, seed=request.seed, observe=request.observe) as training,
-        watched as files,
+        files_read(request.compared_since_s) as files,
         _recording_spawned(request, training) as spawned,
     ):
         if request.reports_progress:
@@ -74,7 +73,6 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
         exit_code, error = guarded(training.close_update, before=(exit_code, error))
         snapshots, guardrails = training.end_snapshots(), training.guardrails()
         duration_s = time.perf_counter() - started  # without the time to collect the record and inspect the machine
-        observer = training.observer
         trained_nothing = exit_code == 0 and _trained_nothing(training)
         if exit_code == 0:
             exit_code, error = _ending_without_exception(request, training)
@@ -103,7 +101,7 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
         exit_code, error = 0, None
     _print_summary(error, merged)
     signalled = isinstance(error, EndedBySignal)
-    ended_early = observer is not None or stopped or training.stopped_by_guard is not None
+    ended_early = training.observer is not None or stopped or training.stopped_by_guard is not None
     if signalled or (ended_early and any(t.daemon for t in threading.enumerate())):
         _exit_without_shutdown(exit_code, run_atexit=not signalled)
     return exit_code
