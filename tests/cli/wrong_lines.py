@@ -19,7 +19,7 @@ FILES = {
 WRONG: list[tuple[str, str]] = [
     ("-v", "mezzo --version"),
     ("-V", "mezzo --version"),
-    ("-q", "options follow a command"),
+    ("-q", "mezzo --help"),
     ("version", "mezzo --version"),
     ("help", "mezzo --help"),
     ("help run", "mezzo run --help"),
@@ -32,7 +32,7 @@ WRONG: list[tuple[str, str]] = [
     ("--policy bf16 run train.py", "mezzo run --policy bf16 train.py"),
     ("-q run train.py", "mezzo run train.py"),
     ("-v compare train.py", "mezzo compare train.py"),
-    ("--nonsense", "options follow a command"),
+    ("--nonsense", "mezzo --help"),
     ("train train.py", "mezzo run train.py"),
     ("train", "mezzo run train.py"),
     ("train --lr 1", "mezzo run train.py --lr 1"),

@@ -119,7 +119,7 @@ def _unknown_option(name: str, context: Any) -> UsageError:
     if line:
         hint = f"type: {shlex.join(line)}"
     elif context.parent is None:
-        hint = "type: mezzo --help; options follow a command, as in: mezzo run --policy bf16 train.py"
+        hint = "type: mezzo --help, or an option after a command: mezzo run --policy bf16 train.py"
     else:
         hint = f"{context.command_path} --help-all lists its options; the script's own options go after the script"
     return UsageError(f"{context.command_path} has no option {name}; allowed: {', '.join(options)}", hint=hint)
