@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import beyond_fp32
 import families
 import reports
 import updates
@@ -21,7 +22,7 @@ from mezzo.records import AnyRecord, DiagnoseRecord, RunRecord
 
 CLEAN = "assert torch.isfinite(batch).all()"
 """A printed check that finds bad data, and mends nothing."""
-MODULES = (faults, families, updates, reports)
+MODULES = (faults, families, updates, beyond_fp32, reports)
 
 
 def run_here(script: Callable[[], None], request: Request) -> AnyRecord:

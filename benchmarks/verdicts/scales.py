@@ -3,8 +3,8 @@
 The largest gradient of each step is drawn: its logarithm is noise around a constant, white or autocorrelated, normal or exponential, so
 that the gradient has a power-law tail. A dynamic loss scale halves where it overflows and doubles after a growth interval, from 2^16.
 The truth is its mean exponent over the second half of many runs of the same training. At 8, a diagnosis that names the scale is a
-false alarm; at 5, one that does not is a miss: powers of two below 2^7 end at 6, so both are one and a half doublings from the limit.
-``Faults`` itself judges. Runs of 50 steps have no bound: a scale that follows slow noise has not settled by then.
+false alarm; at 5, one that finds nothing is a miss: powers of two below 2^7 end at 6, so both are one and a half doublings from the limit.
+``Faults`` itself judges. A scale that follows slow noise has not settled in a short run, so there it may also be undecided.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -24,8 +25,10 @@ from mezzo.observe.nonfinite.evidence import ModelNames
 from mezzo.observe.nonfinite.faults import Faults, SkipRule
 from mezzo.records import Environment, RunRecord, Steps
 
-LENGTHS = {50: None, 200: 0.05, 1000: 0.05}
-"""Steps of a run, and the bound of its rates."""
+LENGTHS = (24, 50, 100, 199, 200, 1000)
+"""Steps of a run."""
+MOST_WRONG = 0.05
+Answer: TypeAlias = Literal["too low", "undecided", "fits"]
 SPREADS = (0.25, 0.5, 1.0)
 """Standard deviations of the largest gradient, in doublings."""
 AUTOCORRELATIONS = (0.0, 0.9)
@@ -49,18 +52,23 @@ class Setting:
 
 
 def rates(effort: float) -> list[Rate]:
-    """Return false alarms and misses by the length of the run."""
+    """Return false alarms, misses and undecided answers by the length of the run."""
     num, found, limit = max(20, int(200 * effort)), [], math.log2(LEAST_SCALE)
-    for num_steps, most in LENGTHS.items():
-        for what, mean, is_named in (("named", limit + 1, True), ("not named", limit - 2, False)):
-            share, made = worst(
-                _settings(num_steps, mean),
-                lambda s, n, seed, wanted=is_named: float((named(s, num=n, seed=seed) == wanted).mean()),
-                num=num,
-                times=10,
-            )
-            which = f"a loss scale around 2^{mean:g} {what} too low, {num_steps} steps"
-            found.append(Rate(what=which, share=share, num=made, most=most))
+    asked: list[tuple[float, Answer]] = [
+        (limit + 1, "too low"),
+        (limit - 2, "fits"),
+        (limit + 1, "undecided"),
+        (limit - 2, "undecided"),
+    ]
+    for num_steps, (mean, wrong) in itertools.product(LENGTHS, asked):
+        share, made = worst(
+            _settings(num_steps, mean),
+            lambda s, n, seed, wrong=wrong: float((answers(s, num=n, seed=seed) == wrong).mean()),
+            num=num,
+            times=10,
+        )
+        which = f"a loss scale around 2^{mean:g}: {wrong}, {num_steps} steps"
+        found.append(Rate(what=which, share=share, num=made, most=None if wrong == "undecided" else MOST_WRONG))
     return found
 
 
@@ -69,12 +77,12 @@ def _settings(num_steps: int, mean: float) -> Iterator[Setting]:
         yield Setting(num_steps, *place, mean)
 
 
-def named(setting: Setting, *, num: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Return in which of ``num`` runs the diagnosis finds that the scale settled too low."""
+def answers(setting: Setting, *, num: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
+    """Return the diagnosis's answer on the scale of each of ``num`` runs."""
     rng = np.random.default_rng(seed)
     fits = _fitting(setting, num, rng) + _shift(setting)
     scales, skipped = _scaled(fits, setting.interval)
-    return np.array([_is_named(*run) for run in zip(scales, skipped, strict=True)])
+    return np.array([_answer(*run) for run in zip(scales, skipped, strict=True)])
 
 
 def _fitting(setting: Setting, num: int, rng: np.random.Generator) -> Array:
@@ -121,7 +129,10 @@ class _Facts:
         return 1.0
 
 
-def _is_named(scales: Array, skipped: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> bool:
+def _answer(scales: Array, skipped: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Answer:
     steps = Steps(loss=[1.0] * len(scales), skipped=skipped.tolist(), loss_scale=np.exp2(scales).tolist())
     run = RunRecord(command=[], script="", script_sha256="", policy="fp16", environment=_NOWHERE, steps=steps)
-    return Faults(_Facts(), ()).evidence(run, watched=(), unfinished=None).settled_scale is not None
+    evidence = Faults(_Facts(), ()).evidence(run, watched=(), unfinished=None)
+    if evidence.settled_scale is None:
+        return "fits"
+    return "undecided" if evidence.may_settle_higher else "too low"

@@ -76,7 +76,7 @@ ON_TF: list[Run] = [
     ("compiled_by_xla", "fp16", None),
     ("traced_loop", "fp16", None),
 ]
-ON_TORCH: list[Run] = [("inside_loop", "fp16", None)]
+ON_TORCH: list[Run] = [("inside_loop", "fp16", None), ("stopped", "fp16", None)]
 
 
 class Runs:
@@ -350,6 +350,12 @@ def test_steps_of_one_call_share_its_time() -> None:
     assert [len(set(times[:4])), len(set(times[4:])), len(set(times))] == [1, 1, 2]
     reason = "time a step not known of each: one call of a traced function makes several steps; each is given an even share of its time"
     assert reason in found["left_alone"]
+
+
+def test_a_run_is_stopped_after_a_number_of_steps() -> None:
+    whole, found = (RUNS[TORCH](case, "fp16") for case in ("fit", "stopped"))
+    assert (len(whole["steps"]["loss"]) > 3, found["steps"]["loss"]) == (True, whole["steps"]["loss"][:3])
+    assert whole["input_elements"] == found["input_elements"] == B * 4
 
 
 # --- seeds and refusals -------------------------------------------------------------------------------------------------------

@@ -131,6 +131,10 @@ def test_error_rates_on_the_page_of_verdicts_are_those_of_the_results() -> None:
     ):
         assert text.format(figure) in page
     assert min(of(f"{early} (2|10)%")) >= 0.99
+    for wrong in ("2^8: too low", "2^5: fits"):
+        found = of(f"a loss scale around {re.escape(wrong)}")
+        assert max(found) <= 0.05
+        assert f"| {', '.join(f'{rate:.1%}' for rate in found)} | 5% |" in page
 
 
 def test_every_benchmark_that_a_page_names_exists() -> None:

@@ -24,7 +24,7 @@ from mezzo.launch.process.group import Guarded, Process
 from mezzo.launch.progress import followed
 from mezzo.launch.ranks.leading import Interrupted, leader
 from mezzo.launch.ranks.merged import error_of
-from mezzo.launch.ranks.positions import POLL_S, POSITION_SIGNAL, wait_for_position
+from mezzo.launch.ranks.positions import POSITION_SIGNAL, wait_for_position
 from mezzo.launch.ranks.torchrun_error import REASON
 from mezzo.launch.request import Request, policy_text
 from mezzo.measure.environment import environment_without_torch
@@ -35,6 +35,7 @@ from mezzo.records import FILE_CLOCK_TICK_S, AnyRecord, RunRecord, read_record, 
 _STANDARD_ERROR = 2  # the file descriptor, so that a script's child processes print there, too
 _STOPPED_S = 5.0
 """Time for a process to end once it is stopped because the run is over in another process."""
+_POLL_S = 0.1
 AT_LIMIT = "it was stopped at its limit"
 """The beginning of the error of a run that took too long."""
 _STARTER: ContextVar[Starter | None] = ContextVar("starter", default=None)
@@ -186,7 +187,7 @@ def _wait_for_ranks(process: Process, request: Request, interrupted: Interrupted
     """Wait for the child, or until the run is over in another process; return whether it was, and the return code."""
     while True:
         try:
-            return False, process.wait(POLL_S)
+            return False, process.wait(_POLL_S)
         except subprocess.TimeoutExpired:
             if interrupted():
                 break

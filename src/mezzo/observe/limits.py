@@ -18,6 +18,10 @@ WEIGHTY = 0.1
 """Share of a result's norm that must vanish for the operation to be to blame: less is rounding."""
 LEAST_SCALE = 2.0**7
 """The loss scale below which so many small gradients are lost that the operation which forces it is at fault."""
+SURELY_LOW = 2.0**6
+"""A scale that settles below this is too low in a run of any length."""
+STEPS_THAT_SETTLE = 200
+"""Steps of a run from which on a scale between ``SURELY_LOW`` and ``LEAST_SCALE`` is known to have settled there."""
 HARMLESS_LISTED = 3
 """The largest number of harmless values in a diagnosis."""
 TENSOR_CORE_MULTIPLE = 8

@@ -100,6 +100,8 @@ class DiagnoseRecord(WholeRecord):
     """The optimizer's eps, if it is 0 in the weight's format and the update divides by it."""
     settled_scale: float | None = None
     """The loss scale at which the run settled, if skipped updates have lowered it so far that small gradients are lost."""
+    steps_needed: int | None = None
+    """How many training steps decide whether it settled that low; None if the run had enough of them."""
     static_scale: bool = False
     """Whether the loss scale is a number by which the script itself multiplies its loss and divides its gradients."""
     own_scaler: bool = False

@@ -298,6 +298,10 @@ def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
         if record.run.policy != AS_IS and commands.script:
             why = "if the loss is NaN in the script's own precision, diagnose that"
             yield from commands.step(why, "diagnose", policy=AS_IS)
+    elif record.perhaps == "scale_overflow" and record.steps_needed is not None:
+        steps = str(record.steps_needed)
+        why = f"see where the loss scale settles, in a training of {steps} steps or more"
+        yield from commands.step(why, "diagnose", policy=policy, steps=steps)
     elif record.verdict == "undecided" and not record.fix_tried and commands.script:
         if preset_of(record.run.policy) not in WIDE:
             yield from commands.step("see whether the same step is finite in FP32", "diagnose", policy="fp32")

@@ -71,6 +71,6 @@ def test_what_cannot_be_checked_is_refused(folder: Path, capsys: pytest.CaptureF
     (folder / "other.py").write_text("import keras\n", encoding="utf-8")
     assert cli.main(["resume-check", "other.py"]) == 7
     assert (
-        "mezzo resume-check was given for a Keras on tensorflow script, and it traces PyTorch's state; allowed: PyTorch scripts"
-        in capsys.readouterr().err
+        "mezzo resume-check was given for a Keras on tensorflow script, and it traces the state of torch.optim and of torch's DataLoader; "
+        "allowed: PyTorch scripts" in capsys.readouterr().err
     )

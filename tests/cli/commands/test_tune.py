@@ -151,9 +151,27 @@ def test_other_frameworks_are_refused(capsys: pytest.CaptureFixture[str]) -> Non
     Path("keras_train.py").write_text("import keras\n", encoding="utf-8")
     assert tuned("keras_train.py") == 7
     assert (
-        "mezzo tune was given for a Keras on tensorflow script, and it changes PyTorch models"
+        "mezzo tune was given for a Keras on tensorflow script, and it stops runs after a number of PyTorch steps"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--memory", "8GiB"), "--memory 8GiB was given for a Keras script, whose peak memory is not measured"),
+        (("--checkpoint", "full"), "--checkpoint was given for a Keras on torch script"),
+        (("--changes", "compile"), "--compile was given for a Keras on torch script"),
+        (("--changes", "channels-last"), "--channels-last was given for a Keras on torch script"),
+    ],
+)
+def test_keras_on_torch_is_taken_without_changes_to_its_models(
+    option: tuple[str, str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os\nos.environ['KERAS_BACKEND'] = 'torch'\nimport keras\n", encoding="utf-8")
+    assert cli.main(["tune", *option, str(script)]) == 7
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

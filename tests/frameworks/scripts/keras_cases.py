@@ -6,7 +6,7 @@
 # ruff: noqa: ANN001, ANN002, ANN003, ANN201, ANN202, ANN204, ANN205, E402
 import json
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import keras
 import numpy as np
@@ -22,6 +22,9 @@ else:
 
 from mezzo.errors import MezzoError
 from mezzo.launch.keras import training
+from mezzo.launch.request_parts import ModelChanges
+from mezzo.launch.step_limit import StepLimit
+from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 
 B, D, H, C = 8, 4, 16, 3
@@ -81,6 +84,11 @@ def fitted(model, optimizer=None, epochs=1, **settings):
 
 def fit():
     return fitted(net())
+
+
+def stopped():
+    """The same, which is stopped after 3 of its steps."""
+    return fit()
 
 
 def batch_losses():
@@ -402,7 +410,11 @@ def run(case, policy, seed=None):
     chosen = None if policy == "as-is" else Policy.parse(policy)
     try:
         with training(chosen, seed=seed, observe=None) as trained:
-            script = made()
+            elements = trained.change_models(ModelChanges(counts_inputs=True))
+            trained.stop_after(StepLimit(steps=3 if case == "stopped" else None, seconds=None))
+            script = {}
+            with suppress(StopScript):
+                script = made()
             trained.close_update()
     except MezzoError as error:
         return {"error": f"{type(error).__name__}: {error.message}"}
@@ -415,6 +427,7 @@ def run(case, policy, seed=None):
         "left_alone": [f"{r.what} {r.value}: {r.reason}" for r in effective.left_alone],
         "memory": memory.model_dump(),
         "framework": trained.framework,
+        "input_elements": elements(),
     }
 
 

@@ -93,12 +93,14 @@ def test_fallback_misses_no_fault(policy: str, lost: float, hidden: bool) -> Non
         assert modules.share_of(setting, ("not needed",), num=20, seed=1) == 0.0
 
 
-@pytest.mark.parametrize("num_steps", [200, 1000])
+@pytest.mark.parametrize("num_steps", [50, 200, 1000])
 @pytest.mark.parametrize(("noise", "autocorrelation"), [("normal", 0.0), ("skewed", 0.9)])
 def test_scales_that_settle_too_low(num_steps: int, noise: str, autocorrelation: float) -> None:
-    for mean, is_named in ((8.0, True), (5.0, False)):
+    for mean, wrong in ((8.0, "too low"), (5.0, "fits")):
         setting = scales.Setting(num_steps, 1.0, autocorrelation, noise, 2000, mean)
-        assert float((scales.named(setting, num=200, seed=1) == is_named).mean()) <= above(0.05, 200)
+        answers = scales.answers(setting, num=400, seed=1)
+        assert float((answers == wrong).mean()) <= above(0.05, 400)
+        assert bool((answers == "undecided").any()) is (num_steps == 50)
 
 
 def test_the_simulations_judge_as_a_comparison_does() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import beyond_fp32
 import families
 import pytest
 import torch
@@ -202,6 +203,11 @@ BY_FAMILY = [
     InFamily("penalty_at_zero", INVALID, "(script)", "sqrt", "backward", 1, "sqrt()", "", AS_IS),
     InFamily("own_half_weights", RANGE, "1", "mul", "forward", 1, "h * 300", "bfloat16", AS_IS),
     InFamily("own_half_log", INVALID, "1", "log", "forward", 1, "torch.log", "", AS_IS),
+    InFamily("beyond_rmsnorm", SILENT, "1", "mul", "forward", 1, "rsqrt()", "", AS_IS),
+    InFamily("beyond_rmsnorm", SILENT, "1", "mul", "forward", 1, "rsqrt()", "", "fp32"),
+    InFamily("beyond_arctangent", SILENT, "1", "mul", "forward", 1, "atan", "", AS_IS),
+    InFamily("beyond_distance", SILENT, "1", "pow", "forward", 1, "square()", "", AS_IS),
+    InFamily("beyond_bf16", SILENT, "1", "mul", "forward", 1, "wide * wide", "", AS_IS),
     InFamily("own_probabilities", RANGE, "(script)", "log1p", "forward", 1, "log1p", "enabled=False", AS_IS),
     InFamily(
         "bert_outlier", RANGE, "bert.encoder.layer.1.output.dense", "to", "forward", 1, "", "layer.1.output.dense"
@@ -245,8 +251,9 @@ def test_a_printed_line_written_into_the_script_makes_it_healthy_to_its_end(
     assert 0 < len(record.run.steps) < 64
 
 
-HEALTHY = [name for name in (*vars(faults), *vars(families), *vars(updates)) if name.startswith("healthy_")]
-IN_FAMILIES = [name for name in (*vars(families), *vars(updates)) if name.startswith("healthy_")]
+OTHERS = (families, updates, beyond_fp32)
+HEALTHY = [name for module in (faults, *OTHERS) for name in vars(module) if name.startswith("healthy_")]
+IN_FAMILIES = [name for module in OTHERS for name in vars(module) if name.startswith("healthy_")]
 
 
 @pytest.mark.parametrize(
@@ -298,7 +305,7 @@ def by_kind() -> dict[str, tuple[int, int]]:
     """Return how many planted faults and healthy scripts each section of ``tests/faults`` has."""
     found: dict[str, tuple[int, int]] = {}
     planted, kind = {p.name for p in (*PLANTED, *BY_FAMILY)}, ""
-    for module in (faults, families, updates):
+    for module in (faults, *OTHERS):
         for line in inspect.getsource(module).splitlines():
             section, function = re.match(r"# --- (.+?) -+$", line), re.match(r"def (\w+)\(", line)
             kind = section[1] if section else kind
@@ -310,7 +317,7 @@ def by_kind() -> dict[str, tuple[int, int]]:
 
 def test_the_page_counts_the_scripts() -> None:
     counted = by_kind()
-    names = [name for module in (faults, families, updates) for name in vars(module) if name.startswith("healthy_")]
+    names = [name for module in (faults, *OTHERS) for name in vars(module) if name.startswith("healthy_")]
     assert len(names) == len(set(names)) == sum(healthy for _, healthy in counted.values())
     page = (ROOT / "docs" / "public-reports.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([^|`\[]+) \| (\d+) \| (\d+) \|$", page, re.M)

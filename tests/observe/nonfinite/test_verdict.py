@@ -27,6 +27,7 @@ from mezzo.observe.settings import DiagnoseSettings, TrialChanges
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, DiagnoseRecord, Operand, RunRecord, StepPhase, Steps
 from mezzo.records.diagnose import Origin
+from mezzo.report.next_steps import next_steps
 from mezzo.report.sheets.diagnose import diagnose_sheet
 from record_builders import environment
 
@@ -331,6 +332,19 @@ def test_lost_updates_are_counted_where_the_scale_is_to_blame(
     detail = diagnosis([ran("first", evidence, run=run)]).detail
     assert ("updates were skipped" in detail) == bool(said)
     assert said in detail
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_low_scale_of_a_short_run_is_undecided_until_there_are_enough_steps(short: bool) -> None:
+    evidence = SCALED.model_copy(update={"settled_scale": 64.0, "may_settle_higher": short})
+    run = record_of(skipped=[3]).model_copy(update={"command": ["mezzo", "diagnose", "train.py"], "script": "train.py"})
+    record = diagnosis([ran("first", evidence, run=run), ran("scale of 1", FINITE, 3)])
+    assert record.verdict == ("undecided" if short else "scale_overflow")
+    assert (record.perhaps, record.steps_needed) == (("scale_overflow", 200) if short else ("", None))
+    assert bool(record.fix_line) is not short  # no fix is tried against what may not be a fault
+    steps = [step.command for step in next_steps(record)]
+    assert ("mezzo diagnose --policy fp16 --steps 200 train.py" in steps) is short
+    assert ("200 steps or more" in record.fix) is short
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mezzo.cli.progress import shown
 from mezzo.cli.resumed import finished_before
 from mezzo.cli.script import Script
 from mezzo.cli.words import with_value
-from mezzo.errors import UsageError, nearest
+from mezzo.errors import ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _CHANGES = "channels-last,compile"
 _VARY = "batch-size=32,64,128"
+_KERAS_TIMES = "the time of Keras scripts is not predicted"
 
 
 def tune(
@@ -111,6 +112,8 @@ def tune(
     target_gpu = gpu if gpu is None or gpu.lower() == values.NONE else gpu_named(gpu)
     named = None if policies is None else values.names_in(policies)
     script.check(*(values.parse_policy(name) for name in named or []))
+    unchanged = _in_keras(script, changes, checkpoint, memory) if script.framework == "keras" else []
+    changed = [] if unchanged else changed
     engine = engine_of(jobs, on)
     check_times(engine)
     folder = script.folder("tune")
@@ -121,10 +124,11 @@ def tune(
                 here = machine_of(engine, folder).device
                 notes, chosen = _policies(here, named)
                 configurations = grid(chosen, varied, changed, script.arguments or [], checkpoints=plans)
-                ruled_out = rule_out(script, configurations, gpu_of(target_gpu, here), limit_bytes, time_left)
+                predicted_for = _KERAS_TIMES if unchanged else gpu_of(target_gpu, here)
+                ruled_out = rule_out(script, configurations, predicted_for, limit_bytes, time_left)
                 tuning = _tuning(script, folder, time_left, configurations, (steps, seeds, limit_bytes), engine)
                 tuning.known = replace(tuning.known, ruled_out=ruled_out.reasons)
-                left_out = [*notes, *ruled_out.notes, *how_placed(engine)]
+                left_out = [*notes, *unchanged, *ruled_out.notes, *how_placed(engine)]
                 record, code = _tuned(script, tuning, time_left, left_out)
         except Stopped as stopped:
             script.say_stopped(f"stopped by {stop.name}; what is finished is kept", folder)
@@ -163,6 +167,27 @@ def _changes(text: str) -> list[Changes]:
                 hint=f"type: {with_value('--changes', _CHANGES)}",
             )
     return [CHANGES[name] for name in names]
+
+
+def _in_keras(script: Script, changes: str, checkpoint: str | None, memory: str | None) -> list[Reason]:
+    """Return why a Keras script's models stay as they are: policies and values of its own options are tried.
+
+    Raises:
+        ScriptError: an option asks for what Mezzo cannot change or measure in Keras.
+    """
+    from mezzo.records import Reason
+
+    if checkpoint is not None:
+        script.check_supported("--checkpoint")
+    if changes not in (_CHANGES, "none"):
+        script.check_supported("--compile" if "compile" in changes else "--channels-last")
+    if memory is not None:
+        raise ScriptError(
+            f"--memory {memory} was given for a Keras script, whose peak memory is not measured; allowed: PyTorch scripts",
+            hint="leave --memory out",
+        )
+    why = "the script itself decides on them: jit_compile of its compile, data_format of its layers"
+    return [Reason(what="not tried", value="changes to the models", reason=why)]
 
 
 def _plans(text: str | None) -> list[str]:

@@ -6,7 +6,7 @@ Keras is patched as soon as the script has imported it, on the backend that the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ from mezzo.launch.keras.layers import Layers
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches
+from mezzo.launch.request_parts import ModelChanges
 from mezzo.launch.seeds import shift_python, shift_torch
+from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.support.supported_commands import on_backend, refusal
 from mezzo.launch.support.without_pytorch import WithoutPyTorch
 from mezzo.measure.environment import environment, environment_without_torch, package_version
@@ -136,6 +138,16 @@ class KerasTraining(WithoutPyTorch):
         run = self._run
         observer: Watching | None = run.audit if run.observed is None else run.observed.observer
         return observer
+
+    def stop_after(self, limit: StepLimit) -> None:
+        """Stop the script at ``limit``."""
+        self._run.limit = limit
+
+    def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
+        """Change nothing; return a function that returns the input of a step, in elements. A change that is wanted is refused."""
+        if changes.channels_last or changes.compiles or changes.checkpoint:
+            return super().change_models(changes)
+        return lambda: self._run.num_inputs / self.num_updates if self._run.num_inputs and self.num_updates else None
 
     @property
     def framework(self) -> str:

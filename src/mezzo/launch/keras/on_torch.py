@@ -38,6 +38,8 @@ class TorchBackend(Backend):
         self._divisor: Tensor | None = None
         """Divisor of the gradients of the running backward pass; None if they are not scaled."""
         self._in_backward = False
+        self._num_inputs = 0
+        """The elements of the first input of the layer that was last called from outside any layer."""
         self._trained = WeakIdKeyDictionary()
         """The values of trained variables."""
         self._count: ExitStack | None = None
@@ -58,6 +60,11 @@ class TorchBackend(Backend):
         policy = self._run.policy
         if policy is not None and not policy.lowers:
             keep_fp32_products(policy, patches, self._run.note_left_alone)
+
+    def layer_called(self, inputs: Any) -> None:
+        """Keep the size of the first input: a backward pass that follows makes it part of a step's."""
+        first = next((x for x in keras.tree.flatten(inputs) if isinstance(x, Tensor)), None)
+        self._num_inputs = 0 if first is None else first.numel()
 
     def norm(self, gradients: Sequence[Any], *, scale: Any) -> Any:
         """Return the norm of all gradients together."""
@@ -123,6 +130,7 @@ class TorchBackend(Backend):
         # If the numbers of losses and gradients differ, torch itself raises.
         recorded = [_times(loss, start) for loss, start in zip(true, starts, strict=False)]
         self._losses += recorded
+        run.num_inputs, self._num_inputs = run.num_inputs + self._num_inputs, 0
         for unscaled in before_scaling:
             run.backward(scaled=unscaled is not None)
         if self._count is not None:

@@ -12,6 +12,7 @@ from weakref import WeakSet
 from mezzo.errors import ScaleFloorError, ScriptError
 from mezzo.formats import FP32
 from mezzo.launch.patches import Patches
+from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.plain_steps import PlainSteps
 from mezzo.policy import Policy
 from mezzo.records import Effective, Reason
@@ -166,6 +167,10 @@ class KerasRun:
         self.optimizers: dict[int, Any] = {}
         self.names: dict[int, str] = {}
         """The name of the model that each optimizer trains, with which its variables' paths begin, by the optimizer's number."""
+        self.num_inputs = 0
+        """The elements of the models' first inputs, over all steps; 0 where the backend does not count them."""
+        self.limit: StepLimit | None = None
+        """The number of steps, or the time, after which the script is stopped."""
         self.num_scaled = 0
         """How many losses an optimizer has scaled, in steps that were traced or run."""
         self._owners: dict[int, int] = {}
@@ -273,6 +278,7 @@ class KerasRun:
 
         Raises:
             ScaleFloorError: the policy's scale is below its floor and the gradients still overflow.
+            StopScript: the run's limit is reached.
         """
         policy = self.policy
         floor = policy.min_scale if policy is not None and policy.loss_scale == "dynamic" else -math.inf
@@ -287,6 +293,8 @@ class KerasRun:
                 )
         if len(losses) > 1:
             self.steps.share_time(len(losses))
+        if self.limit is not None:
+            self.limit.check(self.steps.num_closed)
 
     def effective(self) -> Effective:
         """Return the formats of the counted step, and what was left alone."""

@@ -26,9 +26,8 @@ _WAITING = re.compile(
 )
 """Files of torch in which a process waits for others, or for its device, which may itself wait for others."""
 
-_WRITTEN_S = 10.0
+_WRITTEN_S, _LOOKS_EVERY_S = 10.0, 0.1
 """Time for a process to write its traceback: milliseconds, but for one that is starved or stuck."""
-POLL_S = 0.1
 
 
 class ScriptPosition(NamedTuple):
@@ -56,7 +55,7 @@ def wait_for_position(path: Path) -> None:
         if 0 < size_bytes == seen_bytes:
             return
         seen_bytes = size_bytes
-        time.sleep(POLL_S)
+        time.sleep(_LOOKS_EVERY_S)
 
 
 def take_position(request: Request) -> ScriptPosition:

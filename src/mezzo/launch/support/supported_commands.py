@@ -28,6 +28,7 @@ class _Limited:
 
 
 _TORCH: tuple[Stage, ...] = ("PyTorch",)
+_TORCHES: tuple[Stage, ...] = ("PyTorch", "Keras on torch")
 _LIMITED: dict[str, _Limited] = {
     "mezzo audit": _Limited((*_INSPECTED, "Keras on tensorflow"), "compiled steps hide their operations", _ON_TORCH),
     "mezzo diagnose": _Limited(_INSPECTED, "compiled steps hide their values", _ON_TORCH),
@@ -35,14 +36,16 @@ _LIMITED: dict[str, _Limited] = {
     "mezzo fallback": _Limited(_INSPECTED, "compiled steps hide their values", _ON_TORCH),
     "mezzo predict": _Limited(
         _TORCH,
-        "it traces PyTorch's operations without numbers",
+        "it traces the steps of torch.optim without numbers",
         "type mezzo check --gpu a100-80gb {target}: counted FLOPs and bytes bound how much faster it would be",
     ),
     "mezzo tune": _Limited(
-        _TORCH, "it changes PyTorch models from outside", "mezzo compare measures policies in every framework"
+        _TORCHES, "it stops runs after a number of PyTorch steps", "mezzo compare measures policies in every framework"
     ),
     "mezzo resume-check": _Limited(
-        _TORCH, "it traces PyTorch's state", "stop and resume the script manually, and compare its losses"
+        _TORCH,
+        "it traces the state of torch.optim and of torch's DataLoader",
+        "stop and resume the script manually, and compare its losses",
     ),
     "mezzo watch": _Limited(
         _TORCH, "it measures what PyTorch waits for", "mezzo run --policy as-is records the time of every step"

@@ -45,6 +45,8 @@ class LostValues(Value):
     """The format of the result."""
     largest: float | None = None
     """The largest magnitude of the result in FP32, or of what vanished; None if it is not finite in FP32 either."""
+    in_fp64: float | None = None
+    """The largest magnitude of the result in FP64, if it is finite there and not in FP32."""
     loss_scale: float = 1.0
     static_scale: bool = False
     """Whether that is a number by which the script itself multiplies its loss and divides its gradients."""
@@ -132,6 +134,8 @@ class Evidence(Value):
     """The bad steps that are not normal skips."""
     settled_scale: float | None = None
     """The dynamic loss scale at which the run settled, if skipped updates have lowered it below ``LEAST_SCALE``."""
+    may_settle_higher: bool = False
+    """Whether that scale alone is the fault, and the run too short to tell that it stays so low."""
     zeros: float = 0.0
     """The share of all gradient elements that are 0 only because of the format, in the last healthy step that was inspected."""
     unexplained_skips: list[int] = []
@@ -188,6 +192,8 @@ class Source:
     wide: float | None
     """The largest magnitude of the result in FP32, or of what vanished; None if it is not finite in FP32 either."""
     scale: float
+    in_fp64: float | None = None
+    """The largest magnitude of the result in FP64, if it is finite there and not in FP32."""
     """The loss scale."""
     static_scale: bool = False
     """Whether that is a number by which the script itself multiplies its loss and divides its gradients."""
@@ -219,6 +225,7 @@ class Source:
             zero_eps=self.zero_eps,
             format=self.format,
             largest=self.wide,
+            in_fp64=self.in_fp64,
             loss_scale=self.scale,
             static_scale=self.static_scale,
             operands=self.operands,

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
 
-from mezzo.observe.limits import HARMLESS_LISTED, LEAST_SCALE, WEIGHTY
+from mezzo.observe.limits import HARMLESS_LISTED, LEAST_SCALE, STEPS_THAT_SETTLE, SURELY_LOW, WEIGHTY
 from mezzo.observe.nonfinite.evidence import Evidence, GradientErrors, Harmless, Located, ModelNames, Source
 from mezzo.records import RunRecord
 
@@ -183,6 +183,7 @@ class Faults:
             last, names = len(run.steps) + 1, self._training.names()
             fault = place_to_blame(unfinished, last, names, loss_bad=True, bad=True, before=None)
             inspected.append(last)
+        too_short = settled is not None and settled >= SURELY_LOW and len(run.steps) < STEPS_THAT_SETTLE
         return Evidence(
             located=fault,
             watched=inspected,
@@ -190,6 +191,7 @@ class Faults:
             faulty_steps=faulty,
             lost_step=self._lost_step,
             settled_scale=settled,
+            may_settle_higher=too_short and set(faulty) <= set(lowered),
             zeros=self._zeros,
             harmless=list(self._harmless.values())[:HARMLESS_LISTED],
         )
@@ -198,12 +200,14 @@ class Faults:
 def _lowered(run: RunRecord) -> tuple[float | None, list[int]]:
     """Return the loss scale at which a run settled, and the steps whose skipped updates lowered it, if it is below ``LEAST_SCALE``.
 
-    That is the scale which seven tenths of the second half do not exceed: the last scale alone varies by a few doublings. How often this is
-    wrong is simulated (``python -m benchmarks verdicts``).
+    That is the scale which seven tenths of the second half do not exceed: the last scale alone varies by a few doublings. In a short run,
+    whose answer may be undecided, it is four tenths, so that fewer low scales are missed. How often this is wrong is simulated
+    (``python -m benchmarks verdicts``).
     """
     steps = run.steps
     later = sorted(scale for scale in steps.loss_scale[len(steps.loss_scale) // 2 :] if not math.isnan(scale))
-    settled = later[7 * (len(later) - 1) // 10] if later else math.inf
+    tenths = 7 if len(steps) >= STEPS_THAT_SETTLE else 4
+    settled = later[tenths * (len(later) - 1) // 10] if later else math.inf
     lowered = [n for n, scale in enumerate(steps.loss_scale, 1) if steps.skipped[n - 1] and scale < LEAST_SCALE]
     if settled >= LEAST_SCALE or not lowered or all(steps.skipped):
         return None, []
@@ -251,7 +255,8 @@ def place_to_blame(
 def _saturated(errors: GradientErrors | None, step: int, names: ModelNames, *, bad: bool) -> Located | None:
     """Return the overflow that made finite gradients, or a finite loss, wrong; in a bad step, only one of the forward pass."""
     wrong = () if errors is None else errors.above or errors.losses
-    sources = [s for gradient in wrong for s in gradient.sources if s.kind == "made" and s.wide is not None]
+    made = [s for gradient in wrong for s in gradient.sources if s.kind == "made"]
+    sources = [s for s in made if s.wide is not None or (s.in_fp64 is not None and not (bad and s.in_update))]
     source = min((s for s in sources if not (bad and s.backward)), key=lambda s: s.index, default=None)
     if source is None or errors is None:
         return None

@@ -35,6 +35,9 @@ _IN_SCRIPT = "it is a change of the script itself"
 _MAX_TRIALS = 5
 """The largest number of runs to find a fix."""
 _MAX_MODULES = 3
+TRAIN_LONGER = (
+    "let the script train for {} steps or more, and diagnose them: then it is known where the loss scale settles"
+)
 RUN_AGAIN = "set the script's seeds and run it again, so that the step can be inspected"
 """The fix of a fault whose operation was not inspected."""
 DIVERGES = "lower the learning rate, or clip the gradients"
@@ -124,6 +127,8 @@ def _offers(record: DiagnoseRecord) -> list[Offer]:
         return [*_line(record), *module] if narrow else []
     if not record.located:
         return []
+    if record.verdict == "scale_overflow" and record.steps_needed is not None:
+        return []
     if record.verdict == "scale_overflow" and record.settled_scale is not None:
         return _for_range(record)  # a scale that fits is what loses the small gradients
     if record.verdict == "scale_overflow":
@@ -137,6 +142,8 @@ def _offers(record: DiagnoseRecord) -> list[Offer]:
         return [_for_entered(record)]
     if record.verdict == "invalid_operation":
         return [_for_invalid(record.op, record.operands, forward=record.phase == "forward")]
+    if record.verdict == "silent_saturation" and record.origin == "made" and record.largest is None:
+        return [_beyond_fp32(record.op)]
     if record.verdict == "silent_saturation" and record.origin == "vanished" and record.phase == "backward":
         return _for_vanished(record)
     of_scale = (
@@ -424,6 +431,11 @@ def _for_entered(record: DiagnoseRecord) -> Offer:
 
 def _for_update(step: str) -> Offer:
     return Offer(f"{step} made a weight infinite or NaN: lower the learning rate, or raise the optimizer's eps", "")
+
+
+def _beyond_fp32(op: str) -> Offer:
+    advice = f"divide what {op} reads by its largest magnitude, or compute the line in FP64: BF16 ends where FP32 does"
+    return Offer(advice, "")
 
 
 def _for_invalid(op: str, operands: list[Operand], *, forward: bool) -> Offer:

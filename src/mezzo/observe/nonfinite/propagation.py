@@ -7,7 +7,8 @@ Whether a source matters does not depend on the names of operations. The true va
 read them run a second time on the true values (``mezzo.observe.nonfinite.shadows``). A mask of -1e9 is -inf in FP16, and softmax returns
 the same for both; ``1 / sqrt(inf)`` is 0, but ``1 / sqrt(1e5)`` is not. The latter is silent saturation if it makes a gradient wrong.
 
-A source is recomputed in FP32 from its operands: a finite result means that only its format is too narrow.
+A source is recomputed in FP32 from its operands: a finite result means that only its format is too narrow. Where FP32 has none either, it
+is recomputed in FP64, so that an infinity of FP32 that becomes a wrong finite number is followed as well.
 
 Cost: two reductions and one read of the device per operation, and a second run of operations that read lost values; so only chosen
 steps are inspected. Limits: a fused kernel is one operation; an operation that draws random numbers is not recomputed.
@@ -27,8 +28,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from mezzo.devices import has_fp64
 from mezzo.engine.matrix_units.emulation import running
-from mezzo.formats import FP32
+from mezzo.formats import FP32, FP64
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.nonfinite import recomputing
 from mezzo.observe.nonfinite.evidence import (
@@ -307,13 +309,17 @@ class InfinityTracer(PlacingTracer):
         # Without bad results only operands that are known to be bad say something: these may have been swallowed.
         suspects = [pair for pair in operation.read if bad_results or self._taint.get(pair[1]) is not None]
         bad_operands = [pair for pair in suspects if not is_finite(pair[0])]
-        local = self._computed_locally(operation, results, result, made=bool(bad_results) and not bad_operands)
+        made = bool(bad_results) and not bad_operands
+        local = self._computed_locally(operation, results, result, made=made)
         true = {end: operation.computed(result, known) for end, (known, _) in operation.truths.items()}
         new: dict[RangeEnd, tuple[Source, ...]] = {}
+        beyond: list[Tensor] | None = None
         if bad_results:
             wide = recomputing.largest_of(local, outputs)
             finite_ends = [end for end in true if recomputing.largest_of(true[end], outputs) is not None]
             sources = self._sources_of(index, operation, bad_operands, bad_results[0], wide, finite_ends)
+            if made and wide is None and any(source.kind == "made" for source in sources):
+                beyond = self._computed_beyond_fp32(operation, result, outputs, sources)
             new[RangeEnd.ABOVE] = sources if not bad_operands else ()
             self._record_nonfinite(index, sources, bad_results)
         read_sources = [source for _, passed in bad_operands for source in self._taint.get(passed) or ()]
@@ -323,7 +329,8 @@ class InfinityTracer(PlacingTracer):
                 self._taint.pop(tensor)
         new[RangeEnd.BELOW] = self._vanished(index, operation, outputs, local)
         for end in RangeEnd:
-            self._keep_true(end, operation, outputs, local, true, new.get(end, ()))
+            found = beyond if end is RangeEnd.ABOVE and beyond is not None else local
+            self._keep_true(end, operation, outputs, found, true, new.get(end, ()))
         if bad_operands and not bad_results and results:
             self._swallowed(read_sources, results)
 
@@ -356,6 +363,18 @@ class InfinityTracer(PlacingTracer):
         if made or any(RangeEnd.BELOW.loses(t.dtype) and bool((t == 0).any()) for t in results):
             return operation.computed(result)
         return None
+
+    def _computed_beyond_fp32(
+        self, operation: recomputing.Recomputable, result: Any, outputs: list[Tensor], sources: tuple[Source, ...]
+    ) -> list[Tensor] | None:
+        """Return results in FP64 where FP32 has none that is finite; None if FP64 has none either, or the device no FP64."""
+        if not all(has_fp64(read.device) for read, _ in operation.read):
+            return None
+        found = operation.computed(result, least=FP64.dtype)
+        reached = recomputing.largest_of(found, outputs)
+        for source in sources if reached is not None else ():
+            source.in_fp64 = reached
+        return found if reached is not None else None
 
     def _vanished(
         self, index: int, operation: recomputing.Recomputable, outputs: list[Tensor], local: list[Tensor] | None

@@ -1,4 +1,4 @@
-"""Recompute one operation in FP32, from its operands or from other values."""
+"""Recompute one operation in FP32 or FP64, from its operands or from other values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mezzo.formats import FP16, FP32
+from mezzo.formats import FP16, FP32, FP64
 from mezzo.observe.nonfinite.evidence import Source
 from mezzo.observe.nonfinite.shadows import RangeEnd
 from mezzo.observe.tensors import floats, is_finite, largest
@@ -81,14 +81,17 @@ def operands(
     return [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor) and id(b) not in skipped]
 
 
-def recomputed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], change: Change) -> list[Tensor] | None:
-    """Return the operation's results in FP32, in the order of ``outputs``; None if it has no FP32 kernel.
+def recomputed(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], change: Change, *, least: torch.dtype = FP32.dtype
+) -> list[Tensor] | None:
+    """Return the operation's results in FP32, in the order of ``outputs``; None if it has no such kernel.
 
     Args:
         func: the operation.
         args: its arguments as they were before it ran.
         kwargs: its keyword arguments, likewise.
         change: returns a tensor's true values, with 16-bit values in FP32; tensors that the operation writes into are copied.
+        least: the format that narrower ones named among the arguments become.
     """
     changed = {id(t) for t in written(func, args, kwargs)} if func._schema.is_mutable else set()
     copies = func.namespace != "aten" or any(part in func.overloadpacket.__name__ for part in _UNDECLARED)
@@ -99,7 +102,9 @@ def recomputed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], change: C
 
     def in_wide_formats(arguments: Any) -> Any:
         wide = tree_map_only(Tensor, widened, arguments)
-        return tree_map_only(torch.dtype, lambda d: FP32.dtype if d.is_floating_point and d.itemsize < 4 else d, wide)
+        return tree_map_only(
+            torch.dtype, lambda d: least if d.is_floating_point and d.itemsize < least.itemsize else d, wide
+        )
 
     wide_args, wide_kwargs = in_wide_formats(list(args)), in_wide_formats(kwargs)
     try:
@@ -116,10 +121,10 @@ def dropout_in_fp32(args: Sequence[Any], kwargs: dict[str, Any], result: Any, ch
     return [change(args[0]) * result[1] * scale, result[1]]
 
 
-def in_fp32(tensor: Tensor) -> Tensor:
-    """Return a tensor of 16 bits or less in FP32, and any other unchanged."""
-    narrow = tensor.is_floating_point() and tensor.element_size() < FP32.dtype.itemsize
-    return tensor.float() if narrow else tensor
+def at_least(tensor: Tensor, least: torch.dtype) -> Tensor:
+    """Return a floating-point tensor narrower than ``least`` in it, and any other unchanged."""
+    narrow = tensor.is_floating_point() and tensor.element_size() < least.itemsize
+    return tensor.to(least) if narrow else tensor
 
 
 @dataclass
@@ -145,17 +150,24 @@ class Recomputable:
         """Return its results."""
         return outputs(self.func, self.args, self.kwargs, result)
 
-    def computed(self, result: Any, true: dict[int, Tensor] | None = None) -> list[Tensor] | None:
-        """Return its results in FP32, from its operands or from their ``true`` values; None if they are unknown."""
+    def computed(
+        self, result: Any, true: dict[int, Tensor] | None = None, *, least: torch.dtype = FP32.dtype
+    ) -> list[Tensor] | None:
+        """Return its results in FP32, from its operands or from their ``true`` values; None if they are unknown.
+
+        They are in FP64 if ``least`` is, or if a true value of its operands left FP32.
+        """
         known = true or {}
+        if any(t.dtype is FP64.dtype for t in known.values()):
+            least = FP64.dtype
 
         def change(tensor: Tensor) -> Tensor:
-            return known.get(id(tensor), in_fp32(tensor))
+            return at_least(known.get(id(tensor), tensor), least)
 
         if self.func.overloadpacket is torch.ops.aten.native_dropout:
             wide: list[Tensor] | None = dropout_in_fp32(*self.kept, result, change)
         else:
-            wide = None if self.draws else recomputed(self.func, *self.kept, change)
+            wide = None if self.draws else recomputed(self.func, *self.kept, change, least=least)
         # A selection may return more or fewer elements of the true values: these cannot be matched.
         matches = wide is not None and [t.shape for t in wide] == [t.shape for t in self.outputs(result)]
         return wide if matches else None

@@ -1,11 +1,12 @@
-"""Keep the values that tensors would have if 16-bit formats had no largest number, or no smallest one.
+"""Keep the values that tensors would have if their formats had no largest number, or those of 16 bits no smallest one.
 
 A value that leaves a format's range becomes infinite or zero. Whether that matters shows later: softmax returns the same for -inf and for
 -1e9, but ``x / norm`` differs between an infinite norm and 1e5. So wherever values are lost, their true values are kept as shadows. Every
-operation that reads them runs a second time in FP32 on the true values, and its results are rounded to the format's precision. The two
-computations differ only in their range: values that agree again are dropped, and a difference that remains in a gradient is the effect of
-the range. It alone decides whether a lost value matters (``measure_errors``). Gradients are compared tensor by tensor, because a single
-lost gradient would not show in a norm over all of them. One that is only rounding noise (a bias before a norm) is not judged.
+operation that reads them runs a second time in FP32 on the true values, or in FP64 where those left FP32, and its results are rounded to
+the format's precision. The two computations differ only in their range: values that agree again are dropped, and a difference that remains
+in a gradient is the effect of the range. It alone decides whether a lost value matters (``measure_errors``). Gradients are compared tensor
+by tensor, because a single lost gradient would not show in a norm over all of them. One that is only rounding noise (a bias before a norm)
+is not judged.
 
 Each end of the range has its own true values (``RangeEnd``). Those for the lower end have no upper limit either, because a division by a
 small number is often undone by a multiplication. Only the elements that differ are kept, by their places in storages, so that views share
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzo.engine.casts.half import HALF
-from mezzo.formats import BF16, FORMATS, FP16, FP32
+from mezzo.formats import BF16, FORMATS, FP16, FP32, FP64
 from mezzo.observe.limits import LOST_BELOW, ROUNDOFFS, SHARE_BELOW
 from mezzo.observe.nonfinite.evidence import GradientErrors, Source, WrongGradient
 from mezzo.observe.tensors import difference, is_finite, norm, storage
@@ -45,7 +46,7 @@ class RangeEnd(enum.Enum):
 
     def loses(self, dtype: torch.dtype) -> bool:
         """Return whether values of a format are tracked at this end; at the lower end only those of FP16, whose range is that narrow."""
-        return dtype in HALF if self is RangeEnd.ABOVE else dtype is FP16.dtype
+        return dtype in (*HALF, FP32.dtype) if self is RangeEnd.ABOVE else dtype is FP16.dtype
 
     def lost(self, narrow: Tensor, wide: Tensor) -> Tensor:
         """Return a mask of the elements in which ``narrow`` lost the value of ``wide``."""
@@ -108,7 +109,7 @@ class _Piece(Generic[T]):
     actual: Tensor
     """The elements themselves: if they have changed since, a write that was not seen has made the true values obsolete."""
     true: Tensor
-    """The true values, in FP32 or FP64; booleans and integers as they are."""
+    """The true values, in FP32, or in FP64 where FP32 has none; booleans and integers as they are."""
     sources: tuple[T, ...]
     mark: int
 
@@ -160,7 +161,7 @@ class Shadows(Generic[T]):
         pieces = self._between(tensor, start, start + len(flat))
         if not pieces:
             return None
-        wide = _wide(flat)
+        wide = _wide(flat, *(piece.true for piece in pieces))
         for piece in pieces:
             places = piece.positions - start
             if not bool(_equal(flat[places], piece.actual).all()):
@@ -180,7 +181,8 @@ class Shadows(Generic[T]):
         if tensor.is_contiguous():
             whole = true.reshape(-1)
         else:
-            whole, pieces = _wide(flat), self._between(tensor, start, start + len(flat))
+            pieces = self._between(tensor, start, start + len(flat))
+            whole = _wide(flat, true, *(piece.true for piece in pieces))
             for piece in pieces:
                 places = piece.positions - start
                 kept = _equal(flat[places], piece.actual)
@@ -288,7 +290,10 @@ def _off(gradients: list[tuple[Tensor, Tensor]], shadows: Shadows[Source]) -> tu
 
 def tolerance(sources: Iterable[Source]) -> float:
     """Return the largest relative error of a gradient that rounding alone explains."""
-    return max((ROUNDOFFS * FORMATS[s.format].eps / 2 for s in sources if s.format in FORMATS), default=0.0)
+    # FP32 sums in another order than FP64: only what would be wrong in 16 bits as well is a fault.
+    return max(
+        (ROUNDOFFS * max(FORMATS[s.format].eps, FP16.eps) / 2 for s in sources if s.format in FORMATS), default=0.0
+    )
 
 
 # --- elements --------------------------------------------------------------------------------------------------------------------
@@ -299,9 +304,9 @@ def rounded(wide: Tensor, dtype: torch.dtype, end: RangeEnd) -> Tensor:
 
     At the lower end, so does a value that would be lost at the upper one.
     """
-    if not dtype.is_floating_point or dtype.itemsize >= FP32.dtype.itemsize:
+    if not dtype.is_floating_point or dtype.itemsize >= wide.element_size():
         return wide
-    narrow = wide.to(dtype).float()
+    narrow = wide.to(dtype).to(wide.dtype)
     for lost_end in (RangeEnd.ABOVE, end):
         narrow = torch.where(lost_end.lost(narrow, wide), wide, narrow) if lost_end.loses(dtype) else narrow
     return narrow
@@ -328,7 +333,9 @@ def _span(tensor: Tensor) -> tuple[Tensor, int]:
     return whole.set_(tensor.untyped_storage(), start, (length,), (1,)), start
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """Return a copy, in FP32 if the tensor has 16 bits or less."""
-    narrow = tensor.is_floating_point() and tensor.element_size() < FP32.dtype.itemsize
-    return tensor.float() if narrow else tensor.clone()
+def _wide(tensor: Tensor, *true: Tensor) -> Tensor:
+    """Return a copy, in FP32 if the tensor has 16 bits or less, and in FP64 if any of the values it will hold is."""
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    dtype = FP64.dtype if any(t.dtype is FP64.dtype for t in true) else FP32.dtype
+    return tensor.to(dtype) if tensor.element_size() < dtype.itemsize else tensor.clone()

@@ -11,7 +11,8 @@ What one run located suggests a verdict, by the operation recomputed in FP32 fro
 
 A further run decides, depending on its role (``known``). An overflow of the scale needs a run in which the same step was finite at a
 lower one; an overflow of the range, one in which it was finite in FP32; an invalid operation, one in which it was not, with weights and
-arithmetic in FP32. Without that run, or against it, the verdict is *undecided*. Silent saturation needs none: its gradients were compared.
+arithmetic in FP32. Without that run, or against it, the verdict is *undecided*, as it is where a scale is low and the run too short to
+tell that it settled. Silent saturation needs none: its gradients were compared.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from mezzo.formats import FP16
-from mezzo.observe.limits import NARROW
+from mezzo.observe.limits import NARROW, STEPS_THAT_SETTLE
 from mezzo.observe.nonfinite import fixes, words
 from mezzo.observe.nonfinite.evidence import Evidence, Located, LostValues
 from mezzo.observe.nonfinite.fixes import Offer, Tried
@@ -151,6 +152,7 @@ def judged(ran: ScriptRun) -> DiagnoseRecord:
         num_skipped=run.steps.num_skipped,
         own_scaler=evidence.own_scaler,
         settled_scale=evidence.settled_scale,
+        steps_needed=STEPS_THAT_SETTLE if evidence.may_settle_higher else None,
         session_policy=evidence.session_policy,
         forced_eager=evidence.forced_eager,
         notes=words.notes(evidence),
@@ -248,7 +250,8 @@ def _has_infinite_norm_alone(evidence: Evidence) -> bool:
 def _inspected(record: DiagnoseRecord, ran: ScriptRun) -> DiagnoseRecord:
     outcome, (_, evidence) = judged(ran), _showed(ran)
     explained = outcome.located or (_has_infinite_norm_alone(evidence) and not record.located)
-    settled = {"settled_scale": record.settled_scale}  # known at the end of the whole run only
+    # Known at the end of the whole run only.
+    settled = {"settled_scale": record.settled_scale, "steps_needed": record.steps_needed}
     return outcome.model_copy(update=settled) if explained else record
 
 
@@ -309,7 +312,10 @@ def _decided(record: DiagnoseRecord, runs: Sequence[ScriptRun]) -> DiagnoseRecor
     if not why:
         return record
     note = words.undecided(record, why)
-    return record.model_copy(update={"verdict": "undecided", "perhaps": record.verdict, "notes": [*record.notes, note]})
+    short = {"fix": fixes.TRAIN_LONGER.format(record.steps_needed)} if _is_too_short(record) else {}
+    return record.model_copy(
+        update={**short, "verdict": "undecided", "perhaps": record.verdict, "notes": [*record.notes, note]}
+    )
 
 
 def needs_fp32(record: DiagnoseRecord, runs: Sequence[ScriptRun]) -> bool:
@@ -334,11 +340,17 @@ def _is_all_fp32(runs: Sequence[ScriptRun]) -> bool:
 
 
 def _why_not_of_scale(record: DiagnoseRecord, runs: Sequence[ScriptRun]) -> str:
+    if _is_too_short(record):
+        return words.too_few_steps(record, steps=len(_showed(runs[0])[0].steps))
     lower = next((ran for ran in reversed(runs) if ran.role == "scale of 1"), None)
     watched = [] if lower is None or lower.evidence is None else lower.evidence.watched
     if lower is None or record.step not in watched or not repeats(runs):
         return words.NO_LOWER_SCALE
     return words.BAD_AT_LOWER_SCALE if record.step in _showed(lower)[1].bad_steps else ""
+
+
+def _is_too_short(record: DiagnoseRecord) -> bool:
+    return record.verdict == "scale_overflow" and record.steps_needed is not None
 
 
 def _why_not_of_range(record: DiagnoseRecord, runs: Sequence[ScriptRun]) -> str:

@@ -37,6 +37,14 @@ def undecided(record: DiagnoseRecord, why: str) -> Reason:
     return Reason(what="undecided", value=f"perhaps {record.verdict.replace('_', ' ')}", reason=why)
 
 
+def too_few_steps(record: DiagnoseRecord, *, steps: int) -> str:
+    """Return why so few steps do not show whether the loss scale has settled too low."""
+    return (
+        f"the loss scale is down to {record.settled_scale or 0:g} in {steps} steps, and in fewer than {record.steps_needed} one "
+        "that settles higher may be as low for a while"
+    )
+
+
 def detail(located: Located, verdict: Diagnosed) -> str:
     """Return what happened at a fault."""
     source = located.source
@@ -52,6 +60,9 @@ def detail(located: Located, verdict: Diagnosed) -> str:
     failing = _failing(source.op, source.backward, source.operands)
     if located.vanished is not None:
         return f"{failing}. {_vanishing(located.vanished)}; FP32 keeps them"
+    if verdict == "silent_saturation" and source.in_fp64 is not None:
+        reach = f"{_where(source)} is infinite in FP32, which ends at 3.4e+38, and {source.in_fp64:.4g} in FP64"
+        return f"{reach}. {_swallowed(located)}"
     if verdict == "invalid_operation" or source.largest is None:
         return _failing(source.op, source.backward, source.operands, " in FP32 either")
     reach = f"{_where(source)} reaches {source.largest:.4g}; {_end(source.format)}"
@@ -61,13 +72,16 @@ def detail(located: Located, verdict: Diagnosed) -> str:
     if verdict == "scale_overflow":
         return reach
     if verdict == "silent_saturation":
-        names = [f"{op}()" for op in source.swallowed_by] or ["what reads it"]
-        turn = "turns" if len(names) == 1 else "turn"
-        wrong = _off(located.gradients)
-        return f"{reach}. {' and '.join(names)} {turn} the infinity into finite but wrong numbers. {wrong}"
+        return f"{reach}. {_swallowed(located)}"
     if located.symptom is not None:
         return f"{reach}. Its wrong values then reach {_where(located.symptom)}, which has no finite result for them"
     return reach
+
+
+def _swallowed(located: Located) -> str:
+    names = [f"{op}()" for op in located.source.swallowed_by] or ["what reads it"]
+    turn = "turns" if len(names) == 1 else "turn"
+    return f"{' and '.join(names)} {turn} the infinity into finite but wrong numbers. {_off(located.gradients)}"
 
 
 def notes(evidence: Evidence) -> list[Reason]:

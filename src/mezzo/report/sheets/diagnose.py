@@ -108,11 +108,17 @@ def _meaning(record: DiagnoseRecord) -> str:
         "scale_overflow": "gradients overflow because of the loss scale, and are finite at a lower one",
         "range_overflow": f"a value that {name} cannot represent, {scales}",
         "invalid_operation": "not finite in FP32 either",
-        "undecided": "a step is not finite, and no run shows why: the notes say which one is missing",
+        "undecided": _open_question(record),
         "silent_saturation": f"values too large for {name} become finite again: nothing shows it, but the {wrong}",
         "unfinished": ". To fix it: ".join(fmt.clean(text) for text in (record.detail, record.run.hint) if text),
         "healthy": _untried(record),
     }[record.verdict]
+
+
+def _open_question(record: DiagnoseRecord) -> str:
+    if record.perhaps == "scale_overflow" and record.steps_needed is not None:
+        return "the loss scale may settle so low that small gradients are lost, but the run is too short to tell"
+    return "a step is not finite, and no run shows why: the notes say which one is missing"
 
 
 def _untried(record: DiagnoseRecord) -> str:
