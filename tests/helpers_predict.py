@@ -13,17 +13,19 @@ from collections.abc import Iterator
 from unittest import mock
 
 from mezzo.measure.predict.script import process as script_process
-from mezzo.measure.predict.script import tapes
+from mezzo.measure.predict.script import tape_server, tapes
 
 
 @contextlib.contextmanager
 def traced_in_forks() -> Iterator[None]:
     """Trace scripts in forks of this process instead of a new one, whose imports take longer than what it traces."""
-    with mock.patch.object(tapes, "_run", _in_a_fork):
+    without_server = mock.patch.object(tapes, "current_server", return_value=None)
+    not_started = mock.patch.object(tape_server.TapeServer, "start")
+    with mock.patch.object(tapes, "_run", _in_a_fork), without_server, not_started:
         yield
 
 
-def _in_a_fork(words: list[str], environment: dict[str, str], script: str, deadline_s: float | None) -> tuple[str, int]:
+def _in_a_fork(words: list[str], environment: dict[str, str], deadline_s: float | None) -> tuple[str, int]:
     """Return what ``script_process`` prints for ``words``, and its exit code."""
     assert words[1:3] == ["-m", "mezzo.measure.predict.script.process"]
     with tempfile.TemporaryFile() as printed:

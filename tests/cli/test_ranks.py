@@ -214,7 +214,7 @@ def test_the_runs_of_a_comparison_follow_one_another_in_all_processes(tmp_path: 
 @pytest.mark.slow
 def test_what_one_process_finds_is_what_two_find(tmp_path: Path) -> None:
     """The ranks' histograms add up; every other figure here is that of each rank."""
-    for words in (["audit", "--steps", "2"], ["ranges", "--steps", "2"], ["fallback", "--fresh", "0"]):
+    for words in (["audit", "--at", "2"], ["ranges", "--steps", "2"], ["fallback", "--fresh", "0"]):
         ended = in_forks(
             [*words, "--out", words[0], RANKS, "fsdp" if words[0] == "ranges" else "ddp", "4"], folder=tmp_path
         )

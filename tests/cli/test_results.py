@@ -34,7 +34,7 @@ PLAIN = str(SCRIPTS / "plain.py")
 
 COMMANDS = [
     ("run --policy bf16 {} 4", "plain.py trained 4 steps under bf16", ""),
-    ("audit --steps 2 {}", "Step 2 of plain.py under as-is", ""),
+    ("audit --at 2 {}", "Step 2 of plain.py under as-is", ""),
     ("diagnose --steps 4 {}", "plain.py under fp16", ""),
     ("ranges --steps 2 {}", "gradients of plain.py need no loss scale in fp16", ""),
     (

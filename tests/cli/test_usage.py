@@ -16,6 +16,7 @@ from mezzo.version import VERSION
 from record_builders import run_record
 
 TRAIN = "import torch\n"
+ELSEWHERE = Path.home() / "mezzo-runs" / "first"
 FILES = {
     "train.py": TRAIN,
     "lonely/train_all.py": TRAIN,
@@ -128,9 +129,9 @@ WRONG: list[Wrong] = [
     ),
     ("run -mq train.py", "mezzo run has no option -q; allowed: ...", "mezzo run --help-all lists its options; ..."),
     (
-        "audit --steps 5-3 train.py",
-        "--steps '5-3' is not a list of steps; allowed: numbers from 1, such as 3 or 3,10 or 3-5, and ranges of at most 100,000 steps",
-        "type: mezzo audit --steps 3 train.py",
+        "audit --at 5-3 train.py",
+        "--at '5-3' is not a list of steps; allowed: numbers from 1, such as 3 or 3,10 or 3-5, and ranges of at most 100,000 steps",
+        "type: mezzo audit --at 3 train.py",
     ),
     (
         "run --policy fp61 train.py",
@@ -248,29 +249,37 @@ WRONG: list[Wrong] = [
     (
         "run --out train.py train.py",
         "--out 'train.py' cannot be used as a folder: it is a file",
-        "choose a new folder, ...",
+        f"type: mezzo run --out {ELSEWHERE} train.py",
     ),
-    ("run --out train.py/x train.py", "--out 'train.py/x' cannot be used as a folder: ...", "choose a new folder, ..."),
+    (
+        "run --out train.py/x train.py",
+        "--out 'train.py/x' cannot be used as a folder: ...",
+        f"type: mezzo run --out {ELSEWHERE} train.py",
+    ),
     (
         "run --out /proc/x train.py",
         "--out '/proc/x' cannot be used as a folder: it is not writable (...",
-        "choose a new folder, ...",
+        f"type: mezzo run --out {ELSEWHERE} train.py",
     ),
     (
         "run --log-to tensorbord train.py",
         "--log-to 'tensorbord' names no tracker; did you mean tensorboard? Allowed: tensorboard, wandb, mlflow",
-        "type: --log-to tensorboard, or with a place: --log-to tensorboard:DIR",
+        "type: mezzo run --log-to tensorboard train.py",
     ),
     (
         "run --log-to tensorboard:train.py train.py",
         "--log-to tensorboard: 'train.py' cannot be used as a folder: ...",
-        "choose a new folder, ...",
+        f"type: mezzo run --log-to tensorboard:{ELSEWHERE} train.py",
     ),
-    ("doctor --out train.py", "--out 'train.py' cannot be used as a folder: ...", "choose a new folder, ..."),
+    (
+        "doctor --out train.py",
+        "--out 'train.py' cannot be used as a folder: ...",
+        f"type: mezzo doctor --out {ELSEWHERE}",
+    ),
     (
         "report --out train.py runs/old/record.json",
         "--out 'train.py' cannot be used as a folder: ...",
-        "choose a new folder, ...",
+        f"type: mezzo report --out {ELSEWHERE} runs/old/record.json",
     ),
     (
         "report --json runs/old/record.json b.json",
@@ -282,7 +291,7 @@ WRONG: list[Wrong] = [
         "there is no record 'runs/old/recrd.json'",
         "type: mezzo report runs/old/record.json",
     ),
-    ("report nothing.json", "there is no record 'nothing.json'", "pass the record.json that a mezzo command wrote"),
+    ("report nothing.json", "there is no record 'nothing.json'", "type: mezzo report runs/"),
 ]
 
 
@@ -361,7 +370,7 @@ AFTER = [
     ),
     ("run plain.py --json", "import torch", "--json", "mezzo run --json plain.py"),
     ("run -m plain --json", "import torch", "--json", "mezzo run --json -m plain"),
-    ("audit --steps 3 plain.py --steps 4", "import torch", "--steps 4", "mezzo audit --steps 3 --steps 4 plain.py"),
+    ("audit --at 3 plain.py --at 4", "import torch", "--at 4", "mezzo audit --at 3 --at 4 plain.py"),
     ("run plain.py --policy", "import torch", "--policy", "mezzo run --policy plain.py"),
     (  # an option of another command
         "run plain.py --policies bf16",

@@ -88,7 +88,7 @@ def test_runs_are_forked_from_a_process_that_never_asked_the_driver(tmp_path: Pa
 @pytest.mark.parametrize(("policy", "device"), [("as-is", "cuda:1"), ("fp16", "cuda:0")])
 def test_an_audit_finds_the_module_of_every_product(policy: str, device: str, tmp_path: Path) -> None:
     """Autograd has a thread of its own for each GPU, which numbers its nodes by itself and runs no Python around an operation."""
-    out = mezzo(tmp_path, "audit", "--policy", policy, "--steps", "3", str(tmp_path / "asked.json"), device)
+    out = mezzo(tmp_path, "audit", "--policy", policy, "--at", "3", str(tmp_path / "asked.json"), device)
     record = json.loads((out / "record.json").read_text())
     found = Counter({(o["module"], o["phase"]): o["count"] for o in record["operations"] if o["flops"]})
     expected = Counter({(layer, phase): 1 for layer in LAYERS for phase in ("forward", "dgrad", "wgrad")})

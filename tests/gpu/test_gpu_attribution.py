@@ -15,7 +15,7 @@ SCRIPT = ("{here}/attribution_script.py", "{device}")
 CASES = [*((policy, "plain") for policy in POLICIES), *(("bf16", variant) for variant in VARIANTS[1:])]
 plan(
     "test_gpu_attribution",
-    **{f"{p} {v}": mezzo("audit", "--policy", p, "--steps", "3", *SCRIPT, v) for p, v in CASES},
+    **{f"{p} {v}": mezzo("audit", "--policy", p, "--at", "3", *SCRIPT, v) for p, v in CASES},
 )
 every_audit = pytest.mark.parametrize(
     ("policy", "variant", "device"),

@@ -21,7 +21,7 @@ plan(
     "test_gpu_fp8",
     fp8=mezzo("run", "--policy", NATIVE, *SCRIPT),
     bf16=mezzo("run", "--policy", "bf16", *SCRIPT),
-    audit=mezzo("audit", "--policy", NATIVE, "--steps", "3", *SCRIPT[:-1], "4"),
+    audit=mezzo("audit", "--policy", NATIVE, "--at", "3", *SCRIPT[:-1], "4"),
 )
 LOSS_APART = 0.05
 """FP8's products are off by some 2%; how far that moves a loss is seen here. Above this share of the first loss it is another training."""

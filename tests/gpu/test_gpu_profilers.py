@@ -14,13 +14,13 @@ SCRIPT = ("{here}/profiler_script.py", "{device}")
 # A script stops after the last step that is asked for; here it ends by itself before.
 COMMANDS = {
     "run": ("run", "--policy", "bf16"),
-    "audit": ("audit", "--policy", "bf16", "--steps", f"2-5,{STEPS + 1}"),
-    "audit of one step": ("audit", "--steps", f"3,{STEPS + 1}"),
+    "audit": ("audit", "--policy", "bf16", "--at", f"2-5,{STEPS + 1}"),
+    "audit of one step": ("audit", "--at", f"3,{STEPS + 1}"),
 }
 plan(
     "test_gpu_profilers",
     **{f"{name} {kind}": mezzo(*words, *SCRIPT, kind) for name, words in COMMANDS.items() for kind in KINDS},
-    **{f"again {n}": mezzo("audit", "--steps", "2-4", *SCRIPT, "none") for n in range(AGAIN)},
+    **{f"again {n}": mezzo("audit", "--at", "2-4", *SCRIPT, "none") for n in range(AGAIN)},
 )
 
 

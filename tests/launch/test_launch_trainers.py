@@ -185,7 +185,7 @@ def test_compare(script: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS_OF.values(), ids=SCRIPTS_OF)
 def test_audit(script: str, folder: Path) -> None:
-    record = record_of(folder, "audit", script, "--policy", "fp16", "--steps", "2")
+    record = record_of(folder, "audit", script, "--policy", "fp16", "--at", "2")
     assert isinstance(record, AuditRecord)
     assert [(p.op, p.phase, p.m, p.n, p.k, p.format) for p in record.products] == [
         ("addmm", "forward", 8, 16, 6, "fp16"),

@@ -22,6 +22,8 @@ PAIRS = [
             *(("run", "scripts"), ("compare", "compare"), ("nan", "diagnose"), ("memory", "checkpointing")),
             *(("predict", "predict"), ("watch", "watch"), ("distributed", "distributed"), ("paddle", "paddle")),
             *(("check", "check"), ("audit", "audit"), ("loss-scale", "ranges"), ("fallback", "fallback")),
+            *(("install", "install"), ("tune", "tune"), ("guardrails", "guardrails"), ("patch", "patch")),
+            *(("keras", "keras"), ("trainers", "lightning")),
         )
     ),
 ]

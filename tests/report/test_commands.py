@@ -173,7 +173,7 @@ NOT_CARRIED = {
     "--seeds": "tune's are runs of each finalist",
     "--budget": "a check's time says nothing about a search's",
     "--checkpoint": "predict takes it for a model by name, and tune takes several plans",
-    "--steps": "audit takes numbers of steps, the others how many; tune's are those of a round",
+    "--steps": "tune's are those of a round",
     "--resume": "it belongs to one command's folder",
 }
 

@@ -339,7 +339,10 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
     ),
     "diagnosis that needs a set": (
         diagnose(
-            "range_overflow", located=True, fix="none of these", passes=[Pass(policy="bf16", reason="to try: bf16")]
+            "range_overflow",
+            located=True,
+            fix="none of these",
+            passes=[Pass(policy="bf16", reason="to try: bf16", tries_fix=True)],
         ),
         [
             (
@@ -424,7 +427,7 @@ CASES: dict[str, tuple[AnyRecord, list[tuple[str, str]]]] = {
         [
             (
                 "that step had no matrix product; if optimizers take turns, audit a whole round",
-                f"mezzo audit --steps 3-6 {TAIL}",
+                f"mezzo audit --at 3-6 {TAIL}",
             ),
             ("see whether fp16 trains like fp32", f"mezzo compare --policies fp32,fp16 {TAIL}"),
         ],

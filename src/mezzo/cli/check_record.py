@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 _REFERENCE = "a100-80gb"
 """The GPU for which gains are bounded if none is named and this machine has none."""
-_MIN_PREDICTION_S = 30.0
-"""Minimum time for a prediction, even if the runs took the whole budget: most scripts are traced in a third of it."""
+_FOR_PREDICTION, _MOST_FOR_PREDICTION_S = 0.25, 30.0
+"""Share of the budget that is kept for a prediction, and the most: most scripts are traced in a third of that."""
+_WRITING_S = 2.0
+"""Time for the answer and its page."""
+_LEAST_S = 1.0
 _LONGER_BUDGET = 6
 """If the budget is too short, the suggested one is this many times as long."""
 
@@ -52,22 +55,34 @@ def formats_of(here: Device) -> str:
     return "; ".join(f"{level}: {', '.join(names)}" for level, names in levels.items())
 
 
+def predicted_gpu(opts: CheckOptions, machine: Machine) -> Gpu | None:
+    """Return the GPU whose gains are predicted; None if this machine's are measured."""
+    from mezzo.gpus import GPUS
+
+    return opts.gpu or (GPUS[_REFERENCE] if machine.device.kind == "cpu" else None)
+
+
+def time_for_runs_s(opts: CheckOptions, machine: Machine) -> float:
+    """Return how long the runs of a check may take from now on, so that the command ends within its budget."""
+    predicted = predicted_gpu(opts, machine) is not None and opts.script.framework == "torch"
+    kept_s = min(_FOR_PREDICTION * opts.budget.seconds, _MOST_FOR_PREDICTION_S) if predicted else _WRITING_S
+    return max(opts.budget.seconds - opts.budget.spent_s - kept_s, _LEAST_S)
+
+
 def check_record(
     opts: CheckOptions, checking: Check, offers: list[Reason], machine: Machine, engine: Engine
 ) -> CheckRecord:
     """Return the record of a finished check."""
-    from mezzo.gpus import GPUS
     from mezzo.launch.several.plan import MARGIN, repairs, undone
     from mezzo.measure.check.answer import Case, answered
     from mezzo.measure.compare import compare as judge
     from mezzo.measure.doctor import device_report
     from mezzo.records import CheckRecord, CheckStage
 
-    known, here = checking.known, machine.device
+    known, here, gpu = checking.known, machine.device, predicted_gpu(opts, machine)
     comparison = judge(list(known.runs), baseline=known.baseline, margin=MARGIN, command=list(opts.script.command))
-    gpu = opts.gpu or (GPUS[_REFERENCE] if here.kind == "cpu" else None)
     if gpu is not None and not checking.too_slow:
-        limit_s = max(_MIN_PREDICTION_S, opts.budget.seconds - opts.budget.spent_s)
+        limit_s = max(_LEAST_S, opts.budget.seconds - opts.budget.spent_s - _WRITING_S)
         predicted = predicted_for(opts.script, known.runs, [gpu], opts.budget.say, limit_s=limit_s)
         comparison = comparison.model_copy(update={"real_gpus": predicted})
     case = Case(

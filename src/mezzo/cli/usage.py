@@ -17,7 +17,7 @@ from mezzo.errors import UsageError, nearest
 _NEAR = 0.7
 """How similar an option must be to what was typed for the corrected command to be suggested."""
 
-_LISTS = ("--policies", "--gpus", "--seeds")
+_LISTS = ("--policies", "--gpus", "--seeds", "--at")
 _RECORD = "runs/demo/record.json"
 _VERSION = ("-v", "-V", "-version", "--Version", "version")
 
@@ -119,7 +119,7 @@ def _unknown_option(name: str, context: Any) -> UsageError:
     if line:
         hint = f"type: {shlex.join(line)}"
     elif context.parent is None:
-        hint = "options follow a command, as in: mezzo run --policy bf16 train.py; mezzo --help describes the commands"
+        hint = "type: mezzo --help, or an option after a command: mezzo run --policy bf16 train.py"
     else:
         hint = f"{context.command_path} --help-all lists its options; the script's own options go after the script"
     return UsageError(f"{context.command_path} has no option {name}; allowed: {', '.join(options)}", hint=hint)

@@ -123,6 +123,12 @@ def with_value(option: str, *values: str, command: str = "", renamed: str = "") 
     return shlex.join(new)
 
 
+def replacing(option: str, value: str, *, without: str = "") -> str:
+    """Return the command as typed with ``value`` for an option that it may have had, and without another option that takes a value."""
+    rest = _without_option(_without_option(typed(), option), without)
+    return shlex.join([*rest[:2], option, value, *rest[2:]])
+
+
 def check_arguments(context: typer.Context, arguments: list[str] | None) -> list[str] | None:
     """Refuse script arguments that are options of the command, unless the script mentions them or ``--`` comes before it.
 

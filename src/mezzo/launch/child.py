@@ -53,11 +53,10 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
     with interrupts_kill():
         train = training_in(request.framework)
     started, started_at_s = time.perf_counter(), time.time()
-    watched = files_read(request.compared_since_s)
     with (
         ended_by_signals(),
         train(request.policy, seed=request.seed, observe=request.observe) as training,
-        watched as files,
+        files_read(request.compared_since_s) as files,
         _recording_spawned(request, training) as spawned,
     ):
         if request.reports_progress:
@@ -74,7 +73,7 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
         exit_code, error = guarded(training.close_update, before=(exit_code, error))
         snapshots, guardrails = training.end_snapshots(), training.guardrails()
         duration_s = time.perf_counter() - started  # without the time to collect the record and inspect the machine
-        observer = training.observer
+        trained_nothing = exit_code == 0 and _trained_nothing(training)
         if exit_code == 0:
             exit_code, error = _ending_without_exception(request, training)
     with signals_ignored():
@@ -94,6 +93,7 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
             guardrails=guardrails,
             out_of_memory=training.out_of_memory(error),
             first_steps=training.num_updates if stopped else None,
+            trained_nothing=trained_nothing,
         )
         merged = spawned.merged_with(record)
         write_record(merged, path)
@@ -101,7 +101,7 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
         exit_code, error = 0, None
     _print_summary(error, merged)
     signalled = isinstance(error, EndedBySignal)
-    ended_early = observer is not None or stopped or training.stopped_by_guard is not None
+    ended_early = training.observer is not None or stopped or training.stopped_by_guard is not None
     if signalled or (ended_early and any(t.daemon for t in threading.enumerate())):
         _exit_without_shutdown(exit_code, run_atexit=not signalled)
     return exit_code
@@ -253,6 +253,11 @@ def _ending_without_exception(request: Request, training: Training) -> Ending:
     return (0, None) if error is None else (error.exit_code, error)
 
 
+def _trained_nothing(training: Training) -> bool:
+    began = training.num_updates or training.has_any_loss or training.not_resumed or training.stopped_by_guard
+    return not began
+
+
 def _never_trained(request: Request, *, has_any_loss: bool) -> ScriptError:
     if has_any_loss:
         return ScriptError(
@@ -290,16 +295,14 @@ def _too_short(request: Request, num_steps: int, *, compiles: bool) -> ScriptErr
         return _not_observable(ended, missed, num_steps, compiles=compiles)
     return ScriptError(
         f"{ended}; the steps to observe are {step_text(steps)}",
-        hint=f"pass numbers from 1 to {num_steps} with --steps, or arguments that make the script train longer",
+        hint=f"pass numbers from 1 to {num_steps} with --at, or arguments that make the script train longer",
     )
 
 
 def _not_observable(ended: str, missed: list[int], num_steps: int, *, compiles: bool) -> ScriptError:
     """Return the error for steps that ran, but began where no observation can begin."""
     if missed == [1] and not compiles:
-        advice = (
-            f"pass a number from 2 to {num_steps} with --steps" if num_steps > 1 else "make the script train longer"
-        )
+        advice = f"pass a number from 2 to {num_steps} with --at" if num_steps > 1 else "make the script train longer"
         return ScriptError(
             f"{ended}; step 1 is observed from the first call of a module, and no module was called in it",
             hint=f"{advice}: later steps are observed from the end of the step before, with modules or without",

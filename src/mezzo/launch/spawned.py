@@ -193,7 +193,7 @@ def _trained(record: AnyRecord) -> bool:
 def _never_trained(record: AnyRecord) -> bool:
     """Return whether a process ended without training, which is no error in one that starts others."""
     run = run_of(record)
-    return run is not None and not len(run.steps) and " ended without a training step: it never " in (run.error or "")
+    return run is not None and run.trained_nothing
 
 
 def _error(record: AnyRecord | None) -> str | None:

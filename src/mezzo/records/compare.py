@@ -75,6 +75,10 @@ class Row(Value, NamedByPolicy):
     final_scale: float | None = None
     verdict: Verdict
     reason: str
+    evidence: str | None = None
+    """The reason without notes on time and memory, which the row has as numbers; None in records of older versions."""
+    seeds_cannot_decide: bool = False
+    """Whether no number of seeds decides an undecided row: its values come in too coarse steps, or over 1000 are needed."""
     seeds_needed: int | None = None
     """For an undecided row: how many seeds would decide it with a probability of 80%; None if more than 1000."""
 

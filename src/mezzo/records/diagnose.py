@@ -51,6 +51,8 @@ class Pass(Value):
     watched: list[int] = []
     """Steps whose operations were all inspected."""
     outcome: str = ""
+    tries_fix: bool = False
+    """Whether it ran to try a fix."""
 
 
 class DiagnoseRecord(WholeRecord):

@@ -268,7 +268,7 @@ def _after_audit(record: AuditRecord) -> Iterator[NextStep]:
         return
     if len(record.steps) == 1 and not any(record.flops_by_format.values()) and commands.script:
         why = "that step had no matrix product; if optimizers take turns, audit a whole round"
-        yield from commands.step(why, "audit", steps=f"{record.steps[0]}-{record.steps[0] + 3}")
+        yield from commands.step(why, "audit", at=f"{record.steps[0]}-{record.steps[0] + 3}")
     wide = record.run.policy == AS_IS and set(record.flops_by_format) <= set(WIDE)
     if wide:
         yield from commands.step(
@@ -323,7 +323,7 @@ def _after_diagnose(record: DiagnoseRecord) -> Iterator[NextStep]:
 
 
 def _may_need_several_modules(record: DiagnoseRecord) -> bool:
-    tried = any(one.reason.startswith("to try:") for one in record.passes)
+    tried = any(one.tries_fix for one in record.passes)
     return tried and record.run.policy != AS_IS and not any(note.what == "cause" for note in record.notes)
 
 

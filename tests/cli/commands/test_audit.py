@@ -60,7 +60,7 @@ def test_a_plain_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_json_of_several_steps_under_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_here(tmp_path, "--json", "--policy", "bf16", "--steps", "2,4-5", str(SCRIPTS / "plain.py")) == 0
+    assert run_here(tmp_path, "--json", "--policy", "bf16", "--at", "2,4-5", str(SCRIPTS / "plain.py")) == 0
     record = AuditRecord.model_validate(json.loads(capsys.readouterr().out))
     assert record == read(tmp_path)
     assert record.steps == [2, 4, 5]
@@ -70,7 +70,7 @@ def test_json_of_several_steps_under_a_policy(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_steps_beyond_the_end_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_here(tmp_path, "--steps", "1000", str(SCRIPTS / "plain.py")) == 7
+    assert run_here(tmp_path, "--at", "1000", str(SCRIPTS / "plain.py")) == 7
     printed = capsys.readouterr()
     assert "training steps; the steps to observe are 1000" in printed.err
     assert printed.out.count("hint: pass numbers from 1 to") == 1
@@ -107,7 +107,7 @@ IN_COMPILED = "began inside compiled code, where no observation can begin"
 @pytest.mark.parametrize(
     ("script", "num_steps", "steps", "what", "hint"),
     [
-        (WITHOUT_MODULES, 4, "1", FIRST_CALL, f"pass a number from 2 to 4 with --steps: {LATER}"),
+        (WITHOUT_MODULES, 4, "1", FIRST_CALL, f"pass a number from 2 to 4 with --at: {LATER}"),
         (WITHOUT_MODULES, 1, "1", FIRST_CALL, f"make the script train longer: {LATER}"),
         (WITHOUT_MODULES, 4, "2", None, None),
         (COMPILED, 3, "1", f"step 1 {IN_COMPILED}", "run the script with its optimizer called without torch.compile"),
@@ -126,7 +126,7 @@ def test_steps_that_cannot_be_observed(
 ) -> None:
     path = tmp_path / "train.py"
     path.write_text(script.format(num_steps=num_steps), encoding="utf-8")
-    code = run_here(tmp_path / "out", "--steps", steps, str(path))
+    code = run_here(tmp_path / "out", "--at", steps, str(path))
     if what is None:
         assert code == 0
         assert read(tmp_path / "out").flops_by_format == {"fp32": 2 * (2 * 16 * 8 * 4)}
@@ -158,7 +158,7 @@ def test_a_process_that_dies_leaves_the_record_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", ["0", "", "a", "3-2", "1,,2", "-1", "1.5", "1-1000000000", "1-100001"])
 def test_steps_that_are_no_numbers(steps: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["audit", f"--steps={steps}", str(SCRIPTS / "plain.py")]) == 2
+    assert cli.main(["audit", f"--at={steps}", str(SCRIPTS / "plain.py")]) == 2
     assert "is not a list of steps" in capfd.readouterr().err
 
 

@@ -13,9 +13,13 @@ import pytest
 from helpers_launch import Children, ThreeAtOnce, children_in_this_process
 from mezzo import cli
 from mezzo.cli.budget import Budget
-from mezzo.cli.check_record import CheckOptions, _commands
+from mezzo.cli.check_record import CheckOptions, _commands, time_for_runs_s
+from mezzo.cli.machines import Machine
 from mezzo.cli.script import Script
 from mezzo.cli.words import WORDS
+from mezzo.devices import Device
+from mezzo.gpus import gpu_named
+from mezzo.measure.doctor import Facts
 from mezzo.records import CheckRecord, read_record
 from paths import SCRIPTS
 
@@ -61,7 +65,7 @@ def test_commands_of_the_answer_have_the_script_s_arguments_and_what_means_the_s
 
 
 @pytest.mark.usefixtures("cpu_alone")
-@pytest.mark.parametrize(("budget", "least_s", "most_s"), [("20m", 600, 1200), ("40s", 30, 40)])
+@pytest.mark.parametrize(("budget", "least_s", "most_s"), [("20m", 600, 1200), ("40s", 1, 38)])
 def test_a_prediction_has_the_time_that_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: str, least_s: float, most_s: float
 ) -> None:
@@ -271,3 +275,31 @@ def test_a_patch_is_not_tried_for_a_cluster(
     monkeypatch.setattr("mezzo.cli.commands.check.engine_of", lambda jobs, on: ThreeAtOnce())
     assert checked("--write-patch", "--on", "ray", PLAIN) == 2
     assert "--write-patch with --on ray; allowed: one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "kind", "gpu", "framework", "runs_s"),
+    [
+        (90.0, "cpu", None, "torch", 67.5),
+        (600.0, "cpu", None, "torch", 570.0),
+        (90.0, "cuda", None, "torch", 88.0),
+        (90.0, "cuda", "t4", "torch", 67.5),
+        (90.0, "cpu", None, "keras", 88.0),
+        (2.0, "cuda", None, "torch", 1.0),
+    ],
+)
+def test_time_is_kept_for_the_prediction(
+    budget_s: float, kind: str, gpu: str | None, framework: str, runs_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Script, "framework", framework)
+    monkeypatch.setattr(Budget, "spent_s", 0.0)
+    asked = CheckOptions(
+        script=Script(target="train.py", arguments=[]),
+        budget=Budget(budget_s),
+        gpu=None if gpu is None else gpu_named(gpu),
+        policies=None,
+        seeds=3,
+        metric=None,
+    )
+    machine = Machine(facts=Facts(devices=(Device(kind=kind, name="here"),)), name="this machine")
+    assert time_for_runs_s(asked, machine) == runs_s

@@ -145,7 +145,7 @@ def test_a_policy_under_which_a_script_fails_has_the_reason_in_its_row(
     with traced_in_forks():
         assert cli.main(words) == 0
         capsys.readouterr()
-        assert cli.main([*words[:4], "fp16", *words[5:]]) == 2
+        assert cli.main([*words[:4], "fp16", *words[5:]]) == 7
     record = read_record(tmp_path / "out" / "record.json")
     assert isinstance(record, PredictRecord)
     assert [(one.policy, one.possible) for one in record.predictions] == [

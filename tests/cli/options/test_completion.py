@@ -45,7 +45,7 @@ CASES = [
         [f"diverged,{name}" for name in ("different", "stopped_learning", "undecided", "failed", "not_equivalent")],
     ),
     ("mezzo run ", ["other.py", "pkg/", "runs/", "train.py"]),
-    ("mezzo audit --steps 3 pkg/", ["pkg/main.py"]),
+    ("mezzo audit --at 3 pkg/", ["pkg/main.py"]),
     ("mezzo run .h", [".hidden.py"]),
     ("mezzo run nowhere/", []),
     ("mezzo run train.py --pol", []),  # the script's own

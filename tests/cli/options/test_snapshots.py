@@ -25,7 +25,7 @@ REFUSED = [
     (
         ["--resume", "nowhere"],
         "mezzo: --resume 'nowhere' has no folder snapshots; allowed: the folder of a run with --snapshot\n"
-        "  hint: find one with ls runs/*/snapshots; if --out names the same folder, a run that finds none starts from the beginning\n",
+        "  hint: type: mezzo run --snapshot 5m train.py\n",
     ),
 ]
 

@@ -458,7 +458,7 @@ def test_files_beside_the_script_that_hide_what_the_compiler_imports(tmp_path: P
     (tmp_path / "sympy").mkdir()  # a folder of data hides no package
     assert ready._why_not_here(request, ["statistics", "sympy"]) is None
     (tmp_path / "statistics.py").touch()
-    why = f"{tmp_path / 'statistics.py'} has the name of a module that the compiler imports"
+    why = f"{tmp_path / 'statistics.py'} has the name of a module that is imported once for all runs"
     assert ready._why_not_here(request, ["statistics", "sympy"]) == why
 
 

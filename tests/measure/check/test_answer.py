@@ -437,3 +437,29 @@ def test_the_share_of_skipped_updates() -> None:
     runs = [run("fp16", falling(1.0), seed=seed, skipped=[True] * seed + [False] * (20 - seed)) for seed in range(3)]
     assert skipped_share(judge([*trained("fp32"), *runs]), "fp16") == pytest.approx(3 / 60)
     assert skipped_share(judge(trained("fp32")), "bf16") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("seeds_cannot_decide", "command"),
+    [
+        (True, "mezzo compare --policies fp32,bf16 --margin 0.05 train.py --lr 0.1"),
+        (False, "mezzo diagnose --policy bf16 train.py --lr 0.1"),
+    ],
+)
+def test_what_decides_an_open_row_follows_from_its_fields(seeds_cannot_decide: bool, command: str) -> None:
+    open_case = case(trained("fp32"), trained("bf16"), gpu=None)
+    said = {
+        "verdict": "undecided",
+        "reason": "in words",
+        "seeds_needed": None,
+        "seeds_cannot_decide": seeds_cannot_decide,
+    }
+    rows = [row.model_copy(update=said if row.policy == "bf16" else {}) for row in open_case.comparison.rows]
+    comparison = open_case.comparison.model_copy(update={"rows": rows})
+    assert answered(replace(open_case, comparison=comparison)).next_command == command
+
+
+def test_evidence_has_no_costs() -> None:
+    (row,) = (row for row in judge([*trained("fp32"), *trained("bf16", ms=20.0)]).rows if row.policy == "bf16")
+    assert row.evidence is not None
+    assert row.reason == f"{row.evidence}; slower: a step takes 2 times as long as fp32's"

@@ -307,7 +307,7 @@ def test_two_equal_counts_are_no_proof() -> None:
 def test_what_steps_prevent_is_said() -> None:
     runs = with_metric("fp32", [0.95] * 3, name="acc") + with_metric("bf16", [0.95] * 3, name="acc", final=1.0001)
     row = row_of(runs)
-    assert (row.verdict, row.seeds_needed) == ("undecided", None)
+    assert (row.verdict, row.seeds_needed, row.seeds_cannot_decide) == ("undecided", None, True)
     assert (
         "acc comes in steps of 0.01, too coarse for its margin: print more digits, evaluate on more examples"
         in row.reason

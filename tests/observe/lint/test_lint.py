@@ -257,7 +257,7 @@ def test_a_run_without_a_finding_says_nothing(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_audit_has_it_before_its_own_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = record_of(tmp_path, "audit", "clip_norm", "--steps", "3")
+    record = record_of(tmp_path, "audit", "clip_norm", "--at", "3")
     assert isinstance(record, AuditRecord)
     assert record.findings[0].code == "A601"
     assert record.findings[0].count == 3
@@ -268,7 +268,7 @@ def test_audit_has_it_before_its_own_findings(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize("function", ["eps_lost", "labels_in_half", "rotary_in_autocast"])
 def test_audit_checks_the_operations_of_its_step(function: str, tmp_path: Path) -> None:
-    record = record_of(tmp_path, "audit", function, "--steps", "3")
+    record = record_of(tmp_path, "audit", function, "--at", "3")
     assert isinstance(record, AuditRecord)
     found = record.run.findings
     assert [(f.code, f.step, f.lines) for f in found] == [(PLANTED[function].code, 3, [PLANTED[function].line])]

@@ -19,7 +19,7 @@ def audit(
     policy: Annotated[
         str, options.policy_option("Precision policy to run the script under, or as-is for its own precision.")
     ] = "as-is",
-    steps: Annotated[
+    at: Annotated[
         str,
         typer.Option(
             metavar="STEPS", help="Training steps to record, from 1: 3, or 3,10, or 3-5. The script stops after them."
@@ -40,22 +40,22 @@ def audit(
         policy=parsed,
         policy_typed=options.typed_name(policy, parsed),
         name="audit",
-        observe=AuditSettings(steps=_numbers(steps)),
+        observe=AuditSettings(steps=_numbers(at)),
     )
     raise typer.Exit(stop.exit_code or observed_exit_code(record))
 
 
-def _numbers(steps: str) -> tuple[int, ...]:
+def _numbers(at: str) -> tuple[int, ...]:
     """Return the steps named by a text such as ``3,10-12``, in ascending order."""
     numbers: set[int] = set()
-    for part in steps.split(","):
+    for part in at.split(","):
         match = re.fullmatch(r"\s*([1-9]\d*)\s*(?:-\s*([1-9]\d*)\s*)?", part)
         first, last = (0, 0) if match is None else (int(match[1]), int(match[2] or match[1]))
         if not 1 <= first <= last < first + options.MOST_OBSERVED_STEPS:
             raise UsageError(
-                f"--steps {steps!r} is not a list of steps; allowed: numbers from 1, such as 3 or 3,10 or 3-5, "
+                f"--at {at!r} is not a list of steps; allowed: numbers from 1, such as 3 or 3,10 or 3-5, "
                 f"and ranges of at most {options.MOST_OBSERVED_STEPS:,} steps",
-                hint=f"type: {with_value('--steps', '3')}",
+                hint=f"type: {with_value('--at', '3')}",
             )
         numbers.update(range(first, last + 1))
     return tuple(sorted(numbers))

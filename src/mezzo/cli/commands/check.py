@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mezzo.cli.budget import Budget
-from mezzo.cli.check_record import CheckOptions, check_record, formats_of
+from mezzo.cli.check_record import CheckOptions, check_record, formats_of, time_for_runs_s
 from mezzo.cli.durations import seconds_of
 from mezzo.cli.machines import Machine, machine_of, name_of
 from mezzo.cli.options import shared as options
@@ -147,7 +147,7 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
         opts = replace(opts, gpu=None)  # the machine has it: measuring is better than bounding
     offers = _offers(opts, machine)
     _say_offers(budget, opts, machine, offers)
-    settings = _settings(opts, offers)
+    settings = _settings(opts, offers, budget_s=time_for_runs_s(opts, machine))
     finished = _finished(opts, folder)
     waves = Waves(engine, finished.identity)
     checking = Check(settings=settings, folder=folder, finished=finished, waves=waves, say=budget.say, keep=write)
@@ -190,7 +190,7 @@ def _say_offers(budget: Budget, opts: CheckOptions, machine: Machine, offers: li
         budget.say(f"{offer.what} {offer.value}: {offer.reason}")
 
 
-def _settings(opts: CheckOptions, offers: list[Reason]) -> CheckSettings:
+def _settings(opts: CheckOptions, offers: list[Reason], *, budget_s: float) -> CheckSettings:
     from mezzo.launch.several.check import CheckSettings
     from mezzo.measure.check.offers import tried
 
@@ -198,7 +198,7 @@ def _settings(opts: CheckOptions, offers: list[Reason]) -> CheckSettings:
     return CheckSettings(
         policies=tuple(tried(offers)),
         seeds=opts.seeds,
-        budget_s=max(opts.budget.seconds - opts.budget.spent_s, 1.0),
+        budget_s=budget_s,
         metric=opts.metric,
         make_request=script.request,
         arguments=tuple(script.arguments or ()),

@@ -211,5 +211,8 @@ def _check(path: Path) -> None:
         return
     nearby = [str(p) for folder in (path.parent, path.parent.parent) for p in sorted(folder.glob("*/record.json"))]
     near = get_close_matches(str(path), nearby, n=1)
-    hint = f"type: mezzo report {shlex.quote(near[0])}" if near else "pass the record.json that a mezzo command wrote"
+    meant = near[0] if near else "runs/"
+    hint = f"type: mezzo report {shlex.quote(meant)}"
+    if not near and not any(Path("runs").glob("**/record.json")):
+        hint = "type: mezzo run train.py, which writes a record and its page below runs/"
     raise UsageError(f"there is no record {str(path)!r}", hint=hint)

@@ -70,7 +70,7 @@ PAGES = {
         group="understand",
         says="record what ran in which format, and what to change",
         example="mezzo audit --policy bf16 train.py",
-        shown=("--policy", "--steps", "--out", "--log-to", "--json", "-m"),
+        shown=("--policy", "--at", "--out", "--log-to", "--json", "-m"),
     ),
     "diagnose": Page(
         group="understand",

@@ -25,6 +25,7 @@ RENAMED = (
     Renamed(commands=("check", "tune"), old="--budget 600", new="--budget 600s"),
     Renamed(commands=("run",), old="--snapshot 300", new="--snapshot 300s"),
     Renamed(commands=("resume-check",), old="--notice 10", new="--notice 10s"),
+    Renamed(commands=("audit",), old="--steps 3,10", new="--at 3,10"),
 )
 """docs/commands.md shows this table."""
 
@@ -35,8 +36,10 @@ COUNTERPARTS: Mapping[str, str] = {
     "--gpus": "--gpu",
     "--seed": "--seeds",
     "--seeds": "--seed",
+    "--steps": "--at",
+    "--at": "--steps",
 }
-"""Options for one and for several: a command has one of them."""
+"""Options for one and for several, and for how many steps and which: a command has one of them."""
 
 OTHER_NAMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "--amp": (("--policy", "fp16"),),

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from mezzo.cli.words import typed
+from mezzo.cli.words import replacing, typed
 from mezzo.errors import UsageError
 
 _RECORD, _REPORT = "record.json", "report.html"
@@ -104,8 +104,17 @@ def _create(folder: Path, option: str = "--out") -> bool:
         why = "it is a file" if is_file else f"it is not writable ({error.strerror})"
         raise UsageError(
             f"{option} {str(folder)!r} cannot be used as a folder: {why}",
-            hint=f"choose a new folder, or one that you may write to, such as {option} ~/mezzo-runs/first",
+            hint=_elsewhere(option),
         ) from None
+
+
+def _elsewhere(option: str) -> str:
+    """Return what to type to write to a folder below the user's own."""
+    folder = str(Path.home() / "mezzo-runs" / "first")
+    if not option.startswith("--"):
+        return f"copy it to a folder that you may write to, such as {folder}"
+    name, _, tracker = option.partition(" ")
+    return f"type: {replacing(name, f'{tracker}{folder}')}"
 
 
 def _may_overwrite(folder: Path, leaves: Sequence[str]) -> bool:

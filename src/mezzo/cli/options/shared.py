@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -66,7 +67,8 @@ def _check_destinations(texts: list[str] | None) -> list[str] | None:
     if texts:
         from mezzo.report.tracking import destination
 
-        for to in map(destination, texts):
+        for text in texts:
+            to = destination(text, retyped=partial(with_value, "--log-to"))
             check_folder(Path(to.folder) if to.folder else None, "--log-to tensorboard:")
     return texts
 

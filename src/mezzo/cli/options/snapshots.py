@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mezzo.cli.durations import seconds_of
+from mezzo.cli.words import RESUME, replacing
 from mezzo.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,8 +26,16 @@ def check_snapshots(snapshot: str | None, resume: Path | None, *, out: Path | No
     if resume is not None and not (resume / FOLDER).is_dir() and not _is_itself(resume, out):
         raise UsageError(
             f"--resume {str(resume)!r} has no folder {FOLDER}; allowed: the folder of a run with --snapshot",
-            hint="find one with ls runs/*/snapshots; if --out names the same folder, a run that finds none starts from the beginning",
+            hint=f"type: {_instead()}",
         )
+
+
+def _instead() -> str:
+    """Return the command that resumes the newest run with snapshots; where there is none, the one that begins to save them."""
+    saved = sorted(Path("runs").glob(f"*/{FOLDER}"), key=lambda folder: folder.stat().st_mtime)
+    if saved:
+        return replacing(RESUME, str(saved[-1].parent))
+    return replacing("--snapshot", "5m", without=RESUME)
 
 
 def snapshot_request(

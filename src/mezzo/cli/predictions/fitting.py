@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mezzo.cli import results
+from mezzo.cli.predictions.tracing import tracing
 from mezzo.errors import MezzoError
 from mezzo.launch.process.command_signals import stoppable
 
@@ -55,7 +56,7 @@ def _predicted(gpu: Gpu, script: Script, policies: list[str]) -> list[Reason]:
     from mezzo.measure.predict import plan
     from mezzo.measure.predict.script.plan import script_plan
 
-    with stoppable() as stop, stop.at_once():
+    with stoppable() as stop, stop.at_once(), tracing(script.target, as_module=script.as_module):
         traced = script_plan(
             script.target, script.arguments or [], plan.to_record(policies), as_module=script.as_module
         )

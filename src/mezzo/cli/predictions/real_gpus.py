@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 from mezzo.cli import results
 from mezzo.cli.options.values import NONE, names_in
+from mezzo.cli.predictions.tracing import tracing
 from mezzo.cli.script import Script
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
 if TYPE_CHECKING:
     from mezzo.gpus import Gpu
     from mezzo.records import RealGpus, RunRecord
+
+_USUAL = ("t4", "a100-80gb", "h100-sxm", "rtx-4090")
+"""The GPUs to predict if none is named."""
 
 
 def named_gpus(text: str | None) -> list[Gpu] | None:
@@ -61,15 +65,17 @@ def predicted_for(
     if framework.split()[0] != "torch":
         listed = [gpu.name for gpu in gpus or []]
         return RealGpus(gpus=listed, reason=f"trainings in {framework.split()[0]} are not predicted")
-    from mezzo.measure.predict.real_gpus import USUAL, real_gpus
-
-    cards = gpus or [GPUS[name] for name in USUAL]
+    cards = gpus or [GPUS[name] for name in _USUAL]
     say(
         f"predicting a step on {', '.join(gpu.name for gpu in cards)}: tracing the script without computing its numbers"
     )
     arguments = [word.replace("{run}", "predict") for word in script.arguments or ()]
     policies = {run.policy_shown: run.policy for run in trained if not run.checkpoint}
-    with stoppable() as stop, suppress(Stopped), stop.at_once():
+    with stoppable() as stop, suppress(Stopped), stop.at_once(), tracing(script.target, as_module=script.as_module):
+        from mezzo.measure.predict.real_gpus import (
+            real_gpus,
+        )  # imports torch, as the other process does at the same time
+
         predicted = real_gpus(script.target, arguments, policies, cards, as_module=script.as_module, limit_s=limit_s)
         return None if stop.stopped else predicted
     return None

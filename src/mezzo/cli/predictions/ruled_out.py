@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mezzo.cli.budget import Budget
 from mezzo.cli.options.values import NONE
+from mezzo.cli.predictions.tracing import tracing
 from mezzo.cli.script import Script
 from mezzo.launch.process.command_signals import stoppable
 
@@ -54,13 +55,13 @@ def rule_out(
     if gpu is None and limit_bytes is None:
         why = "the time of scripts is predicted for GPUs only, and there is no --memory to limit this CPU"
         return RuledOut(notes=[Reason(what="predictions", value="none", reason=why)])
-    from mezzo.measure.predict.memory.of_tape import DRIVER_BYTES
-    from mezzo.measure.tune.forecast import forecasts, not_predicted, ruled_out
-
     where = "this CPU" if gpu is None else gpu.label
     budget.say(f"predicting what fits on {where}" + ("" if gpu is None else ", and how fast it is"))
     end_s = budget.spent_s + _SHARE * budget.seconds
-    with stoppable() as stop, stop.at_once():
+    with stoppable() as stop, stop.at_once(), tracing(script.target, as_module=script.as_module):
+        from mezzo.measure.predict.memory.of_tape import DRIVER_BYTES
+        from mezzo.measure.tune.forecast import forecasts, not_predicted, ruled_out
+
         found, notes = forecasts(
             script.target,
             script.arguments or (),

@@ -14,9 +14,10 @@ import typer
 
 from mezzo.cli import results
 from mezzo.cli.options import values
+from mezzo.cli.predictions.tracing import tracing
 from mezzo.cli.script import check_supported, keep_input_for
 from mezzo.cli.words import typed, value_after
-from mezzo.errors import MezzoError, UsageError, nearest
+from mezzo.errors import MezzoError, ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import stoppable
 
 if TYPE_CHECKING:
@@ -201,16 +202,16 @@ def _untraceable(model: str, policy: str, error: Exception) -> UsageError:
 
 def of_script(target: str, arguments: list[str], policies: list[str], batch: int | None, as_module: bool) -> Traced:
     """Return the tapes of a script."""
-    from mezzo.measure.predict import plan
-    from mezzo.measure.predict.script.plan import script_plan
-    from mezzo.measure.predict.script.tapes import hint_under
-
     check_supported("mezzo predict", target, as_module=as_module)
     keep_input_for(target, as_module=as_module)
     results.note(f"tracing {target} in {', '.join(policies)}, each at two batch sizes")
-    with stoppable() as stop, stop.at_once():
+    with stoppable() as stop, stop.at_once(), tracing(target, as_module=as_module):
+        from mezzo.measure.predict import plan  # these import torch, as the other process does at the same time
+        from mezzo.measure.predict.script.plan import script_plan
+        from mezzo.measure.predict.script.tapes import hint_under
+
         script_tapes = script_plan(target, arguments, plan.to_record(policies), batch=batch, as_module=as_module)
     failures = [plan.failure(policy, script_tapes.refused) for policy in policies]
     if all(failures):
-        raise UsageError(f"{target} {failures[0]}", hint=hint_under(policies[0]))
+        raise ScriptError(f"{target} {failures[0]}", hint=hint_under(policies[0]))
     return Traced(name=target, size="the script's own inputs", **vars(script_tapes))

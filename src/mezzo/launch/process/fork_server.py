@@ -5,7 +5,7 @@ that imports once, and each run is a fork of it. A script sees the same as in a 
 numbers, exit code, its own process id. CUDA does not survive a fork, and neither do threads: if either was in use, or if the
 script may change what has been imported, the forked child replaces itself with a new process, and the command prints the reason.
 
-Called as ``python -m mezzo.launch.process.fork_server SOCKET``. The command sends a request and the file for the output; the
+Called as ``python -m mezzo.launch.process.fork_server SOCKET [LIBRARY ...]``. The command sends a request and the file for the output; the
 server answers ``pid N``, perhaps ``restarted WHY``, and ``code N``. It ends when the other end of the socket closes. Imports no torch
 until the first request.
 """
@@ -24,14 +24,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from mezzo.launch.frameworks import MAX_FILES, spec_of, training_in
+from mezzo.launch.frameworks import training_in
 from mezzo.launch.process.group import Guarded
 from mezzo.launch.process.guard import PASSED_ON, STOPPING, die_with_parent
+from mezzo.launch.process.shared_libraries import files_to_search, shared_libraries
 from mezzo.launch.request import Request
 from mezzo.records import Reason
 
@@ -79,7 +80,7 @@ class Starter:
         if self.why_not_forked is not None:
             return None
         if self._process is None:
-            self._begin(Path(request.record_path).parent)
+            self._begin(Path(request.record_path).parent, libraries=shared_libraries(request.target, kind=request.kind))
         assert self._process is not None
         assert self._connection is not None
         try:
@@ -89,12 +90,12 @@ class Starter:
             return None
         return Forked(self, self._process, self._connection)
 
-    def _begin(self, folder: Path) -> None:
+    def _begin(self, folder: Path, *, libraries: Sequence[str]) -> None:
         """Start the server, whose standard output is a file as in the runs, so that Python buffers it the same way."""
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, tempfile.TemporaryFile(dir=folder) as output:
             descriptor = theirs.fileno()
-            command = [sys.executable, "-m", "mezzo.launch.process.fork_server", str(descriptor)]
+            command = [sys.executable, "-m", "mezzo.launch.process.fork_server", str(descriptor), *libraries]
             env = {**os.environ, **self._variables} if self._variables else None
             self._process = Guarded(command, stdout=output, stderr=subprocess.STDOUT, pass_fds=[descriptor], env=env)
 
@@ -159,21 +160,12 @@ class Forked:
 
 def _why_not(request: Request) -> str | None:
     """Return why the imports cannot precede the script, None if they can."""
-    for path in _files_to_search(request):
+    for path in files_to_search(request.target, kind=request.kind):
         with contextlib.suppress(OSError):
             variable = _READ_BY_COMPILER.search(path.read_bytes())
             if variable:
                 return f"{path.name} names {variable.group().decode()}, which the compiler reads when it is imported"
     return None
-
-
-def _files_to_search(request: Request) -> Iterator[Path]:
-    script = Path(request.target)
-    if request.kind == "module":
-        spec = spec_of(request.target)
-        script = Path(spec.origin if spec is not None and spec.origin is not None else "")
-    yield script
-    yield from sorted(script.resolve().parent.glob("*.py"))[:MAX_FILES]
 
 
 # --- the process that forks ---------------------------------------------------------------------------------------------------
@@ -185,16 +177,17 @@ class _Imported(NamedTuple):
     output: bytes
     """What they printed, which each run prints, too."""
     packages: list[str]
-    """The packages imported with the compiler; a file of the same name in the script's folder would have been imported instead."""
+    """The packages imported with the compiler and the libraries; a file of the same name in the script's folder would have been
+    imported instead."""
     generators: list[random.Random]
     """Generators that were seeded by the system."""
     failure: str | None
     """Why they failed; None if they did not."""
 
 
-def fork_for_requests(connection: socket.socket) -> Request:
+def fork_for_requests(connection: socket.socket, *, libraries: Sequence[str]) -> Request:
     """Fork for every request and return the request in the child; the server process ends here when the socket closes."""
-    imported = _import()
+    imported = _import(libraries)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in PASSED_ON}
     while True:
         message, files, _, _ = socket.recv_fds(connection, _LONGEST_BYTES, 1)
@@ -236,15 +229,16 @@ def _report_end(child: int, connection: socket.socket) -> None:
         os._exit(0)
 
 
-def _import() -> _Imported:
+def _import(libraries: Sequence[str]) -> _Imported:
     packages: list[str] = []
     failure = None
     try:
         importlib.import_module("mezzo.launch.child")
         training_in("torch")
-        packages = _import_compiler()
+        packages = _import_shared(libraries)
     except Exception as error:  # a run without the server shows it where the script's errors appear
-        failure = f"importing PyTorch and its compiler failed: {type(error).__name__}: {error}"
+        also = "".join(f" and {name}" for name in libraries)
+        failure = f"importing PyTorch and its compiler{also} failed: {type(error).__name__}: {error}"
     gc.collect()
     generators = [thing for thing in gc.get_objects() if type(thing) is random.Random]
     # Linear algebra libraries end their threads at the first fork, and restart them when they next compute.
@@ -256,11 +250,12 @@ def _import() -> _Imported:
     return _Imported(os.pread(_STANDARD_OUTPUT, size, 0), packages, generators, failure)
 
 
-def _import_compiler() -> list[str]:
-    """Import the compiler as a script in a new process would; return the names of the packages that it imported."""
+def _import_shared(libraries: Sequence[str]) -> list[str]:
+    """Import the compiler and the libraries as a script in a new process would; return the names of the packages that they imported."""
     packages, variables = _packages(), set(os.environ)
     folder = sys.path.pop(0)  # no file next to the script may run here
-    importlib.import_module(_COMPILER)
+    for name in (_COMPILER, *libraries):
+        importlib.import_module(name)
     sys.path.insert(0, folder)
     for name in set(os.environ) - variables:
         del os.environ[name]
@@ -296,7 +291,7 @@ def _why_not_here(request: Request, packages: list[str]) -> str | None:
     for name in packages:
         spec = PathFinder.find_spec(name, [folder])
         if spec is not None and spec.loader is not None:
-            return f"{spec.origin} has the name of a module that the compiler imports"
+            return f"{spec.origin} has the name of a module that is imported once for all runs"
     return None
 
 
@@ -335,7 +330,7 @@ def _late_settings(before: dict[str, str]) -> list[Reason]:
 
 
 if __name__ == "__main__":
-    request_ = fork_for_requests(socket.socket(fileno=int(sys.argv[1])))
+    request_ = fork_for_requests(socket.socket(fileno=int(sys.argv[1])), libraries=sys.argv[2:])
     from mezzo.launch.child import main
 
     at_start = _compiler_variables()

@@ -36,6 +36,8 @@ from mezzo.records import (
     write_record,
 )
 
+_GRACE = 0.1
+"""Share of the budget that the last run may take beyond it, up to ``GRACE_S``."""
 _FOR_FIRST = 0.5
 """Share of the budget after which a first run without a step is killed: there would be no time for the others."""
 _RANGES_STEPS, _DIAGNOSED_STEPS = 20, 200
@@ -49,6 +51,7 @@ class CheckSettings:
     """The baseline first."""
     seeds: int
     budget_s: float
+    """Time for all runs."""
     metric: str | None
     make_request: Callable[..., Request]
     """Returns a request for a policy (None: the script's own precision), given ``folder`` and more fields of the request."""
@@ -140,7 +143,7 @@ class Check:
         return self.settings.make_request(policy, folder=folder, arguments=arguments, seed=seed, **fields)
 
     def _left_s(self) -> float:
-        return max(self._end_s - time.monotonic(), 0.0) + GRACE_S
+        return max(self._end_s - time.monotonic(), 0.0) + min(GRACE_S, _GRACE * self.settings.budget_s)
 
     def run_script(self, stage: NextStage, folder: Path) -> RunRecord:
         """Run the script under one policy with one seed; the first run may be limited to some of its steps."""

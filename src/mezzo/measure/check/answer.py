@@ -257,7 +257,7 @@ def _deciding(case: Case, row: Row) -> tuple[str, str]:
             return command, "shows the spread over seeds"
         longer = "; runs with more steps spread less, and need fewer" if needed > MOST_SEEDS else ""
         return command, f"{needed} seeds decide it in four cases out of five{longer}"
-    if "too coarse" in row.reason or "would be needed" in row.reason:
+    if row.seeds_cannot_decide:
         gpu = ("--gpu", case.gpu.name) if case.gpu is not None and case.for_gpu else ()
         command = case.command("compare", "--policies", f"{case.baseline},{row.policy}", "--margin", "0.05", *gpu)
         return command, "accepts a difference of 5% instead of 2%, if that is small enough for you"
@@ -394,6 +394,5 @@ def _candidate(case: Case, row: Row) -> EligiblePolicy:
 
 
 def _reason_of(row: Row) -> str:
-    """Return a row's reason without the parts that the answer states elsewhere."""
-    left_out = ("its formats are emulated here", "slower: ", "larger: ")
-    return "; ".join(part for part in row.reason.split("; ") if not part.startswith(left_out))
+    """Return a row's reason without time and memory, which the answer states elsewhere."""
+    return row.reason if row.evidence is None else row.evidence

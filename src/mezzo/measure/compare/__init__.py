@@ -82,6 +82,8 @@ def _row(group: Group, *, base: Baseline) -> Row:
         num_failed=len(group.failed),
         verdict=judged.verdict,
         reason="; ".join(judged.reasons),
+        evidence="; ".join(judged.reasons),
+        seeds_cannot_decide=judged.seeds_cannot_decide,
         seeds_needed=judged.seeds_needed,
     )
     if not group.trained:
@@ -89,8 +91,12 @@ def _row(group: Group, *, base: Baseline) -> Row:
     facts = _facts(group, base=base)
     notes = [] if group is base.group or judged.is_void else cost_notes(facts, baseline=base.group.name)
     untimed = "" if facts["emulated"] else why_not_timed(group.pairs(base.group.trained))
-    notes += [untimed] if untimed else []
-    return row.model_copy(update=facts | _compared(judged) | {"reason": "; ".join([*judged.reasons, *notes])})
+    others = [untimed] if untimed else []
+    said = {
+        "reason": "; ".join([*judged.reasons, *notes, *others]),
+        "evidence": "; ".join([*judged.reasons, *others]),
+    }
+    return row.model_copy(update=facts | _compared(judged) | said)
 
 
 def _facts(group: Group, *, base: Baseline) -> dict[str, Any]:

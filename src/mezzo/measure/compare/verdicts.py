@@ -41,6 +41,7 @@ class Judged:
     verdict: Verdict
     reasons: list[str]
     seeds_needed: int | None = None
+    seeds_cannot_decide: bool = False
     quantities: list[Quantity] = field(default_factory=list)
     is_void: bool = False
     """Whether runs depend on each other, so that their numbers say nothing."""
@@ -126,9 +127,10 @@ def _equivalent_or_not(
     if len(pairs) == 1:
         why = "one seed has no spread to judge a difference by"
         return Judged(verdict="undecided", reasons=[*shown, why, *failures])
-    needed = seeds_needed(quantities)
-    reasons = [*shown, _describe_seeds(quantities, len(pairs), needed), *failures]
-    return Judged(verdict="undecided", reasons=reasons, seeds_needed=needed)
+    needed, coarse = seeds_needed(quantities), _too_coarse(quantities, len(pairs))
+    reasons = [*shown, _describe_seeds(coarse, len(pairs), needed), *failures]
+    never = needed is None or coarse is not None
+    return Judged(verdict="undecided", reasons=reasons, seeds_needed=needed, seeds_cannot_decide=never)
 
 
 def _objections(
@@ -206,8 +208,12 @@ def _share(number: int, group: Group) -> str:
     return "the only run" if group.num_runs == 1 else f"{number} of {group.num_runs} runs"
 
 
-def _describe_seeds(quantities: Sequence[Quantity], num_seeds: int, needed: int | None) -> str:
-    coarse = next((q for q in quantities if q.grid and q.rounding >= q.margin.lower_bound(num_seeds)), None)
+def _too_coarse(quantities: Sequence[Quantity], num_seeds: int) -> Quantity | None:
+    """Return the first quantity whose values come in steps that are too large for its margin."""
+    return next((q for q in quantities if q.grid and q.rounding >= q.margin.lower_bound(num_seeds)), None)
+
+
+def _describe_seeds(coarse: Quantity | None, num_seeds: int, needed: int | None) -> str:
     if coarse is not None and coarse.grid is not None:
         return (
             f"{coarse.name} comes in steps of {short(coarse.grid.step)}, too coarse for its margin: print more digits, evaluate on more "

@@ -13,8 +13,6 @@ from mezzo.policy import Policy
 from mezzo.policyfields import DYNAMIC_SCALE
 from mezzo.records import AS_IS, RealGpus, Reason
 
-USUAL = ("t4", "a100-80gb", "h100-sxm", "rtx-4090")
-"""The GPUs to predict if none is named."""
 _NOT_PRICED = ("loss_scale", "init_scale", *DYNAMIC_SCALE, "arithmetic")
 """Fields of a policy that change neither its casts nor its storage."""
 

@@ -393,7 +393,14 @@ def _pass(ran: ScriptRun) -> Pass:
     policy, num_steps, watched = AS_IS if ran.policy is None else str(ran.policy), 0, list[int]()
     if ran.run is not None and ran.evidence is not None:
         policy, num_steps, watched = ran.run.policy, len(ran.run.steps), ran.evidence.watched
-    return Pass(policy=policy, reason=ran.reason, num_steps=num_steps, watched=watched, outcome=_outcome(ran))
+    return Pass(
+        policy=policy,
+        reason=ran.reason,
+        num_steps=num_steps,
+        watched=watched,
+        outcome=_outcome(ran),
+        tries_fix=ran.role == "fix",
+    )
 
 
 def _outcome(ran: ScriptRun) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from mezzo.errors import UsageError, nearest
 from mezzo.records import AnyRecord
@@ -16,6 +17,8 @@ from mezzo.report.tracking.live import LiveRun as LiveRun
 from mezzo.report.tracking.live import Writer as Writer
 from mezzo.report.tracking.log_entry import LogEntry, log_entry
 from mezzo.report.tracking.tracked_record import TrackedRecord as TrackedRecord
+
+_FIRST = "tensorboard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,17 +67,21 @@ class Destination:
         return self.place if self.name == "tensorboard" else ""
 
 
-def destination(text: str) -> Destination:
+def destination(text: str, *, retyped: Callable[[str], str] = "--log-to {}".format) -> Destination:
     """Return the destination that ``text`` names, after checking that its library is installed and its place can be used.
+
+    Args:
+        text: a tracker's name, and perhaps a place after a colon.
+        retyped: writes what to type for another destination.
 
     Raises:
         UsageError: there is no such tracker, its library is missing, or nothing can be logged there.
     """
-    name, _, place = text.partition(":")
+    name, colon, place = text.partition(":")
     if name not in TRACKERS:
         raise UsageError(
             f"--log-to {text!r} names no tracker; {nearest(name, TRACKERS)}",
-            hint="type: --log-to tensorboard, or with a place: --log-to tensorboard:DIR",
+            hint=f"type: {retyped(f'{next(iter(get_close_matches(name, TRACKERS, n=1)), _FIRST)}{colon}{place}')}",
         )
     to = Destination(name=name, place=place)
     if importlib.util.find_spec(to.tracker.package) is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mezzo.errors import UsageError
+from mezzo.errors import ScriptError
 from mezzo.measure.predict.script import data as script_data
 from mezzo.measure.predict.script import tapes
 from mezzo.measure.predict.script.data import SlowData
@@ -121,5 +121,5 @@ def test_a_script_that_takes_too_long_is_refused_in_time(tmp_path: Path) -> None
     path = tmp_path / "train.py"
     path.write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
     request = TapeRequest(script=str(path), arguments=(), policy="fp32")
-    with pytest.raises(UsageError, match=r"train.py was not traced in the time that was left"):
+    with pytest.raises(ScriptError, match=r"train.py was not traced in the time that was left"):
         recorded_tapes([request], deadline_s=time.monotonic() + 0.5)

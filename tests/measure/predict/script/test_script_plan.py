@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mezzo.errors import UsageError
+from mezzo.errors import ScriptError, UsageError
 from mezzo.gpus import gpu_named
 from mezzo.measure.predict.plan import predict
 from mezzo.measure.predict.script import plan as module
@@ -56,7 +56,7 @@ def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             return [record_script(request) for request in requests]
         except Exception as error:  # as the process of a tape reports it
-            raise UsageError(str(error), hint="none") from error
+            raise ScriptError(str(error), hint="none") from error
 
     monkeypatch.setattr(module, "recorded_tapes", tapes)
 

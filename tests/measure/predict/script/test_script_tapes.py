@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers_predict import traced_in_forks
-from mezzo.errors import UsageError
+from mezzo.errors import ScriptError, UsageError
 from mezzo.measure.predict.memory.of_tape import bytes_by_kind
 from mezzo.measure.predict.script import tapes
 from mezzo.measure.predict.script.process import record_script
@@ -123,7 +123,7 @@ def test_a_larger_batch_computes_more(tmp_path: Path) -> None:
     ],
 )
 def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None:
-    with traced_in_forks(), pytest.raises(UsageError, match=message):
+    with traced_in_forks(), pytest.raises(ScriptError, match=message):
         _recorded(_written(tmp_path, text), "fp32")
 
 
@@ -134,7 +134,7 @@ def test_a_script_without_steps(text: str, message: str, tmp_path: Path) -> None
     ],
 )
 def test_what_is_refused(script: str, policy: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError if script == "nowhere.py" else ScriptError, match=message):
         _recorded(script, policy)
 
 
@@ -222,7 +222,7 @@ def test_what_a_trace_cannot_price_is_said(
     setup: str, data: str, policy: str, message: str, hint: str, tmp_path: Path
 ) -> None:
     script = _written(tmp_path, TRAINED.replace("SETUP", setup).replace("INPUT", data))
-    with traced_in_forks(), pytest.raises(UsageError, match=message) as told:
+    with traced_in_forks(), pytest.raises(ScriptError, match=message) as told:
         _recorded(script, policy)
     assert hint in told.value.hint
 
@@ -270,7 +270,7 @@ def test_what_is_kept_where_a_script_fails(
     script = _written(tmp_path, "")
     requests = [TapeRequest(script=script, arguments=[], policy=policy) for policy in policies]
     if isinstance(expected, str):
-        with pytest.raises(UsageError, match=expected):
+        with pytest.raises(ScriptError, match=expected):
             recorded_tapes(requests)
     else:
         assert recorded_tapes(requests) == expected

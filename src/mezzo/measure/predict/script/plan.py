@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mezzo.errors import UsageError
+from mezzo.errors import ScriptError, UsageError
 from mezzo.formats import FP32
 from mezzo.measure.predict.plan import Tapes
 from mezzo.measure.predict.script.batch_sources import batch_sources
@@ -66,7 +66,8 @@ def script_plan(
         on_gpu: whether the prediction is for a GPU instead of this machine.
 
     Raises:
-        UsageError: the script cannot be traced, or cannot have batches of size ``batch``.
+        ScriptError: the script fails, or cannot be traced.
+        UsageError: it does not exist, or cannot have batches of size ``batch``.
     """
     if has_batch(arguments) and batch is None:
         raise UsageError(
@@ -146,7 +147,7 @@ def _tapes_at_other_size(
     other_requests = [replace(request, steps=known.num_steps, **changes) for request in requests]
     try:
         tapes = _all_recorded(other_requests, deadline_s)
-    except UsageError as error:
+    except ScriptError as error:
         return [], f"at batch {other} {error.message}"
     if batch_in_arguments is not None:
         _check_sizes(requests[0].script, known.tape, tapes[0].tape, sizes=sorted((size, other)))
@@ -167,12 +168,12 @@ def _all_recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> 
     """Return the tapes of ``requests``, none of which failed or needed to be traced without the simulated GPU.
 
     Raises:
-        UsageError: one did.
+        ScriptError: one did.
     """
     tapes = recorded_tapes(requests, deadline_s=deadline_s)
     for one in tapes:
         if why := one.error or one.fails_with_gpu:
-            raise UsageError(f"{requests[0].script} fails: {why}", hint="predict its own batch size")
+            raise ScriptError(f"{requests[0].script} fails: {why}", hint="predict its own batch size")
     return tapes
 
 
@@ -193,7 +194,7 @@ def _tapes_by_source(
         }
         try:
             tapes = _all_recorded([replace(one, steps=known.num_steps, **changes) for one in requests], deadline_s)
-        except UsageError as error:  # the number sets more than the batch
+        except ScriptError as error:  # the number sets more than the batch
             if source.argument is not None and not failed:
                 failed = f"{source.where} seems to set it, but with {other} in place of {size} {error.message}"
             continue

@@ -1,23 +1,29 @@
 """Record a few steps of an unmodified script on fake tensors: ``python -m mezzo.measure.predict.script.process REQUESTS``.
 
+With ``--socket NUMBER FOLDER [LIBRARY ...]`` the files of requests come through a socket, until its other end is closed.
+
 The script runs from its first line under a fake-tensor mode, so its model and its data take no memory and have no numbers. Where
 it reads a number (``loss.item()``, a condition, ``tolist``), it gets 1.0, 0 or False, which the record mentions. A script
 that takes long to prepare its data has numbers until its first module (``data``). Recording begins when a model in
 training mode is called, and ends after the second optimizer step, where the script stops. Between a step and the next call of the
 model the script prepares data, which is the host's work and not recorded.
 
-The process imports torch once and forks for each tape.
+The process imports torch, and with a socket the libraries that the script imports first, once, and forks for each tape.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import runpy
+import socket
 import sys
 import traceback
 import types
+from collections.abc import Sequence
 from dataclasses import replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import torch._dynamo.config  # noqa: F401  # a fake mode imports the compiler; here once, and not in every fork
@@ -27,6 +33,7 @@ from mezzo.engine.matrix_units.refusals import noting_bf16
 from mezzo.measure.predict.script.data import SlowData
 from mezzo.measure.predict.script.files import ScriptFiles, with_numbers
 from mezzo.measure.predict.script.recorder import RecordingComplete, ScriptRecorder
+from mezzo.measure.predict.script.tape_server import PROGRAM, RECORDED, SOCKET
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 from mezzo.measure.predict.training import STEPS
 from mezzo.measure.standard_input import reopen_input
@@ -100,8 +107,32 @@ def _run_changed(script: str, code: types.CodeType) -> None:
 
 
 def main(arguments: list[str]) -> None:
+    """Record the requests of one file, or of every file that comes through a socket."""
+    if arguments[0] != SOCKET:
+        _record_all(Path(arguments[0]))
+        return
+    if _replaced(arguments[3:], arguments[2]):
+        os.execv(sys.executable, [sys.executable, "-m", PROGRAM, *arguments[:3]])
+    connection = socket.socket(fileno=int(arguments[1]))
+    os.set_inheritable(connection.fileno(), False)
+    with connection.makefile(encoding="utf-8") as lines:
+        for line in lines:
+            _record_all(Path(line.removesuffix("\n")), connection)
+            connection.sendall(RECORDED)
+
+
+def _replaced(libraries: Sequence[str], folder: str) -> bool:
+    """Import libraries; return whether the script would import a file of its folder instead of something that they import."""
+    before, first = set(sys.modules), sys.path.pop(0)  # no file in this folder may run here
+    for name in libraries:
+        importlib.import_module(name)
+    sys.path.insert(0, first)
+    specs = (PathFinder.find_spec(name.partition(".")[0], [folder]) for name in set(sys.modules) - before)
+    return any(spec is not None and spec.loader is not None for spec in specs)
+
+
+def _record_all(requests_file: Path, connection: socket.socket | None = None) -> None:
     """Record each request in a fork of this process, two at a time, and write its tape next to the list of requests."""
-    requests_file = Path(arguments[0])
     requests: list[TapeRequest] = pickle.loads(requests_file.read_bytes())
     tape_files = [requests_file.with_name(f"tape{number}") for number in range(len(requests))]
     if not hasattr(os, "fork"):
@@ -116,7 +147,7 @@ def main(arguments: list[str]) -> None:
         if waiting and len(running) < _AT_ONCE:
             request, tape_file = waiting.pop(0)
             request = replace(request, numbers_first=slow or request.numbers_first)
-            running.append((_forked(request, tape_file), request, tape_file))
+            running.append((_forked(request, tape_file, connection), request, tape_file))
             continue
         child, request, tape_file = running.pop(0)
         if _exit_code(child) == _SLOW_DATA:
@@ -124,9 +155,11 @@ def main(arguments: list[str]) -> None:
             waiting.insert(0, (request, tape_file))
 
 
-def _forked(request: TapeRequest, tape_file: Path) -> int:
+def _forked(request: TapeRequest, tape_file: Path, connection: socket.socket | None) -> int:
     child = os.fork()
     if child == 0:
+        if connection is not None:
+            connection.close()
         reopen_input()
         tape = _write(request, tape_file)
         sys.stdout.flush()
@@ -138,7 +171,7 @@ def _exit_code(child: int) -> int:
     """Wait for a fork; print the signal that ended it, if one did."""
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
-        print(f"ended by signal {os.WTERMSIG(status)}")
+        print(f"ended by signal {os.WTERMSIG(status)}", flush=True)
     return os.waitstatus_to_exitcode(status)
 
 

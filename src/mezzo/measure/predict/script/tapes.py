@@ -14,26 +14,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from mezzo.errors import UsageError
+from mezzo.errors import ScriptError, UsageError
 from mezzo.formats import FP32, FP64
 from mezzo.measure.advice import advice_for
+from mezzo.measure.predict.script.tape_server import ONLY_PROCESS, PROGRAM, current_server, environment
 from mezzo.measure.predict.tape import TrainingTape
 from mezzo.measure.predict.training import STEPS
 from mezzo.records.run import BATCH, refuses_format
 
-ONLY_PROCESS: Mapping[str, str] = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
-"""The environment variables that a launcher sets for the only process of a job."""
 _TAIL = 4
 _MOST_DOUBLE = 0.01
 
@@ -119,7 +111,8 @@ def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None 
         deadline_s: the time of ``time.monotonic`` at which recording ends.
 
     Raises:
-        UsageError: the script does not exist, cannot be traced, is not traced in time, or ends before its second step.
+        UsageError: the script does not exist.
+        ScriptError: it fails, cannot be traced, is not traced in time, or ends before its second step.
     """
     for request in requests:
         if not request.as_module and not Path(request.script).is_file():
@@ -138,7 +131,7 @@ def recorded_tapes(requests: Sequence[TapeRequest], *, deadline_s: float | None 
         if one.error and not trains:
             raise _script_error(request, one, output)
         if one.tape is None and not one.error:
-            raise UsageError(
+            raise ScriptError(
                 f"{request.script} never trains: it ended after {one.num_steps} of {STEPS} optimizer steps on a model in training mode",
                 hint="name the script that trains, with the arguments that make it train for two steps",
             )
@@ -152,10 +145,14 @@ def _recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> tupl
     with tempfile.TemporaryDirectory() as folder:
         requests_file = Path(folder) / "requests"
         requests_file.write_bytes(pickle.dumps(list(requests)))
-        command = [sys.executable, "-m", "mezzo.measure.predict.script.process", str(requests_file)]
-        # One process is traced: with a launcher's variables a script would wait for the others.
-        environment = {name: value for name, value in os.environ.items() if name not in ONLY_PROCESS}
-        output, code = _run(command, environment, requests[0].script, deadline_s)
+        server = current_server()
+        if server is None:
+            ended = _run([sys.executable, "-m", PROGRAM, str(requests_file)], environment(), deadline_s)
+        else:
+            ended = server.record(str(requests_file), deadline_s=deadline_s)
+        if ended is None:
+            raise _not_in_time(requests[0].script)
+        output, code = ended
         tapes: list[ScriptTape] = []
         for number, request in enumerate(requests):
             tape_file = requests_file.with_name(f"tape{number}")
@@ -165,22 +162,26 @@ def _recorded(requests: Sequence[TapeRequest], deadline_s: float | None) -> tupl
     return tapes, output
 
 
-def _run(command: list[str], environment: dict[str, str], script: str, deadline_s: float | None) -> tuple[str, int]:
-    """Return what the process printed and its exit code; its forks are killed with it, however this function ends."""
+def _run(command: list[str], variables: dict[str, str], deadline_s: float | None) -> tuple[str, int] | None:
+    """Return what a process printed and its exit code, None if it is not in time; its forks are killed with it, however this ends."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, start_new_session=True
     )
     try:
         output, _ = process.communicate(timeout=None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
     except subprocess.TimeoutExpired:
-        raise UsageError(
-            f"{script} was not traced in the time that was left",
-            hint="mezzo predict traces it without a limit; what a script prepares after it has built its model takes longest",
-        ) from None
+        return None
     finally:
         if process.poll() is None:
             _kill(process)
     return output, process.returncode
+
+
+def _not_in_time(script: str) -> ScriptError:
+    return ScriptError(
+        f"{script} was not traced in the time that was left",
+        hint="mezzo predict traces it without a limit; what a script prepares after it has built its model takes longest",
+    )
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
@@ -191,7 +192,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def _crash_error(request: TapeRequest, output: str, code: int) -> UsageError:
+def _crash_error(request: TapeRequest, output: str, code: int) -> ScriptError:
     last = "\n".join(output.splitlines()[-_TAIL:])
     causes = {  # by signal
         9: "it was killed, probably because the machine ran out of memory",
@@ -199,53 +200,53 @@ def _crash_error(request: TapeRequest, output: str, code: int) -> UsageError:
     }
     ended = (why for number, why in causes.items() if f"ended by signal {number}" in output or code == -number)
     cause = next(ended, "")
-    return UsageError(
+    return ScriptError(
         f"{request.script} cannot be traced without numbers: {cause or 'it ended with:' + chr(10) + last}",
         hint="predict its model by name with --model, or keep what reads numbers out of the first two steps",
     )
 
 
 def _check_formats(script: str, tape: TrainingTape) -> None:
-    """Raise UsageError for a training with products in float64, whose rates the table of GPUs lacks."""
+    """Raise ScriptError for a training with products in float64, whose rates the table of GPUs lacks."""
     counted = sum(operation.flops for operation in tape.operations)
     double = sum(operation.flops for operation in tape.operations if operation.format == FP64.name)
     if double > _MOST_DOUBLE * counted:
-        raise UsageError(
+        raise ScriptError(
             f"{script} cannot be predicted: {double / counted:.0%} of its FLOPs are in float64, for which GPUs are listed without rates",
             hint="convert model and data to float32 (model.float(), torch.set_default_dtype), or measure it with mezzo run",
         )
 
 
-def _script_error(request: TapeRequest, one: ScriptTape, output: str) -> UsageError:
+def _script_error(request: TapeRequest, one: ScriptTape, output: str) -> ScriptError:
     if one.exited:  # for example argparse, which ends a script with an unknown option
         printed = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it printed nothing")
-        return UsageError(
+        return ScriptError(
             f"{request.script} ended before it trained: {one.error} ({printed})",
             hint="check the script's own arguments; run it by itself with them first",
         )
     missing = re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", one.error)
     if missing is not None:
-        return UsageError(
+        return ScriptError(
             f"{request.script} imports {missing[1]!r}, which is not installed here: {one.error}",
             hint=f"install it for {sys.executable}, or run the script by itself first",
         )
     if one.needs_numbers:
-        return UsageError(
+        return ScriptError(
             f"{request.script} cannot be traced without numbers: the size of a result depends on them at {one.error}",
             hint="pass the size where the function accepts one, such as output_size= of repeat_interleave or num_classes= of one_hot, "
             "or predict the model by name with --model",
         )
     if "SparseTensorImpl" in one.error:
-        return UsageError(
+        return ScriptError(
             f"{request.script} cannot be predicted: its gradients are sparse, and their size depends on numbers ({one.error})",
             hint="trace it with sparse=False in its nn.Embedding, which gives an upper bound, or measure it with mezzo run",
         )
     if (advice := advice_for(one.error)) or request.policy == "fp32" or not refuses_format(one.error):
-        return UsageError(
+        return ScriptError(
             f"{request.script} cannot be traced without numbers: {one.error}",
             hint=advice or "run it by itself first; if it works, predict its model by name with --model",
         )
-    return UsageError(f"{request.script} fails under {request.policy}: {one.error}", hint=hint_under(request.policy))
+    return ScriptError(f"{request.script} fails under {request.policy}: {one.error}", hint=hint_under(request.policy))
 
 
 def hint_under(policy: str) -> str:
