@@ -1,3 +1,4 @@
+# ruff: noqa: E501, W291
 """Small trainings as people write them, which a snapshot must resume to the bit, with all their files.
 
 Each has the same head. ``tick`` follows each update; a run that is told to dies there.
@@ -26,7 +27,7 @@ def step(a, b, m=None, o=None):
     loss = nn.functional.cross_entropy(m(a), b); o.zero_grad(); loss.backward(); o.step(); tick(); return loss.item()
 def result(*v):
     weights = [p.double().sum().item() for p in model.parameters()]
-    print("result", v, weights, random.random(), torch.rand(1).item(), np.random.rand())
+    print("\\nresult", v, weights, random.random(), torch.rand(1).item(), np.random.rand())
 """
 
 _BEST = """
@@ -53,15 +54,25 @@ def _best(keep: str) -> str:
 
 
 SCRIPTS: dict[str, str] = {
-    'best np': _best('np.save("out/best.npy", model[0].weight.detach().numpy())'),
-    'best json': _best('json.dump({"best": v, "w": model[0].weight.tolist()}, open("out/best.json", "w"))'),
-    'best pickle': _best('with open("out/best.pkl", "wb") as f: pickle.dump({k: t.numpy() for k, t in model.state_dict().items()}, f)'),
-    'best copy': _best('torch.save(model.state_dict(), f"out/e{epoch}.pt"); shutil.copy(f"out/e{epoch}.pt", "out/best.pt")'),
-    'best deepcopy': _best('kept = copy.deepcopy(model.state_dict())'),
-    'best safetensors': _best('from safetensors.torch import save_file; save_file(model.state_dict(), "out/best.safetensors")'),
-    'best write text': _best('Path("out/best.txt").write_text(str(v)); Path("out/w.bin").write_bytes(model[0].weight.detach().numpy().tobytes())'),
-    'best rename': _best('torch.save(model.state_dict(), "out/t.tmp"); os.rename("out/t.tmp", f"out/best-{epoch}.pt"); os.path.exists("out/link") and os.remove("out/link"); os.symlink(f"best-{epoch}.pt", "out/link")'),
-    'rotation': r"""
+    "best np": _best('np.save("out/best.npy", model[0].weight.detach().numpy())'),
+    "best json": _best('json.dump({"best": v, "w": model[0].weight.tolist()}, open("out/best.json", "w"))'),
+    "best pickle": _best(
+        'with open("out/best.pkl", "wb") as f: pickle.dump({k: t.numpy() for k, t in model.state_dict().items()}, f)'
+    ),
+    "best copy": _best(
+        'torch.save(model.state_dict(), f"out/e{epoch}.pt"); shutil.copy(f"out/e{epoch}.pt", "out/best.pt")'
+    ),
+    "best deepcopy": _best("kept = copy.deepcopy(model.state_dict())"),
+    "best safetensors": _best(
+        'from safetensors.torch import save_file; save_file(model.state_dict(), "out/best.safetensors")'
+    ),
+    "best write text": _best(
+        'Path("out/best.txt").write_text(str(v)); Path("out/w.bin").write_bytes(model[0].weight.detach().numpy().tobytes())'
+    ),
+    "best rename": _best(
+        'torch.save(model.state_dict(), "out/t.tmp"); os.rename("out/t.tmp", f"out/best-{epoch}.pt"); os.path.exists("out/link") and os.remove("out/link"); os.symlink(f"best-{epoch}.pt", "out/link")'
+    ),
+    "rotation": r"""
 os.makedirs("ck", exist_ok=True); kept = []
 for epoch in range(4):
     for a, b in loader: step(a, b)
@@ -69,7 +80,7 @@ for epoch in range(4):
     while len(kept) > 2: os.remove(kept.pop(0))
 result(kept)
 """,
-    'rotation rmtree': r"""
+    "rotation rmtree": r"""
 shutil.rmtree("ck", ignore_errors=True); os.makedirs("ck"); kept = []
 for epoch in range(4):
     for a, b in loader: step(a, b)
@@ -77,21 +88,21 @@ for epoch in range(4):
     if len(kept) > 2: shutil.rmtree(kept.pop(0))
 result(kept)
 """,
-    'log append': r"""
+    "log append": r"""
 for epoch in range(4):
     for n, (a, b) in enumerate(loader):
         l = step(a, b)
         with open("log.txt", "a") as f: f.write(f"{epoch} {n} {l}\n")
 result()
 """,
-    'log open': r"""
+    "log open": r"""
 log = open("log.csv", "w"); log.write("epoch,loss\n")
 for epoch in range(4):
     for a, b in loader: log.write(f"{epoch},{step(a, b)}\n")
     log.flush()
 log.close(); result()
 """,
-    'log logging': r"""
+    "log logging": r"""
 import logging
 logging.basicConfig(filename="train.log", filemode="w", level=logging.INFO, format="%(message)s")
 logger = logging.getLogger(__name__)
@@ -100,7 +111,7 @@ for epoch in range(4):
     for a, b in loader: logger.info("loss %s", step(a, b))
 result()
 """,
-    'log csv with': r"""
+    "log csv with": r"""
 import csv
 with open("m.csv", "w", newline="") as f:
     w = csv.writer(f); w.writerow(["loss"])
@@ -108,7 +119,7 @@ with open("m.csv", "w", newline="") as f:
         for a, b in loader: w.writerow([step(a, b)])
 result()
 """,
-    'closure': r"""
+    "closure": r"""
 def make():
     count = 0; seen = []
     def call(a, b):
@@ -129,7 +140,7 @@ def train():
     return total, inner
 result(train(), stats())
 """,
-    'class fit': r"""
+    "class fit": r"""
 class Trainer:
     registry = {}
     steps = 0
@@ -149,7 +160,7 @@ fn.calls = 0
 t = Trainer(model).fit(4)
 result(t._log, t.history, Trainer.steps, len(Trainer.registry), t.sched.get_last_lr())
 """,
-    'gan': r"""
+    "gan": r"""
 G = nn.Linear(2, 4); D = nn.Linear(4, 1); og = torch.optim.Adam(G.parameters(), lr=0.01); od = torch.optim.Adam(D.parameters(), lr=0.01)
 fixed = torch.randn(3, 2); samples = []
 for epoch in range(3):
@@ -162,7 +173,7 @@ for epoch in range(3):
     samples.append(G(fixed).detach())
 result([p.sum().item() for p in [*G.parameters(), *D.parameters()]], [s.sum().item() for s in samples])
 """,
-    'ema': r"""
+    "ema": r"""
 ema = copy.deepcopy(model)
 for p in ema.parameters(): p.requires_grad_(False)
 swa = torch.optim.swa_utils.AveragedModel(model)
@@ -173,7 +184,7 @@ for epoch in range(4):
     swa.update_parameters(model)
 result([p.sum().item() for p in ema.parameters()], [p.sum().item() for p in swa.parameters()])
 """,
-    'curriculum': r"""
+    "curriculum": r"""
 class Hard(Dataset):
     def __init__(self): self.level = 1
     def __len__(self): return 10 * self.level
@@ -185,7 +196,7 @@ for stage in range(1, 4):
     for a, b in l: step(a, b)
 result(d.level)
 """,
-    'early stop': r"""
+    "early stop": r"""
 best, bad, epoch = 1e9, 0, 0
 while True:
     losses = [step(a, b) for a, b in list(loader)[:3]]
@@ -196,7 +207,7 @@ while True:
     if bad >= 2 or epoch > 5: break
 result(best, bad, epoch)
 """,
-    'sampler': r"""
+    "sampler": r"""
 class S(Sampler):
     def __init__(self): self.rng = np.random.default_rng(3); self.epoch = 0
     def __iter__(self):
@@ -208,13 +219,13 @@ for epoch in range(4):
     for a, b in l: step(a, b)
 result(s.epoch, s.rng.random())
 """,
-    'weighted': r"""
+    "weighted": r"""
 l = DataLoader(data, 4, sampler=torch.utils.data.WeightedRandomSampler(torch.rand(40), 40, generator=torch.Generator().manual_seed(2)))
 for epoch in range(4):
     for a, b in l: step(a, b)
 result()
 """,
-    'iterable': r"""
+    "iterable": r"""
 class It(IterableDataset):
     def __init__(self): self.seen = 0
     def __iter__(self):
@@ -226,13 +237,13 @@ for epoch in range(4):
     for a, b in l: step(a, b)
 result(d.seen)
 """,
-    'workers': r"""
+    "workers": r"""
 l = DataLoader(data, 4, shuffle=True, num_workers=2)
 for epoch in range(3):
     for a, b in l: step(a, b)
 result()
 """,
-    'own loader': r"""
+    "own loader": r"""
 class L:
     def __init__(self): self.i = 0; self.order = list(range(10))
     def __iter__(self): self.i = 0; random.shuffle(self.order); return self
@@ -244,7 +255,7 @@ for epoch in range(4):
     for a, b in l: step(a, b)
 result(l.i)
 """,
-    'generator loader': r"""
+    "generator loader": r"""
 def batches(n):
     order = np.random.permutation(40)
     for i in range(0, 40, n):
@@ -254,7 +265,7 @@ for epoch in range(4):
     for i, (a, b) in enumerate(batches(4)): step(a, b)
 result(i)
 """,
-    'infinite generator': r"""
+    "infinite generator": r"""
 def forever():
     while True:
         for batch in loader:
@@ -264,7 +275,7 @@ for i in range(40):
     a, b = next(it); step(a, b)
 result(i)
 """,
-    'next iter': r"""
+    "next iter": r"""
 it = iter(loader); n = 0
 while n < 35:
     try: a, b = next(it)
@@ -273,7 +284,7 @@ while n < 35:
     step(a, b); n += 1
 result(n)
 """,
-    'nested': r"""
+    "nested": r"""
 def main():
     history = []
     def train_epoch(epoch):
@@ -288,7 +299,7 @@ def main():
 if __name__ == "__main__":
     result(main())
 """,
-    'kfold': r"""
+    "kfold": r"""
 scores = []
 for fold in range(3):
     m = nn.Linear(4, 2); o = torch.optim.Adam(m.parameters(), lr=0.01); sch = torch.optim.lr_scheduler.StepLR(o, 1, 0.5)
@@ -299,7 +310,7 @@ for fold in range(3):
     scores.append((m.weight.sum().item(), sch.get_last_lr()))
 result(scores)
 """,
-    'two stages': r"""
+    "two stages": r"""
 def pretrain():
     seen = []
     for a, b in loader: seen.append(step(a, b))
@@ -315,16 +326,16 @@ def finetune(epochs):
 second = finetune(3)
 result(first, second)
 """,
-    'lbfgs': r"""
+    "lbfgs": r"""
 o = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
 model.eval()
-for epoch in range(12):
+for epoch in range(20):
     def closure():
         o.zero_grad(); loss = nn.functional.cross_entropy(model(x), y); loss.backward(); return loss
     loss = o.step(closure); tick()
 result(loss.item())
 """,
-    'scaler': r"""
+    "scaler": r"""
 s = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
 for epoch in range(4):
     for a, b in loader:
@@ -332,7 +343,7 @@ for epoch in range(4):
         opt.zero_grad(); s.scale(loss).backward(); s.step(opt); s.update(); tick()
 result(s.get_scale())
 """,
-    'accumulate': r"""
+    "accumulate": r"""
 w = torch.randn(4, 2, requires_grad=True); o = torch.optim.SGD([w], lr=0.1)
 for epoch in range(4):
     for i, (a, b) in enumerate(loader, 1):
@@ -340,7 +351,7 @@ for epoch in range(4):
         if i % 4 == 0: o.step(); o.zero_grad()
 result(w.sum().item())
 """,
-    'replay rl': r"""
+    "replay rl": r"""
 import collections
 buf = collections.deque(maxlen=20); env = {"s": np.zeros(4)}; total = 0
 for ep in range(4):
@@ -352,7 +363,7 @@ for ep in range(4):
             k = random.sample(buf, 4); step(torch.tensor(np.array([q[0] for q in k])), torch.tensor([q[1] for q in k]))
 result(total, len(buf), sum(q[2] for q in buf))
 """,
-    'rnn carry': r"""
+    "rnn carry": r"""
 rnn = nn.GRU(4, 8, batch_first=True); head = nn.Linear(8, 2); o = torch.optim.Adam([*rnn.parameters(), *head.parameters()], lr=0.01)
 for epoch in range(3):
     h = torch.zeros(1, 4, 8)
@@ -362,34 +373,34 @@ for epoch in range(3):
         out, h = rnn(a.unsqueeze(1), h); loss = nn.functional.cross_entropy(head(out[:, -1]), b); o.zero_grad(); loss.backward(); o.step(); tick()
 result(h.sum().item(), [p.sum().item() for p in rnn.parameters()])
 """,
-    'zip cycle': r"""
+    "zip cycle": r"""
 import itertools
 other = DataLoader(data, 8, shuffle=True)
 for epoch in range(4):
     for n, ((a, b), (c, d)) in enumerate(zip(loader, itertools.cycle([(x[:4], y[:4]), (x[4:8], y[4:8])]))): step(a + c, b)
 result(n)
 """,
-    'zip two loaders': r"""
+    "zip two loaders": r"""
 other = DataLoader(data, 8, shuffle=True)
 for epoch in range(4):
     for (a, b), (c, d) in zip(loader, other): step(torch.cat([a, c]), torch.cat([b, d]))
 result()
 """,
-    'tqdm bar': r"""
+    "tqdm bar": r"""
 from tqdm import tqdm
 for epoch in range(4):
     bar = tqdm(loader, desc=f"e{epoch}", disable=False)
     for a, b in bar: bar.set_postfix(loss=step(a, b))
 result(bar.n)
 """,
-    'tqdm with': r"""
+    "tqdm with": r"""
 from tqdm import tqdm, trange
 for epoch in trange(4):
     with tqdm(total=len(loader)) as bar:
         for a, b in loader: step(a, b); bar.update()
 result(bar.n)
 """,
-    'try finally': r"""
+    "try finally": r"""
 def main():
     n = 0
     try:
@@ -401,7 +412,7 @@ def main():
     return n
 result(main())
 """,
-    'dataclass ns': r"""
+    "dataclass ns": r"""
 import argparse, dataclasses, types, enum
 class Mode(enum.Enum): A = 1; B = 2
 @dataclasses.dataclass
@@ -415,7 +426,7 @@ for epoch in range(4):
         st.mode = Mode.B if st.step % 2 else Mode.A
 result(st, args.count, config["count"], ns)
 """,
-    'hooks metric': r"""
+    "hooks metric": r"""
 acts = {}
 def hook(m, i, o): acts["n"] = acts.get("n", 0) + 1; acts["last"] = o.detach().mean().item()
 h = model[0].register_forward_hook(hook)
@@ -430,7 +441,7 @@ for epoch in range(4):
     means.append(avg.s / avg.n)
 result(acts, means)
 """,
-    'onecycle': r"""
+    "onecycle": r"""
 sch = torch.optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=45)
 warm = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(model.parameters(), lr=0.1), lambda e: min(1.0, e / 10))
 plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=1)
@@ -439,7 +450,7 @@ for epoch in range(4):
     for a, b in loader: t += step(a, b); sch.step()
 result(sch.get_last_lr(), opt.param_groups[0]["betas"])
 """,
-    'train fn args': r"""
+    "train fn args": r"""
 def train_one(model, opt, loader, *, epoch, log, scale=1.0, **kw):
     model.train()
     for i, (a, b) in enumerate(loader):
@@ -453,13 +464,13 @@ def run(cfg):
     return log
 result(run({"epochs": 4}))
 """,
-    'noloader while': r"""
+    "noloader while": r"""
 i = 0
 while i < 40:
     k = torch.randint(0, 40, (4,)); step(x[k], y[k]); i += 1
 result(i)
 """,
-    'globals config': r"""
+    "globals config": r"""
 batch = 4; lr = 0.01
 keys = [k for k, v in globals().items() if not k.startswith("_") and isinstance(v, (int, float, str))]
 config = {k: globals()[k] for k in keys}

@@ -22,7 +22,7 @@ from mezzo.launch.request_parts import GuardRequest, SnapshotRequest
 from mezzo.launch.runner import run_child
 from mezzo.launch.torch import training
 from mezzo.launch.torch.guarding import seen_in
-from mezzo.launch.torch.snapshots.script import ScriptSnapshots
+from mezzo.launch.torch.snapshots.taking import ScriptSnapshots
 from mezzo.measure.steps import StepRecorder
 from mezzo.observe.stopping import StopScript
 from mezzo.records import RunRecord, Steps

@@ -20,10 +20,19 @@ from mezzo.launch.request_parts import SnapshotRequest
 from mezzo.policy import Policy
 from mezzo.records import RunRecord, read_record
 from paths import SCRIPTS
-from resumable_scripts import HEAD, SCRIPTS as CASES
+from resumable_scripts import HEAD
+from resumable_scripts import SCRIPTS as CASES
+
 
 def lives(
-    script: Path, folder: Path, *, die_at: int = 0, resume: bool = False, how: int = signal.SIGKILL, at: Path | None = None, **more: Any
+    script: Path,
+    folder: Path,
+    *,
+    die_at: int = 0,
+    resume: bool = False,
+    how: int = signal.SIGKILL,
+    at: Path | None = None,
+    **more: Any,
 ) -> tuple[int, str]:
     """Run a script in a forked process, which may kill itself; return its exit status and its output."""
     snapshots = SnapshotRequest(
@@ -106,7 +115,9 @@ def test_a_killed_script_ends_with_the_bits_and_the_files_of_the_undisturbed_run
     assert isinstance(record, RunRecord)
     assert record.snapshots is not None
     assert record.snapshots.problems == []
-    assert record.snapshots.resumed_updates in range(1, 13)  # the last ones may have been killed while they were written
+    assert record.snapshots.resumed_updates in range(
+        1, 13
+    )  # the last ones may have been killed while they were written
 
 
 @pytest.mark.filterwarnings("ignore:loaded .* not loaded, though newer")
@@ -235,13 +246,15 @@ def test_a_script_that_cannot_be_resumed_is_refused_after_its_first_update(
     assert "result" not in text
     record = read_record(tmp_path / "run" / "record.json")
     assert isinstance(record, RunRecord)
-    assert len(record.steps) <= 2
+    assert len(record.steps) <= (10 if name == "workers that live on" else 2)  # there the loop around it is tried
 
 
 @pytest.mark.slow
 def test_a_script_that_ends_too_early_is_refused(written: Any, tmp_path: Path) -> None:
     body = """
-for epoch in range(int(open("epochs.txt").read())):
+if open("epochs.txt").read() == "1":
+    sys.exit()
+for epoch in range(3):
     for x, y in loader:
         step(x, y)
 result()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import gc
 import inspect
+import io
 import types
 import weakref
 import zlib
@@ -26,10 +28,12 @@ NOT_SAVED = {
     "__name__",
     "__doc__",
     "__annotations__",
+    "__warningregistry__",
 }
 """Names of a module that Python itself gives it."""
 OPAQUE = (
-    "mezzo", "torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch._C", "torch.distributed", "torch.jit", "torch.cuda",
+    "mezzo", "torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "torch._C", "torch.distributed", "torch.jit",
+    "torch.cuda",
     "torch.autograd", "torch.utils._", "torch.utils.tensorboard", "tensorboard", "tensorboardX", "wandb", "mlflow", "logging", "_thread",
     "concurrent", "importlib", "_frozen_importlib", "asyncio", "contextlib", "_io", "unittest", "warnings", "_contextvars", "typing", "abc",
     "_abc", "dataclasses", "inspect", "ast", "weakref",
@@ -41,9 +45,9 @@ _SMALL_BYTES = 4096
 
 STATELESS = (
     types.CodeType, types.ModuleType, types.FrameType, types.TracebackType, types.GenericAlias, types.MappingProxyType,
-    property, staticmethod, classmethod, types.GetSetDescriptorType, types.MemberDescriptorType,
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType, types.ClassMethodDescriptorType, type(np.add), weakref.ProxyType, weakref.CallableProxyType, type(int | str),
+    property, staticmethod, classmethod, types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, types.ClassMethodDescriptorType, type(np.add), type(int | str), type(csv.writer(io.StringIO())),
+    weakref.ProxyType, weakref.CallableProxyType,
 )  # fmt: skip
 """Types whose objects have no state that a loop changes."""
 

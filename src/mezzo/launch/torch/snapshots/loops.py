@@ -119,7 +119,7 @@ class Loops:
             if self._files.has(one)
             for number in self._files.sources[one.f_code.co_filename].loops_around(one)
         ]
-        self.due = bool(self._around)
+        self.due = any(one not in self._problems for one in self._around)
         if not self._around:
             self._refuse(
                 NotSavable(
@@ -141,7 +141,8 @@ class Loops:
             tree, tensors, objects = self._snapshot(loop, sys._getframe(1))
         except SnapshotError as error:
             self._problems[loop] = error
-            self.due = any(one not in self._problems for one in self._around)
+            lasting = isinstance(error, NotSavable) and error.lasting
+            self.due = not lasting and any(one not in self._problems for one in self._around)
             if not self.due:
                 self._refuse(error)
         except Exception as error:  # nothing that goes wrong here may reach the script
@@ -184,6 +185,7 @@ class Loops:
         modules = walk.modules()
         variables, ends = list[dict[str, Any]](), list[int]()
         for number, one in enumerate(own):
+            walk.lasting = number < common
             held = {} if one.f_locals is one.f_globals else dict(one.f_locals)
             cells = {f"cell {name}": cell for name, cell in cells_in(one)} if number < common else {}
             variables.append(walk.variables(held | cells, f"{one.f_code.co_name}"))
@@ -226,10 +228,12 @@ class Loops:
             one: FrameType | None = frame
             while thread != threading.get_ident() and one is not None:
                 if self._files.has(one):
-                    raise NotSavable(
+                    error = NotSavable(
                         f"a thread runs {one.f_code.co_name} at {Path(one.f_code.co_filename).name}:{one.f_lineno} at the same time",
                         hint="save with mezzo.Session, or run the script without --snapshot",
                     )
+                    error.lasting = True
+                    raise error
                 one = one.f_back
 
     def _generator_way(self, walk: Walk, generator: Any) -> Way:

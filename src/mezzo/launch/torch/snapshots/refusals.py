@@ -7,3 +7,6 @@ from mezzo.errors import SnapshotError
 
 class NotSavable(SnapshotError):
     """Something that the loop can reach cannot be saved, or the loop cannot be entered again."""
+
+    lasting = False
+    """Whether it will be so in the loops around as well."""

@@ -129,7 +129,10 @@ class Restoration:
 
     def _plain(self, state: Any) -> Any:
         cls = self.value(state["class"])
-        return types.SimpleNamespace() if cls is types.SimpleNamespace else object.__new__(cls)
+        new = types.SimpleNamespace() if cls is types.SimpleNamespace else object.__new__(cls)
+        if isinstance(new, torch.optim.Optimizer):  # torch and Mezzo hook the steps of what they see created
+            torch.optim.Optimizer.__init__(new, [torch.nn.Parameter(torch.empty(0))], {})
+        return new
 
     def _error(self, state: Any) -> Any:
         cls, arguments = self.value(state["class"]), self.value(state["arguments"])

@@ -138,12 +138,14 @@ class ScriptSnapshots:
         return result
 
     def _updated(self) -> None:
-        if self._loops.is_arriving or self._loops.due or os.getpid() != self._process:
+        if self._loops.is_arriving or os.getpid() != self._process:
             return
         if threading.current_thread() is not threading.main_thread():
             return
         guard = self._run.guard
-        if guard is not None and guard.pending is not None:
+        if self._loops.due or (
+            guard is not None and guard.pending is not None
+        ):  # another loop may be around this update
             self._loops.want(sys._getframe(1))
         elif self._is_due():
             self._last_s = time.monotonic()

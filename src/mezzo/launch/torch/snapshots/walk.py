@@ -51,7 +51,7 @@ from mezzo.launch.torch.snapshots.known_types import (
 )
 from mezzo.launch.torch.snapshots.leaves import NOT_A_LEAF, written_dtype, written_leaf
 from mezzo.launch.torch.snapshots.refusals import NotSavable
-from mezzo.launch.torch.snapshots.rewriting import OWN_NAMES
+from mezzo.launch.torch.snapshots.rewriting import ITERATOR, OWN_NAMES
 from mezzo.launch.torch.snapshots.script_files import ScriptFiles
 from mezzo.launch.torch.snapshots.source import place_of
 
@@ -97,6 +97,8 @@ class Walk:
         """Cells of the frames that a resumed run creates by calls."""
         self.opaque: set[int] = set()
         """Objects to leave out, by their ids."""
+        self.lasting = True
+        """Whether the variables that are walked through live longer than the innermost loop."""
         self.generators: list[types.GeneratorType[Any, Any, Any]] = []
         self._described = 0
         self._now = -1
@@ -160,10 +162,12 @@ class Walk:
     def refusal(self, value: Any, why: str = "") -> NotSavable:
         """Return the error that an object cannot be saved."""
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        return NotSavable(
+        error = NotSavable(
             f"{self.path(self._now)!r} is a {kind}, which a snapshot cannot save{': ' if why else ''}{why}",
             hint="create it before the training loop, or train with mezzo.Session and its save",
         )
+        error.lasting = self.lasting and ITERATOR not in self.path(self._now)
+        return error
 
     # --- states ----------------------------------------------------------------------------------------------------------
 
