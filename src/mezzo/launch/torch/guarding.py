@@ -23,7 +23,7 @@ from mezzo.records import Alarm, Guardrails, Rewind, Steps
 _STEADY_EVERY = _SEND_EVERY = STEPS_BETWEEN_NORMS
 """Steps between inspections: at these steps a norm has just sorted the steps before it into the recorder's columns."""
 _MAX_STEPS_TO_RETURN = 50
-"""Steps after an alarm within which a script must request a batch from a DataLoader; else it cannot return to a snapshot and is stopped."""
+"""Steps after an alarm within which a loop around them must begin a turn; else the run cannot return to a snapshot and is stopped."""
 
 
 class ScriptGuard:
@@ -41,7 +41,7 @@ class ScriptGuard:
         """Number of closed steps at which the next inspection is due: a steady run compares it instead of making a call."""
         self.noticed = Guardrails(action=request.action)
         self.pending: Alarm | None = None
-        """The alarm because of which the run will return to a snapshot, between the next two batches."""
+        """The alarm because of which the run will return to a snapshot, at the next turn of its loop."""
         self._pending_at = 0
         self.stopped: GuardError | None = None
         """Why the script was stopped; None if it was not."""
@@ -66,7 +66,7 @@ class ScriptGuard:
             if self._agreement is not None:
                 self._agree(self._agreement, closed)
         if self.pending is not None and closed > self._pending_at + _MAX_STEPS_TO_RETURN:
-            why = "no DataLoader was read since, so there was no point at which to return"
+            why = "no loop around the updates began a turn since, so there was no point at which to return"
             self.end(f"{self.pending.kind}: {self.pending.evidence}; {why}")
         if self.stopped is not None:
             self._on_stop()

@@ -72,7 +72,6 @@ def test_torchrun_restarts_a_job_from_its_last_snapshot(
     kind, expected = undisturbed
     words = ["--snapshot", "0.2s", "--resume", "out", "--out", "out"]
     ends, printed = ended(start(tmp_path, how, kind, *words, restarts=1))
-    assert (tmp_path / "marker").exists()
     assert "starting over" in printed
     assert printed.count("mezzo: resuming from") == 2, printed
     assert ends == expected  # losses of each rank and weights, to the bit
@@ -96,7 +95,7 @@ def test_a_job_that_is_told_to_end_saves_the_same_step_in_all_processes(
     saved = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in _folders(tmp_path / "out")]
     assert len(saved) == 2, printed
     assert saved[0] == saved[1], printed
-    assert len(saved[0]) == 1, printed
+    assert len(saved[0]) == 2, printed  # after the first update, and when it was told to end
     assert job.returncode != 0
     assert "stopped by SIGTERM" in printed
 

@@ -30,7 +30,7 @@ def asked(folder: Path, *, rank: int = 0, ranks: int = 2, resume: bool = True, f
 def save(folder: Path, rank: int, *numbers: int, **contents: Any) -> None:
     """Write snapshots, each of ten times as many updates as its number."""
     for number in numbers:
-        tree, tensors = take_apart({"run": RUN, "frames": [], "number": number, "w": torch.ones(3), **contents})
+        tree, tensors = take_apart({"run": RUN, "script": {}, "number": number, "w": torch.ones(3), **contents})
         path = folder / "snapshots" / f"rank-{rank}-of-2" / f"{number:06d}-update-{10 * number:08d}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         container.write(path, tree, tensors)

@@ -200,11 +200,8 @@ class Loops:
                 "links": [list(link) for link in end.base.links],
                 "types": [type_name(one) for one in end.base.objects],
                 "limits": end.base.limits,
-                "loop": list(end.loop),
-                "path": [
-                    [one.f_code.co_filename, *place_of(one.f_code), *(position or ())]
-                    for one, position in zip(end.frames, end.positions, strict=True)
-                ],
+                "loop": [self._files.name_of(end.loop[0]), end.loop[1]],
+                "path": [list(position or ()) for one, position in zip(end.frames, end.positions, strict=True)],
             },
             "modules": modules,
             "variables": variables,
@@ -242,7 +239,7 @@ class Loops:
         if at is None:
             raise walk.refusal(generator, "its position is not known")
         place = place_of(code)
-        return Way(code.co_filename, place, generator_frame(place), at)
+        return Way(self._files.name_of(code.co_filename), place, generator_frame(place), at)
 
     # --- a resumed run ---------------------------------------------------------------------------------------------------
 
@@ -334,9 +331,9 @@ class Loops:
         storages = {place: back[there] for place, there in walk.storages.items() if there in back}
         links = [(parent, name) for parent, name in base["links"]]
         same = Base(objects, links, ids, checksums, base["limits"], storages)
-        positions = [Span(*row[3:]) if len(row) > 3 else None for row in base["path"]]
+        positions = [Span(*row) if row else None for row in base["path"]]
         frames = own[: len(positions)]
-        return SetUpEnd(same, (base["loop"][0], base["loop"][1]), base["entry"], frames, positions)
+        return SetUpEnd(same, (self._files.path_of(base["loop"][0]), base["loop"][1]), base["entry"], frames, positions)
 
     def _lost(self, number: int) -> SnapshotError:
         assert self._resumed is not None

@@ -192,7 +192,7 @@ class Restoration:
         )
 
     def _function(self, state: Any) -> Any:
-        code = self._files.code_at(state["file"], FunctionPlace(*state["place"]))
+        code = self._files.code_at(self._files.path_of(state["file"]), FunctionPlace(*state["place"]))
         module = self._files.modules[state["module"]]
         return self._made(code, module.__dict__, state)
 

@@ -76,7 +76,7 @@ class _Rewriting:
     def __init__(self, source: Source, ways: Sequence[Way]) -> None:
         self._source, self._tree = source, source.parsed()
         self._numbers = {id(loop): number for number, loop in enumerate(loops_of(self._tree))}
-        self._ways = {way.place: way for way in ways if way.file == source.path}
+        self._ways = {way.place: way for way in ways}
         plain = compile(source.text, source.path, "exec", dont_inherit=True)
         self._codes = {place_of(code): code for code in codes_in(plain)}
 

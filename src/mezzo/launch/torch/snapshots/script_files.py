@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -29,11 +30,27 @@ class ScriptFiles:
     def code(self, path: str) -> CodeType:
         """Return the rewritten code of a file."""
         source = self.sources[path] = Source(path)
-        code = rewritten(source, self._ways)
+        name = self.name_of(path)
+        code = rewritten(source, [way for way in self._ways if way.file == name])
         for inner in codes_in(code):
             key = (path, place_of(inner))
             self._codes[key] = None if key in self._codes else inner  # two lambdas of one line cannot be told apart
         return code
+
+    def name_of(self, path: str) -> str:
+        """Return a file's name in snapshots: a script may be resumed in another folder."""
+        return os.path.relpath(os.path.realpath(path), self.folder)
+
+    def path_of(self, name: str) -> str:
+        """Return the path of a file by ``name_of``, as its code has it.
+
+        Raises:
+            SnapshotError: the script has not loaded such a file.
+        """
+        found = next((path for path in self.sources if self.name_of(path) == name), None)
+        if found is None:
+            raise SnapshotError(f"the script has not loaded {name}", hint="resume with the script as it was")
+        return found
 
     def has(self, frame_or_code: FrameType | CodeType) -> bool:
         """Return whether code is the script's."""

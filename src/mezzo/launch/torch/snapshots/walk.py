@@ -259,10 +259,9 @@ class Walk:
         return kind.__name__, state | ({} if exact and kind is not collections.OrderedDict else self.attributes(value))
 
     def _tensor(self, value: Tensor) -> tuple[str, Any]:
-        if (
-            type(value).__module__.startswith(("torch.distributed", "torchao", "torch.masked", "torch.nested"))
-            or value.is_quantized
-        ):
+        if is_shared(value):
+            return self._shared(value)
+        if type(value).__module__.startswith(("torchao", "torch.masked", "torch.nested")) or value.is_quantized:
             return self._unknown(value)
         if value.is_meta or value.is_conj() or value.is_neg() or value.is_nested or value.layout is not torch.strided:
             return self._unknown(value)
@@ -362,7 +361,7 @@ class Walk:
         if not self._files.has(code):
             return self._library_function(value)
         state: dict[str, Any] = {
-            "file": code.co_filename, "place": list(place_of(code)), "module": self._files.module_of(value.__globals__),
+            "file": self._files.name_of(code.co_filename), "place": list(place_of(code)), "module": self._files.module_of(value.__globals__),
             "name": value.__name__, "qualname": value.__qualname__,
             "closure": [self.ref(cell, name) for cell, name in zip(value.__closure__ or (), code.co_freevars, strict=True)],
             "defaults": self.ref(value.__defaults__, "__defaults__"), "by name": self.ref(value.__kwdefaults__, "__kwdefaults__"),
@@ -470,7 +469,7 @@ class Walk:
             if n not in free and (not n.startswith(OWN_NAMES) or n.startswith(OWN_NAMES[0]))
         }
         return "generator", {
-            "file": code.co_filename, "place": list(place_of(code)), "module": self._files.module_of(frame.f_globals), "number": number,
+            "file": self._files.name_of(code.co_filename), "place": list(place_of(code)), "module": self._files.module_of(frame.f_globals), "number": number,
             "closure": [self.ref(cell, name) for name, cell in free.items()], "variables": {n: self.ref(v, n) for n, v in held.items()},
         }  # fmt: skip
 

@@ -76,7 +76,7 @@ def path_between(
     source, place = files.sources[frame.f_code.co_filename], place_of(frame.f_code)
     target = span_of(files.sources[loop[0]].loops[loop[1]])
     now = _statements(source, frame, target if common == len(own) else None)
-    if common == len(then):
+    if common == len(positions):  # of a resumed run, `then` has only the frames that it shares with the first one
         before = _trimmed(source.chain(place, span_of(source.loops[end[1]])), span_of(source.loops[end[1]]))
         if before[-1] in now:
             return _checked(files, stack, LoopPath(own, common, span_of(before[-1]), True, target))
@@ -148,10 +148,10 @@ def ways_of(files: ScriptFiles, path: LoopPath) -> list[Way]:
         statements = _statements(source, frame, path.loop if is_last else None)
         _refuse_blocks(statements, base)
         if is_last:
-            ways.append(Way(code.co_filename, place, str(number), at, base))
+            ways.append(Way(files.name_of(code.co_filename), place, str(number), at, base))
             continue
         arguments = _arguments(statements[-1], at, frame, path.frames[number + 1].f_code)
-        ways.append(Way(code.co_filename, place, str(number), at, base, arguments, str(number + 1)))
+        ways.append(Way(files.name_of(code.co_filename), place, str(number), at, base, arguments, str(number + 1)))
     return ways
 
 
