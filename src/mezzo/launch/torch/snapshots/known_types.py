@@ -119,3 +119,9 @@ def is_opaque(value: Any) -> bool:
     return not kind_of(value) and any(
         module == name or module.startswith(name if name.endswith("_") else f"{name}.") for name in OPAQUE
     )
+
+
+def is_hook(function: Any) -> bool:
+    """Return whether a function is one that Mezzo or torch hangs into a script's objects by itself."""
+    module = str(getattr(function, "__module__", ""))
+    return module.startswith(("mezzo.", "torch.distributed.", "torch._dynamo."))

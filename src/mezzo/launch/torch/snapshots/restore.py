@@ -279,8 +279,8 @@ class Restoration:
                 object.__setattr__(value, name, new_value)
 
     def _kept(self, ref: Any, present: Any) -> Any:
-        """Return the value of a reference; of one to Mezzo's own objects, what is present."""
-        if isinstance(ref, list) and len(ref) == 1 and self._rows[ref[0]][0] == "mezzo":
+        """Return the value of a reference; of a hook that was left out, what is present."""
+        if isinstance(ref, list) and len(ref) == 1 and self._rows[ref[0]][0] == "left out":
             return present if present is not None else _ABSENT
         return self.value(ref)
 
@@ -460,7 +460,7 @@ _CREATE: dict[str, Callable[[Restoration, Any], Any]] = {
     "memory file": R._memory_file,
     "file": R._file,
     "lock": lambda _, state: threading.RLock() if state["reentrant"] else threading.Lock(),
-    "mezzo": lambda _, state: None,
+    "left out": lambda _, state: None,
 }
 _FILL: dict[str, Callable[[Restoration, Any, Any], None]] = {
     "object": R.attributes,

@@ -45,6 +45,7 @@ from mezzo.launch.torch.snapshots.known_types import (
     cells_of,
     checksum,
     has_begun,
+    is_hook,
     is_opaque,
     is_plain,
     slots_of,
@@ -181,6 +182,8 @@ class Walk:
             return "opaque", None
         if id(value) in self.frame_cells:
             return "frame cell", list(self.frame_cells[id(value)])
+        if not self._is_old() and kind in (types.FunctionType, types.MethodType) and is_hook(value):
+            return self._left_out(value)
         if kind in _EXACT:
             return _EXACT[kind](self, value)
         if any(parent.__module__.split(".")[0] == "tqdm" and hasattr(value, "set_postfix") for parent in kind.__mro__):
@@ -214,8 +217,15 @@ class Walk:
         if self._is_old():
             return "opaque", None
         if type(value).__module__.split(".")[0] == "mezzo":
-            return "mezzo", None
+            return self._left_out(value)
         raise self.refusal(value)
+
+    def _left_out(self, value: Any) -> tuple[str, Any]:
+        """A hook that Mezzo or torch sets by itself: a resumed run keeps what is there under its name."""
+        parent = self.links[self._now][0]
+        if parent < 0 or self.rows[parent][0] not in _DICTS:
+            raise self.refusal(value)
+        return "left out", None
 
     def attributes(self, value: Any) -> dict[str, Any]:
         """Return references to an object's attributes and slots."""
@@ -361,7 +371,8 @@ class Walk:
         if not self._files.has(code):
             return self._library_function(value)
         state: dict[str, Any] = {
-            "file": self._files.name_of(code.co_filename), "place": list(place_of(code)), "module": self._files.module_of(value.__globals__),
+            "file": self._files.name_of(code.co_filename), "place": list(place_of(code)),
+            "module": self._files.module_of(value.__globals__),
             "name": value.__name__, "qualname": value.__qualname__,
             "closure": [self.ref(cell, name) for cell, name in zip(value.__closure__ or (), code.co_freevars, strict=True)],
             "defaults": self.ref(value.__defaults__, "__defaults__"), "by name": self.ref(value.__kwdefaults__, "__kwdefaults__"),
@@ -370,8 +381,6 @@ class Walk:
         return "function", state
 
     def _library_function(self, value: types.FunctionType) -> tuple[str, Any]:
-        if value.__module__ is not None and value.__module__.split(".")[0] == "mezzo":
-            return self._opaque(value)
         code = value.__code__
         state = {
             "module": value.__globals__.get("__name__"), "top": place_of(code).name.split(".<locals>")[0], "place": list(place_of(code)),
@@ -469,7 +478,8 @@ class Walk:
             if n not in free and (not n.startswith(OWN_NAMES) or n.startswith(OWN_NAMES[0]))
         }
         return "generator", {
-            "file": self._files.name_of(code.co_filename), "place": list(place_of(code)), "module": self._files.module_of(frame.f_globals), "number": number,
+            "file": self._files.name_of(code.co_filename), "place": list(place_of(code)), "number": number,
+            "module": self._files.module_of(frame.f_globals),
             "closure": [self.ref(cell, name) for name, cell in free.items()], "variables": {n: self.ref(v, n) for n, v in held.items()},
         }  # fmt: skip
 
@@ -519,6 +529,7 @@ class Walk:
         return "opaque", None
 
 
+_DICTS = ("dict", "OrderedDict", "defaultdict", "variables")
 _POSITIONS = {*ITERATOR_TYPES, OwnIterator, TqdmIterator}
 _RLOCK = type(threading.RLock())
 _DESCRIPTORS = (
