@@ -200,10 +200,11 @@ def test_nothing_is_saved_between_a_return_and_the_next_update(tmp_path: Path) -
 
 
 def test_a_script_without_a_good_snapshot_is_ended(tmp_path: Path) -> None:
-    record = returned(tmp_path, "1", every_s=1000.0)
+    with mock.patch.object(ScriptSnapshots, "_is_due", lambda self: self._run.num_updates == 30):
+        record = returned(tmp_path, "5")
     assert record.exit_code == 10
     assert record.error is not None
-    assert record.error.endswith("there is no snapshot from before update 1 to return to")
+    assert record.error.endswith("there is no snapshot from before update 5 to return to")
 
 
 def test_a_script_without_a_loader_returns_too(tmp_path: Path) -> None:

@@ -125,3 +125,8 @@ def is_hook(function: Any) -> bool:
     """Return whether a function is one that Mezzo or torch hangs into a script's objects by itself."""
     module = str(getattr(function, "__module__", ""))
     return module.startswith(("mezzo.", "torch.distributed.", "torch._dynamo."))
+
+
+def is_of_process(key: Any) -> bool:
+    """Return whether an attribute's name is torch's own and another one in each process: ``fully_shard`` keeps its state under it."""
+    return isinstance(key, str) and key.startswith("__composable_api")

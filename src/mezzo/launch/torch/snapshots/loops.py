@@ -201,7 +201,7 @@ class Loops:
                 "types": [type_name(one) for one in end.base.objects],
                 "limits": end.base.limits,
                 "loop": [self._files.name_of(end.loop[0]), end.loop[1]],
-                "path": [list(position or ()) for one, position in zip(end.frames, end.positions, strict=True)],
+                "path": [list(position or ()) for position in end.positions],
             },
             "modules": modules,
             "variables": variables,

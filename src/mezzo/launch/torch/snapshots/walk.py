@@ -46,6 +46,7 @@ from mezzo.launch.torch.snapshots.known_types import (
     checksum,
     has_begun,
     is_hook,
+    is_of_process,
     is_opaque,
     is_plain,
     slots_of,
@@ -253,7 +254,8 @@ class Walk:
         pairs = [
             [self.ref(key, "key"), self.ref(one, str(key) if isinstance(key, str) else f"[{key!r:.40}]")]
             for key, one in list(dict.items(value))
-            if not (is_module and (key in NOT_SAVED or (key.startswith(OWN_NAMES) and key not in self._keeps)))
+            if not is_of_process(key)
+            and not (is_module and (key in NOT_SAVED or (key.startswith(OWN_NAMES) and key not in self._keeps)))
         ]
         state: dict[str, Any] = {"pairs": pairs}
         if is_module:
