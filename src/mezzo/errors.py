@@ -101,6 +101,13 @@ class SnapshotError(MezzoError, RuntimeError):
     exit_code = 9
 
 
+class NotSavable(SnapshotError):
+    """Something that a script's loop can reach cannot be saved, or the loop cannot be entered again."""
+
+    lasting = False
+    """Whether it will be so in the loops around as well."""
+
+
 class GuardError(MezzoError, RuntimeError):
     """A guard ended the training because of an alarm."""
 

@@ -30,12 +30,13 @@ from mezzo.launch.progress import EVERY_S, reports_to
 from mezzo.launch.ranks.positions import write_position_on_signal
 from mezzo.launch.recording import Ending, guarded, record_of
 from mezzo.launch.request import Request
+from mezzo.launch.request_parts import ScriptFile
 from mezzo.launch.spawned import SpawnedProcesses
 from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.environment import surroundings
 from mezzo.measure.standard_input import reopen_input
 from mezzo.observe.settings import FallbackSettings, step_text
-from mezzo.records import AnyRecord, Finding, Reason, RunRecord, write_record
+from mezzo.records import AnyRecord, Finding, Reason, RunRecord, SnapshotsTaken, write_record
 
 
 def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -> int:
@@ -75,7 +76,7 @@ def main(argv: list[str], *, late_settings: Callable[[], list[Reason]] = list) -
         duration_s = time.perf_counter() - started  # without the time to collect the record and inspect the machine
         trained_nothing = exit_code == 0 and _trained_nothing(training)
         if exit_code == 0:
-            exit_code, error = _ending_without_exception(request, training)
+            exit_code, error = _ending_without_exception(request, training, resumed=snapshots)
     with signals_ignored():
         record = record_of(
             request,
@@ -206,15 +207,15 @@ _NAMESPACES: list[dict[str, Any]] = []
 while holding the GIL, which that thread needs to release the last all-reduce (torch 2.13)."""
 
 
-def _execute(request: Request, run_file: Callable[[str], dict[str, Any]] | None) -> None:
+def _execute(request: Request, run_file: Callable[[ScriptFile], dict[str, Any]] | None) -> None:
     if request.stand_in is not None:
         words = [*request.stand_in.options, *(["-m"] if request.kind == "module" else []), *sys.argv]
         sys.path[0], sys.argv = os.getcwd(), [request.stand_in.module, *words]
         namespace = runpy.run_module(request.stand_in.module, run_name="__main__", alter_sys=True)
     elif run_file is not None:
-        file = _file_of(request)
-        sys.path[0] = os.getcwd() if request.kind == "module" else str(Path(file).resolve().parent)
-        namespace = run_file(file)
+        script = _file_of(request)
+        sys.path[0] = script.folder
+        namespace = run_file(script)
     elif request.kind == "module":
         sys.path[0] = os.getcwd()
         namespace = runpy.run_module(request.target, run_name="__main__", alter_sys=True)
@@ -224,14 +225,14 @@ def _execute(request: Request, run_file: Callable[[str], dict[str, Any]] | None)
     _NAMESPACES.append(namespace)
 
 
-def _file_of(request: Request) -> str:
-    """Return the file of a script or of a module; empty if a module has none."""
+def _file_of(request: Request) -> ScriptFile:
+    """Return the file of a script or of a module; without a path if a module has none."""
     if request.kind == "script":
-        return request.target
-    spec = spec_of(request.target)
+        return ScriptFile(request.target, str(Path(request.target).resolve().parent), None)
+    spec, package = spec_of(request.target), request.target.rpartition(".")[0]
     if spec is not None and spec.submodule_search_locations:
-        spec = spec_of(f"{request.target}.__main__")
-    return "" if spec is None or spec.origin is None else spec.origin
+        spec, package = spec_of(f"{request.target}.__main__"), request.target
+    return ScriptFile("" if spec is None or spec.origin is None else spec.origin, os.getcwd(), package)
 
 
 def _wait_for_threads() -> None:
@@ -242,11 +243,14 @@ def _wait_for_threads() -> None:
             thread.join()
 
 
-def _ending_without_exception(request: Request, training: Training) -> Ending:
+def _ending_without_exception(request: Request, training: Training, *, resumed: SnapshotsTaken | None) -> Ending:
     """Return the ending of a script that raised nothing: still an error if it never trained, was not resumed, or the guard stopped it."""
     num_steps, observer = training.num_updates, training.observer
     error: MezzoError | None = training.not_resumed or training.stopped_by_guard
-    if error is None and not num_steps:
+    had_trained = (
+        resumed is not None and resumed.resumed_from is not None
+    )  # it may have been stopped after its last update
+    if error is None and not num_steps and not had_trained:
         error = _never_trained(request, has_any_loss=training.has_any_loss)
     elif error is None and observer is not None and observer.too_short():
         error = _too_short(request, num_steps, compiles=observer.compiles)

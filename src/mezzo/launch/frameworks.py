@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from mezzo.launch.request_parts import GuardRequest, ModelChanges, SnapshotRequest, TraceRequest
+from mezzo.launch.request_parts import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
 from mezzo.launch.step_limit import StepLimit
 from mezzo.observe.settings import AnySettings
 from mezzo.policy import Policy
@@ -99,10 +99,10 @@ class Training(Protocol):
     def begin_stand_in(self) -> None:
         """Let the CPU stand in for CUDA from now on, if this machine has no CUDA device; only of PyTorch scripts."""
 
-    run_file: Callable[[str], dict[str, Any]] | None
+    run_file: Callable[[ScriptFile], dict[str, Any]] | None
     """Runs the script's file instead of Python and returns its global variables; None lets Python run it."""
 
-    def begin_snapshots(self, request: SnapshotRequest | None, script: str) -> None:
+    def begin_snapshots(self, request: SnapshotRequest | None, script: ScriptFile) -> None:
         """Save the state of a script's file from now on as requested, or restore a saved one; None for neither.
 
         Raises:

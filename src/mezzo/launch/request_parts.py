@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -70,3 +71,13 @@ class ModelChanges(_Part):
     """Checkpoint each model by this plan, or within this many bytes, at its first call in training; empty for no checkpointing."""
     counts_inputs: bool = False
     """Count each step's input elements, so that steps on batches of different sizes can be compared."""
+
+
+class ScriptFile(NamedTuple):
+    """The file of a script, as Python would run it."""
+
+    path: str
+    folder: str
+    """Below it are the script's own modules."""
+    package: str | None
+    """That of a module, as for ``python -m``."""

@@ -10,7 +10,7 @@ from mezzo.launch.support.supported_commands import Stage, refusal
 
 if TYPE_CHECKING:
     from mezzo.launch.patches import Patches
-    from mezzo.launch.request_parts import GuardRequest, ModelChanges, SnapshotRequest, TraceRequest
+    from mezzo.launch.request_parts import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
     from mezzo.launch.step_limit import StepLimit
     from mezzo.records import Finding
 
@@ -40,7 +40,7 @@ class WithoutPyTorch:
         hint = "leave the limit out, or pass arguments that make the script train for fewer steps"
         raise ScriptError(f"a step limit was set for a {self.stage} script; allowed: PyTorch scripts", hint=hint)
 
-    def begin_snapshots(self, request: SnapshotRequest | None, script: str) -> None:
+    def begin_snapshots(self, request: SnapshotRequest | None, script: ScriptFile) -> None:
         """Refuse: only the state of PyTorch scripts can be saved."""
         if request is not None:
             self._refuse("--snapshot")

@@ -9,7 +9,7 @@ import torch
 
 from mezzo.errors import MezzoError, UnsupportedFormatError
 from mezzo.launch.patches import Patches
-from mezzo.launch.request_parts import GuardRequest, ModelChanges, SnapshotRequest, TraceRequest
+from mezzo.launch.request_parts import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.counting.counted_step import CountedStep
 from mezzo.launch.torch.counting.weights_digest import WeightsDigest
@@ -52,7 +52,7 @@ class TorchTraining:
         self._trace: StateTrace | None = None
         self.not_resumed: MezzoError | None = None
         """Why the run could not be resumed as requested; set by ``end_snapshots``."""
-        self.run_file: Callable[[str], dict[str, Any]] | None = None
+        self.run_file: Callable[[ScriptFile], dict[str, Any]] | None = None
         self.framework = f"torch {torch.__version__}"
 
     @property
@@ -101,7 +101,7 @@ class TorchTraining:
             if self._run.applied is None:
                 note_autocast_without_device(self._run, self._patches)
 
-    def begin_snapshots(self, request: SnapshotRequest | None, script: str) -> None:
+    def begin_snapshots(self, request: SnapshotRequest | None, script: ScriptFile) -> None:
         """Save the script's state from now on, and restore a saved one first, as requested."""
         if request is not None:
             from mezzo.launch.torch.snapshots.taking import ScriptSnapshots

@@ -13,9 +13,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mezzo.engine.snapshots.position import generators_of, skip_batches
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
-from mezzo.errors import SnapshotError
+from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.patches import Patches
-from mezzo.launch.torch.snapshots.refusals import NotSavable
 
 if TYPE_CHECKING:
     from mezzo.launch.torch.snapshots.walk import Walk

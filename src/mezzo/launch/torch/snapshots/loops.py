@@ -16,14 +16,13 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
-from mezzo.errors import SnapshotError
+from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.torch.snapshots.iterators import iterator_of
-from mezzo.launch.torch.snapshots.refusals import NotSavable
 from mezzo.launch.torch.snapshots.restore import Restoration
 from mezzo.launch.torch.snapshots.rewriting import CELLS, ITERATOR, Way
 from mezzo.launch.torch.snapshots.samplers import begin_samplers
-from mezzo.launch.torch.snapshots.script_files import ScriptFiles
-from mezzo.launch.torch.snapshots.source import FunctionPlace, Span, place_of, position_of
+from mezzo.launch.torch.snapshots.script_files import OwnFiles
+from mezzo.launch.torch.snapshots.source import FunctionPlace, TextSpan, place_of, position_of
 from mezzo.launch.torch.snapshots.trained_objects import kind_of, trained_among
 from mezzo.launch.torch.snapshots.walk import Base, Walk, base_of
 from mezzo.launch.torch.snapshots.ways import path_between, ways_of
@@ -43,7 +42,7 @@ class SetUpEnd(NamedTuple):
     entry: int
     """How often the loop had been entered, this time included."""
     frames: list[FrameType]
-    positions: list[Span | None]
+    positions: list[TextSpan | None]
 
 
 class Loops:
@@ -54,7 +53,7 @@ class Loops:
 
     def __init__(
         self,
-        files: ScriptFiles,
+        files: OwnFiles,
         *,
         instead: Callable[[], bool],
         save: Callable[[dict[str, Any], dict[str, Any], str, dict[str, Any]], None],
@@ -331,7 +330,7 @@ class Loops:
         storages = {place: back[there] for place, there in walk.storages.items() if there in back}
         links = [(parent, name) for parent, name in base["links"]]
         same = Base(objects, links, ids, checksums, base["limits"], storages)
-        positions = [Span(*row) if row else None for row in base["path"]]
+        positions = [TextSpan(*row) if row else None for row in base["path"]]
         frames = own[: len(positions)]
         return SetUpEnd(same, (self._files.path_of(base["loop"][0]), base["loop"][1]), base["entry"], frames, positions)
 
@@ -352,7 +351,7 @@ def _trained(walk: Walk) -> dict[str, Any]:
     return trained_among((walk.path(number), one) for number, one in enumerate(walk.objects) if kind_of(one))
 
 
-def walk_through(files: ScriptFiles, frames: list[FrameType]) -> tuple[Walk, list[int]]:
+def walk_through(files: OwnFiles, frames: list[FrameType]) -> tuple[Walk, list[int]]:
     """Return a walk through the script's modules and frames, and how many objects each step led to."""
     walk = Walk(files)
     walk.modules()
@@ -413,8 +412,8 @@ def way_from_json(row: list[Any]) -> Way:
         file,
         FunctionPlace(*place),
         frame,
-        Span(*to),
-        None if base is None else Span(*base),
+        TextSpan(*to),
+        None if base is None else TextSpan(*base),
         (count, tuple(names)),
         calls,
     )

@@ -27,7 +27,7 @@ from mezzo.launch.torch.snapshots.iterators import new_iterator, reopen_pass
 from mezzo.launch.torch.snapshots.known_types import NOT_SAVED
 from mezzo.launch.torch.snapshots.leaves import read_dtype, read_leaf
 from mezzo.launch.torch.snapshots.rewriting import ITERATOR, OWN_NAMES, codes_in
-from mezzo.launch.torch.snapshots.script_files import ScriptFiles
+from mezzo.launch.torch.snapshots.script_files import OwnFiles
 from mezzo.launch.torch.snapshots.source import FunctionPlace, place_of
 
 _LATE = ("dict", "OrderedDict", "defaultdict", "Counter", "set", "variables", "weak dict", "weak set")
@@ -59,7 +59,7 @@ class Restoration:
 
     def __init__(
         self,
-        files: ScriptFiles,
+        files: OwnFiles,
         rows: Sequence[Any],
         tensors: Mapping[str, Tensor],
         present: Mapping[int, Any],

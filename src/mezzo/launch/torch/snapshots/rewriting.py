@@ -26,7 +26,7 @@ from mezzo.launch.torch.snapshots.source import (
     FunctionPlace,
     Loop,
     Source,
-    Span,
+    TextSpan,
     chain,
     first_line,
     loops_of,
@@ -48,9 +48,9 @@ class Way(NamedTuple):
     place: FunctionPlace
     frame: str
     """The name of its frame in the snapshot: ``0``, ``1``, or ``generator 0``."""
-    to: Span
+    to: TextSpan
     """The loop, the call or the ``yield`` that it was at."""
-    base: Span | None = None
+    base: TextSpan | None = None
     """The statement that set-up ends at, in the function in which it does."""
     arguments: tuple[int, tuple[str, ...]] = (0, ())
     """Of the call: how many positional arguments the called function needs, and the names of those it takes by name only."""

@@ -9,11 +9,11 @@ from mezzo.engine.snapshots.structure import put_together, take_apart
 from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.iterators import samplers_of
 from mezzo.launch.torch.snapshots.restore import Restoration
-from mezzo.launch.torch.snapshots.script_files import ScriptFiles
+from mezzo.launch.torch.snapshots.script_files import OwnFiles
 from mezzo.launch.torch.snapshots.walk import Walk, base_of
 
 
-def capture_samplers(files: ScriptFiles, loader: Any) -> dict[str, Any] | None:
+def capture_samplers(files: OwnFiles, loader: Any) -> dict[str, Any] | None:
     """Return the state of a loader's samplers; None if all are torch's own."""
     samplers = samplers_of(loader)
     if not samplers:
@@ -27,7 +27,7 @@ def capture_samplers(files: ScriptFiles, loader: Any) -> dict[str, Any] | None:
     return {"tree": json.dumps(tree), "tensors": tensors}
 
 
-def begin_samplers(files: ScriptFiles, loader: Any, saved: dict[str, Any] | None) -> None:
+def begin_samplers(files: OwnFiles, loader: Any, saved: dict[str, Any] | None) -> None:
     """Give a loader's samplers the state that a pass began with."""
     if saved is None:
         return
@@ -38,7 +38,7 @@ def begin_samplers(files: ScriptFiles, loader: Any, saved: dict[str, Any] | None
     restoration.fill(0, len(contents["rows"]))
 
 
-def _walked(files: ScriptFiles, loader: Any) -> Walk:
+def _walked(files: OwnFiles, loader: Any) -> Walk:
     walk = Walk(files)
     walk.opaque = {id(getattr(loader, "dataset", None))}
     walk.variables(_named(samplers_of(loader)), "")

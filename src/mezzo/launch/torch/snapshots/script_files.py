@@ -16,12 +16,17 @@ from mezzo.launch.torch.snapshots.rewriting import Way, codes_in, rewritten
 from mezzo.launch.torch.snapshots.source import FunctionPlace, Source, place_of
 
 
-class ScriptFiles:
+class OwnFiles:
     """The files of the script that have been loaded, by path."""
 
-    def __init__(self, script: str, ways: list[Way]) -> None:
-        """Begin with no file; ``ways`` lead a resumed run back into its loops."""
-        self.folder = Path(script).resolve().parent
+    def __init__(self, folder: str, ways: list[Way]) -> None:
+        """Begin with no file.
+
+        Args:
+            folder: the modules below it are the script's own.
+            ways: of each function that a resumed run enters again.
+        """
+        self.folder = Path(folder).resolve()
         self._ways = ways
         self.sources: dict[str, Source] = {}
         self.modules: dict[str, ModuleType] = {}
@@ -93,7 +98,7 @@ class ScriptFiles:
 class Finder(MetaPathFinder):
     """Finds the modules beside the script, and loads them rewritten."""
 
-    def __init__(self, files: ScriptFiles) -> None:
+    def __init__(self, files: OwnFiles) -> None:
         self._files = files
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
@@ -109,7 +114,7 @@ class Finder(MetaPathFinder):
 
 
 class _Loader(SourceFileLoader):
-    def __init__(self, name: str, path: str, files: ScriptFiles) -> None:
+    def __init__(self, name: str, path: str, files: OwnFiles) -> None:
         super().__init__(name, path)
         self._files = files
 
@@ -121,7 +126,7 @@ class _Loader(SourceFileLoader):
         super().exec_module(module)
 
 
-def run_as_main(files: ScriptFiles, path: str, *, package: str | None = None) -> dict[str, Any]:
+def run_as_main(files: OwnFiles, path: str, *, package: str | None = None) -> dict[str, Any]:
     """Run a file as ``__main__`` and return its global variables; ``package`` is that of a module, as for ``python -m``."""
     module = ModuleType("__main__")
     module.__dict__.update(__file__=path, __cached__=None, __builtins__=builtins, __package__=package)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 Loop = ast.For | ast.While
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """A place in a file: from a line and column to another."""
 
     line: int
@@ -24,7 +24,7 @@ class Span(NamedTuple):
     end_line: int
     end_column: int
 
-    def contains(self, other: Span) -> bool:
+    def contains(self, other: TextSpan) -> bool:
         """Return whether ``other`` lies inside."""
         return self[:2] <= other[:2] and other[2:] <= self[2:]
 
@@ -39,19 +39,21 @@ class FunctionPlace(NamedTuple):
 MODULE = FunctionPlace("<module>", 1)
 
 
-def span_of(node: ast.expr | ast.stmt) -> Span:
+def span_of(node: ast.expr | ast.stmt) -> TextSpan:
     """Return the place of a node."""
-    return Span(node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset or node.col_offset)
+    return TextSpan(
+        node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+    )
 
 
-def position_of(code: CodeType, instruction: int) -> Span | None:
+def position_of(code: CodeType, instruction: int) -> TextSpan | None:
     """Return the place in the file of the instruction at byte ``instruction``; None if the compiler kept none."""
     if sys.version_info < (3, 11):
         return None
     line, end_line, column, end_column = next(itertools.islice(code.co_positions(), instruction // 2, None))
     if line is None or end_line is None or column is None or end_column is None:
         return None
-    return Span(line, column, end_line, end_column)
+    return TextSpan(line, column, end_line, end_column)
 
 
 def place_of(code: CodeType) -> FunctionPlace:
@@ -81,7 +83,7 @@ class Source:
         """Return the number of a loop."""
         return self._numbers[span_of(loop)]
 
-    def chain(self, place: FunctionPlace, at: Span) -> list[ast.stmt]:
+    def chain(self, place: FunctionPlace, at: TextSpan) -> list[ast.stmt]:
         """Return the statements of a function around a position, the outermost first."""
         return chain(self.tree, place, at)
 
@@ -107,11 +109,11 @@ def loops_of(tree: ast.Module) -> list[Loop]:
     return [node for node in ast.walk(tree) if isinstance(node, Loop)]
 
 
-def _in_header(loop: Loop, at: Span) -> bool:
+def _in_header(loop: Loop, at: TextSpan) -> bool:
     return span_of(loop.iter if isinstance(loop, ast.For) else loop.test).contains(at)
 
 
-def chain(tree: ast.Module, place: FunctionPlace, at: Span) -> list[ast.stmt]:
+def chain(tree: ast.Module, place: FunctionPlace, at: TextSpan) -> list[ast.stmt]:
     """Return the statements of a function around a position, the outermost first; those of nested functions are not entered."""
     body, found = function_body(tree, place), list[ast.stmt]()
     while True:

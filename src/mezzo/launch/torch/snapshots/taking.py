@@ -26,7 +26,7 @@ from mezzo.engine.snapshots.folder import Folder, saved_in
 from mezzo.engine.snapshots.structure import take_apart
 from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
-from mezzo.launch.request_parts import SnapshotRequest
+from mezzo.launch.request_parts import ScriptFile, SnapshotRequest
 from mezzo.launch.torch.policy_change import change_policy
 from mezzo.launch.torch.snapshots.files import FileJournal
 from mezzo.launch.torch.snapshots.iterators import install_passes
@@ -34,7 +34,7 @@ from mezzo.launch.torch.snapshots.loops import Loops, way_from_json
 from mezzo.launch.torch.snapshots.returning import return_to_good
 from mezzo.launch.torch.snapshots.rewriting import RUNTIME
 from mezzo.launch.torch.snapshots.samplers import capture_samplers
-from mezzo.launch.torch.snapshots.script_files import Finder, ScriptFiles, run_as_main
+from mezzo.launch.torch.snapshots.script_files import Finder, OwnFiles, run_as_main
 from mezzo.launch.torch.snapshots.starting import choose_start
 from mezzo.launch.torch.snapshots.trained_objects import states_of
 from mezzo.launch.torch.state import Run
@@ -50,7 +50,7 @@ _OLDEST, _NEWEST = (3, 11), (3, 13)
 class ScriptSnapshots:
     """The snapshots of a run, and the one that it resumes."""
 
-    def __init__(self, run: Run, request: SnapshotRequest, script: str) -> None:
+    def __init__(self, run: Run, request: SnapshotRequest, script: ScriptFile) -> None:
         """Read the snapshot to resume, if one is requested, and lock the folder.
 
         Raises:
@@ -67,7 +67,7 @@ class ScriptSnapshots:
         self._folder.begin_after(last_number)
         self._agreement = Agreement(every_s=min(EVERY_S, request.every_s / 2)) if request.ranks > 1 else None
         tree = None if self._resumed is None else self._resumed.contents["script"]
-        self._files = ScriptFiles(script, [] if tree is None else [way_from_json(way) for way in tree["ways"]])
+        self._files = OwnFiles(script.folder, [] if tree is None else [way_from_json(way) for way in tree["ways"]])
         self._loops = Loops(
             self._files, instead=self._returns, save=self._save, refuse=self._refused, arrived=self._arrived
         )
@@ -107,9 +107,9 @@ class ScriptSnapshots:
             self._loops.resume(contents["script"], contents["tensors"])
         self._journal.install(patches)
 
-    def run_file(self, path: str) -> dict[str, Any]:
+    def run_file(self, script: ScriptFile) -> dict[str, Any]:
         """Run the script's file and return its global variables."""
-        return run_as_main(self._files, path)
+        return run_as_main(self._files, script.path, package=script.package)
 
     def close(self) -> SnapshotsTaken:
         """Wait for the last save, undo what ``install`` did, and return what was taken."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mezzo.engine.processes.shards import is_shared
-from mezzo.errors import SnapshotError
+from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.torch.snapshots.iterators import (
     ITERATOR_TYPES,
     OwnIterator,
@@ -52,9 +52,8 @@ from mezzo.launch.torch.snapshots.known_types import (
     slots_of,
 )
 from mezzo.launch.torch.snapshots.leaves import NOT_A_LEAF, written_dtype, written_leaf
-from mezzo.launch.torch.snapshots.refusals import NotSavable
 from mezzo.launch.torch.snapshots.rewriting import ITERATOR, OWN_NAMES
-from mezzo.launch.torch.snapshots.script_files import ScriptFiles
+from mezzo.launch.torch.snapshots.script_files import OwnFiles
 from mezzo.launch.torch.snapshots.source import place_of
 
 
@@ -75,9 +74,7 @@ class Base(NamedTuple):
 class Walk:
     """The table of everything that was reached so far."""
 
-    def __init__(
-        self, files: ScriptFiles, base: Base | None = None, *, limit: int = 0, keeps: Iterable[str] = ()
-    ) -> None:
+    def __init__(self, files: OwnFiles, base: Base | None = None, *, limit: int = 0, keeps: Iterable[str] = ()) -> None:
         """Begin with an empty table.
 
         Args:

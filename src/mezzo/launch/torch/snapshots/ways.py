@@ -9,10 +9,10 @@ from pathlib import Path
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
-from mezzo.launch.torch.snapshots.refusals import NotSavable
+from mezzo.errors import NotSavable
 from mezzo.launch.torch.snapshots.rewriting import Way
-from mezzo.launch.torch.snapshots.script_files import ScriptFiles
-from mezzo.launch.torch.snapshots.source import Loop, Source, Span, place_of, position_of, span_of
+from mezzo.launch.torch.snapshots.script_files import OwnFiles
+from mezzo.launch.torch.snapshots.source import Loop, Source, TextSpan, place_of, position_of, span_of
 
 _CONTEXTS = (
     "no_grad",
@@ -37,17 +37,17 @@ class LoopPath(NamedTuple):
     """The script's frames, the outermost first; the last one is in the loop."""
     common: int
     """How many of them existed when set-up ended."""
-    base: Span
+    base: TextSpan
     """The statement before which set-up ends, in the last of these."""
     base_is_loop: bool
-    loop: Span
+    loop: TextSpan
 
 
 def path_between(
-    files: ScriptFiles,
+    files: OwnFiles,
     stack: list[FrameType],
     then: list[FrameType],
-    positions: list[Span | None],
+    positions: list[TextSpan | None],
     end: tuple[str, int],
     loop: tuple[str, int],
 ) -> LoopPath:
@@ -89,7 +89,7 @@ def path_between(
     return _checked(files, stack, LoopPath(own, common, span_of(other), False, target))
 
 
-def _statements(source: Source, frame: FrameType, loop: Span | None) -> list[ast.stmt]:
+def _statements(source: Source, frame: FrameType, loop: TextSpan | None) -> list[ast.stmt]:
     place = place_of(frame.f_code)
     if loop is not None:
         return _trimmed(source.chain(place, loop), loop)
@@ -97,13 +97,13 @@ def _statements(source: Source, frame: FrameType, loop: Span | None) -> list[ast
     return [] if at is None else source.chain(place, at)
 
 
-def _trimmed(chain: list[ast.stmt], loop: Span) -> list[ast.stmt]:
+def _trimmed(chain: list[ast.stmt], loop: TextSpan) -> list[ast.stmt]:
     while chain and not (isinstance(chain[-1], Loop) and span_of(chain[-1]) == loop):
         chain.pop()
     return chain
 
 
-def _checked(files: ScriptFiles, stack: list[FrameType], path: LoopPath) -> LoopPath:
+def _checked(files: OwnFiles, stack: list[FrameType], path: LoopPath) -> LoopPath:
     """Raise unless every frame of the path is the script's, and none of them twice."""
     inner = stack[stack.index(path.frames[path.common - 1]) :]
     for frame in inner:
@@ -126,7 +126,7 @@ def _checked(files: ScriptFiles, stack: list[FrameType], path: LoopPath) -> Loop
     return path
 
 
-def ways_of(files: ScriptFiles, path: LoopPath) -> list[Way]:
+def ways_of(files: OwnFiles, path: LoopPath) -> list[Way]:
     """Return the way of each frame from the end of set-up.
 
     Raises:
@@ -155,7 +155,7 @@ def ways_of(files: ScriptFiles, path: LoopPath) -> list[Way]:
     return ways
 
 
-def _refuse_blocks(statements: list[ast.stmt], base: Span | None) -> None:
+def _refuse_blocks(statements: list[ast.stmt], base: TextSpan | None) -> None:
     """Raise for statements on the way, after the end of set-up, whose bodies cannot be entered."""
     begun = base is None
     for outer, inner in zip(statements, [*statements[1:], None], strict=True):
@@ -179,7 +179,7 @@ def _name_of(expression: ast.expr) -> str:
     )
 
 
-def _arguments(statement: ast.stmt, at: Span, frame: FrameType, called: CodeType) -> tuple[int, tuple[str, ...]]:
+def _arguments(statement: ast.stmt, at: TextSpan, frame: FrameType, called: CodeType) -> tuple[int, tuple[str, ...]]:
     """Return how to call a function again without its arguments: how many, and the names of those passed by name only."""
     header = [statement] if not hasattr(statement, "body") else _header(statement)
     calls = [node for part in header for node in ast.walk(part) if isinstance(node, ast.Call)]

@@ -39,8 +39,8 @@ def lives(
         folder=str(folder / "snapshots"), every_s=0.0, resume=resume, identity={"script": script.name}
     )
     request = Request(
-        target=str(script),
-        kind="script",
+        target=more.pop("target", str(script)),
+        kind=more.pop("kind", "script"),
         policy=more.pop("policy", None),
         record_path=str(folder / "record.json"),
         command=("mezzo", "run"),
@@ -281,3 +281,35 @@ def test_another_run_is_refused(written: Any, tmp_path: Path) -> None:
 
     assert code == SnapshotError.exit_code
     assert "it is of a run with script 'train.py', and this one has 'other.py'" in text
+
+
+def test_a_run_that_had_ended_resumes_and_ends_well(written: Any, tmp_path: Path) -> None:
+    """A scheduler that starts the same command again must see it succeed."""
+    script = written(CASES[QUICK])
+    code, text = lives(script, tmp_path / "run")
+    assert code == 0, text
+
+    code, again = lives(script, tmp_path / "run", resume=True)
+
+    assert code == 0, again
+    assert result_of(again) == result_of(text)
+
+
+@pytest.mark.slow
+def test_a_module_of_a_package_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("steps = []\n")
+    (package / "train.py").write_text(
+        HEAD
+        + "from . import steps\nfor epoch in range(3):\n    for a, b in loader: steps.append(step(a, b))\nresult(steps)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    named: dict[str, Any] = {"target": "pack.train", "kind": "module"}
+    _, text = lives(package / "train.py", tmp_path / "whole", snapshots=None, **named)
+    assert lives(package / "train.py", tmp_path / "run", die_at=13, **named)[0] == -signal.SIGKILL
+
+    code, again = lives(package / "train.py", tmp_path / "run", resume=True, **named)
+
+    assert code == 0, again
+    assert result_of(again) == result_of(text)
