@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mezzo.errors import SnapshotError
@@ -313,3 +314,27 @@ def test_a_module_of_a_package_is_resumed(tmp_path: Path, monkeypatch: pytest.Mo
 
     assert code == 0, again
     assert result_of(again) == result_of(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same", [True, False])
+def test_large_data_is_not_saved_and_must_be_the_same_again(same: bool, written: Any, tmp_path: Path) -> None:
+    """Set-up reads it from a file, which somebody may have changed since."""
+    body = """
+big = np.load("big.npy")
+for epoch in range(3):
+    for a, b in loader: step(a + float(big[0]), b)
+result(big.sum())
+"""
+    np.save(tmp_path / "big.npy", np.ones(200_000))
+    script = written(body.replace('"big.npy"', repr(str(tmp_path / "big.npy"))))
+    assert lives(script, tmp_path / "run", die_at=13)[0] == -signal.SIGKILL
+    newest = max((tmp_path / "run" / "snapshots").glob("*.safetensors"))
+    assert newest.stat().st_size < 200_000 * 8
+    if not same:
+        np.save(tmp_path / "big.npy", np.full(200_000, 2.0))
+
+    code, text = lives(script, tmp_path / "run", resume=True)
+
+    assert code == (0 if same else SnapshotError.exit_code), text
+    assert same or "set-up did not make '__main__.big' again" in text

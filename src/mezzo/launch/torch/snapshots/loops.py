@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -27,8 +28,9 @@ from mezzo.launch.torch.snapshots.trained_objects import kind_of, trained_among
 from mezzo.launch.torch.snapshots.walk import Base, Walk, base_of
 from mezzo.launch.torch.snapshots.ways import path_between, ways_of
 
-_MOST_WALKS = 20
-"""How often one loop of set-up may be taken for that of the training: each time costs a walk."""
+_MOST_WALKS, _MOST_WALKING_S = 20, 5.0
+"""How often one loop of set-up may be taken for that of the training, and how long all such walks may take without an optimizer."""
+_BEFORE = "call the training from the script itself, and prepare the data in a function or in a script of its own"
 
 LoopName = tuple[str, int]
 """A loop by its file and number."""
@@ -55,6 +57,7 @@ class Loops:
         self,
         files: OwnFiles,
         *,
+        trains: Callable[[], bool],
         instead: Callable[[], bool],
         save: Callable[[dict[str, Any], dict[str, Any], str, dict[str, Any]], None],
         refuse: Callable[[SnapshotError], None],
@@ -64,12 +67,14 @@ class Loops:
 
         Args:
             files: the script's files.
+            trains: returns whether the script has an optimizer.
             instead: called before a snapshot is taken; returns whether it did something else.
             save: called with a snapshot's tree and tensors, its loop, and the trained objects in it.
             refuse: called if no loop around an update can be entered again.
             arrived: called when a resumed run is where it was stopped.
         """
-        self._files, self._instead, self._save, self._refuse, self._on_arrival = files, instead, save, refuse, arrived
+        self._files, self._trains, self._instead = files, trains, instead
+        self._save, self._refuse, self._on_arrival = save, refuse, arrived
         self.due = False
         """Whether a snapshot is to be taken at the next chance."""
         self.can_save = False
@@ -86,6 +91,9 @@ class Loops:
         self._restoration: Restoration | None = None
         self._variables: dict[str, dict[str, Any]] = {}
         self._base_passed = 0
+        self._walked_s = 0.0
+        self._no_end: SnapshotError = NotSavable("the training runs inside a generator", hint=_BEFORE)
+        """Why set-up has no end."""
 
     # --- the first run ---------------------------------------------------------------------------------------------------
 
@@ -105,10 +113,20 @@ class Loops:
         self._entries[loop] += 1
         if self._entries[loop] > _MOST_WALKS or any(one.f_code.co_flags & inspect.CO_GENERATOR for one in own):
             return
-        walk, limits = walk_through(self._files, own)
-        self._end = SetUpEnd(
-            base_of(walk, limits), loop, self._entries[loop], own, [position_of(one.f_code, one.f_lasti) for one in own]
-        )
+        self._end, trains = None, self._trains()
+        if not trains and self._walked_s > _MOST_WALKING_S:
+            self._no_end = NotSavable("set-up has many loops over much data before the optimizer exists", hint=_BEFORE)
+            return
+        began_s = time.perf_counter()
+        try:
+            walk, limits = walk_through(self._files, own, checks=trains)
+        except SnapshotError as error:
+            self._no_end = error
+            return
+        finally:
+            self._walked_s += time.perf_counter() - began_s
+        positions = [position_of(one.f_code, one.f_lasti) for one in own]
+        self._end = SetUpEnd(base_of(walk, limits), loop, self._entries[loop], own, positions)
 
     def want(self, frame: FrameType | None) -> None:
         """Take a snapshot at the next turn of a loop around ``frame``, which has just made an update."""
@@ -163,9 +181,7 @@ class Loops:
     def _snapshot(self, loop: LoopName, frame: FrameType) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         end = self._end
         if end is None:
-            raise NotSavable(
-                "set-up has no end: the loop is inside a generator", hint="call the training from the script itself"
-            )
+            raise self._no_end
         self._refuse_threads()
         stack = self._files.frames(frame)
         path = path_between(self._files, stack, end.frames, end.positions, end.loop, loop)
@@ -265,6 +281,7 @@ class Loops:
         present = _matched(walk, tree["base"])
         self._end = self._same_end(walk, present, tree["base"], own)
         self._restoration = Restoration(self._files, tree["rows"], self._tensors, present, self._lost)
+        self._restoration.checksums = self._end.base.checksums
         self._restoration.begin_generator = self._begin_generator
         self._restoration.begin_samplers = lambda loader, saved: begin_samplers(self._files, loader, saved)
         self._restoration.fill(0, tree["ends"][number])
@@ -351,9 +368,9 @@ def _trained(walk: Walk) -> dict[str, Any]:
     return trained_among((walk.path(number), one) for number, one in enumerate(walk.objects) if kind_of(one))
 
 
-def walk_through(files: OwnFiles, frames: list[FrameType]) -> tuple[Walk, list[int]]:
+def walk_through(files: OwnFiles, frames: list[FrameType], *, checks: bool = True) -> tuple[Walk, list[int]]:
     """Return a walk through the script's modules and frames, and how many objects each step led to."""
-    walk = Walk(files)
+    walk = Walk(files, checks=checks)
     walk.modules()
     limits = [len(walk.objects)]
     for frame in frames:

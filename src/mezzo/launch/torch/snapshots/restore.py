@@ -78,6 +78,8 @@ class Restoration:
         self._objects: dict[int, Any] = {}
         self._storages: dict[str, Any] = {}
         self.frame_cells: dict[tuple[str, str], Any] = {}
+        self.checksums: Mapping[int, int | None] = {}
+        """Of the large arrays that set-up has made."""
         self.begin_samplers: Callable[[Any, Any], None] = lambda loader, saved: None
         self.begin_generator: Callable[[Any, dict[str, Any], Any], Any] = lambda function, state, variables: None
 
@@ -107,10 +109,17 @@ class Restoration:
         last = [] if again else [n for n in numbers if self._rows[n][0] in _LAST]
         after = [n for n in numbers if self._rows[n][0] in _AFTER]
         for number in [*early, *late, *after, *reversed(last)]:  # an enumeration comes before the pass that it counts
-            kind, _, state = self._rows[number]
+            kind, base, state = self._rows[number]
+            if not again and base in self.checksums and kind in ("tensor", "array"):
+                self._refuse_other_data(base, state)
             fill = _FILL.get(kind)
             if fill is not None and state is not None:
                 fill(self, self._objects[number], state)
+
+    def _refuse_other_data(self, base: int, state: Any) -> None:
+        """Raise if a large array that was not saved, because the loop had not changed it, is another one now."""
+        if state.get("checksum") not in (None, self.checksums[base]):
+            raise self._lost(base)
 
     def _object(self, number: int) -> Any:
         if number in self._objects:

@@ -69,7 +69,12 @@ class ScriptSnapshots:
         tree = None if self._resumed is None else self._resumed.contents["script"]
         self._files = OwnFiles(script.folder, [] if tree is None else [way_from_json(way) for way in tree["ways"]])
         self._loops = Loops(
-            self._files, instead=self._returns, save=self._save, refuse=self._refused, arrived=self._arrived
+            self._files,
+            trains=lambda: bool(run.optimizers),
+            instead=self._returns,
+            save=self._save,
+            refuse=self._refused,
+            arrived=self._arrived,
         )
         runs = Path(request.folder).absolute().parent
         self._journal = FileJournal(

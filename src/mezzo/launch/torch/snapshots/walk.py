@@ -74,7 +74,15 @@ class Base(NamedTuple):
 class Walk:
     """The table of everything that was reached so far."""
 
-    def __init__(self, files: OwnFiles, base: Base | None = None, *, limit: int = 0, keeps: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        files: OwnFiles,
+        base: Base | None = None,
+        *,
+        limit: int = 0,
+        keeps: Iterable[str] = (),
+        checks: bool = True,
+    ) -> None:
         """Begin with an empty table.
 
         Args:
@@ -82,8 +90,10 @@ class Walk:
             base: the objects of set-up; None to find them.
             limit: how many of these still exist.
             keeps: names of iterators of the loops that are open.
+            checks: whether to read large arrays, so that those that do not change need not be saved.
         """
         self._files, self._base, self._limit, self._keeps = files, base, limit, frozenset(keeps)
+        self._checks = checks
         self.rows: list[list[Any]] = []
         self.tensors: dict[str, Tensor] = {}
         self.links: list[tuple[int, str]] = []
@@ -288,7 +298,7 @@ class Walk:
         place = (str(value.device), value.untyped_storage().data_ptr())
         if self._base is None:
             self.storages.setdefault(place, self._now)
-            self.checksums[self._now] = None if value.requires_grad else checksum(value)
+            self.checksums[self._now] = checksum(value) if self._checks and not value.requires_grad else None
         elif self._is_old():
             state |= self._changed(value, lambda: value.detach())
         else:
@@ -324,9 +334,9 @@ class Walk:
     def _changed(self, value: Any, copied: Callable[[], Tensor]) -> dict[str, Any]:
         """Return the name of an array's elements if they may have changed since the loop was entered."""
         assert self._base is not None
-        before = self._base.checksums[self.rows[self._now][1]]
+        before = self._base.checksums.get(self.rows[self._now][1])
         if before is not None and checksum(value) == before:
-            return {}
+            return {"checksum": before}
         name = f"{self._now}"
         self.tensors[name] = copied()
         return {"data": name}
@@ -352,7 +362,7 @@ class Walk:
                 "items": [self.ref(v, f"[{n}]") for n, v in enumerate(value.reshape(-1))],
             }
         if self._base is None:
-            self.checksums[self._now] = checksum(value)
+            self.checksums[self._now] = checksum(value) if self._checks else None
             return "array", state
         if self._is_old():
             return "array", state | self._changed(value, lambda: bytes_of(value))
