@@ -73,6 +73,7 @@ BUILT_IN = [
     ("GuardError", RuntimeError),
     ("PolicyError", ValueError),
     ("NoKernelError", NotImplementedError),
+    ("NotSavable", RuntimeError),
 ]
 
 

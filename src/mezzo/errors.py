@@ -11,6 +11,7 @@
       ScriptError                   exit 7   the script never trained, or cannot be observed
       RecordError                   exit 8   a record cannot be read or was written by a newer Mezzo
       SnapshotError                 exit 9   a snapshot cannot be written or read
+        NotSavable                  exit 9   a script's loop holds something that a snapshot cannot
       GuardError                    exit 10  a guard ended the training because of an alarm
 
 Every error says what was passed, what is allowed and what to do: the message has the first two, the hint the third.

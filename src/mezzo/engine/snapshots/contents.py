@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -110,34 +110,48 @@ def _set(session: Session, contents: Mapping[str, Any]) -> None:
     set_random_states(contents["random"])
 
 
-def load_or_restore(session: Session, state: Mapping[str, Any], *, window_calls: int) -> None:
-    """Load a state dict with its counts; if any part does not fit, nothing changes.
+def load_or_refuse(session: Session, state: Mapping[str, Any], *, window_calls: int) -> None:
+    """Load a state dict with its counts; one that does not fit is refused before anything changes, without a copy of the session.
 
     Raises:
         SessionError: it does not fit, or a window is open.
+        SnapshotError: it is of another model.
     """
-    before = copy.deepcopy(state_of(session, window_calls=window_calls))
     try:
-        _load_with_counts(session, state)
+        _refuse_unfit(session, state)
+    except MezzoError:
+        raise
     except Exception as error:
-        _load_with_counts(session, before)
-        for optimizer, saved in zip(session.optimizers, before["optimizers"], strict=True):
-            keep_formats(optimizer, saved)
-        if isinstance(error, MezzoError):
-            raise
         raise SessionError(
             f"the state does not fit this session, which is as it was: {type(error).__name__}: {str(error)[:200]}",
             hint="pass what state_dict() returned, of a session with the same models, optimizers and schedulers",
         ) from error
+    load_state(session, dict(state), window_calls=window_calls)
+    session._progress.windows = state["updates"] + state["skipped"]
+    session._progress.skips.fill_(state["skipped"])
 
 
-def _load_with_counts(session: Session, state: Mapping[str, Any]) -> None:
-    updates, skipped = state["updates"], state["skipped"]
-    if not all(type(count) is int and count >= 0 for count in (updates, skipped)):
-        raise ValueError(f"{updates!r} updates and {skipped!r} skipped; allowed: whole numbers of 0 or more")
-    load_state(session, dict(state), window_calls=0)
-    session._progress.windows = updates + skipped
-    session._progress.skips.fill_(skipped)
+def _refuse_unfit(session: Session, state: Mapping[str, Any]) -> None:
+    """Raise for counts, shapes, groups and scales that would fail while they are loaded; any error says that the state does not fit."""
+    counts = state["updates"], state["skipped"]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError(f"{counts[0]!r} updates and {counts[1]!r} skipped; allowed: whole numbers of 0 or more")
+    for model, saved in zip(
+        session.models, state["models"], strict=False
+    ):  # other numbers of them are refused with their own words
+        _refuse_other_model(bare(model), saved, "the model")
+    for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=False):
+        own, theirs = (
+            [len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])
+        )
+        if own != theirs or not all(isinstance(values, Mapping) for values in saved["state"].values()):
+            raise ValueError(f"an optimizer with groups of {theirs} parameters; this one has {own}")
+    for saved in state["scales"]:
+        scale = saved.get("scale", 1.0)
+        if not math.isfinite(scale) or scale <= 0:
+            raise ValueError(f"a loss scale of {scale!r}; allowed: finite, above 0")
+    for saved in state["schedulers"]:
+        dict(saved)
 
 
 def keep_formats(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.snapshots.background import Copies, Saving
 from mezzo.engine.snapshots.choosing import RefusedSnapshot, load_first
-from mezzo.engine.snapshots.contents import contents_of, load_or_restore, set_contents
+from mezzo.engine.snapshots.contents import contents_of, load_or_refuse, set_contents
 from mezzo.engine.snapshots.folder import Folder
 from mezzo.engine.snapshots.of_ranks import (
     CompleteSnapshot,
@@ -131,8 +131,9 @@ class Resumable:
 
         Raises:
             SessionError: the state has other numbers of models, optimizers, schedulers or losses, or does not fit; nothing changed.
+            SnapshotError: it is of another model; nothing changed.
         """
-        load_or_restore(self, state, window_calls=self._window.calls)
+        load_or_refuse(self, state, window_calls=self._window.calls)
 
     @property
     def epoch(self) -> int:
