@@ -18,6 +18,7 @@ from mezzo.errors import SnapshotError
 from mezzo.launch import child
 from mezzo.launch.request import Request
 from mezzo.launch.request_parts import SnapshotRequest
+from mezzo.launch.torch.snapshots import taking
 from mezzo.policy import Policy
 from mezzo.records import RunRecord, read_record
 from paths import SCRIPTS
@@ -338,3 +339,12 @@ result(big.sum())
 
     assert code == (0 if same else SnapshotError.exit_code), text
     assert same or "set-up did not make '__main__.big' again" in text
+
+
+def test_a_python_that_was_not_tried_is_refused(written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(taking, "_TRIED", (3, 9))
+
+    code, text = lives(written(CASES[QUICK]), tmp_path / "run")
+
+    assert code == SnapshotError.exit_code
+    assert "--snapshot was not tried with Python 3." in text

@@ -43,8 +43,8 @@ from mezzo.policy import Policy
 from mezzo.records import Reason, SnapshotsTaken
 
 _KEEP = 3
-_OLDEST, _NEWEST = (3, 11), (3, 13)
-"""Versions of Python: older ones do not tell where an instruction is, and newer ones were not tried."""
+_TRIED = (3, 11)
+"""The version of Python that was tried; older ones do not tell where an instruction is."""
 
 
 class ScriptSnapshots:
@@ -54,12 +54,12 @@ class ScriptSnapshots:
         """Read the snapshot to resume, if one is requested, and lock the folder.
 
         Raises:
-            SnapshotError: no snapshot can be loaded, the folder cannot be used, or this Python is too old.
+            SnapshotError: no snapshot can be loaded, the folder cannot be used, or this Python was not tried.
         """
-        if not _OLDEST <= sys.version_info[:2] <= _NEWEST:
+        if sys.version_info[:2] != _TRIED:
             raise SnapshotError(
-                f"--snapshot does not know Python {sys.version_info[0]}.{sys.version_info[1]}; allowed: 3.11 to 3.13",
-                hint="use one of these, or save with mezzo.Session",
+                f"--snapshot was not tried with Python {sys.version_info[0]}.{sys.version_info[1]}; allowed: 3.{_TRIED[1]}",
+                hint="run the script with that version, or save with mezzo.Session",
             )
         self._run, self._request = run, request
         self._resumed, last_number = choose_start(request)
