@@ -191,6 +191,24 @@ result()
 """,
         "'seen' is a array.array, which a snapshot cannot save",
     ),
+    "a file in memory that the loop writes": (
+        """
+kept = np.memmap("kept.dat", dtype=np.float64, mode="w+", shape=(2000,))
+for epoch in range(3):
+    for a, b in loader: kept[epoch] = step(a, b)
+result()
+""",
+        "'kept' is a numpy.memmap",
+    ),
+    "an array of another class": (
+        """
+table = np.zeros(3).view(np.recarray)
+for epoch in range(3):
+    for a, b in loader: table[epoch] = step(a, b)
+result()
+""",
+        "'table' is a numpy.",
+    ),
     "workers that live on": (
         """
 l = DataLoader(data, 4, shuffle=True, num_workers=1, persistent_workers=True)
@@ -241,7 +259,7 @@ def test_a_script_that_cannot_be_resumed_is_refused_after_its_first_update(
 ) -> None:
     body, why = REFUSED[name]
 
-    code, text = lives(written(body), tmp_path / "run")
+    code, text = lives(written(body), tmp_path / "run", at=tmp_path / "here")
 
     assert code == SnapshotError.exit_code, text
     assert why in text
@@ -258,18 +276,23 @@ if open("epochs.txt").read() == "1":
     sys.exit()
 for epoch in range(3):
     for x, y in loader:
-        step(x, y)
+        loss = step(x, y)
+        with open("log.txt", "a") as log: log.write(f"{loss}\\n")
 result()
 """
     (tmp_path / "epochs.txt").write_text("3")
-    script = written(body.replace('"epochs.txt"', repr(str(tmp_path / "epochs.txt"))))
-    assert lives(script, tmp_path / "run", die_at=25)[0] == -signal.SIGKILL
+    script, here = written(body.replace('"epochs.txt"', repr(str(tmp_path / "epochs.txt")))), tmp_path / "here"
+    assert lives(script, tmp_path / "run", die_at=25, at=here)[0] == -signal.SIGKILL
     (tmp_path / "epochs.txt").write_text("1")
 
-    code, text = lives(script, tmp_path / "run", resume=True)
+    code, text = lives(script, tmp_path / "run", resume=True, at=here)
 
     assert code == SnapshotError.exit_code
     assert "the script ended before it reached the place where that run was stopped" in text
+    (tmp_path / "epochs.txt").write_text("3")  # the refused resume has left the files as they were at the snapshot
+    code, text = lives(script, tmp_path / "run", resume=True, at=here)
+    assert code == 0, text
+    assert len((here / "log.txt").read_text().splitlines()) == 30
 
 
 def test_another_run_is_refused(written: Any, tmp_path: Path) -> None:

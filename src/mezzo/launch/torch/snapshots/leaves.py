@@ -1,8 +1,8 @@
 """Values that need no identity: written as JSON, read back equal and of the same type.
 
 JSON's own notation is kept for None, booleans, texts, floats and integers of a usual size; all others are lists that begin with a tag.
-A list with a single number is a reference to an object (``walk``). Nothing here runs code that a file names: types, functions and
-modules are looked up among those that the script has imported.
+A list with a single number is a reference to an object (``walk``). Types, functions and modules are looked up by name. A module that only
+the loop had imported is imported again, so a forged file can run what importing an installed module runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TEXTS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     pathlib.PurePosixPath: (str, pathlib.PurePosixPath),
 }
 _TEXT_TYPES = {kind.__name__: (kind, read) for kind, (_, read) in _TEXTS.items()}
-_SINGLE = {"...": ..., "NotImplemented": NotImplemented, "stdin": None, "stdout": None, "stderr": None}
+_SINGLE = {"...": ..., "NotImplemented": NotImplemented}
 _FUNCTIONS = (
     types.BuiltinFunctionType,
     types.FunctionType,
@@ -106,7 +106,7 @@ def _named(value: Any, kind: type) -> Any:
             getattr(value, "__qualname__", getattr(value, "__name__", "")),
         )
         module = module or getattr(getattr(value, "__objclass__", None), "__module__", None) or "builtins"
-        return ["name", module, name] if _found(module, name) is value else NOT_A_LEAF
+        return ["name", module, name] if _found(sys.modules.get(module), name) is value else NOT_A_LEAF
     return NOT_A_LEAF
 
 
@@ -143,9 +143,9 @@ def _module(name: str) -> Any:
         return None
 
 
-def _found(module: str, name: str) -> Any:
+def _found(module: Any, name: str) -> Any:
     """Return what a module has by that name; None if it has nothing."""
-    found: Any = _module(module)
+    found = module
     for part in name.split("."):
         if found is None or part == "<locals>":
             return None
@@ -186,7 +186,7 @@ def read_leaf(written: list[Any]) -> Any:
     if tag == "module":
         return _module(rest[0])
     if tag == "name":
-        found = _found(*rest)
+        found = _found(_module(rest[0]), rest[1])
         if found is None:
             raise SnapshotError(
                 f"the script no longer has {rest[0]}.{rest[1]}",

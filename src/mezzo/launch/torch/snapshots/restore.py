@@ -134,6 +134,15 @@ class Restoration:
             self._objects[number] = created
         return self._objects[number]
 
+    def _type(self, state: Any, *parents: Any) -> Any:
+        """Return the class of a row; a forged file must not have any other function called."""
+        cls = self.value(state["class"])
+        if not (isinstance(cls, type) and any(issubclass(cls, parent) for parent in parents)):
+            raise SnapshotError(
+                f"a class of the snapshot is no {parents[0].__name__}", hint="resume from a file that Mezzo wrote"
+            )
+        return cls
+
     # --- creating --------------------------------------------------------------------------------------------------------
 
     def _plain(self, state: Any) -> Any:
@@ -144,7 +153,7 @@ class Restoration:
         return new
 
     def _error(self, state: Any) -> Any:
-        cls, arguments = self.value(state["class"]), self.value(state["arguments"])
+        cls, arguments = self._type(state, BaseException), self.value(state["arguments"])
         create: Any = cls.__new__
         error = create(cls, *arguments)
         error.args = arguments
@@ -232,7 +241,7 @@ class Restoration:
         if "device" in state:
             return torch.Generator(state["device"])
         if "bits" in state:
-            return np.random.Generator(self.value(state["bits"])())
+            return np.random.Generator(self._type({"class": state["bits"]}, np.random.BitGenerator)())
         return np.random.RandomState() if cls is np.random.RandomState else random.Random.__new__(cls)
 
     def _weak_reference(self, state: Any) -> Any:
@@ -252,7 +261,7 @@ class Restoration:
         return self.begin_generator(lambda: made(*[None] * code.co_argcount, **by_name), state, variables)
 
     def _memory_file(self, state: Any) -> Any:
-        return self.value(state["class"])()
+        return self._type(state, io.StringIO, io.BytesIO)()
 
     def _file(self, state: Any) -> Any:
         if state["closed"]:
@@ -268,7 +277,7 @@ class Restoration:
 
     def _bar(self, state: Any) -> Any:
         held = self.values({name: state[name] for name in ("iterable", "total", "desc", "leave", "disable", "unit")})
-        return self.value(state["class"])(initial=self.value(state["n"]), **held)
+        return self._type(state, importlib.import_module("tqdm.std").tqdm)(initial=self.value(state["n"]), **held)
 
     # --- filling ---------------------------------------------------------------------------------------------------------
 
@@ -456,10 +465,10 @@ _CREATE: dict[str, Callable[[Restoration, Any], Any]] = {
         r.value(state["function"]), *r.value(state["arguments"]), **r.values(state["by name"])
     ),
     "random": R._random,
-    "system random": lambda restoration, state: restoration.value(state["class"])(),
+    "system random": lambda restoration, state: restoration._type(state, random.SystemRandom)(),
     "weak reference": R._weak_reference,
-    "weak dict": lambda restoration, state: restoration.value(state["class"])(),
-    "weak set": lambda restoration, state: restoration.value(state["class"])(),
+    "weak dict": lambda r, state: r._type(state, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)(),
+    "weak set": lambda r, state: r._type(state, weakref.WeakSet)(),
     "bar": R._bar,
     "iterator": lambda restoration, state: new_iterator(
         state["by"], [restoration.value(one) for one in state["arguments"]]

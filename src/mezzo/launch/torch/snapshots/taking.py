@@ -28,7 +28,7 @@ from mezzo.errors import SnapshotError
 from mezzo.launch.patches import Patches
 from mezzo.launch.request_parts import ScriptFile, SnapshotRequest
 from mezzo.launch.torch.policy_change import change_policy
-from mezzo.launch.torch.snapshots.files import FileJournal
+from mezzo.launch.torch.snapshots.files import SET_UP, FileJournal
 from mezzo.launch.torch.snapshots.iterators import install_passes
 from mezzo.launch.torch.snapshots.loops import Loops, way_from_json
 from mezzo.launch.torch.snapshots.returning import return_to_good
@@ -119,7 +119,7 @@ class ScriptSnapshots:
     def close(self) -> SnapshotsTaken:
         """Wait for the last save, undo what ``install`` did, and return what was taken."""
         if self._loops.is_arriving:
-            self._journal.roll_back(0)
+            self._journal.roll_back(SET_UP)
         self._patches.undo()
         self._finish_saving()
         return self.taken

@@ -350,10 +350,12 @@ class Walk:
                 "mask": self.ref(mask, "mask"),
                 "fill": self.ref(value.fill_value, "fill"),
             }
-        if type(value) not in (np.ndarray, np.memmap):
-            return self._opaque(value)
         if isinstance(value, np.memmap) or isinstance(value.base, np.memmap):
+            if value.flags.writeable:
+                raise self.refusal(value, "it writes to its file, which is not seen; open it with mode 'r'")
             return self._opaque(value)
+        if type(value) is not np.ndarray:
+            return self._unknown(value)
         if value.dtype.hasobject:
             if value.dtype != object:
                 raise self.refusal(value, "it has objects in a structure")
