@@ -197,7 +197,7 @@ class Loops:
         for number, one in enumerate(own[common:], common):
             for name, cell in cells_in(one):
                 walk.frame_cells[id(cell)] = (str(number), name)
-        modules = walk.modules()
+        walk.modules()
         variables, ends = list[dict[str, Any]](), list[int]()
         for number, one in enumerate(own):
             walk.lasting = number < common
@@ -218,10 +218,8 @@ class Loops:
                 "loop": [self._files.name_of(end.loop[0]), end.loop[1]],
                 "path": [list(position or ()) for position in end.positions],
             },
-            "modules": modules,
             "variables": variables,
             "ends": ends,
-            "first": common - 1,
             "rows": walk.rows,
             "random": random_states(),
         }
@@ -326,7 +324,7 @@ class Loops:
         assert tree is not None
         assert restoration is not None
         restoration.fill(0, tree["ends"][-1], again=True)
-        set_random_states(restoration_random(tree))
+        set_random_states(tree["random"])
         self._resumed, self._restoration, self._tensors = None, None, {}
         self._on_arrival()
 
@@ -434,9 +432,3 @@ def way_from_json(row: list[Any]) -> Way:
         (count, tuple(names)),
         calls,
     )
-
-
-def restoration_random(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of the random generators."""
-    states: dict[str, Any] = tree["random"]
-    return states

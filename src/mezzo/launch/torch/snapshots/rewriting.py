@@ -32,6 +32,7 @@ from mezzo.launch.torch.snapshots.source import (
     loops_of,
     place_of,
     span_of,
+    up_to_loop,
 )
 
 RUNTIME = "__mezzo__"
@@ -103,9 +104,8 @@ class _Rewriting:
         if way is None:
             return head + self._plain(rest, scopes)
         statements = chain(self._tree, place, way.to)
-        if not (way.yields or way.calls):  # a loop: not to a statement inside its header
-            while not (isinstance(statements[-1], Loop) and span_of(statements[-1]) == way.to):
-                statements.pop()
+        if not (way.yields or way.calls):
+            statements = up_to_loop(statements, way.to)
         if way.base is None:
             head += _new(f"{ON} = {RUNTIME}.enter({way.frame!r}, {CELLS if cells else None})", at)
             head += self._assigned(way, statements, at)
@@ -201,13 +201,10 @@ class _Path:
         elif base is not None:
             at = body[base]
             out += _new(f"{ON} = {RUNTIME}.base({saved.frame!r})", at)
-            out += self._all._assigned(saved, self._loops(step, rest), at)
+            out += self._all._assigned(saved, [step, *rest], at)
             out += _if(f"not {ON}", plain(between), step)
             live = True
         return out + self._step(step, rest, live=live) + plain(body[index + 1 :])
-
-    def _loops(self, step: ast.stmt, rest: list[ast.stmt]) -> list[ast.stmt]:
-        return [one for one in [step, *rest] if isinstance(one, ast.For)]
 
     def _step(self, step: ast.stmt, rest: list[ast.stmt], *, live: bool) -> list[ast.stmt]:
         if not rest and self._way.yields:
@@ -225,7 +222,7 @@ class _Path:
             return [step]
         if isinstance(step, ast.With):
             self._into(step, rest, live=True)
-            step.body = self._all._assigned(self._way, self._loops(step, rest), step) + step.body
+            step.body = self._all._assigned(self._way, [step, *rest], step) + step.body
             return [step]
         if isinstance(step, ast.Try) and rest[0] in step.body:
             self._into(step, rest, live=True)

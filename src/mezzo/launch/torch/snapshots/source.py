@@ -126,6 +126,12 @@ def chain(tree: ast.Module, place: FunctionPlace, at: TextSpan) -> list[ast.stmt
         body = [inner for block in blocks_of(inside) for inner in block]
 
 
+def up_to_loop(statements: list[ast.stmt], loop: TextSpan) -> list[ast.stmt]:
+    """Return the statements around a loop, with it as the last one, without those in its header; none if it is not among them."""
+    places = [isinstance(one, Loop) and span_of(one) == loop for one in statements]
+    return statements[: places.index(True) + 1] if True in places else []
+
+
 def blocks_of(statement: ast.stmt) -> list[list[ast.stmt]]:
     """Return the bodies of a compound statement; none for a simple one."""
     blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]

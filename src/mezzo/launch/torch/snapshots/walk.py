@@ -114,10 +114,10 @@ class Walk:
 
     # --- the walk --------------------------------------------------------------------------------------------------------
 
-    def modules(self) -> dict[str, Any]:
-        """Walk through the script's modules and return references to their variables."""
+    def modules(self) -> None:
+        """Walk through the script's modules."""
         named = sorted(self._files.modules.items())
-        return self.variables({name: module.__dict__ for name, module in named}, "")
+        self.variables({name: module.__dict__ for name, module in named}, "")
 
     def variables(self, variables: Mapping[str, Any], frame: str) -> dict[str, Any]:
         """Walk through variables and all that they lead to; return references to them."""
@@ -381,26 +381,25 @@ class Walk:
         code = value.__code__
         if not self._files.has(code):
             return self._library_function(value)
-        state: dict[str, Any] = {
-            "file": self._files.name_of(code.co_filename), "place": list(place_of(code)),
-            "module": self._files.module_of(value.__globals__),
-            "name": value.__name__, "qualname": value.__qualname__,
-            "closure": [self.ref(cell, name) for cell, name in zip(value.__closure__ or (), code.co_freevars, strict=True)],
-            "defaults": self.ref(value.__defaults__, "__defaults__"), "by name": self.ref(value.__kwdefaults__, "__kwdefaults__"),
-            "attributes": {n: self.ref(v, n) for n, v in value.__dict__.items()},
-        }  # fmt: skip
-        return "function", state
+        own = {"file": self._files.name_of(code.co_filename), "module": self._files.module_of(value.__globals__)}
+        return "function", own | self._parts_of(value)
 
     def _library_function(self, value: types.FunctionType) -> tuple[str, Any]:
-        code = value.__code__
-        state = {
-            "module": value.__globals__.get("__name__"), "top": place_of(code).name.split(".<locals>")[0], "place": list(place_of(code)),
-            "name": value.__name__, "qualname": value.__qualname__,
-            "closure": [self.ref(cell, name) for cell, name in zip(value.__closure__ or (), code.co_freevars, strict=True)],
-            "defaults": self.ref(value.__defaults__, "__defaults__"), "by name": self.ref(value.__kwdefaults__, "__kwdefaults__"),
-            "attributes": {n: self.ref(v, n) for n, v in value.__dict__.items()},
-        }  # fmt: skip
-        return "library function", state
+        top = place_of(value.__code__).name.split(".<locals>")[0]
+        return "library function", {"module": value.__globals__.get("__name__"), "top": top} | self._parts_of(value)
+
+    def _parts_of(self, value: types.FunctionType) -> dict[str, Any]:
+        """Return what a function consists of, besides its file."""
+        cells = zip(value.__closure__ or (), value.__code__.co_freevars, strict=True)
+        return {
+            "place": list(place_of(value.__code__)),
+            "name": value.__name__,
+            "qualname": value.__qualname__,
+            "closure": [self.ref(cell, name) for cell, name in cells],
+            "defaults": self.ref(value.__defaults__, "__defaults__"),
+            "by name": self.ref(value.__kwdefaults__, "__kwdefaults__"),
+            "attributes": {name: self.ref(one, name) for name, one in value.__dict__.items()},
+        }
 
     def _cell(self, value: types.CellType) -> tuple[str, Any]:
         try:
@@ -527,7 +526,7 @@ class Walk:
     def _bar(self, value: Any) -> tuple[str, Any]:
         held = {
             name: getattr(value, name, None)
-            for name in ("iterable", "total", "desc", "leave", "disable", "unit", "postfix", "n", "pos")
+            for name in ("iterable", "total", "desc", "leave", "disable", "unit", "postfix", "n")
         }
         return "bar", {
             "class": self.ref(type(value), "class"),

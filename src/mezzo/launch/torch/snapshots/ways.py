@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mezzo.errors import NotSavable
 from mezzo.launch.torch.snapshots.rewriting import Way
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
-from mezzo.launch.torch.snapshots.source import Loop, Source, TextSpan, place_of, position_of, span_of
+from mezzo.launch.torch.snapshots.source import Loop, Source, TextSpan, place_of, position_of, span_of, up_to_loop
 
 _CONTEXTS = (
     "no_grad",
@@ -77,7 +77,7 @@ def path_between(
     target = span_of(files.sources[loop[0]].loops[loop[1]])
     now = _statements(source, frame, target if common == len(own) else None)
     if common == len(positions):  # of a resumed run, `then` has only the frames that it shares with the first one
-        before = _trimmed(source.chain(place, span_of(source.loops[end[1]])), span_of(source.loops[end[1]]))
+        before = up_to_loop(source.chain(place, span_of(source.loops[end[1]])), span_of(source.loops[end[1]]))
         if before[-1] in now:
             return _checked(files, stack, LoopPath(own, common, span_of(before[-1]), True, target))
     else:
@@ -92,15 +92,9 @@ def path_between(
 def _statements(source: Source, frame: FrameType, loop: TextSpan | None) -> list[ast.stmt]:
     place = place_of(frame.f_code)
     if loop is not None:
-        return _trimmed(source.chain(place, loop), loop)
+        return up_to_loop(source.chain(place, loop), loop)
     at = position_of(frame.f_code, frame.f_lasti)
     return [] if at is None else source.chain(place, at)
-
-
-def _trimmed(chain: list[ast.stmt], loop: TextSpan) -> list[ast.stmt]:
-    while chain and not (isinstance(chain[-1], Loop) and span_of(chain[-1]) == loop):
-        chain.pop()
-    return chain
 
 
 def _checked(files: OwnFiles, stack: list[FrameType], path: LoopPath) -> LoopPath:
