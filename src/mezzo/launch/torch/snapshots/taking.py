@@ -8,6 +8,7 @@ place, and is from there on the run that was stopped: ``loops`` says how. Nothin
 from __future__ import annotations
 
 import builtins
+import copy
 import os
 import signal
 import sys
@@ -212,7 +213,7 @@ class ScriptSnapshots:
                 "files": self._journal.begin(number),
                 "policy": str(run.current),
                 "device": None if run.device_type is None else str(run.recorder.clock.device),
-                "scales": [run.scale.state_dict(), run.inner_scale.state_dict()],
+                "scales": [_closed_scale(run).state_dict(), run.inner_scale.state_dict()],
                 "updates": updates,
                 "trained": trained,
                 "script": {key: value for key, value in tree.items() if key != "rows"},
@@ -309,3 +310,12 @@ class ScriptSnapshots:
 
         signal.signal(signal.SIGTERM, defer)
         self._patches.on_undo(lambda: signal.signal(signal.SIGTERM, self._end))
+
+
+def _closed_scale(run: Run) -> Any:
+    """Return the loss scale as it is once the open update is closed, which only the next pass does."""
+    if not run.stepped or run.overflowed is None:
+        return run.scale
+    scale = copy.deepcopy(run.scale)
+    scale.updated(skipped=run.overflowed)
+    return scale
