@@ -49,7 +49,9 @@ def test_what_it_writes_is_seen_by_itself_alone(tmp_path: Path) -> None:
         "reaches itself",
         "Network is unreachable",
     ]
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {f"{name}.txt": name for name in ("kept", "gone", "moved")}
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        f"{name}.txt": name for name in ("kept", "gone", "moved")
+    }
 
 
 def test_another_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,9 @@ def allowed() -> bool:
         ([{**_SAME, "c": "1"}, {**_SAME, "c": "1"}], "disproven", ["c"]),
     ],
 )
-def test_the_verdict_follows_from_the_digests(twins: list[dict[str, str]], verdict: str | None, names: list[str]) -> None:
+def test_the_verdict_follows_from_the_digests(
+    twins: list[dict[str, str]], verdict: str | None, names: list[str]
+) -> None:
     found = verdict_of(_SAME, twins)
     assert (None if found is None else found.verdict, [] if found is None else found.names) == (verdict, names)
 
@@ -60,7 +62,9 @@ def test_names_are_written_as_a_script_would() -> None:
     assert found.names == ["model.0.weight.grad"]
 
 
-def run(script: str, folder: Path, *options: str, policy: str = "fp16") -> tuple[subprocess.CompletedProcess[str], RunRecord]:
+def run(
+    script: str, folder: Path, *options: str, policy: str = "fp16"
+) -> tuple[subprocess.CompletedProcess[str], RunRecord]:
     """Run a script with snapshots as a user would, and return the process and its record."""
     (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "mezzo", "run", "--policy", policy, *options, "--out", "out", "train.py"]
@@ -100,7 +104,12 @@ for epoch in range(2):
 @pytest.mark.parametrize(
     ("script", "verdict", "names", "reason"),
     [
-        (SCRIPTS["gan"], "proven", [], ""),  # its first update overflows, so the loss scale changes in an update that is still open
+        (
+            SCRIPTS["gan"],
+            "proven",
+            [],
+            "",
+        ),  # its first update overflows, so the loss scale changes in an update that is still open
         (SCRIPTS["log append"], "proven", [], ""),
         (_LIBRARY, "disproven", ["model.0.weight"], ""),
         (_TIMES, "unrepeatable", ["times[1]"], ""),

@@ -15,20 +15,33 @@ from typing import Any
 import numpy as np
 import torch
 
+_CUDNN: Any = torch.backends.cudnn
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "torch.get_default_dtype()": (lambda: str(torch.get_default_dtype()).removeprefix("torch."), lambda v: torch.set_default_dtype(getattr(torch, v))),
-    "torch.get_default_device()": (lambda: str(torch.get_default_device()), lambda v: torch.set_default_device(v)),
-    "torch.are_deterministic_algorithms_enabled()": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "torch.get_default_dtype()": (
+        lambda: str(torch.get_default_dtype()).removeprefix("torch."),
+        lambda name: torch.set_default_dtype(getattr(torch, name)),
+    ),
+    "torch.get_default_device()": (lambda: str(torch.get_default_device()), torch.set_default_device),
+    "torch.are_deterministic_algorithms_enabled()": (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
     "torch.is_anomaly_enabled()": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
-    "torch.backends.cudnn.benchmark": (lambda: torch.backends.cudnn.benchmark, lambda v: setattr(torch.backends.cudnn, "benchmark", v)),
-    "torch.backends.cudnn.deterministic": (lambda: torch.backends.cudnn.deterministic, lambda v: setattr(torch.backends.cudnn, "deterministic", v)),
-    "numpy.geterr()": (np.geterr, lambda v: np.seterr(**v)),
-    "decimal.getcontext().prec": (lambda: decimal.getcontext().prec, lambda v: setattr(decimal.getcontext(), "prec", v)),
+    "torch.backends.cudnn.benchmark": (lambda: _CUDNN.benchmark, lambda on: setattr(_CUDNN, "benchmark", on)),
+    "torch.backends.cudnn.deterministic": (
+        lambda: _CUDNN.deterministic,
+        lambda on: setattr(_CUDNN, "deterministic", on),
+    ),
+    "numpy.geterr()": (np.geterr, lambda handling: np.seterr(**handling)),
+    "decimal.getcontext().prec": (
+        lambda: decimal.getcontext().prec,
+        lambda digits: setattr(decimal.getcontext(), "prec", digits),
+    ),
     "sys.getrecursionlimit()": (sys.getrecursionlimit, sys.setrecursionlimit),
-    "gc.isenabled()": (gc.isenabled, lambda v: gc.enable() if v else gc.disable()),
+    "gc.isenabled()": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     "os.getcwd()": (os.getcwd, os.chdir),
-}  # fmt: skip
+}
 
 
 def settings_now() -> dict[str, Any]:

@@ -196,7 +196,9 @@ class Loops:
     def digests(self) -> dict[str, str]:
         """Return digests of all that the script can reach now."""
         frames = [one for one in self._files.frames(sys._getframe(1)) if self._files.has(one)]
-        named = [(f"{name}.".removeprefix("__main__."), module.__dict__) for name, module in self._files.modules.items()]
+        named = [
+            (f"{name}.".removeprefix("__main__."), module.__dict__) for name, module in self._files.modules.items()
+        ]
         named += [(f"{one.f_code.co_name}() ", one.f_locals) for one in frames if one.f_locals is not one.f_globals]
         return digests_of([(name, _of_script(held)) for name, held in named])
 

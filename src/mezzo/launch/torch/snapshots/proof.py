@@ -83,12 +83,20 @@ class Proof:
         return self.verdict or SnapshotProof(verdict="unproven", reason="the run ended first")
 
     def _start(self, snapshot: Path) -> None:
-        self._files = answer, _ = tempfile.TemporaryFile(dir=self._folder), tempfile.TemporaryFile(dir=self._folder)
+        answer, output = (tempfile.TemporaryFile(dir=self._folder) for _ in range(2))  # noqa: SIM115  # closed with the verdict
+        self._files = answer, output
         assert self._request.snapshots is not None
         folder = self._folder / "twin"
         twin = TwinRequest(snapshot=str(snapshot), updates=UPDATES, answer=answer.fileno())
         snapshots = self._request.snapshots.model_copy(
-            update={"folder": str(folder), "resume": True, "may_be_first": False, "every_s": _NEVER_S, "proves": False, "twin": twin}
+            update={
+                "folder": str(folder),
+                "resume": True,
+                "may_be_first": False,
+                "every_s": _NEVER_S,
+                "proves": False,
+                "twin": twin,
+            }
         )
         request = self._request.model_copy(
             update={
@@ -102,7 +110,7 @@ class Proof:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mezzo.launch.twin", request.packed()],
             cwd=self._here, env=self._environment, pass_fds=[answer.fileno()],
-            stdin=subprocess.DEVNULL, stdout=self._files[1], stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     def _judge(self) -> None:
@@ -144,9 +152,10 @@ def verdict_of(own: Mapping[str, str], twins: list[dict[str, str]]) -> SnapshotP
         return None
     unrepeatable = set(_different(*twins))
     wrong = [name for name in different if name in _different(own, twins[0]) and name not in unrepeatable]
-    verdict = "disproven" if wrong else "unrepeatable"
     names = [_shown(name) for name in (wrong or different)[:_SHOWN]]
-    return SnapshotProof(verdict=verdict, values=len(own), updates=UPDATES, names=names)
+    return SnapshotProof(
+        verdict="disproven" if wrong else "unrepeatable", values=len(own), updates=UPDATES, names=names
+    )
 
 
 def _shown(name: str) -> str:
@@ -198,5 +207,6 @@ def _too_little_memory() -> str:
         if line.startswith("MemAvailable")
     )
     used = pages * page_bytes
-    return "" if free > used * _SPARE else f"a second process needs {used / 2**30:.1f} GiB of memory, which are not free"
-
+    return (
+        "" if free > used * _SPARE else f"a second process needs {used / 2**30:.1f} GiB of memory, which are not free"
+    )

@@ -25,8 +25,9 @@ from mezzo.launch.torch.snapshots.library_settings import settings_now
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _LIBRARIES = (
-    "mezzo", "logging", "threading", "_thread", "concurrent", "multiprocessing", "weakref", "importlib", "_frozen_importlib", "typing", "abc", "_abc",
-    "torch._C", "torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.utils.tensorboard", "tensorboard", "tensorboardX", "wandb", "mlflow",
+    "mezzo", "logging", "threading", "_thread", "concurrent", "multiprocessing", "weakref", "importlib", "_frozen_importlib",
+    "typing", "abc", "_abc", "torch._C", "torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.utils.tensorboard",
+    "tensorboard", "tensorboardX", "wandb", "mlflow",
 )  # fmt: skip
 """Their objects have locks, times and process numbers, and nothing that training reads."""
 _BAR = ("iterable", "total", "desc", "n")
@@ -106,7 +107,7 @@ def _tensor(value: Tensor) -> str:
     about = f"{value.dtype} {tuple(value.shape)} {value.device} {value.requires_grad}"
     if value.is_meta:
         return about
-    local: Any = value.to_local() if hasattr(value, "to_local") else value  # type: ignore[no-untyped-call]
+    local: Any = value.to_local() if hasattr(value, "to_local") else value
     try:
         data = local.detach().cpu().to_dense().contiguous().view(-1).view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError):  # a kind of tensor without plain memory
@@ -117,20 +118,29 @@ def _tensor(value: Tensor) -> str:
 def _other_parts(value: Any) -> tuple[str, Iterator[tuple[str, Any]]]:
     kind = type(value)
     if isinstance(value, types.FunctionType):
-        cells = [(f" {name}", _content(cell)) for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)]
-        return value.__qualname__, iter([*cells, (" defaults", value.__defaults__), (" keywords", value.__kwdefaults__), *_attributes(value)])
+        cells = [
+            (f" {name}", _content(cell))
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        ]
+        return value.__qualname__, iter(
+            [*cells, (" defaults", value.__defaults__), (" keywords", value.__kwdefaults__), *_attributes(value)]
+        )
     if isinstance(value, types.MethodType):
         return value.__func__.__qualname__, iter([(".__self__", value.__self__)])
     if isinstance(value, type):
         own = {n: one for n, one in vars(value).items() if not n.startswith("__") and not callable(one)}
-        return value.__qualname__, iter([(f".{n}", one) for n, one in own.items()] if value.__module__ == "__main__" else [])
+        return value.__qualname__, iter(
+            [(f".{n}", one) for n, one in own.items()] if value.__module__ == "__main__" else []
+        )
     if isinstance(value, torch.Generator):
         return _tensor(value.get_state()), iter(())
     if isinstance(value, (types.ModuleType, os.PathLike)) or _module(kind).startswith(_LIBRARIES):
         return str(getattr(value, "__name__", "")), iter(())
     if isinstance(value, types.GeneratorType):
         held = {} if value.gi_frame is None else value.gi_frame.f_locals
-        return str(value.gi_frame is None), iter([(f" {n}", one) for n, one in held.items() if not n.startswith("_mezzo")])
+        return str(value.gi_frame is None), iter(
+            [(f" {n}", one) for n, one in held.items() if not n.startswith("_mezzo")]
+        )
     if isinstance(value, _BaseDataLoaderIter):
         return str(value._num_yielded), iter([("._sampler_iter", value._sampler_iter)])
     if isinstance(value, random.Random):
@@ -151,7 +161,7 @@ def _other_parts(value: Any) -> tuple[str, Iterator[tuple[str, Any]]]:
 def _copied(value: Any) -> tuple[str, Iterator[tuple[str, Any]]]:
     """Return an object's attributes, and what a copy of it would consist of if its class says so; of others only the type is known."""
     plain = hasattr(value, "__dict__") or any("__slots__" in vars(parent) for parent in type(value).__mro__)
-    if plain and type(value).__reduce__ is object.__reduce__:
+    if plain and "__reduce__" not in {name for parent in type(value).__mro__[:-1] for name in vars(parent)}:
         return "", _attributes(value)
     try:
         reduced = value.__reduce_ex__(2)

@@ -15,6 +15,10 @@ from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.rewriting import Way, codes_in, rewritten
 from mezzo.launch.torch.snapshots.source import FunctionPlace, Source, place_of
 
+_LIBRARY = Path(os.__file__).resolve().parent
+"""Python's own modules."""
+_OWN_PACKAGE = Path(__file__).resolve().parents[3]
+
 
 class OwnFiles:
     """The files of the script that have been loaded, by path."""
@@ -32,6 +36,13 @@ class OwnFiles:
         self.modules: dict[str, ModuleType] = {}
         self._names: dict[str, str] = {}
         self._codes: dict[tuple[str, FunctionPlace], CodeType | None] = {}
+
+    def may_be_own(self, file: Path) -> bool:
+        """Return whether a module's file is one of the script's: below its folder, or below the working folder that contains it."""
+        here, above = Path.cwd().resolve(), [self.folder, *self.folder.parents]
+        roots = {self.folder, here} if here in above and here != Path(here.anchor) else {self.folder}
+        installed = {"site-packages", "dist-packages"} & set(file.parts) or _OWN_PACKAGE in file.parents
+        return not installed and _LIBRARY not in file.parents and not roots.isdisjoint(file.parents)
 
     def code(self, path: str) -> CodeType:
         """Return the rewritten code of a file."""
@@ -109,7 +120,7 @@ class Finder(MetaPathFinder):
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             return None
         origin = Path(spec.origin).resolve()
-        if self._files.folder not in origin.parents or "site-packages" in origin.parts:
+        if not self._files.may_be_own(origin):
             return None
         spec.loader = _Loader(fullname, str(origin), self._files)
         return spec

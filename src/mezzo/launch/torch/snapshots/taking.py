@@ -133,7 +133,9 @@ class ScriptSnapshots:
             if self.taken.saved:
                 self._note_proof(proof)
         elif self._request.proves and self._request.ranks > 1 and self.taken.resumed_from is None and self.taken.saved:
-            self._note_proof(SnapshotProof(verdict="unproven", reason="several processes are not resumed beside themselves"))
+            self._note_proof(
+                SnapshotProof(verdict="unproven", reason="several processes are not resumed beside themselves")
+            )
         return self.taken
 
     @property
@@ -189,7 +191,10 @@ class ScriptSnapshots:
         if proof.verdict == "disproven":
             mark_disproven(self._folder.path, proof)
             self._loops.can_save = False
-            print(f"mezzo: no more snapshots: a run that resumed the first one differs in {', '.join(proof.names)}", file=sys.stderr)
+            print(
+                f"mezzo: no more snapshots: a run that resumed the first one differs in {', '.join(proof.names)}",
+                file=sys.stderr,
+            )
 
     def _is_due(self) -> bool:
         """Return whether to save now; several processes agree on it, and all end if one received SIGTERM."""
