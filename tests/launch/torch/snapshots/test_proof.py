@@ -24,8 +24,9 @@ def has_twin():
     children = [c for t in os.listdir("/proc/self/task") for c in open(f"/proc/self/task/{t}/children").read().split()]
     return any("mezzo.launch.twin" in open(f"/proc/{c}/cmdline").read() for c in children)
 seen = alone = 0
-while alone < 10 and seen < 600:
-    seen += 1; opt.step(); time.sleep(0.1); alone = 0 if has_twin() else alone + 1
+for _ in range(4000):
+    opt.step(); time.sleep(0.1); has = has_twin(); seen += has; alone = 0 if has else alone + 1
+    if alone > (10 if seen else 50): break
 """
 
 
@@ -69,7 +70,7 @@ def run(
     (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", "mezzo", "run", "--policy", policy, *options, "--out", "out", "train.py"]
     env = {**os.environ, "DIE_AT": "0", "SIGNAL": "9"}
-    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
     record: Any = read_record(folder / "out" / "record.json")
     return ran, record
 
