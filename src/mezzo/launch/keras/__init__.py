@@ -16,6 +16,7 @@ from mezzo.launch.frameworks import Watching
 from mezzo.launch.import_hooks import after_import
 from mezzo.launch.keras import seeds
 from mezzo.launch.keras.layers import Layers
+from mezzo.launch.keras.several_workers import refuse_several_workers
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches
@@ -58,6 +59,7 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
             shift_python(seed, patches)
             after_import("torch", lambda: shift_torch(seed, patches), patches)
             after_import("tensorflow", lambda: seeds.shift_tensorflow(seed, patches), patches)
+        after_import("tensorflow", lambda: refuse_several_workers(patches), patches)
         after_import("keras", lambda: _install(run, seed, observe, patches), patches)
         yield KerasTraining(run)
     finally:
