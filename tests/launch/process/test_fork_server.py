@@ -27,7 +27,7 @@ from mezzo.launch.process.fork_server import Starter
 from mezzo.launch.process.group import Guarded
 from mezzo.launch.progress import shown_on
 from mezzo.launch.request import Request
-from mezzo.launch.runner import run_child, shared_imports
+from mezzo.launch.runner import import_ahead, run_child, shared_imports
 from mezzo.records import Reason, RunRecord
 
 pytestmark = [
@@ -226,6 +226,28 @@ def test_what_mezzo_sets_for_the_compiler_is_not_reported_as_the_scripts(place: 
     assert record.effective.left_alone == []
 
 
+ENDS = """
+    import gc, sys, torch._dynamo
+    class Cycle:
+        def __init__(self):
+            self.itself, self.file = self, open(sys.argv[1], "w")
+            self.file.write("written")
+        def __del__(self):
+            print("collected", flush=True)
+    kept = Cycle()
+    print(gc.get_freeze_count() > 100_000, any(one is torch.nn.Linear for one in gc.get_objects()), flush=True)
+"""
+
+
+def test_a_run_collects_its_own_objects_and_not_those_of_torch(place: Path, starter: Starter) -> None:
+    with forking(starter):
+        run(place, ENDS, str(place / "cycle.txt"))
+    printed = (place / "output.log").read_text().splitlines()
+    assert [line for line in printed if line in ("True False", "collected")] == ["True False", "collected"]
+    assert printed[-1] == "collected"
+    assert (place / "cycle.txt").read_text() == "written"
+
+
 def test_no_two_runs_draw_the_same(place: Path, starter: Starter) -> None:
     drawn = []
     with forking(starter):
@@ -385,6 +407,21 @@ def test_imports_that_fail_are_shown_by_the_run_itself(tmp_path: Path, capfd: py
     assert first.count("half of torch") == 1
     assert "ImportError: broken" in first
     assert "importing PyTorch and its compiler failed: ImportError: broken" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("broken_torch")
+def test_the_imports_can_begin_before_the_first_run(tmp_path: Path) -> None:
+    request = request_for(tmp_path, "")
+    with shared_imports(prints_why_not=False):
+        starter = runner._STARTER.get()
+        assert starter is not None
+        import_ahead(request.model_copy(update={"framework": "keras"}))
+        assert starter._process is None
+        import_ahead(request)
+        begun = starter._process
+        assert begun is not None
+        run_child(request, output=tmp_path / "output.log")
+        assert starter._process is begun
 
 
 COMMAND = """

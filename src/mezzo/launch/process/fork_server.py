@@ -71,16 +71,22 @@ class Starter:
         self._process: Guarded | None = None
         self._connection: socket.socket | None = None
 
-    def start(self, request: Request, *, sink: IO[bytes]) -> Forked | None:
-        """Start a run that prints to ``sink``; return None if it has to be started without the server."""
+    def begin(self, request: Request) -> bool:
+        """Start the server for runs like this one, unless it runs; return False if they have to be started without it."""
         if self._process is None:
             self.why_not_forked = self.why_not_forked or _why_not(request)
         if self._surroundings != (os.getcwd(), dict(os.environ)):
             self.why_not_forked = "the folder or the environment changed between the runs"
         if self.why_not_forked is not None:
-            return None
+            return False
         if self._process is None:
             self._begin(Path(request.record_path).parent, libraries=shared_libraries(request.target, kind=request.kind))
+        return True
+
+    def start(self, request: Request, *, sink: IO[bytes]) -> Forked | None:
+        """Start a run that prints to ``sink``; return None if it has to be started without the server."""
+        if not self.begin(request):
+            return None
         assert self._process is not None
         assert self._connection is not None
         try:
@@ -235,6 +241,9 @@ def _import(libraries: Sequence[str]) -> _Imported:
     try:
         importlib.import_module("mezzo.launch.child")
         training_in("torch")
+        # The runs do not collect what exists by now: it was most of the time in which they end. Without the compiler and the
+        # libraries, because Triton calls its own objects a leak if they are not collected.
+        gc.freeze()
         packages = _import_shared(libraries)
     except Exception as error:  # a run without the server shows it where the script's errors appear
         also = "".join(f" and {name}" for name in libraries)
