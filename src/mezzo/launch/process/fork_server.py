@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from mezzo.launch.frameworks import training_in
+from mezzo.launch.process.finalised import collect_all_if_needed, ids_to_finalise
 from mezzo.launch.process.group import Guarded
 from mezzo.launch.process.guard import PASSED_ON, STOPPING, die_with_parent
 from mezzo.launch.process.shared_libraries import files_to_search, shared_libraries
@@ -187,12 +188,17 @@ class _Imported(NamedTuple):
     imported instead."""
     generators: list[random.Random]
     """Generators that were seeded by the system."""
+    finalised: frozenset[int]
+    """The ids of their objects that do something at their end."""
     failure: str | None
     """Why they failed; None if they did not."""
 
 
-def fork_for_requests(connection: socket.socket, *, libraries: Sequence[str]) -> Request:
-    """Fork for every request and return the request in the child; the server process ends here when the socket closes."""
+def fork_for_requests(connection: socket.socket, *, libraries: Sequence[str]) -> tuple[Request, frozenset[int]]:
+    """Fork for every request and return it in the child; the server process ends here when the socket closes.
+
+    Also return the ids of what the libraries have finalised.
+    """
     imported = _import(libraries)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in PASSED_ON}
     while True:
@@ -219,7 +225,7 @@ def fork_for_requests(connection: socket.socket, *, libraries: Sequence[str]) ->
             if why is not None:
                 os.execv(sys.executable, child_command(message.decode()))
             _reset_state(imported, message.decode())
-            return request
+            return request, imported.finalised
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(files[0])
         _report_end(child, connection)
@@ -241,8 +247,7 @@ def _import(libraries: Sequence[str]) -> _Imported:
     try:
         importlib.import_module("mezzo.launch.child")
         training_in("torch")
-        # The runs do not collect what exists by now: it was most of the time in which they end. Without the compiler and the
-        # libraries, because Triton calls its own objects a leak if they are not collected.
+        # Without the compiler and the libraries, because Triton calls its own objects a leak if they are not collected.
         gc.freeze()
         packages = _import_shared(libraries)
     except Exception as error:  # a run without the server shows it where the script's errors appear
@@ -256,7 +261,7 @@ def _import(libraries: Sequence[str]) -> _Imported:
         os._exit(0)
     os.waitpid(child, 0)
     size = os.fstat(_STANDARD_OUTPUT).st_size
-    return _Imported(os.pread(_STANDARD_OUTPUT, size, 0), packages, generators, failure)
+    return _Imported(os.pread(_STANDARD_OUTPUT, size, 0), packages, generators, ids_to_finalise(), failure)
 
 
 def _import_shared(libraries: Sequence[str]) -> list[str]:
@@ -339,8 +344,10 @@ def _late_settings(before: dict[str, str]) -> list[Reason]:
 
 
 if __name__ == "__main__":
-    request_ = fork_for_requests(socket.socket(fileno=int(sys.argv[1])), libraries=sys.argv[2:])
+    request_, of_libraries = fork_for_requests(socket.socket(fileno=int(sys.argv[1])), libraries=sys.argv[2:])
     from mezzo.launch.child import main
 
     at_start = _compiler_variables()
-    sys.exit(main([request_.model_dump_json()], late_settings=lambda: _late_settings(at_start)))
+    code_ = main([request_.model_dump_json()], late_settings=lambda: _late_settings(at_start))
+    collect_all_if_needed(of_libraries)
+    sys.exit(code_)
