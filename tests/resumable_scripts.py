@@ -343,6 +343,12 @@ for epoch in range(4):
         opt.zero_grad(); s.scale(loss).backward(); s.step(opt); s.update(); tick()
 result(s.get_scale())
 """,
+    "overflow": r"""
+for epoch in range(4):
+    for a, b in loader:
+        loss = nn.functional.cross_entropy(model(a), b) * 3e4; opt.zero_grad(); loss.backward(); opt.step(); tick()
+result()
+""",
     "accumulate": r"""
 w = torch.randn(4, 2, requires_grad=True); o = torch.optim.SGD([w], lr=0.1)
 for epoch in range(4):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.public_scripts import cuda_scripts, framework_scripts
 from benchmarks.public_scripts.outcomes import cell, table
+from benchmarks.public_scripts.resuming import resumed_outcome
 from benchmarks.public_scripts.scripts import SCRIPTS, Script
 from mezzo.errors import MezzoError
 from mezzo.records import read_record
@@ -31,8 +32,9 @@ COMMANDS = {
     "watch": "watch",
     "ranges": "ranges",
     "fallback": "fallback --policy fp16",
+    "resume": "run --policy fp16",
 }
-UNLESS_NAMED = ("check", "watch", "ranges", "fallback")
+UNLESS_NAMED = ("check", "watch", "ranges", "fallback", "resume")
 """Commands that run only if ``--commands`` names them."""
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -74,7 +76,9 @@ def outcome(script: Script, command: str, repository: Path, results: Path) -> st
     """Run one command in a new folder with the repository's files, and return its cell."""
     shutil.rmtree(results, ignore_errors=True)  # or Mezzo would write beside the record of another command line
     results.mkdir(parents=True)
-    with tempfile.TemporaryDirectory() as sandbox:
+    with tempfile.TemporaryDirectory() as folder_of_sandboxes:
+        sandbox = Path(folder_of_sandboxes, "files")
+        sandbox.mkdir()
         archive = [
             "git",
             "-C",
@@ -95,6 +99,8 @@ def outcome(script: Script, command: str, repository: Path, results: Path) -> st
             )
         verb, *rest = shlex.split(line(script, command))
         words = [sys.executable, "-m", "mezzo", verb, "--out", str(results), *rest]
+        if command == "resume":
+            return resumed_outcome(words, sandbox, folder, environment, results)
         with (results / "output.txt").open("w", encoding="utf-8") as log:
             try:
                 done = subprocess.run(

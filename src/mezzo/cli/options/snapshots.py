@@ -52,6 +52,7 @@ def snapshot_request(
         folder=str(((resume or folder) / FOLDER).absolute()),
         every_s=_USUAL_S if snapshot is None else _seconds_of(snapshot),
         resume=resume is not None,
+        proves=True,
         may_be_first=_is_itself(resume, script.out),
         identity={
             "script": script.target,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import gc
 import inspect
@@ -71,6 +72,22 @@ def bytes_of(array: Any) -> Tensor:
         if array.nbytes
         else torch.empty(0, dtype=torch.uint8)
     )
+
+
+def elements_of(value: Tensor) -> Tensor:
+    """Return a tensor's elements, each once, as a plain tensor over the same memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = value.detach()
+        plain = plain if type(plain) is Tensor else plain.as_subclass(Tensor)
+        for dim, stride in enumerate(plain.stride()):
+            if stride == 0 and plain.shape[dim] > 1:  # expanded: all along this dimension are one element
+                plain = plain.narrow(dim, 0, 1)
+        return plain
+
+
+def items_of(value: dict[Any, Any]) -> Any:
+    """Return the items of a dict in its order, which an ``OrderedDict`` keeps by itself; a class's own ``items`` is not called."""
+    return collections.OrderedDict.items(value) if isinstance(value, collections.OrderedDict) else dict.items(value)
 
 
 def slots_of(value: Any) -> Iterator[tuple[str, Any]]:

@@ -7,46 +7,28 @@ the loop had imported is imported again, so a forged file can run what importing
 
 from __future__ import annotations
 
-import base64
-import datetime
-import decimal
-import fractions
 import importlib
 import inspect
 import io
-import pathlib
+import math
 import re
 import sys
 import types
-import uuid
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 
+from mezzo.engine.snapshots.kinds import VALUE_KINDS, VALUES, make_scalar, scalar_parts
+from mezzo.engine.snapshots.memory import dtype_text, numpy_dtype
 from mezzo.errors import SnapshotError
+from mezzo.launch.torch.snapshots.rewriting import codes_in
+from mezzo.launch.torch.snapshots.source import FunctionPlace, place_of
 
 NOT_A_LEAF = object()
 _SMALL = 2**63
-
-_TEXTS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
-    torch.dtype: (lambda v: str(v).removeprefix("torch."), lambda t: getattr(torch, t)),
-    torch.layout: (lambda v: str(v).removeprefix("torch."), lambda t: getattr(torch, t)),
-    torch.memory_format: (lambda v: str(v).removeprefix("torch."), lambda t: getattr(torch, t)),
-    torch.device: (str, torch.device),
-    datetime.datetime: (lambda v: v.isoformat(), datetime.datetime.fromisoformat),
-    datetime.date: (lambda v: v.isoformat(), datetime.date.fromisoformat),
-    datetime.time: (lambda v: v.isoformat(), datetime.time.fromisoformat),
-    datetime.timedelta: (lambda v: f"{v.days} {v.seconds} {v.microseconds}", lambda t: _timedelta(t)),
-    decimal.Decimal: (str, decimal.Decimal),
-    fractions.Fraction: (str, fractions.Fraction),
-    uuid.UUID: (str, uuid.UUID),
-    pathlib.PosixPath: (str, pathlib.PosixPath),
-    pathlib.PurePosixPath: (str, pathlib.PurePosixPath),
-}
-_TEXT_TYPES = {kind.__name__: (kind, read) for kind, (_, read) in _TEXTS.items()}
-_SINGLE = {"...": ..., "NotImplemented": NotImplemented}
+_HALVES = re.compile("[\ud800-\udfff]")
+"""Halves of characters: reading JSON joins two of them."""
+_SINGLE = {"NotImplemented": NotImplemented, "masked": np.ma.masked}
 _FUNCTIONS = (
     types.BuiltinFunctionType,
     types.FunctionType,
@@ -56,45 +38,50 @@ _FUNCTIONS = (
 )
 
 
-def _timedelta(text: str) -> datetime.timedelta:
-    days, seconds, microseconds = map(int, text.split())
-    return datetime.timedelta(days=days, seconds=seconds, microseconds=microseconds)
-
-
 def written_leaf(value: Any) -> Any:
     """Return a value as JSON; ``NOT_A_LEAF`` if it is an object with an identity or of an unknown type."""
     kind = type(value)
-    if value is None or kind is bool or kind is str or kind is float:
+    if value is None or kind is bool or (kind is float and math.isfinite(value)):
         return value
-    if kind is int:
-        return value if -_SMALL <= value < _SMALL else ["int", hex(value)]
-    if kind is bytes:
-        return ["bytes", base64.b64encode(value).decode()]
-    if kind is complex:
-        return ["complex", value.real, value.imag]
-    if kind in (range, slice):
-        parts = [written_leaf(part) for part in (value.start, value.stop, value.step)]
-        return NOT_A_LEAF if NOT_A_LEAF in parts else [kind.__name__, *parts]
-    if kind is torch.Size:
-        return ["Size", *value]
-    if kind in _TEXTS:
-        if getattr(value, "tzinfo", None) is not None and value.tzinfo is not datetime.timezone.utc:
-            return NOT_A_LEAF
-        return ["text", kind.__name__, _TEXTS[kind][0](value)]
-    if isinstance(value, np.dtype):
-        return NOT_A_LEAF if value.hasobject else ["np.dtype", _descr(value)]
-    if isinstance(value, np.generic) and kind.__module__ == "numpy" and not value.dtype.hasobject:
-        return ["np", _descr(value.dtype), base64.b64encode(value.tobytes()).decode()]
+    if kind is str and (value.isascii() or not _HALVES.search(value)):
+        return value
+    if kind is int and -_SMALL <= value < _SMALL:
+        return value
+    try:
+        if kind in VALUE_KINDS:
+            name, known = VALUE_KINDS[kind]
+            return ["value", name, *map(_part, known.parts(value))]
+        if isinstance(value, np.dtype):
+            return ["np.dtype", dtype_text(value)]
+        if isinstance(value, np.generic) and kind.__module__ == "numpy":
+            return ["np", *scalar_parts(value)]
+    except ValueError:  # it cannot be made again from these parts
+        return NOT_A_LEAF
     if kind is re.Pattern:
         pattern = written_leaf(value.pattern)
         return ["re", pattern, value.flags]
     return _named(value, kind)
 
 
+def _part(value: Any) -> Any:
+    """Return a part of a value as JSON; ``ValueError`` if it is no leaf."""
+    written = ["list", *map(_part, value)] if isinstance(value, list) else written_leaf(value)
+    if written is NOT_A_LEAF:
+        raise ValueError(type(value).__name__)
+    return written
+
+
+def _read_part(written: Any) -> Any:
+    if not isinstance(written, list):
+        return written
+    return [_read_part(part) for part in written[1:]] if written[0] == "list" else read_leaf(written)
+
+
 def _named(value: Any, kind: type) -> Any:
     """Return what is found again by its name: functions, types and modules of libraries, and the standard streams."""
-    if value is ... or value is NotImplemented:
-        return ["single", str(value) if value is NotImplemented else "..."]
+    single = next((name for name, one in _SINGLE.items() if one is value), None)
+    if single is not None:
+        return ["single", single]
     if isinstance(value, io.IOBase) and value in (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         return ["single", str(getattr(value, "name", "")).strip("<>")]
     if kind is types.ModuleType:
@@ -108,31 +95,6 @@ def _named(value: Any, kind: type) -> Any:
         module = module or getattr(getattr(value, "__objclass__", None), "__module__", None) or "builtins"
         return ["name", module, name] if _found(sys.modules.get(module), name) is value else NOT_A_LEAF
     return NOT_A_LEAF
-
-
-def _descr(dtype: Any) -> Any:
-    return np.lib.format.dtype_to_descr(dtype) if dtype.kind != "V" or dtype.names else dtype.str
-
-
-def _as_descr(descr: Any) -> Any:
-    """Return a NumPy description that went through JSON, which has no tuples."""
-    if isinstance(descr, list):
-        return [tuple(_as_descr(part) if n == 1 else _tuple(part) for n, part in enumerate(row)) for row in descr]
-    return descr
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def written_dtype(dtype: Any) -> Any:
-    """Return a NumPy format as JSON."""
-    return _descr(dtype)
-
-
-def read_dtype(descr: Any) -> Any:
-    """Return a NumPy format."""
-    return np.lib.format.descr_to_dtype(_as_descr(descr))
 
 
 def _module(name: str) -> Any:
@@ -154,6 +116,18 @@ def _found(module: Any, name: str) -> Any:
     return found
 
 
+def library_code(module: Any, place: FunctionPlace) -> types.CodeType | None:
+    """Return the code of a library's function, found from the name of the outermost function around it; None if it is not found."""
+    found = _found(_module(module), place.name.split(".<locals>")[0]) if isinstance(module, str) else None
+    while found is not None:
+        found = getattr(found, "__func__", found)
+        for code in codes_in(found.__code__) if isinstance(found, types.FunctionType) else ():
+            if place_of(code) == place:
+                return code
+        found = getattr(found, "__wrapped__", None)
+    return None
+
+
 def read_leaf(written: list[Any]) -> Any:
     """Return the value of a list with a tag.
 
@@ -162,23 +136,12 @@ def read_leaf(written: list[Any]) -> Any:
         ValueError, TypeError, LookupError: it is no result of ``written_leaf``.
     """
     tag, *rest = written
-    if tag == "int":
-        return int(rest[0], 16)
-    if tag == "bytes":
-        return base64.b64decode(rest[0], validate=True)
-    if tag == "complex":
-        return complex(*rest)
-    if tag in ("range", "slice"):
-        parts = [read_leaf(part) if isinstance(part, list) else part for part in rest]
-        return range(*parts) if tag == "range" else slice(*parts)
-    if tag == "Size":
-        return torch.Size(rest)
-    if tag == "text":
-        return _TEXT_TYPES[rest[0]][1](rest[1])
+    if tag == "value":
+        return VALUES[rest[0]].make(*map(_read_part, rest[1:]))
     if tag == "np.dtype":
-        return read_dtype(rest[0])
+        return numpy_dtype(rest[0])
     if tag == "np":
-        return np.frombuffer(base64.b64decode(rest[1], validate=True), read_dtype(rest[0]))[0]
+        return make_scalar(*rest)
     if tag == "re":
         return re.compile(read_leaf(rest[0]) if isinstance(rest[0], list) else rest[0], rest[1])
     if tag == "single":

@@ -23,10 +23,18 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import SnapshotError
+from mezzo.launch.torch.snapshots.arrays import (
+    fill_array,
+    fill_masked,
+    fill_random,
+    new_array,
+    new_masked,
+    new_view,
+)
 from mezzo.launch.torch.snapshots.iterators import new_iterator, reopen_pass
-from mezzo.launch.torch.snapshots.known_types import NOT_SAVED
-from mezzo.launch.torch.snapshots.leaves import read_dtype, read_leaf
-from mezzo.launch.torch.snapshots.rewriting import ITERATOR, OWN_NAMES, codes_in
+from mezzo.launch.torch.snapshots.known_types import NOT_SAVED, elements_of, items_of
+from mezzo.launch.torch.snapshots.leaves import library_code, read_leaf
+from mezzo.launch.torch.snapshots.rewriting import ITERATOR, OWN_NAMES
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
 from mezzo.launch.torch.snapshots.source import FunctionPlace, place_of
 
@@ -74,7 +82,9 @@ class Restoration:
             present: objects of set-up by their numbers in the first run.
             lost: returns the error that set-up has not made an object.
         """
-        self._files, self._rows, self._tensors, self._present, self._lost = files, rows, tensors, present, lost
+        self._files, self._rows, self._present, self._lost = files, rows, present, lost
+        self.tensors = tensors
+        """The tensors of the snapshot, by name."""
         self._objects: dict[int, Any] = {}
         self._storages: dict[str, Any] = {}
         self.frame_cells: dict[tuple[str, str], Any] = {}
@@ -92,7 +102,8 @@ class Restoration:
         if len(ref) == 1 and isinstance(ref[0], int):
             return self._object(ref[0])
         if ref[0] == "enum":
-            return self.value(ref[1])[ref[2]]
+            members = self.value(ref[1])
+            return members(self.value(ref[3])) if ref[2] is None else members[ref[2]]
         return read_leaf(ref)
 
     def values(self, refs: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,6 +185,10 @@ class Restoration:
         cls = self.value(state["class"]) if "class" in state else tuple
         return tuple.__new__(cls, [self.value(one) for one in state["items"]])
 
+    def _scalar(self, state: Any) -> Any:
+        plain = self.value(state["value"])
+        return type(plain).__new__(self._type(state, type(plain)), plain)
+
     def _frozenset(self, state: Any) -> Any:
         return frozenset(self.value(one) for one in state["items"])
 
@@ -196,18 +211,8 @@ class Restoration:
 
     def _storage(self, name: str, device: str) -> Any:
         if name not in self._storages:
-            self._storages[name] = self._tensors[name].to(device).clone().untyped_storage()
+            self._storages[name] = self.tensors[name].to(device).clone().untyped_storage()
         return self._storages[name]
-
-    def _array(self, state: Any) -> Any:
-        data = self._tensors[state["data"]].numpy().tobytes()
-        flat = np.frombuffer(bytearray(data), dtype=read_dtype(state["format"]))
-        return flat.reshape(state["shape"]).copy(order=state["order"])
-
-    def _masked(self, state: Any) -> Any:
-        return np.ma.MaskedArray(
-            self.value(state["data"]), self.value(state["mask"]), fill_value=self.value(state["fill"])
-        )
 
     def _function(self, state: Any) -> Any:
         code = self._files.code_at(self._files.path_of(state["file"]), FunctionPlace(*state["place"]))
@@ -215,17 +220,13 @@ class Restoration:
         return self._made(code, module.__dict__, state)
 
     def _library_function(self, state: Any) -> Any:
-        module = importlib.sys.modules[state["module"]]  # type: ignore[attr-defined]
-        found: Any = read_leaf(["name", state["module"], state["top"]])
         place = FunctionPlace(*state["place"])
-        while found is not None:
-            for code in codes_in(found.__code__):
-                if place_of(code) == place:
-                    return self._made(code, module.__dict__, state)
-            found = getattr(found, "__wrapped__", None)
-        raise SnapshotError(
-            f"{state['module']} has no {place.name} any more", hint="resume with the libraries as they were"
-        )
+        code = library_code(state["module"], place)
+        if code is None:
+            raise SnapshotError(
+                f"{state['module']} has no {place.name} any more", hint="resume with the libraries as they were"
+            )
+        return self._made(code, sys.modules[state["module"]].__dict__, state)
 
     def _made(self, code: types.CodeType, variables: dict[str, Any], state: Any) -> Any:
         cells = tuple(self.value(cell) for cell in state["closure"])
@@ -322,9 +323,8 @@ class Restoration:
         ordered = isinstance(value, collections.OrderedDict)
         parent: Any = collections.OrderedDict if ordered else dict
         new = [(key, one) for key, ref in pairs if (one := self._kept(ref, dict.get(value, key))) is not _ABSENT]
-        if [key for key, _ in new] != [
-            *dict.keys(value)
-        ]:  # else its own keys stay: a pickle shows which texts are one object
+        # Else its own keys stay: a pickle shows which texts are one object.
+        if [key for key, _ in new] != [key for key, _ in items_of(value)]:
             parent.clear(value)
         for key, one in new:
             parent.__setitem__(value, key, one)
@@ -349,9 +349,10 @@ class Restoration:
     @torch.no_grad()
     def _fill_tensor(self, value: Any, state: Any) -> None:
         if "data" in state:
-            saved = self._tensors[state["data"]]
-            if saved.shape == value.shape and saved.dtype is value.dtype:
-                value.detach().copy_(saved)
+            saved = self.tensors[state["data"]]
+            own = elements_of(value)
+            if saved.shape == own.shape and saved.dtype is value.dtype:
+                own.copy_(saved)
             else:
                 value.data = saved.to(value.device)
         if state["leaf"] and value.is_leaf:
@@ -362,11 +363,6 @@ class Restoration:
 
     def _fill_shared(self, value: Any, state: Any) -> None:
         value.grad = self.value(state["grad"])
-
-    def _fill_array(self, value: Any, state: Any) -> None:
-        if "data" in state and "format" not in state:
-            data = self._tensors[state["data"]].numpy().tobytes()
-            value[...] = np.frombuffer(data, dtype=value.dtype).reshape(value.shape)
 
     def _fill_objects(self, value: Any, state: Any) -> None:
         flat = value.reshape(-1)
@@ -390,15 +386,6 @@ class Restoration:
     def _fill_bar(self, value: Any, state: Any) -> None:
         for name in ("iterable", "n", "postfix"):
             setattr(value, name, self.value(state[name]))
-
-    def _fill_random(self, value: Any, state: Any) -> None:
-        saved = self.value(state["state"])
-        if isinstance(value, (torch.Generator, np.random.RandomState)):
-            value.set_state(saved)
-        elif isinstance(value, random.Random):
-            value.setstate(saved)
-        else:
-            value.bit_generator.state = saved
 
     def _fill_weak(self, value: Any, state: Any) -> None:
         value.clear()
@@ -450,8 +437,10 @@ _CREATE: dict[str, Callable[[Restoration, Any], Any]] = {
     "frozenset": R._frozenset,
     "tensor": R._tensor,
     "shared tensor": R._shared_tensor,
-    "array": R._array,
-    "masked": R._masked,
+    "array": new_array,
+    "array view": new_view,
+    "scalar": R._scalar,
+    "masked": new_masked,
     "objects": lambda _, state: np.empty(state["shape"], dtype=object),
     "function": R._function,
     "library function": R._library_function,
@@ -489,13 +478,15 @@ _FILL: dict[str, Callable[[Restoration, Any, Any], None]] = {
     "variables": R._fill_variables,
     "tensor": R._fill_tensor,
     "shared tensor": R._fill_shared,
-    "array": R._fill_array,
+    "array": fill_array,
+    "masked": fill_masked,
+    "scalar": R.attributes,
     "objects": R._fill_objects,
     "function": R._fill_function,
     "library function": R._fill_function,
     "cell": R._fill_cell,
     "class": R._fill_class,
-    "random": R._fill_random,
+    "random": fill_random,
     "bar": R._fill_bar,
     "weak dict": R._fill_weak,
     "weak set": R._fill_weak,

@@ -15,6 +15,10 @@ from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.rewriting import Way, codes_in, rewritten
 from mezzo.launch.torch.snapshots.source import FunctionPlace, Source, place_of
 
+_LIBRARY = Path(os.__file__).resolve().parent
+"""Python's own modules."""
+_OWN_PACKAGE = Path(__file__).resolve().parents[3]
+
 
 class OwnFiles:
     """The files of the script that have been loaded, by path."""
@@ -30,12 +34,21 @@ class OwnFiles:
         self._ways = ways
         self.sources: dict[str, Source] = {}
         self.modules: dict[str, ModuleType] = {}
+        self._names: dict[str, str] = {}
         self._codes: dict[tuple[str, FunctionPlace], CodeType | None] = {}
+
+    def may_be_own(self, file: Path) -> bool:
+        """Return whether a module's file is one of the script's: below its folder, or below the working folder that contains it."""
+        here, above = Path.cwd().resolve(), [self.folder, *self.folder.parents]
+        roots = {self.folder, here} if here in above and here != Path(here.anchor) else {self.folder}
+        installed = {"site-packages", "dist-packages"} & set(file.parts) or _OWN_PACKAGE in file.parents
+        return not installed and _LIBRARY not in file.parents and not roots.isdisjoint(file.parents)
 
     def code(self, path: str) -> CodeType:
         """Return the rewritten code of a file."""
         source = self.sources[path] = Source(path)
-        name = self.name_of(path)
+        # Now, because the script may leave the folder to which a path is relative.
+        name = self._names[path] = os.path.relpath(os.path.realpath(path), self.folder)
         code = rewritten(source, [way for way in self._ways if way.file == name])
         for inner in codes_in(code):
             key = (path, place_of(inner))
@@ -44,7 +57,7 @@ class OwnFiles:
 
     def name_of(self, path: str) -> str:
         """Return a file's name in snapshots: a script may be resumed in another folder."""
-        return os.path.relpath(os.path.realpath(path), self.folder)
+        return self._names[path]
 
     def path_of(self, name: str) -> str:
         """Return the path of a file by ``name_of``, as its code has it.
@@ -107,7 +120,7 @@ class Finder(MetaPathFinder):
         if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
             return None
         origin = Path(spec.origin).resolve()
-        if self._files.folder not in origin.parents or "site-packages" in origin.parts:
+        if not self._files.may_be_own(origin):
             return None
         spec.loader = _Loader(fullname, str(origin), self._files)
         return spec

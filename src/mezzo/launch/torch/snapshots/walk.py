@@ -30,7 +30,9 @@ from torch import Tensor
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mezzo.engine.processes.shards import is_shared
+from mezzo.engine.snapshots.memory import can_be_written
 from mezzo.errors import NotSavable, SnapshotError
+from mezzo.launch.torch.snapshots.arrays import written_array, written_random
 from mezzo.launch.torch.snapshots.iterators import (
     ITERATOR_TYPES,
     OwnIterator,
@@ -41,17 +43,18 @@ from mezzo.launch.torch.snapshots.iterators import (
 from mezzo.launch.torch.snapshots.known_types import (
     NOT_SAVED,
     STATELESS,
-    bytes_of,
     cells_of,
     checksum,
+    elements_of,
     has_begun,
     is_hook,
     is_of_process,
     is_opaque,
     is_plain,
+    items_of,
     slots_of,
 )
-from mezzo.launch.torch.snapshots.leaves import NOT_A_LEAF, written_dtype, written_leaf
+from mezzo.launch.torch.snapshots.leaves import NOT_A_LEAF, library_code, written_leaf
 from mezzo.launch.torch.snapshots.rewriting import ITERATOR, OWN_NAMES
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
 from mezzo.launch.torch.snapshots.source import place_of
@@ -146,7 +149,10 @@ class Walk:
             if leaf is not NOT_A_LEAF:
                 return leaf
             if isinstance(value, enum.Enum):
-                return ["enum", self.ref(type(value), "class"), value.name]
+                named = (
+                    type(value).__members__.get(str(value.name)) is value
+                )  # a combination of flags has no name of its own
+                return ["enum", self.ref(type(value), "class"), value.name if named else None, value.value]
         number = self.ids[id(value)] = len(self.objects)
         base = -1 if self._base is None or self._is_replaced(value) else self._base.ids.get(id(value), -1)
         self.objects.append(value)
@@ -180,7 +186,14 @@ class Walk:
 
     # --- states ----------------------------------------------------------------------------------------------------------
 
-    def _is_old(self) -> bool:
+    @property
+    def is_base(self) -> bool:
+        """Whether this walk finds the objects of set-up."""
+        return self._base is None
+
+    @property
+    def is_old(self) -> bool:
+        """Whether set-up makes the object that is described."""
         return self._base is None or self.rows[self._now][1] >= 0
 
     def _described_state(self, value: Any) -> tuple[str, Any]:
@@ -190,7 +203,7 @@ class Walk:
             return "opaque", None
         if id(value) in self.frame_cells:
             return "frame cell", list(self.frame_cells[id(value)])
-        if not self._is_old() and kind in (types.FunctionType, types.MethodType) and is_hook(value):
+        if not self.is_old and kind in (types.FunctionType, types.MethodType) and is_hook(value):
             return self._left_out(value)
         if kind in _EXACT:
             return _EXACT[kind](self, value)
@@ -199,30 +212,34 @@ class Walk:
         for parent, described in _DERIVED:
             if isinstance(value, parent):
                 return described(self, value)
-        if is_opaque(value):
-            return self._opaque(value)
+        if is_opaque(value) and (self.is_old or not is_plain(kind) or kind.__module__.startswith("mezzo")):
+            return self.opaque_state(value)
+        for parent, plain in _SCALARS.items():
+            if isinstance(value, parent):
+                return "scalar", self.attributes(value) | {"value": self.ref(plain(value), "value")}
         if is_plain(kind) or kind is types.SimpleNamespace:
             return self._object(value)
         if isinstance(value, BaseException):
             return "error", self.attributes(value) | {"arguments": self.ref(value.args, "args")}
         if isinstance(value, STATELESS):
-            return self._opaque(value)
-        return self._unknown(value)
+            return self.opaque_state(value)
+        return self.unknown_state(value)
 
-    def _unknown(self, value: Any) -> tuple[str, Any]:
-        """An object of C code: set-up makes it again, if it is still what it was there."""
+    def unknown_state(self, value: Any) -> tuple[str, Any]:
+        """Describe an object of C code: set-up makes it again, if it is still what it was there."""
         try:
             now = zlib.crc32(pickle.dumps(value, 5))
         except Exception:  # whatever a library raises
             now = None
         if self._base is None:
             self.checksums[self._now] = now
-        elif not self._is_old() or now is None or self._base.checksums.get(self.rows[self._now][1]) != now:
+        elif not self.is_old or now is None or self._base.checksums.get(self.rows[self._now][1]) != now:
             raise self.refusal(value, "" if now is not None else "its state cannot be read")
         return "opaque", None
 
-    def _opaque(self, value: Any) -> tuple[str, Any]:
-        if self._is_old():
+    def opaque_state(self, value: Any) -> tuple[str, Any]:
+        """Describe an object that stays as set-up makes it."""
+        if self.is_old:
             return "opaque", None
         if type(value).__module__.split(".")[0] == "mezzo":
             return self._left_out(value)
@@ -259,8 +276,8 @@ class Walk:
     def _dict(self, value: Any) -> tuple[str, Any]:
         is_module = any(value is module.__dict__ for module in self._files.modules.values())
         pairs = [
-            [self.ref(key, "key"), self.ref(one, str(key) if isinstance(key, str) else f"[{key!r:.40}]")]
-            for key, one in list(dict.items(value))
+            [self.ref(key, "key"), self.ref(one, _key_name(key))]
+            for key, one in list(items_of(value))
             if not is_of_process(key)
             and not (is_module and (key in NOT_SAVED or (key.startswith(OWN_NAMES) and key not in self._keeps)))
         ]
@@ -281,9 +298,11 @@ class Walk:
         if is_shared(value):
             return self._shared(value)
         if type(value).__module__.startswith(("torchao", "torch.masked", "torch.nested")) or value.is_quantized:
-            return self._unknown(value)
+            return self.unknown_state(value)
+        if not can_be_written(value.dtype):
+            return self.unknown_state(value)
         if value.is_meta or value.is_conj() or value.is_neg() or value.is_nested or value.layout is not torch.strided:
-            return self._unknown(value)
+            return self.unknown_state(value)
         leaf = value.is_leaf
         state: dict[str, Any] = {
             "grad": self.ref(value.grad if leaf else None, "grad"),
@@ -298,9 +317,10 @@ class Walk:
         place = (str(value.device), value.untyped_storage().data_ptr())
         if self._base is None:
             self.storages.setdefault(place, self._now)
-            self.checksums[self._now] = checksum(value) if self._checks and not value.requires_grad else None
-        elif self._is_old():
-            state |= self._changed(value, lambda: value.detach())
+            if not value.requires_grad:
+                self.note_checksum(value)
+        elif self.is_old:
+            state |= self.changed(value, lambda: elements_of(value))
         else:
             state |= self._storage(value, place)
         return "tensor", state
@@ -309,7 +329,7 @@ class Walk:
         """A tensor that is spread over processes: the part of this one; a younger one is spread like one of set-up."""
         state: dict[str, Any] = {"part": self.ref(value._local_tensor, "part"), "trains": value.requires_grad}
         state["grad"] = self.ref(value.grad if value.is_leaf else None, "grad")
-        if self._base is None or self._is_old():
+        if self._base is None or self.is_old:
             return "shared tensor", state
         old = (one for one in self._base.objects[: self._limit] if isinstance(one, Tensor) and is_shared(one))
         like = next((one for one in old if one._spec == value._spec), None)  # type: ignore[attr-defined]
@@ -331,51 +351,22 @@ class Walk:
             self.tensors[name] = whole.set_(value.untyped_storage())
         return layout | {"storage": name, "device": str(value.device)}
 
-    def _changed(self, value: Any, copied: Callable[[], Tensor]) -> dict[str, Any]:
+    def note_checksum(self, value: Any) -> None:
+        """Keep the checksum of an array of set-up: one that does not change need not be saved."""
+        self.checksums[self._now] = checksum(value) if self._checks else None
+
+    def keep(self, tensor: Tensor) -> str:
+        """Save a tensor with the object that is described, and return its name."""
+        self.tensors[f"{self._now}"] = tensor
+        return f"{self._now}"
+
+    def changed(self, value: Any, copied: Callable[[], Tensor]) -> dict[str, Any]:
         """Return the name of an array's elements if they may have changed since the loop was entered."""
         assert self._base is not None
         before = self._base.checksums.get(self.rows[self._now][1])
         if before is not None and checksum(value) == before:
             return {"checksum": before}
-        name = f"{self._now}"
-        self.tensors[name] = copied()
-        return {"data": name}
-
-    def _array(self, value: Any) -> tuple[str, Any]:
-        state: dict[str, Any] = {"class": self.ref(type(value), "class")}
-        if isinstance(value, np.ma.MaskedArray):
-            mask, data = np.ma.getmaskarray(value), value.data
-            return "masked", {
-                "data": self.ref(data, "data"),
-                "mask": self.ref(mask, "mask"),
-                "fill": self.ref(value.fill_value, "fill"),
-            }
-        if isinstance(value, np.memmap) or isinstance(value.base, np.memmap):
-            if value.flags.writeable:
-                raise self.refusal(value, "it writes to its file, which is not seen; open it with mode 'r'")
-            return self._opaque(value)
-        if type(value) is not np.ndarray:
-            return self._unknown(value)
-        if value.dtype.hasobject:
-            if value.dtype != object:
-                raise self.refusal(value, "it has objects in a structure")
-            return "objects", state | {
-                "shape": list(value.shape),
-                "items": [self.ref(v, f"[{n}]") for n, v in enumerate(value.reshape(-1))],
-            }
-        if self._base is None:
-            self.checksums[self._now] = checksum(value) if self._checks else None
-            return "array", state
-        if self._is_old():
-            return "array", state | self._changed(value, lambda: bytes_of(value))
-        self.tensors[f"{self._now}"] = bytes_of(value)
-        order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-        return "array", state | {
-            "format": written_dtype(value.dtype),
-            "shape": list(value.shape),
-            "order": order,
-            "data": f"{self._now}",
-        }
+        return {"data": self.keep(copied())}
 
     def _function(self, value: types.FunctionType) -> tuple[str, Any]:
         code = value.__code__
@@ -386,6 +377,8 @@ class Walk:
 
     def _library_function(self, value: types.FunctionType) -> tuple[str, Any]:
         top = place_of(value.__code__).name.split(".<locals>")[0]
+        if not self.is_old and library_code(value.__globals__.get("__name__"), place_of(value.__code__)) is None:
+            raise self.refusal(value, f"nothing named {top} leads to it")
         return "library function", {"module": value.__globals__.get("__name__"), "top": top} | self._parts_of(value)
 
     def _parts_of(self, value: types.FunctionType) -> dict[str, Any]:
@@ -423,8 +416,8 @@ class Walk:
 
     def _class(self, value: Any) -> tuple[str, Any]:
         if not self._files.is_own(value.__module__):
-            return self._opaque(value)
-        if not self._is_old():
+            return self.opaque_state(value)
+        if not self.is_old:
             raise self.refusal(value, "its class statement ran inside the loop")
         if isinstance(value, enum.EnumMeta):
             return "opaque", None
@@ -434,23 +427,6 @@ class Walk:
             if not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
         }
         return "class", {name: self.ref(one, name) for name, one in held.items() if not isinstance(one, _DESCRIPTORS)}
-
-    def _random(self, value: Any) -> tuple[str, Any]:
-        state: dict[str, Any] = {"class": self.ref(type(value), "class")}
-        if isinstance(value, torch.Generator):
-            state |= {"device": str(value.device), "state": self.ref(value.get_state(), "state")}
-        elif isinstance(value, random.SystemRandom):
-            return "system random", state
-        elif isinstance(value, random.Random):
-            state["state"] = self.ref(value.getstate(), "state")
-        elif isinstance(value, np.random.RandomState):
-            state["state"] = self.ref(value.get_state(), "state")
-        else:
-            state |= {
-                "bits": self.ref(type(value.bit_generator), "bits"),
-                "state": self.ref(value.bit_generator.state, "state"),
-            }
-        return "random", state
 
     def _reference(self, value: Any) -> tuple[str, Any]:
         return "weak reference", {"to": self.ref(value(), "referent")}
@@ -472,7 +448,7 @@ class Walk:
             return "generator", {"ended": True}
         code, frame = value.gi_code, value.gi_frame
         if not self._files.has(code) or code.co_name.startswith("<"):
-            if self._is_old() and not has_begun(value):
+            if self.is_old and not has_begun(value):
                 return "opaque", None
             raise self.refusal(value, f"it runs {code.co_qualname}, whose position cannot be restored")
         if value.gi_yieldfrom is not None or code.co_cellvars:
@@ -504,7 +480,7 @@ class Walk:
                 "text": self.ref(text, "text"),
                 "at": 0 if text is None else value.tell(),
             }
-        if value.closed or self._is_old():
+        if value.closed or self.is_old:
             return "file", {"closed": value.closed}
         name = getattr(value, "name", None)
         if not isinstance(value, (io.TextIOWrapper, io.BufferedIOBase)) or not isinstance(name, str):
@@ -534,11 +510,24 @@ class Walk:
         }
 
     def _thread(self, value: Any) -> tuple[str, Any]:
-        if not self._is_old():
+        if not self.is_old:
             raise self.refusal(value, "threads cannot be saved")
         return "opaque", None
 
 
+def _key_name(key: Any) -> str:
+    """Return what a key is called in messages: a number may have more digits than Python prints."""
+    return str(key) if isinstance(key, str) else f"[{key!r:.40}]" if not isinstance(key, int) else f"[{key:#x}]"[:40]
+
+
+_SCALARS: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    complex: lambda value: complex(value.real, value.imag),
+    str: str.__str__,
+    bytes: lambda value: bytes(memoryview(value)),
+}
+"""Types whose subclasses are saved by their value and their attributes, and what returns the value."""
 _DICTS = ("dict", "OrderedDict", "defaultdict", "variables")
 _POSITIONS = {*ITERATOR_TYPES, OwnIterator, TqdmIterator}
 _RLOCK = type(threading.RLock())
@@ -574,8 +563,8 @@ _DERIVED: list[tuple[Any, _Described]] = [
     (dict, Walk._dict),
     ((list, tuple, set, frozenset, collections.deque), Walk._sequence),
     (bytearray, lambda walk, value: ("bytearray", {"bytes": walk.ref(bytes(value), "bytes")})),
-    (np.ndarray, Walk._array),
-    ((torch.Generator, random.Random, np.random.RandomState, np.random.Generator), Walk._random),
+    (np.ndarray, written_array),
+    ((torch.Generator, random.Random, np.random.RandomState, np.random.Generator), written_random),
     (type, Walk._class),
     (_BaseDataLoaderIter, Walk._loader_pass),
     (io.IOBase, Walk._file),

@@ -1,0 +1,180 @@
+"""Kill a public script twice at random moments, resume it each time, and compare it with its undisturbed run.
+
+The undisturbed run comes first. It tells how many updates there are; each update then waits a little, so that the training lasts for
+some seconds. Compared are the loss of each step since the last resume, a checksum of the weights at the last updates, and all files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from mezzo.errors import MezzoError, SnapshotError
+from mezzo.records import RunRecord, read_record
+
+LASTS_S = 8.0
+"""How long the training is made to last."""
+EVERY = "0.3s"
+TRIES = 4
+"""Lives that may end by themselves before the moment of their kill."""
+
+
+def resumed_outcome(words: list[str], sandbox: Path, folder: Path, environment: dict[str, str], results: Path) -> str:
+    """Run a script in a folder of a sandbox, undisturbed and killed, and return what the comparison says.
+
+    Args:
+        words: the command line, up to the options of ``mezzo run``, and ``words[-1]`` its target and arguments.
+        sandbox: the script's files.
+        folder: where in it the script runs.
+        environment: its variables.
+        results: a folder for outputs and records.
+    """
+    start, _, rest = "\0".join(words).partition("\0--out\0")
+    command = start.split("\0")
+    target = rest.split("\0")[1:]
+    untouched, whole = sandbox.with_name("untouched"), sandbox.with_name("whole")
+    shutil.copytree(sandbox, untouched, symlinks=True)
+    probe = results / "probe.json"
+
+    def life(name: str, *options: str, kill_after_s: float | None = None, wait_s: float = 0.0) -> int:
+        own = {"PUBLIC_SCRIPTS_PROBE": str(probe), "PUBLIC_SCRIPTS_WAIT_S": str(wait_s), "PYTHONHASHSEED": "0"}
+        with (results / f"{name}.txt").open("w", encoding="utf-8") as log:
+            line = [*command, "--out", str(results / "run"), *options, *target]
+            process = subprocess.Popen(
+                line, cwd=folder, env=environment | own, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )  # fmt: skip
+            newest, began_s = _newest(results / "run"), time.monotonic()
+            while process.poll() is None and time.monotonic() - began_s < 600:
+                if kill_after_s is not None and _newest(results / "run") > newest:
+                    time.sleep(kill_after_s)
+                    break
+                time.sleep(0.02)
+            ended = process.poll()
+            for one in _descendants(process.pid):
+                _kill(one)
+            process.wait()
+            return -signal.SIGKILL if ended is None else ended
+
+    if life("whole") != 0:
+        return "the undisturbed run failed"
+    wanted, weights = read_record(results / "run" / "record.json"), _checksums(probe)
+    assert isinstance(wanted, RunRecord)
+    if not wanted.steps:
+        return "the undisturbed run made no update"
+    shutil.rmtree(results / "run")
+    sandbox.rename(whole)
+    shutil.copytree(untouched, sandbox, symlinks=True)
+    draw, kills, wait_s = random.Random(str(target)), 0, LASTS_S / len(wanted.steps)
+    options: list[str] = ["--snapshot", EVERY]
+    for number in range(TRIES):
+        code = life(f"life-{number}", *options, kill_after_s=draw.uniform(0, LASTS_S / (3 + number)), wait_s=wait_s)
+        if code == SnapshotError.exit_code:
+            return (
+                f"{'refused' if not kills else 'WRONG: refused after a kill'}: {_said(results / f'life-{number}.txt')}"
+            )
+        if code != -signal.SIGKILL:
+            return f"WRONG: exit {code} after {kills} kills"
+        kills += 1
+        options = ["--snapshot", EVERY, "--resume", str(results / "run")]
+        if kills == 2:
+            break
+    probe.unlink(missing_ok=True)
+    code = life("last", *options)
+    if code != 0:
+        return f"WRONG: exit {code} of the last life: {_said(results / 'last.txt')}"
+    different = _differences(wanted, weights, results, _checksums(probe))
+    different += _files(whole, sandbox)
+    return f"WRONG: {', '.join(different)}" if different else f"same bits after {kills} kills"
+
+
+def _newest(run: Path) -> int:
+    return max((int(path.name.split("-")[0]) for path in (run / "snapshots").glob("*.safetensors")), default=0)
+
+
+def _checksums(probe: Path) -> list[int]:
+    """Return the checksums of the weights after each update; none if the script has no optimizer."""
+    return json.loads(probe.read_text()) if probe.exists() else []
+
+
+def _descendants(process: int) -> list[int]:
+    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in listed.splitlines()]
+    found = [process]
+    for one in found:
+        found += [child for child, parent in pairs if parent == one]
+    return found
+
+
+def _kill(process: int) -> None:
+    try:
+        os.kill(process, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _said(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace").rpartition("mezzo: ")[2].partition("\n")[0]
+
+
+def _differences(wanted: RunRecord, weights: list[int], results: Path, now: list[int]) -> list[str]:
+    try:
+        record = read_record(results / "run" / "record.json")
+    except MezzoError as error:
+        return [error.message]
+    assert isinstance(record, RunRecord)
+    taken = record.snapshots
+    made, all_losses = record.steps.loss, wanted.steps.loss
+    if taken is None or taken.resumed_from is None:
+        return ["it began anew"]
+    problems = [problem.reason for problem in taken.problems]
+    if [loss.hex() for loss in made] != [loss.hex() for loss in all_losses[len(all_losses) - len(made) :]]:
+        problems.append(f"other losses: {len(made)} of {len(all_losses)} steps")
+    if now[-3:] != weights[len(weights) - len(now[-3:]) :]:
+        problems.append("other weights")
+    return problems
+
+
+def _files(one: Path, two: Path) -> list[str]:
+    """Return what differs between the files of two folders; times are not compared, nor are TensorBoard's files."""
+    names = {
+        str(path.relative_to(root))
+        for root in (one, two)
+        for path in root.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and ".tfevents." not in path.name
+    }
+    return [f"file {name}" for name in sorted(names) if not _same_file(one / name, two / name)]
+
+
+def _same_file(one: Path, two: Path) -> bool:
+    if not (one.exists() and two.exists()):
+        return False
+    if one.read_bytes() == two.read_bytes():
+        return True
+    if one.suffix not in (".pt", ".pth", ".pkl", ".ckpt", ".tar"):
+        return False
+    import torch
+
+    try:
+        return _same(torch.load(one, weights_only=False, map_location="cpu"), torch.load(two, weights_only=False))
+    except Exception:  # it names classes of the script, which are not here
+        return False
+
+
+def _same(one: Any, two: Any) -> bool:
+    import torch
+
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, two) and one.dtype is two.dtype
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_same(value, two[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(_same, one, two))
+    return bool(one == two) or repr(one) == repr(two)
