@@ -9,31 +9,28 @@ from __future__ import annotations
 
 import gc
 import io
-from collections.abc import Iterator
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
+
+_ACT = (io.IOBase, GeneratorType, CoroutineType, AsyncGeneratorType)
 
 
 def ids_to_finalise() -> frozenset[int]:
     """Return the ids of the collected objects that do something at their end: before the fork, those of libraries."""
-    return frozenset(map(id, _to_finalise()))
+    # No generator here: it would be one of them.
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, _ACT) or hasattr(kind, "__del__")}
+    return frozenset([id(one) for one in objects if type(one) in kinds and _is_open(one)])
 
 
 def collect_all_if_needed(before: frozenset[int]) -> None:
     """Let Python collect the frozen objects, too, if there are objects to finalise other than ``before``."""
-    if any(id(one) not in before for one in _to_finalise()):
+    if not ids_to_finalise() <= before:
         gc.unfreeze()
 
 
-def _to_finalise() -> Iterator[Any]:
-    """Yield open files, suspended generators, and objects with a ``__del__``."""
-    for one in gc.get_objects():
-        kind = type(one)
-        if issubclass(kind, io.IOBase):
-            if not one.closed:
-                yield one
-        elif issubclass(kind, GeneratorType):
-            if one.gi_frame is not None:
-                yield one
-        elif issubclass(kind, (CoroutineType, AsyncGeneratorType)) or hasattr(kind, "__del__"):
-            yield one
+def _is_open(one: Any) -> bool:
+    """Return whether an object still has an end: a file that is open, a generator that has not ended, anything else."""
+    if isinstance(one, io.IOBase):
+        return not one.closed
+    return not isinstance(one, GeneratorType) or one.gi_frame is not None
