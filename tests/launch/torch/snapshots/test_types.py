@@ -205,5 +205,13 @@ def test_a_view_that_the_loop_makes_is_one_again(tmp_path: Path) -> None:
     assert (now[2][1], now[3][1], now[5][1, 0]) == (70, 5.0, 9.0)
 
 
+def test_a_histogram_for_a_tracker_is_a_value(tmp_path: Path) -> None:
+    histogram = pytest.importorskip("wandb").Histogram([1.0, 2.0, 2.5], num_bins=2)
+
+    now = Life(None, tmp_path).resumed([histogram], None)[0]
+
+    assert (type(now), vars(now)) == (type(histogram), vars(histogram))
+
+
 def test_there_are_at_least_120_types() -> None:
     assert len(ALL) + len(CHANGED) >= 120

@@ -212,7 +212,7 @@ class Walk:
         for parent, described in _DERIVED:
             if isinstance(value, parent):
                 return described(self, value)
-        if is_opaque(value) and (self.is_old or not is_plain(kind) or kind.__module__.startswith("mezzo")):
+        if is_opaque(value):
             return self.opaque_state(value)
         for parent, plain in _SCALARS.items():
             if isinstance(value, parent):
