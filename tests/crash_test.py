@@ -237,6 +237,10 @@ def run_until_it_ends(
         tally.failed += any(codes)
         if not any(codes):
             tally.different += results(training, folder) != wanted
+        print(
+            f"{training.name}: {tally.kills} kills, {tally.runs} runs ended, {tally.failed} failed, {tally.different} different",
+            flush=True,
+        )
         break
     shutil.rmtree(folder)
 
