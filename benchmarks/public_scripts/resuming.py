@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -77,7 +78,9 @@ def resumed_outcome(words: list[str], sandbox: Path, folder: Path, environment: 
     for number in range(TRIES):
         code = life(f"life-{number}", *options, kill_after_s=draw.uniform(0, LASTS_S / (3 + number)), wait_s=wait_s)
         if code == SnapshotError.exit_code:
-            return f"{'refused' if not kills else 'WRONG: refused after a kill'}: {_said(results / f'life-{number}.txt')}"
+            return (
+                f"{'refused' if not kills else 'WRONG: refused after a kill'}: {_said(results / f'life-{number}.txt')}"
+            )
         if code != -signal.SIGKILL:
             return f"WRONG: exit {code} after {kills} kills"
         kills += 1
@@ -141,12 +144,15 @@ def _differences(wanted: RunRecord, weights: list[int], results: Path, now: list
 
 
 def _files(one: Path, two: Path) -> list[str]:
-    """Return what differs between the files of two folders; times are not compared, nor are TensorBoard's files."""
+    """Return what differs between the files of two folders, except those of TensorBoard and those named by the clock."""
     names = {
         str(path.relative_to(root))
         for root in (one, two)
         for path in root.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and ".tfevents." not in path.name
+        if path.is_file()
+        and "__pycache__" not in path.parts
+        and ".tfevents." not in path.name
+        and not re.search(r"20\d{6}", path.name)
     }
     return [f"file {name}" for name in sorted(names) if not _same_file(one / name, two / name)]
 
