@@ -228,11 +228,12 @@ def _execute(request: Request, run_file: Callable[[ScriptFile], dict[str, Any]] 
 def _file_of(request: Request) -> ScriptFile:
     """Return the file of a script or of a module; without a path if a module has none."""
     if request.kind == "script":
-        return ScriptFile(request.target, str(Path(request.target).resolve().parent), None)
+        return ScriptFile(request.target, str(Path(request.target).resolve().parent), None, request.model_dump_json())
     spec, package = spec_of(request.target), request.target.rpartition(".")[0]
     if spec is not None and spec.submodule_search_locations:
         spec, package = spec_of(f"{request.target}.__main__"), request.target
-    return ScriptFile("" if spec is None or spec.origin is None else spec.origin, os.getcwd(), package)
+    origin = "" if spec is None or spec.origin is None else spec.origin
+    return ScriptFile(origin, os.getcwd(), package, request.model_dump_json())
 
 
 def _wait_for_threads() -> None:

@@ -14,6 +14,16 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class TwinRequest(_Part):
+    """What a twin does: resume one snapshot, and write digests of its state some updates later."""
+
+    snapshot: str
+    """The snapshot's file."""
+    updates: int
+    answer: int
+    """Descriptor of the open file for the digests."""
+
+
 class SnapshotRequest(_Part):
     """Where and how often to save the state of a script, and whether to resume from a saved one."""
 
@@ -29,6 +39,10 @@ class SnapshotRequest(_Part):
     rank: int = 0
     ranks: int = 1
     """Number of processes of the job; each saves into a folder of its own."""
+    proves: bool = False
+    """Whether the first snapshot of a run is proven by a twin."""
+    twin: TwinRequest | None = None
+    """None in a run of its own."""
     meeting: str = ""
     """A folder in which the processes of this run tell each other which snapshots they can resume."""
 
@@ -83,3 +97,5 @@ class ScriptFile(NamedTuple):
     """Below it are the script's own modules."""
     package: str | None
     """That of a module, as for ``python -m``."""
+    request: str
+    """The run's request as JSON."""

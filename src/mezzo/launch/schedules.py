@@ -35,11 +35,21 @@ class ScriptSchedules:
         """Count a scheduler's updates from now on."""
         self._seen[scheduler] = self._updates_of(scheduler)
 
+    def since_step(self, scheduler: Any) -> tuple[int, int] | None:
+        """Return a scheduler's updates since its last step, and how many of them were skipped; None for one that is not known."""
+        now, then = self._updates_of(scheduler), self._seen.get(scheduler)
+        return None if then is None else (now[0] - then[0], now[1] - then[1])
+
+    def begin_after(self, scheduler: Any, since_step: tuple[int, int]) -> None:
+        """Count a scheduler's updates from now on, after those that ``since_step`` returned in the run that is resumed."""
+        now = self._updates_of(scheduler)
+        self._seen[scheduler] = now[0] - since_step[0], now[1] - since_step[1]
+
     def waits(self, scheduler: Any) -> bool:
         """Return whether the only update since the last call for ``scheduler`` was skipped."""
-        now, then = self._updates_of(scheduler), self._seen.get(scheduler)
-        self._seen[scheduler] = now
-        return then is not None and (now[0] - then[0], now[1] - then[1]) == (1, 1)
+        since = self.since_step(scheduler)
+        self.begin(scheduler)
+        return since == (1, 1)
 
     def install(self, patches: Patches, base: type[Any]) -> None:
         """Make schedulers of ``base`` and its subclasses wait at skipped updates until ``patches`` are undone."""

@@ -102,6 +102,7 @@ from mezzo.records.run import Memory as Memory
 from mezzo.records.run import Metric as Metric
 from mezzo.records.run import Placement as Placement
 from mezzo.records.run import RunRecord as RunRecord
+from mezzo.records.run import SnapshotProof as SnapshotProof
 from mezzo.records.run import SnapshotsTaken as SnapshotsTaken
 from mezzo.records.run import Steps as Steps
 from mezzo.records.run import is_inspected as is_inspected

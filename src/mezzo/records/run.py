@@ -186,6 +186,21 @@ class FileRead(Value):
     """Unix time."""
 
 
+class SnapshotProof(Value):
+    """Whether a second process that resumed the first snapshot came to the same state as the run."""
+
+    verdict: Literal["proven", "unproven", "unrepeatable", "disproven"]
+    """Unrepeatable: the values that differ also differ between two processes that resume it."""
+    reason: str = ""
+    """Why it is unproven."""
+    values: int = 0
+    """How many values were compared."""
+    updates: int = 0
+    """How many updates after the snapshot."""
+    names: list[str] = []
+    """The first values that differ."""
+
+
 class SnapshotsTaken(Value):
     """The snapshots of a run: what they contain, what they lack, and the one that it was resumed from."""
 
@@ -199,8 +214,8 @@ class SnapshotsTaken(Value):
     """The loop that a resumed run enters again: file and line."""
     found: list[str] = []
     """Models, optimizers, schedulers, scalers and generators in the last one: variable and class."""
-    left_out: list[Reason] = []
-    """Variables that could not be saved, and why."""
+    proof: SnapshotProof | None = None
+    """None in a resumed run, and in one without a snapshot."""
     problems: list[Reason] = []
     """Saves that failed, and snapshots that could not be loaded, and why."""
     resumed_from: str | None = None

@@ -56,6 +56,7 @@ def snapshot_request(
         every_s=_USUAL_S if snapshot is None else _seconds_of(snapshot),
         resume=resume is not None,
         hash_seed=hash_seed,
+        proves=True,
         may_be_first=_is_itself(resume, script.out),
         identity={
             "script": script.target,

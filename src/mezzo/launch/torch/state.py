@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -38,6 +39,7 @@ from mezzo.policy import Policy
 from mezzo.records import OWN_16_BITS, Reason
 
 if TYPE_CHECKING:
+    from mezzo.launch.schedules import ScriptSchedules
     from mezzo.launch.torch.guarding import ScriptGuard
     from mezzo.launch.torch.models.model_changes import ChangedModels
     from mezzo.observe.tracer import InspectOperation
@@ -60,6 +62,8 @@ class Run:
     session_policy: str = ""
     """The policy of the script's own ``mezzo.Session``, if the run leaves it alone."""
 
+    schedules: ScriptSchedules
+    """The script's schedulers, which wait at skipped updates."""
     compiles = False
     """Whether the script has called torch.compile."""
     own_autocast_on = False
@@ -421,6 +425,14 @@ class Run:
             self.guard.check()
         if self.limit is not None:
             self.limit.check(self.recorder.num_closed)
+
+    def scale_states(self) -> list[dict[str, Any]]:
+        """Return the states of the loss scales, as they are once the open update is closed."""
+        scale = self.scale
+        if self.stepped and scale.checks and self.overflowed is not None:
+            scale = copy.deepcopy(scale)
+            scale.updated(skipped=self.overflowed)
+        return [scale.state_dict(), self.inner_scale.state_dict()]
 
     @property
     def gradient_scale(self) -> float:

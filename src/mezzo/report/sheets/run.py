@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from mezzo.errors import ScriptError
-from mezzo.records import RunRecord, SnapshotsTaken
+from mezzo.records import RunRecord, SnapshotProof, SnapshotsTaken
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets import ranks, shared
 from mezzo.report.sheets.bottleneck import LIMITS, bottleneck_facts
@@ -97,14 +97,25 @@ def _snapshots(taken: SnapshotsTaken) -> Fact:
     value = f"{taken.saved} saved in {taken.folder}"
     if taken.resumed_from is not None:
         value += f"; resumed after {fmt.plural(taken.resumed_updates or 0, 'update')}"
-    lacks = [f"not saved: {one.what}, {one.reason}" for one in taken.left_out]
-    reasons = [*(one.reason for one in taken.problems), *lacks]
+    proof = taken.proof
+    value += "" if proof is None else f"; {proof.verdict}"
+    reasons = [*([] if proof is None else [proof_text(proof)]), *(one.reason for one in taken.problems)]
     return Fact(
         what="snapshots",
         value=fmt.clean(value),
         reason=fmt.clean("; ".join(reasons)),
-        tone="warn" if taken.problems else "",
+        tone="bad" if proof is not None and proof.verdict == "disproven" else "warn" if taken.problems else "",
     )
+
+
+def proof_text(proof: SnapshotProof) -> str:
+    """Return what proves or disproves a run's snapshots."""
+    after, names = fmt.plural(proof.updates, "update"), ", ".join(proof.names)
+    if proof.verdict == "proven":
+        return f"a second process resumed the first one: {proof.values:,} values the same after {after}"
+    if proof.verdict == "unrepeatable":
+        return f"resumed twice, the script did not repeat itself: {names}"
+    return proof.reason or f"a second process that resumed the first one differed after {after}: {names}"
 
 
 def run_facts(record: RunRecord) -> list[Fact]:

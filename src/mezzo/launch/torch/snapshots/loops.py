@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 from mezzo.engine.snapshots.randomness import random_states, set_random_states
 from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.torch.snapshots.iterators import iterator_of
+from mezzo.launch.torch.snapshots.library_settings import apply_settings, changed_since, settings_now
+from mezzo.launch.torch.snapshots.reachable import digests_of
 from mezzo.launch.torch.snapshots.restore import Restoration
-from mezzo.launch.torch.snapshots.rewriting import CELLS, ITERATOR, Way
+from mezzo.launch.torch.snapshots.rewriting import CELLS, ITERATOR, OWN_NAMES, Way
 from mezzo.launch.torch.snapshots.samplers import begin_samplers
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
 from mezzo.launch.torch.snapshots.source import FunctionPlace, TextSpan, place_of, position_of
@@ -45,6 +47,7 @@ class SetUpEnd(NamedTuple):
     """How often the loop had been entered, this time included."""
     frames: list[FrameType]
     positions: list[TextSpan | None]
+    settings: dict[str, Any]
 
 
 class Loops:
@@ -76,7 +79,11 @@ class Loops:
         self._files, self._trains, self._instead = files, trains, instead
         self._save, self._refuse, self._on_arrival = save, refuse, arrived
         self.due = False
-        """Whether a snapshot is to be taken at the next chance."""
+        """Whether a loop is to call ``hook`` at its next turn."""
+        self.wanted = False
+        """Whether a snapshot is to be taken then."""
+        self._compare: Callable[[dict[str, str]], None] | None = None
+        self._saved_in: LoopName = "", 0
         self.can_save = False
         """Whether a snapshot has been taken."""
         self.entering = ""
@@ -126,7 +133,7 @@ class Loops:
         finally:
             self._walked_s += time.perf_counter() - began_s
         positions = [position_of(one.f_code, one.f_lasti) for one in own]
-        self._end = SetUpEnd(base_of(walk, limits), loop, self._entries[loop], own, positions)
+        self._end = SetUpEnd(base_of(walk, limits), loop, self._entries[loop], own, positions, settings_now())
 
     def want(self, frame: FrameType | None) -> None:
         """Take a snapshot at the next turn of a loop around ``frame``, which has just made an update."""
@@ -136,7 +143,7 @@ class Loops:
             if self._files.has(one)
             for number in self._files.sources[one.f_code.co_filename].loops_around(one)
         ]
-        self.due = any(one not in self._problems for one in self._around)
+        self.want_soon()
         if not self._around:
             self._refuse(
                 NotSavable(
@@ -145,22 +152,36 @@ class Loops:
                 )
             )
 
+    def want_soon(self) -> None:
+        """Take a snapshot at the next turn of a loop around the last update for which one was wanted."""
+        self.wanted = any(one not in self._problems for one in self._around)
+        self.due = self.wanted or self._compare is not None
+
+    def compare(self, compare: Callable[[dict[str, str]], None]) -> None:
+        """Call ``compare`` with digests of the script's state at the next turn of the loop in which the last snapshot was taken."""
+        self._compare, self.due = compare, True
+
     def hook(self, number: int, path: str) -> None:
-        """Take the snapshot that is due, if this loop is around the update, and can be entered again."""
+        """Do what is due in this loop: give digests, or take a snapshot if it is around the update, and can be entered again."""
         loop = (path, number)
-        if loop not in self._around or loop in self._problems:
-            return
-        self.due = False
+        if self._compare is not None and loop == self._saved_in:
+            compare, self._compare, self.due = self._compare, None, self.wanted
+            compare(self.digests())
+        if self.wanted and loop in self._around and loop not in self._problems:
+            self.wanted, self.due = False, self._compare is not None
+            self._take(loop, sys._getframe(1))
+
+    def _take(self, loop: LoopName, frame: FrameType) -> None:
         self._variables.clear()
         if self._instead():
             return
         try:
-            tree, tensors, objects = self._snapshot(loop, sys._getframe(1))
+            tree, tensors, objects = self._snapshot(loop, frame)
         except SnapshotError as error:
             self._problems[loop] = error
-            lasting = isinstance(error, NotSavable) and error.lasting
-            self.due = not lasting and any(one not in self._problems for one in self._around)
-            if not self.due:
+            if not (isinstance(error, NotSavable) and error.lasting):
+                self.want_soon()
+            if not self.wanted:
                 self._refuse(error)
         except Exception as error:  # nothing that goes wrong here may reach the script
             self._problems[loop] = NotSavable(
@@ -168,9 +189,18 @@ class Loops:
             )
             self._refuse(self._problems[loop])
         else:
-            self.can_save = True
-            line = self._files.sources[path].loops[number].lineno
-            self._save(tree, tensors, f"{Path(path).name}:{line}", objects)
+            self.can_save, self._saved_in = True, loop
+            line = self._files.sources[loop[0]].loops[loop[1]].lineno
+            self._save(tree, tensors, f"{Path(loop[0]).name}:{line}", objects)
+
+    def digests(self) -> dict[str, str]:
+        """Return digests of all that the script can reach now."""
+        frames = [one for one in self._files.frames(sys._getframe(1)) if self._files.has(one)]
+        named = [
+            (f"{name}.".removeprefix("__main__."), module.__dict__) for name, module in self._files.modules.items()
+        ]
+        named += [(f"{one.f_code.co_name}() ", one.f_locals) for one in frames if one.f_locals is not one.f_globals]
+        return digests_of([(name, _of_script(held)) for name, held in named])
 
     def objects(self) -> dict[str, Any]:
         """Return the models, optimizers, schedulers and scalers that the script can reach now, by name."""
@@ -222,6 +252,8 @@ class Loops:
             "ends": ends,
             "rows": walk.rows,
             "random": random_states(),
+            "settings": changed_since(end.settings),
+            "loop": [self._files.name_of(loop[0]), loop[1]],
         }
         return tree, walk.tensors, _trained(walk)
 
@@ -325,6 +357,8 @@ class Loops:
         assert restoration is not None
         restoration.fill(0, tree["ends"][-1], again=True)
         set_random_states(tree["random"])
+        apply_settings(tree["settings"])
+        self._saved_in = self._files.path_of(tree["loop"][0]), tree["loop"][1]
         self._resumed, self._restoration, self._tensors = None, None, {}
         self._on_arrival()
 
@@ -347,7 +381,8 @@ class Loops:
         same = Base(objects, links, ids, checksums, base["limits"], storages)
         positions = [TextSpan(*row) if row else None for row in base["path"]]
         frames = own[: len(positions)]
-        return SetUpEnd(same, (self._files.path_of(base["loop"][0]), base["loop"][1]), base["entry"], frames, positions)
+        loop = (self._files.path_of(base["loop"][0]), base["loop"][1])
+        return SetUpEnd(same, loop, base["entry"], frames, positions, settings_now())
 
     def _lost(self, number: int) -> SnapshotError:
         assert self._resumed is not None
@@ -360,6 +395,12 @@ class Loops:
             f"set-up did not make {'.'.join(reversed(parts))!r} again, a {kind}",
             hint="resume with the script, the arguments and the files as they were",
         )
+
+
+def _of_script(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables that the script has written itself."""
+    hidden = {name for name in variables if name.startswith(("__", *OWN_NAMES)) and not name.startswith(ITERATOR)}
+    return {name: value for name, value in variables.items() if name not in hidden}
 
 
 def _trained(walk: Walk) -> dict[str, Any]:

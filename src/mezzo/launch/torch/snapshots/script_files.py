@@ -34,6 +34,7 @@ class OwnFiles:
         self._ways = ways
         self.sources: dict[str, Source] = {}
         self.modules: dict[str, ModuleType] = {}
+        self._names: dict[str, str] = {}
         self._codes: dict[tuple[str, FunctionPlace], CodeType | None] = {}
 
     def may_be_own(self, file: Path) -> bool:
@@ -46,7 +47,8 @@ class OwnFiles:
     def code(self, path: str) -> CodeType:
         """Return the rewritten code of a file."""
         source = self.sources[path] = Source(path)
-        name = self.name_of(path)
+        # Now, because the script may leave the folder to which a path is relative.
+        name = self._names[path] = os.path.relpath(os.path.realpath(path), self.folder)
         code = rewritten(source, [way for way in self._ways if way.file == name])
         for inner in codes_in(code):
             key = (path, place_of(inner))
@@ -55,7 +57,7 @@ class OwnFiles:
 
     def name_of(self, path: str) -> str:
         """Return a file's name in snapshots: a script may be resumed in another folder."""
-        return os.path.relpath(os.path.realpath(path), self.folder)
+        return self._names[path]
 
     def path_of(self, name: str) -> str:
         """Return the path of a file by ``name_of``, as its code has it.

@@ -17,6 +17,7 @@ from mezzo.engine.snapshots.folder import saved_in
 from mezzo.errors import SnapshotError
 from mezzo.launch.ranks.meeting import JOIN_S, read_message, write_message
 from mezzo.launch.request_parts import SnapshotRequest
+from mezzo.launch.torch.snapshots.proof import refuse_disproven
 
 _POLL_S = 0.02
 
@@ -36,6 +37,8 @@ def choose_start(request: SnapshotRequest) -> RunStart:
     Raises:
         SnapshotError: the run is to be resumed and no snapshot can be, or a process did not answer.
     """
+    if request.resume:
+        refuse_disproven(Path(request.folder))
     if request.ranks > 1:
         start = _choose_together(request)
     elif request.resume:

@@ -8,7 +8,6 @@ place, and is from there on the run that was stopped: ``loops`` says how. Nothin
 from __future__ import annotations
 
 import builtins
-import copy
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo.engine.processes.agreement import EVERY_S, Agreement, are_several
@@ -32,6 +32,7 @@ from mezzo.launch.torch.policy_change import change_policy
 from mezzo.launch.torch.snapshots.files import SET_UP, FileJournal
 from mezzo.launch.torch.snapshots.iterators import install_passes
 from mezzo.launch.torch.snapshots.loops import Loops, way_from_json
+from mezzo.launch.torch.snapshots.proof import UPDATES, Proof, answer_twin, mark_disproven
 from mezzo.launch.torch.snapshots.returning import return_to_good
 from mezzo.launch.torch.snapshots.rewriting import RUNTIME
 from mezzo.launch.torch.snapshots.samplers import capture_samplers
@@ -41,7 +42,7 @@ from mezzo.launch.torch.snapshots.trained_objects import states_of
 from mezzo.launch.torch.state import Run
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
-from mezzo.records import Reason, SnapshotsTaken
+from mezzo.records import Reason, SnapshotProof, SnapshotsTaken
 
 _KEEP = 3
 _TRIED = (3, 11)
@@ -83,6 +84,10 @@ class ScriptSnapshots:
         )
         self._copies, self._last_s = Copies(), float("-inf")
         self._saving: Saving | None = None
+        proves = request.proves and self._resumed is None and request.ranks == 1
+        self._proof = Proof(script, self._folder.path) if proves else None
+        self._until_comparison: int | None = None
+        """Updates until this run's state is compared with that of its twin."""
         self._patches = Patches()
         self._sigterm_received = False
         self._process = os.getpid()
@@ -123,6 +128,14 @@ class ScriptSnapshots:
             self._journal.roll_back(SET_UP)
         self._patches.undo()
         self._finish_saving()
+        if self._proof is not None:
+            proof = self._proof.end()
+            if self.taken.saved:
+                self._note_proof(proof)
+        elif self._request.proves and self._request.ranks > 1 and self.taken.resumed_from is None and self.taken.saved:
+            self._note_proof(
+                SnapshotProof(verdict="unproven", reason="several processes are not resumed beside themselves")
+            )
         return self.taken
 
     @property
@@ -148,8 +161,9 @@ class ScriptSnapshots:
             return
         if threading.current_thread() is not threading.main_thread():
             return
+        self._prove()
         guard = self._run.guard
-        if self._loops.due or (
+        if self._loops.wanted or (
             guard is not None and guard.pending is not None
         ):  # another loop may be around this update
             self._loops.want(sys._getframe(1))
@@ -157,11 +171,36 @@ class ScriptSnapshots:
             self._last_s = time.monotonic()
             self._loops.want(sys._getframe(1))
 
+    def _prove(self) -> None:
+        """Compare this run with its twin, if it is time for it."""
+        if self._until_comparison is not None:
+            self._until_comparison -= 1
+            if self._until_comparison == 0:
+                self._until_comparison, twin = None, self._request.twin
+                if twin is not None:
+                    self._loops.compare(lambda digests: answer_twin(twin, digests))
+                elif self._proof is not None:
+                    self._loops.compare(self._proof.compare_with)
+        if self._proof is not None:
+            self._proof.follow()
+            if self._proof.verdict is not None:
+                self._note_proof(self._proof.verdict)
+
+    def _note_proof(self, proof: SnapshotProof) -> None:
+        self._proof, self.taken = None, self.taken.model_copy(update={"proof": proof})
+        if proof.verdict == "disproven":
+            mark_disproven(self._folder.path, proof)
+            self._loops.can_save = False
+            print(
+                f"mezzo: no more snapshots: a run that resumed the first one differs in {', '.join(proof.names)}",
+                file=sys.stderr,
+            )
+
     def _is_due(self) -> bool:
         """Return whether to save now; several processes agree on it, and all end if one received SIGTERM."""
         due = self._sigterm_received or time.monotonic() - self._last_s >= self._request.every_s
         if self._agreement is None:
-            return due
+            return due and not self._is_disproven
         updates = self._run.num_updates
         if updates < self._agreement.next:
             return False
@@ -173,8 +212,15 @@ class ScriptSnapshots:
         due, self._sigterm_received = map(bool, self._agreement.exchange(updates, [due, self._sigterm_received]))
         return due
 
+    @property
+    def _is_disproven(self) -> bool:
+        return self.taken.proof is not None and self.taken.proof.verdict == "disproven"
+
     def _returns(self) -> bool:
-        """Return to the newest good snapshot, if an alarm asks for it, or have the guard end the script."""
+        """Return to the newest good snapshot, if an alarm asks for it, or have the guard end the script; or wait for a better moment."""
+        if self._run.left_out.waits:  # for an update: which pass overflowed is not saved
+            self._loops.want_soon()
+            return True
         guard = self._run.guard
         if guard is None or guard.pending is None:
             return False
@@ -213,7 +259,9 @@ class ScriptSnapshots:
                 "files": self._journal.begin(number),
                 "policy": str(run.current),
                 "device": None if run.device_type is None else str(run.recorder.clock.device),
-                "scales": [_closed_scale(run).state_dict(), run.inner_scale.state_dict()],
+                "scales": run.scale_states(),
+                "drops": run.left_out.drops,
+                "schedules": _since_steps(run, objects),
                 "updates": updates,
                 "trained": trained,
                 "script": {key: value for key, value in tree.items() if key != "rows"},
@@ -222,15 +270,22 @@ class ScriptSnapshots:
             written, found = take_apart(contents)
             written["script"]["rows"] = tree["rows"]  # JSON already
             copies = self._copies.of(found)
-            self._saving = Saving(path, written, copies, self._prune)
+            self._saving = Saving(path, written, copies, lambda: self._written(path))
         except SnapshotError as error:
             self._report_problem("save", error.message)
+        if not self.taken.loop and self._proof is not None:
+            self._until_comparison = UPDATES
         self.taken = self.taken.model_copy(update={"loop": where, "found": sorted(objects)})
         if self._sigterm_received:
             self._finish_saving()
             self._end(signal.SIGTERM, None)
 
-    def _prune(self) -> None:
+    def _written(self, path: Path) -> None:
+        """Delete what the new snapshot replaces, or let it be proven if it is the first."""
+        if self._proof is not None and self._proof.written is None:
+            self._proof.written = path
+        if self._proof is not None and self._proof.is_running:
+            return
         self._folder.prune(_KEEP)
         kept = saved_in(self._folder.path)
         if kept:
@@ -292,8 +347,15 @@ class ScriptSnapshots:
             print(f"mezzo: guard: policy {contents['policy']}: {why}", file=sys.stderr)
         for scale, state in zip((run.scale, run.inner_scale), contents["scales"], strict=True):
             scale.load_state_dict(state)
+        run.left_out.drops = contents["drops"]
+        if contents["schedules"]:
+            for name, scheduler in self._loops.objects().items():
+                if name in contents["schedules"]:
+                    run.schedules.begin_after(scheduler, tuple(contents["schedules"][name]))
         self._last_s = time.monotonic()
         self._resumed = None
+        if self._request.twin is not None:
+            self._until_comparison = self._request.twin.updates
 
     def _defer_sigterm(self) -> None:
         """End after the next turn of the loop and a snapshot instead of immediately; ``LAST_WORD`` still ends the script."""
@@ -306,16 +368,13 @@ class ScriptSnapshots:
                 self._end(number, frame)
             self._sigterm_received = True
             if self._agreement is None:
-                self._loops.due = True
+                self._loops.want_soon()
 
         signal.signal(signal.SIGTERM, defer)
         self._patches.on_undo(lambda: signal.signal(signal.SIGTERM, self._end))
 
 
-def _closed_scale(run: Run) -> Any:
-    """Return the loss scale as it is once the open update is closed, which only the next pass does."""
-    if not run.stepped or run.overflowed is None:
-        return run.scale
-    scale = copy.deepcopy(run.scale)
-    scale.updated(skipped=run.overflowed)
-    return scale
+def _since_steps(run: Run, objects: dict[str, Any]) -> dict[str, list[int]]:
+    """Return each scheduler's updates since its last step, and how many of them were skipped."""
+    found = {name: run.schedules.since_step(one) for name, one in objects.items() if isinstance(one, LRScheduler)}
+    return {name: list(since) for name, since in found.items() if since is not None}

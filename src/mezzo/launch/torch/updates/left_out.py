@@ -41,7 +41,7 @@ class LeftOutUpdates:
         self._scale: float | None = None
         self._proven = False
         """Whether an update was finite at the present scale."""
-        self._drops = False
+        self.drops = False
         """Whether the script has dropped gradients without a step."""
         self._sample: tuple[Leaf, int, int] | None = None
         """A leaf of the last pass, with the address and the version of its gradient."""
@@ -51,6 +51,11 @@ class LeftOutUpdates:
         """By the place of the pass, the leaves whose gradients overflowed and on which no optimizer has stepped since."""
         self._dropped: dict[Place, Leaves] = {}
         """The same for passes whose gradients the script has dropped since."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the gradients of a pass overflowed, and no update has followed yet."""
+        return bool(self._overflowed or self._dropped)
 
     def forget(self) -> None:
         """Forget all passes: they were no training steps."""
@@ -66,7 +71,7 @@ class LeftOutUpdates:
         self._sample = None
         if plain is not None and plain.grad is not None:
             self._sample = ref(plain), plain.grad.data_ptr(), plain.grad._version
-        if not reached or (self._proven and not self._drops):
+        if not reached or (self._proven and not self.drops):
             return
         if not bool(not_finite(total_norm([_gradient(leaf) for leaf in reached]))):
             return
@@ -99,7 +104,7 @@ class LeftOutUpdates:
         if not run.scale.checks or run.in_closure:
             return
         self._note_dropped()
-        if self._proven and not self._drops:
+        if self._proven and not self.drops:
             return
         self._place = _place()
         leaves = self._dropped.pop(self._place, None)
@@ -117,14 +122,14 @@ class LeftOutUpdates:
             find, address, version = self._sample
             leaf = find()
             gradient = None if leaf is None else leaf.grad
-            self._drops |= gradient is None or (gradient.data_ptr(), gradient._version) != (address, version)
+            self.drops |= gradient is None or (gradient.data_ptr(), gradient._version) != (address, version)
         elif (optimizer := self._run.steady.optimizer()) is not None:  # after a pass that was not noted
-            self._drops |= any(p.grad is None for p in trained_leaves(optimizer))
+            self.drops |= any(p.grad is None for p in trained_leaves(optimizer))
         for place, leaves in tuple(self._overflowed.items()):
             living = _living(leaves)
             if living and all(leaf.grad is None or all_finite([_gradient(leaf)]) for leaf in living):
                 self._dropped[place] = self._overflowed.pop(place)
-                self._drops = True
+                self.drops = True
 
 
 def _gradient(leaf: Tensor) -> Tensor:

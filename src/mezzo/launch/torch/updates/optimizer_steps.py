@@ -63,7 +63,7 @@ class Updates:
         """Number of updates of each optimizer, and how many of them were skipped."""
         self._last_counts = [0, 0]
         """The counts of the last optimizer whose step was recorded in full."""
-        self._schedules = ScriptSchedules(self._updates_of, on_step=run.lint.scheduled)
+        self._schedules = run.schedules = ScriptSchedules(self._updates_of, on_step=run.lint.scheduled)
         self._casting_stopped = False
         """Whether casting is turned off for the running step."""
         self._closure_runs_first: set[type] = set()

@@ -1,0 +1,202 @@
+"""Digests of all that a script can reach, by name: two processes that are in the same state have the same ones.
+
+This walk proves snapshots, so it shares no code with the one that takes them: it asks each object for its attributes, its elements, or
+what ``copy`` would take, and never looks at what set-up had made. Of two names of one object, the second has the first as its digest.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import random
+import types
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from mezzo.engine.snapshots.randomness import random_states
+from mezzo.launch.torch.snapshots.library_settings import settings_now
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_LIBRARIES = (
+    "mezzo", "logging", "threading", "_thread", "concurrent", "multiprocessing", "weakref", "importlib", "_frozen_importlib",
+    "typing", "abc", "_abc", "torch._C", "torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.utils.tensorboard",
+    "tensorboard", "tensorboardX", "wandb", "mlflow",
+)  # fmt: skip
+"""Their objects have locks, times and process numbers, and nothing that training reads."""
+_BAR = ("iterable", "total", "desc", "n")
+"""Of a progress bar; the rest is times."""
+
+
+def digests_of(variables: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, str]:
+    """Return a digest of each value that variables lead to, by its path; generators and library settings belong to it.
+
+    Args:
+        variables: of each module and frame, its name and its variables.
+    """
+    walk = _Walk()
+    for name, held in variables:
+        for variable, value in held.items():
+            walk.visit(value, f"{name}{variable}")
+    for name, state in random_states().items():
+        walk.visit(state, f"random generator {name}")
+    for name, value in settings_now().items():
+        walk.visit(value, f"setting {name}")
+    return walk.digests
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+        self._paths: dict[int, str] = {}
+        self._kept: list[Any] = []
+        """What was visited, so that no other object gets its id."""
+
+    def visit(self, root: Any, name: str) -> None:
+        """Note the digests of a value and of all that it leads to."""
+        waiting = [(name, root)]
+        while waiting:
+            path, value = waiting.pop()
+            if type(value) in _PLAIN:
+                self.digests[path] = _digest(repr(value).encode())
+                continue
+            if id(value) in self._paths:
+                self.digests[path] = f"same as {self._paths[id(value)]}"
+                continue
+            self._paths[id(value)] = path
+            self._kept.append(value)
+            own, parts = _parts(value)
+            self.digests[path] = f"{type(value).__qualname__} {own}"
+            waiting += [(f"{path}{name}", part) for name, part in reversed(list(parts))]
+
+
+def _digest(data: Any) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+def _parts(value: Any) -> tuple[str, Iterator[tuple[str, Any]]]:
+    """Return the digest of what is an object's own, and the named values that it leads to."""
+    if isinstance(value, Tensor):
+        return _tensor(value), iter([(".grad", value.grad)] if value.is_leaf else [])
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return _digest(f"{value.dtype}{value.shape}".encode() + value.tobytes()), _attributes(value)
+    if isinstance(value, dict):
+        plain = all(type(key) in _PLAIN for key in value)
+        keys = [f"[{key!r}]" if plain else f"[{n}]" for n, key in enumerate(value)]
+        held = [] if plain else [(f" key {n}", key) for n, key in enumerate(value)]
+        order = _digest(repr(keys).encode())
+        return order, iter([*held, *zip(keys, list(dict.values(value)), strict=True), *_attributes(value)])
+    if isinstance(value, (set, frozenset)):
+        items = sorted(repr(one) for one in value if type(one) in _PLAIN)
+        return f"{len(value)} {_digest(repr(items).encode())}", _attributes(value)
+    if isinstance(value, (list, tuple, collections.deque)):
+        items = list(value)
+        if len(items) > 16 and all(type(one) in _PLAIN for one in items):
+            return f"{len(items)} {_digest(repr(items).encode())}", _attributes(value)
+        return str(len(items)), iter([*((f"[{n}]", one) for n, one in enumerate(items)), *_attributes(value)])
+    return _other_parts(value)
+
+
+def _tensor(value: Tensor) -> str:
+    about = f"{value.dtype} {tuple(value.shape)} {value.device} {value.requires_grad}"
+    if value.is_meta:
+        return about
+    local: Any = value.to_local() if hasattr(value, "to_local") else value
+    try:
+        data = local.detach().cpu().to_dense().contiguous().view(-1).view(torch.uint8).numpy()
+    except (RuntimeError, TypeError, NotImplementedError):  # a kind of tensor without plain memory
+        return f"{about} {_digest(repr(value).encode())}"
+    return f"{about} {_digest(data.data)}"
+
+
+def _other_parts(value: Any) -> tuple[str, Iterator[tuple[str, Any]]]:
+    kind = type(value)
+    if isinstance(value, types.FunctionType):
+        cells = [
+            (f" {name}", _content(cell))
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        ]
+        return value.__qualname__, iter(
+            [*cells, (" defaults", value.__defaults__), (" keywords", value.__kwdefaults__), *_attributes(value)]
+        )
+    if isinstance(value, types.MethodType):
+        return value.__func__.__qualname__, iter([(".__self__", value.__self__)])
+    if isinstance(value, type):
+        own = {n: one for n, one in vars(value).items() if not n.startswith("__") and not callable(one)}
+        return value.__qualname__, iter(
+            [(f".{n}", one) for n, one in own.items()] if value.__module__ == "__main__" else []
+        )
+    if isinstance(value, torch.Generator):
+        return _tensor(value.get_state()), iter(())
+    if isinstance(value, (types.ModuleType, os.PathLike)) or _module(kind).startswith(_LIBRARIES):
+        return str(getattr(value, "__name__", "")), iter(())
+    if isinstance(value, types.GeneratorType):
+        held = {} if value.gi_frame is None else value.gi_frame.f_locals
+        return str(value.gi_frame is None), iter(
+            [(f" {n}", one) for n, one in held.items() if not n.startswith("_mezzo")]
+        )
+    if isinstance(value, _BaseDataLoaderIter):
+        return str(value._num_yielded), iter([("._sampler_iter", value._sampler_iter)])
+    if isinstance(value, random.Random):
+        return "", iter([(" state", None if isinstance(value, random.SystemRandom) else value.getstate())])
+    if isinstance(value, np.random.RandomState):
+        return "", iter([(" state", value.get_state(legacy=False))])
+    if isinstance(value, np.random.Generator):
+        return "", iter([(" state", value.bit_generator.state)])
+    if isinstance(value, weakref.ref):
+        return "", iter([(" to", value())])
+    if hasattr(value, "set_postfix"):  # a progress bar
+        return "", iter([(f".{n}", getattr(value, n, None)) for n in _BAR])
+    if hasattr(value, "fileno") and hasattr(value, "tell"):
+        return _position(value), iter(())
+    return _copied(value)
+
+
+def _copied(value: Any) -> tuple[str, Iterator[tuple[str, Any]]]:
+    """Return an object's attributes, and what a copy of it would consist of if its class says so; of others only the type is known."""
+    plain = hasattr(value, "__dict__") or any("__slots__" in vars(parent) for parent in type(value).__mro__)
+    if plain and "__reduce__" not in {name for parent in type(value).__mro__[:-1] for name in vars(parent)}:
+        return "", _attributes(value)
+    try:
+        reduced = value.__reduce_ex__(2)
+    except Exception:  # an object that cannot be copied
+        return "", _attributes(value)
+    if isinstance(reduced, str):
+        return reduced, iter(())
+    parts = [(f" part {n}", one) for n, one in enumerate(reduced[1:]) if one is not None]
+    return getattr(reduced[0], "__qualname__", ""), iter([*parts, *_attributes(value)])
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict) and held is not value:
+        yield from ((f".{name}", one) for name, one in list(held.items()))
+    for parent in type(value).__mro__:
+        slots = vars(parent).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _position(file: Any) -> str:
+    try:
+        return f"{getattr(file, 'name', '')} {file.tell()}"
+    except (OSError, ValueError):  # a terminal, or closed
+        return ""
+
+
+def _module(kind: type) -> str:
+    return str(kind.__module__) + "."
