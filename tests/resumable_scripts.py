@@ -111,6 +111,14 @@ for epoch in range(4):
     for a, b in loader: logger.info("loss %s", step(a, b))
 result()
 """,
+    "log of another name": r"""
+import logging
+log = open(f"log-{len(os.listdir('.'))}.txt", "w")
+logging.basicConfig(filename=f"train-{len(os.listdir('.'))}.log", level=logging.INFO, format="%(message)s")
+for epoch in range(4):
+    for a, b in loader: l = step(a, b); logging.info("loss %s", l); log.write(f"{l}\n")
+log.close(); result()
+""",
     "log csv with": r"""
 import csv
 with open("m.csv", "w", newline="") as f:

@@ -23,6 +23,8 @@ from mezzo.records import RunRecord, read_record
 LASTS_S = 8.0
 """How long the training is made to last."""
 EVERY = "0.3s"
+_CLOCK = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?")
+"""Times in logs."""
 TRIES = 4
 """Lives that may end by themselves before the moment of their kill."""
 
@@ -152,7 +154,7 @@ def _files(one: Path, two: Path) -> list[str]:
         if path.is_file()
         and "__pycache__" not in path.parts
         and ".tfevents." not in path.name
-        and not re.search(r"20\d{6}", path.name)
+        and not re.search(r"20\d{6}|\d{16,}", path.name)
     }
     return [f"file {name}" for name in sorted(names) if not _same_file(one / name, two / name)]
 
@@ -160,7 +162,7 @@ def _files(one: Path, two: Path) -> list[str]:
 def _same_file(one: Path, two: Path) -> bool:
     if not (one.exists() and two.exists()):
         return False
-    if one.read_bytes() == two.read_bytes():
+    if _CLOCK.sub(b"", one.read_bytes()) == _CLOCK.sub(b"", two.read_bytes()):
         return True
     if one.suffix not in (".pt", ".pth", ".pkl", ".ckpt", ".tar"):
         return False
