@@ -212,7 +212,9 @@ def _run(task: _Task, asks: Connection | None) -> int:
 class _AskedRun:
     """A run that a forked command asks for: a fork, with the interface of ``Guarded``."""
 
-    def __init__(self, asks: Connection, output: str, command: Sequence[str], *, stdout: Any, stderr: Any) -> None:
+    def __init__(
+        self, asks: Connection, output: str, command: Sequence[str], *, stdout: Any, stderr: Any, env: Any = None
+    ) -> None:
         self._asked = asks
         asks.send(_task_of(command, getattr(stdout, "name", output)))
         self.pid: int = asks.recv()
@@ -237,7 +239,7 @@ class _AskedRun:
 class _Run:
     """A run that the test's own process starts: a fork, with the interface of ``Guarded``."""
 
-    def __init__(self, command: Sequence[str], *, stdout: Any, stderr: Any) -> None:
+    def __init__(self, command: Sequence[str], *, stdout: Any, stderr: Any, env: Any = None) -> None:
         output = getattr(stdout, "name", f"/proc/{os.getpid()}/fd/{stdout or 1}")
         self._process = _CONTEXT.Process(target=_be, args=(_task_of(command, output), None))
         self._process.start()

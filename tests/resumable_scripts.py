@@ -111,6 +111,14 @@ for epoch in range(4):
     for a, b in loader: logger.info("loss %s", step(a, b))
 result()
 """,
+    "log of another name": r"""
+import logging
+log = open(f"log-{len(os.listdir('.'))}.txt", "w")
+logging.basicConfig(filename=f"train-{len(os.listdir('.'))}.log", level=logging.INFO, format="%(message)s")
+for epoch in range(4):
+    for a, b in loader: l = step(a, b); logging.info("loss %s", l); log.write(f"{l}\n")
+log.close(); result()
+""",
     "log csv with": r"""
 import csv
 with open("m.csv", "w", newline="") as f:
@@ -236,6 +244,23 @@ d = It(); l = DataLoader(d, 4)
 for epoch in range(4):
     for a, b in l: step(a, b)
 result(d.seen)
+""",
+    "tuple keys": r"""
+class Counted(Dataset):
+    def __init__(self): self.count = {(i, -i): i for i in range(40)}; self.seen = {}
+    def __len__(self): return 40
+    def __getitem__(self, i): return x[i] + self.count[(i, -i)] / 40, y[i]
+class Both:
+    def __init__(self, *loaders): self.n = 0; self.all = [self.forever(one) for one in loaders]
+    def __next__(self): self.n += 1; return next(self.all[self.n % 2])
+    @staticmethod
+    def forever(loader):
+        while True:
+            for batch in loader: yield batch
+d = Counted(); both = Both(DataLoader(d, 4, shuffle=True, num_workers=1), DataLoader(d, 4, shuffle=True))
+for n in range(30):
+    a, b = next(both); step(a, b); d.count[n, n] = n; d.seen[n, 0] = n
+result(len(d.count), len(d.seen))
 """,
     "workers": r"""
 l = DataLoader(data, 4, shuffle=True, num_workers=2)

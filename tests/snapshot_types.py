@@ -60,7 +60,7 @@ class Weights(torch.Tensor): ...
 Pair = collections.namedtuple("Pair", "a b")
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(unsafe_hash=True)
 class Settings:
     a: int = 1
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from mezzo.records import RunRecord, read_record
 LASTS_S = 8.0
 """How long the training is made to last."""
 EVERY = "0.3s"
+_CLOCK = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?")
+"""Times in logs."""
 TRIES = 4
 """Lives that may end by themselves before the moment of their kill."""
 
@@ -143,12 +146,15 @@ def _differences(wanted: RunRecord, weights: list[int], results: Path, now: list
 
 
 def _files(one: Path, two: Path) -> list[str]:
-    """Return what differs between the files of two folders; times are not compared, nor are TensorBoard's files."""
+    """Return what differs between the files of two folders, except those of TensorBoard and those named by the clock."""
     names = {
         str(path.relative_to(root))
         for root in (one, two)
         for path in root.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and ".tfevents." not in path.name
+        if path.is_file()
+        and "__pycache__" not in path.parts
+        and ".tfevents." not in path.name
+        and not re.search(r"20\d{6}|\d{16,}", path.name)
     }
     return [f"file {name}" for name in sorted(names) if not _same_file(one / name, two / name)]
 
@@ -156,7 +162,7 @@ def _files(one: Path, two: Path) -> list[str]:
 def _same_file(one: Path, two: Path) -> bool:
     if not (one.exists() and two.exists()):
         return False
-    if one.read_bytes() == two.read_bytes():
+    if _CLOCK.sub(b"", one.read_bytes()) == _CLOCK.sub(b"", two.read_bytes()):
         return True
     if one.suffix not in (".pt", ".pth", ".pkl", ".ckpt", ".tar"):
         return False

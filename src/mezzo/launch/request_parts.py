@@ -32,6 +32,8 @@ class SnapshotRequest(_Part):
     resume: bool
     identity: dict[str, str]
     """What must be the same in a resumed run and in the one that was stopped: script, arguments, policy."""
+    hash_seed: str = "0"
+    """Value of ``PYTHONHASHSEED``, from which the order of a set of texts follows."""
     may_be_first: bool = False
     """Whether a run that is to be resumed starts from the beginning if there is no snapshot yet."""
     rank: int = 0

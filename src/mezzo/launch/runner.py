@@ -8,6 +8,7 @@ writing a record (a crash in native code, a kill), one that says so is written f
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -186,7 +187,8 @@ def _start(request: Request, sink: IO[bytes] | None) -> Process:
             return forked
     stdout = _STANDARD_ERROR if request.output_to_stderr else sink
     command = child_command(request.packed())
-    return Guarded(command, stdout=stdout, stderr=None if sink is None else subprocess.STDOUT)
+    env = None if request.snapshots is None else {**os.environ, "PYTHONHASHSEED": request.snapshots.hash_seed}
+    return Guarded(command, stdout=stdout, stderr=None if sink is None else subprocess.STDOUT, env=env)
 
 
 def _wait(process: Process, limit_s: float | None) -> tuple[bool, int]:

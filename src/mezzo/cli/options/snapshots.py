@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,10 +49,13 @@ def snapshot_request(
     if snapshot is None and resume is None:
         return None
     script.check_supported("--resume" if snapshot is None else "--snapshot")
+    given = os.environ.get("PYTHONHASHSEED", "")
+    hash_seed = given if given.isdecimal() else "0"  # a random one would be another one in a resumed run
     return SnapshotRequest(
         folder=str(((resume or folder) / FOLDER).absolute()),
         every_s=_USUAL_S if snapshot is None else _seconds_of(snapshot),
         resume=resume is not None,
+        hash_seed=hash_seed,
         proves=True,
         may_be_first=_is_itself(resume, script.out),
         identity={
@@ -59,6 +63,7 @@ def snapshot_request(
             "arguments": json.dumps(script.arguments or []),
             "policy": policy_text(policy),
             "seed": str(seed),
+            "PYTHONHASHSEED": hash_seed,
         },
     )
 

@@ -341,6 +341,27 @@ def test_a_module_of_a_package_is_resumed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+def test_a_loop_in_a_package_of_the_working_folder_is_resumed(tmp_path: Path) -> None:
+    """As in repositories whose scripts and packages lie beside each other."""
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "train.py"
+    script.write_text(
+        HEAD + "sys.path.insert(0, os.getcwd())\nfrom lib_beside import fit\nresult(fit(step, loader))\n",
+        encoding="utf-8",
+    )
+    loops = "    for epoch in range(3):\n        for a, b in loader: seen.append(step(a, b))\n"
+    body = f"def fit(step, loader):\n    seen = []\n{loops}    return seen\n"
+    (tmp_path / "lib_beside.py").write_text(body, encoding="utf-8")
+    _, text = lives(script, tmp_path / "whole", snapshots=None, at=tmp_path)
+    assert lives(script, tmp_path / "run", die_at=13, at=tmp_path)[0] == -signal.SIGKILL
+
+    code, again = lives(script, tmp_path / "run", resume=True, at=tmp_path)
+
+    assert code == 0, again
+    assert result_of(again) == result_of(text)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("same", [True, False])
 def test_large_data_is_not_saved_and_must_be_the_same_again(same: bool, written: Any, tmp_path: Path) -> None:
     """Set-up reads it from a file, which somebody may have changed since."""

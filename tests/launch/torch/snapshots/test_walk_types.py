@@ -20,6 +20,7 @@ import torch
 from mezzo.engine.snapshots import container
 from mezzo.engine.snapshots.structure import put_together, take_apart
 from mezzo.errors import NotSavable, SnapshotError
+from mezzo.launch.torch.snapshots.loops import _matched, type_name
 from mezzo.launch.torch.snapshots.restore import Restoration
 from mezzo.launch.torch.snapshots.script_files import OwnFiles
 from mezzo.launch.torch.snapshots.walk import Base, Walk, base_of
@@ -59,7 +60,8 @@ class Life:
         rows, variables = tree.pop("rows"), tree.pop("variables")
         contents = put_together(tree, tensors)
         here = walked(again, self.files)[0]
-        restoration = Restoration(self.files, rows, contents["tensors"], dict(enumerate(here.objects)), lost)
+        base = {"links": self.base.links, "types": [type_name(one) for one in self.base.objects]}
+        restoration = Restoration(self.files, rows, contents["tensors"], _matched(here, base), lost)
         restoration.checksums = here.checksums
         restoration.fill(0, len(rows))
         restoration.fill(0, len(rows), again=True)
@@ -151,7 +153,10 @@ def change_masked(value: Any) -> None:
 CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "list": (lambda: [1, [2]], lambda v: v[1].append(3)),
     "dict": (lambda: {"a": 1}, lambda v: v.update(b=2)),
+    "dict with tuples for keys": (lambda: {(1, n): [n] for n in range(4)}, lambda v: v[1, 2].append(9)),
+    "dict with objects for keys": (lambda: {Settings(n): n for n in range(3)}, lambda v: v.update({Settings(5): 5})),
     "set": (lambda: {1}, lambda v: v.add(2)),
+    "set of tuples": (lambda: {(1, n) for n in range(9)}, lambda v: v.discard((1, 3))),
     "deque": (lambda: deque([1], maxlen=2), lambda v: v.extend([2, 3])),
     "OrderedDict": (lambda: collections.OrderedDict(a=1, b=2), lambda v: v.move_to_end("a")),
     "Counter": (lambda: collections.Counter("ab"), lambda v: v.update("b")),
@@ -203,6 +208,24 @@ def test_a_view_that_the_loop_makes_is_one_again(tmp_path: Path) -> None:
     now[0][3], now[1][2], now[4][0, 1] = 70, 5.0, 9.0
 
     assert (now[2][1], now[3][1], now[5][1, 0]) == (70, 5.0, 9.0)
+
+
+def test_objects_that_only_a_set_leads_to_have_no_place(tmp_path: Path) -> None:
+    layers = {torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)}
+
+    with pytest.raises(NotSavable, match="the order of its objects is another one in each process"):
+        Life([layers], tmp_path).resumed([layers], [layers])
+
+    both = [[*layers], layers]
+    assert Life(both, tmp_path).resumed(both, both)[1] is layers
+
+
+def test_a_histogram_for_a_tracker_is_a_value(tmp_path: Path) -> None:
+    histogram = pytest.importorskip("wandb").Histogram([1.0, 2.0, 2.5], num_bins=2)
+
+    now = Life(None, tmp_path).resumed([histogram], None)[0]
+
+    assert (type(now), vars(now)) == (type(histogram), vars(histogram))
 
 
 def test_there_are_at_least_120_types() -> None:

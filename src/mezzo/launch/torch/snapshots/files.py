@@ -49,8 +49,9 @@ class FileJournal:
         self._without += [] if temporary in [here, *here.parents] else [str(temporary)]
         self._without += [str(Path.home() / name) for name in (".cache", ".triton", ".nv")]
         self._noted = set[str]()
-        self._opened: list[tuple[Any, str, int, str]] = []
-        """Files opened to be written: a weak reference, the path, how often it had been opened before, and the mode."""
+        self._opened: list[tuple[Any, str, int, str, int]] = []
+        """Files opened to be written: a weak reference, the path, how often it had been opened before, the mode, the place among all."""
+        self._num_opened = 0
         self._times: Counter[str] = Counter()
         self._local = threading.local()  # a snapshot's thread deletes journals while the script writes
 
@@ -85,10 +86,10 @@ class FileJournal:
         self._without_watching(lambda: shutil.rmtree(shutil_folder, ignore_errors=True))
         found = list[list[Any]]()
         self._opened = [row for row in self._opened if (file := row[0]()) is not None and not file.closed]
-        for reference, path, times, mode in self._opened:
+        for reference, path, times, mode, place in self._opened:
             file = reference()
             file.flush()
-            found.append([path, times, file.tell()])
+            found.append([path, times, file.tell(), place])
             self.note(path, only_grows="+" not in mode)
         return found
 
@@ -110,15 +111,24 @@ class FileJournal:
 
     def end_set_up(self, number: int, opened: Sequence[Sequence[Any]]) -> None:
         """Undo what set-up has written, move the files that it opened to their positions, and go on from a snapshot."""
-        present = {(path, times): reference() for reference, path, times, _ in self._opened}
-        for file in present.values():
-            if file is not None and not file.closed:
-                file.flush()
+        files = [row for row in self._opened if (file := row[0]()) is not None and not file.closed]
+        for row in files:
+            row[0]().flush()
         self.roll_back(SET_UP)
-        for path, times, position in opened:
-            file = present.get((path, times))
-            if file is not None and not file.closed:
-                file.seek(position)
+        here, there = {row[1:3]: row for row in files}, {(path, times) for path, times, *_ in opened}
+        others = {row[4]: row for row in files if row[1:3] not in there}
+        for path, times, position, place in opened:
+            found = here.get((path, times))
+            if (
+                found is None and place in others
+            ):  # set-up has named it otherwise: after the time, or after the files that were there
+                reference, _, _, mode, _ = others[place]
+                found = reference, path, times, mode, place
+                self._opened[self._opened.index(others[place])] = found
+                file = reference()
+                self._without_watching(lambda file=file, path=path, mode=mode: _redirect(file, path, mode))  # type: ignore[misc]
+            if found is not None:
+                found[0]().seek(position)
         self.begin(number)
 
     def _journal(self, number: int) -> Path:
@@ -192,8 +202,9 @@ class FileJournal:
             mode = mode.replace("x", "w")
         opened = original(file, mode, *args, **kwargs)
         if self._is_own(path):
-            self._opened.append((weakref.ref(opened), path, self._times[path], mode))
+            self._opened.append((weakref.ref(opened), path, self._times[path], mode, self._num_opened))
             self._times[path] += 1
+            self._num_opened += 1
         return opened
 
     def _low_open(self, original: Callable[..., Any], path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
@@ -257,6 +268,14 @@ def _path_of(file: Any) -> str | None:
         return None
     path = os.fspath(file)
     return os.path.abspath(path) if isinstance(path, str) else None
+
+
+def _redirect(file: Any, path: str, mode: str) -> None:
+    """Have an open file go on in another one."""
+    flags = (os.O_RDWR if "+" in mode else os.O_WRONLY) | (os.O_APPEND if "a" in mode else 0) | os.O_CREAT
+    descriptor = os.open(path, flags, 0o666)
+    os.dup2(descriptor, file.fileno())
+    os.close(descriptor)
 
 
 def _undo_change(path: str, change: dict[str, Any], journal: Path) -> None:

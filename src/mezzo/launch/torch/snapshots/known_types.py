@@ -40,6 +40,8 @@ OPAQUE = (
     "_abc", "dataclasses", "inspect", "ast", "weakref",
 )  # fmt: skip
 """Libraries whose objects a loop does not change in a way that a resumed run would miss, and types without a state."""
+_VALUES_OF = "wandb.sdk.data_types"
+"""Modules of these libraries whose objects are values, such as histograms."""
 _SMALL_BYTES = 4096
 """Smaller arrays are saved without a look at whether they changed."""
 
@@ -133,7 +135,7 @@ def cells_of(generator: types.GeneratorType[Any, Any, Any]) -> list[Any]:
 def is_opaque(value: Any) -> bool:
     """Return whether an object belongs to a library whose objects stay as set-up makes them, and is none that training changes."""
     module = str(type(value).__module__)
-    return not kind_of(value) and any(
+    return not (kind_of(value) or module.startswith(_VALUES_OF)) and any(
         module == name or module.startswith(name if name.endswith("_") else f"{name}.") for name in OPAQUE
     )
 

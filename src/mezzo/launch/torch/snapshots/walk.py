@@ -212,7 +212,7 @@ class Walk:
         for parent, described in _DERIVED:
             if isinstance(value, parent):
                 return described(self, value)
-        if is_opaque(value) and (self.is_old or not is_plain(kind) or kind.__module__.startswith("mezzo")):
+        if is_opaque(value):
             return self.opaque_state(value)
         for parent, plain in _SCALARS.items():
             if isinstance(value, parent):
@@ -269,15 +269,29 @@ class Walk:
     def _sequence(self, value: Any) -> tuple[str, Any]:
         state: dict[str, Any] = {"items": [self.ref(one, f"[{n}]") for n, one in enumerate(list(value))]}
         kind = next(one for one in (list, tuple, set, frozenset, collections.deque) if isinstance(value, one))
+        if kind in (set, frozenset):
+            self._refuse_order(value)
         if isinstance(value, collections.deque):
             state["most"] = value.maxlen
         return kind.__name__, state | ({} if type(value) is kind else self.attributes(value))
 
+    def _refuse_order(self, value: Any) -> None:
+        """Refuse a set that alone leads to objects of set-up whose order follows from their addresses: they have no place."""
+        if self._base is None or not self.is_old:
+            return
+        addresses: tuple[Any, ...] = (object.__hash__, Tensor.__hash__)
+        by_address = [one for one in value if type(one).__hash__ in addresses]
+        numbers = [self._base.ids.get(id(one), -1) for one in by_address]
+        if sum(n >= 0 and self._base.links[n][0] == self.rows[self._now][1] for n in numbers) > 1:
+            raise self.refusal(
+                value, "the order of its objects is another one in each process; keep them in a list, too"
+            )
+
     def _dict(self, value: Any) -> tuple[str, Any]:
         is_module = any(value is module.__dict__ for module in self._files.modules.values())
         pairs = [
-            [self.ref(key, "key"), self.ref(one, _key_name(key))]
-            for key, one in list(items_of(value))
+            [self.ref(key, f"key {n}"), self.ref(one, _key_name(key))]
+            for n, (key, one) in enumerate(list(items_of(value)))
             if not is_of_process(key)
             and not (is_module and (key in NOT_SAVED or (key.startswith(OWN_NAMES) and key not in self._keeps)))
         ]
@@ -433,11 +447,13 @@ class Walk:
 
     def _weak(self, value: Any) -> tuple[str, Any]:
         if isinstance(value, weakref.WeakSet):
+            self._refuse_order(value)
             return "weak set", {
                 "class": self.ref(type(value), "class"),
-                "items": [self.ref(one, "item") for one in value],
+                "items": [self.ref(one, f"[{n}]") for n, one in enumerate(value)],
             }
-        pairs = [[self.ref(key, "key"), self.ref(one, "value")] for key, one in list(value.items())]
+        held = list(value.items())
+        pairs = [[self.ref(key, f"key {n}"), self.ref(one, f"value {n}")] for n, (key, one) in enumerate(held)]
         return "weak dict", {"class": self.ref(type(value), "class"), "pairs": pairs}
 
     def _iterator(self, value: Any) -> tuple[str, Any]:
