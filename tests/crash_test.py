@@ -79,8 +79,8 @@ def session(policy: str, optimizer: str) -> Training:
         if saves:
             session.load(folder, must_exist=False)
         train(session, loader, after=(lambda s, _: s.save(folder, keep=2) and None) if saves else None)
-        if session._snapshots.saving is not None:
-            session._snapshots.saving.wait()
+        if session.state.snapshots.saving is not None:
+            session.state.snapshots.saving.wait()
         bits = hashlib.sha256()
         for tensor in final_bits(session):
             bits.update(bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))

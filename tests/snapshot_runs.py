@@ -87,7 +87,7 @@ def train(
 ) -> list[float]:
     """Train until the session has had ``calls`` backward passes in all; return the losses of those made here."""
     losses: list[float] = []
-    made = session._position.epoch * BATCHES + session._position._batch
+    made = session.state.position.epoch * BATCHES + session.state.position._batch
     for _ in range(session.epoch, EPOCHS):
         if made == calls:
             break
@@ -129,7 +129,7 @@ def stopped_and_resumed(folder: Path, at: int, **how: Any) -> tuple[list[float],
     """Train to ``at`` backward passes, save, forget everything, build anew, load, train to the end."""
     session, loader = built(**how)
     losses = train(session, loader, calls=at, after=lambda s, made: _save_at(s, made, at, folder))
-    session._snapshots.folder.release()  # type: ignore[union-attr]
+    session.state.snapshots.folder.release()  # type: ignore[union-attr]
     again, loader = built(**how)
     torch.rand(17), random.random(), np.random.rand(3)  # what happens to be drawn before the load
     again.load(folder)

@@ -27,8 +27,8 @@ def main(device: str, policy: str, library: str, kind: str) -> dict[str, Any]:
     model = Net().to(device)
     optimizer = getattr(mezzo if library == "mezzo" else torch.optim, kind)(model.parameters(), lr=1e-3)
     session = mezzo.Session(model, optimizer, policy=policy, clip_norm=1.0)
-    asked = session._progress.floor.reached
-    session._progress.floor.reached = lambda: asked() and False  # type: ignore[method-assign]  # no kernel wrote the flag: it is what lay there before
+    asked = session.state.progress.floor.reached
+    session.state.progress.floor.reached = lambda: asked() and False  # type: ignore[method-assign]  # no kernel wrote the flag: it is what lay there before
     inputs, losses = torch.randn(32, 8).to(device), torch.linspace(2.0, 1.0, STEPS).to(device)
 
     def loss_of(number: int) -> Tensor:

@@ -514,7 +514,7 @@ def half_afterwards(update: int, change: Callable[[nn.Module], Any]) -> Callable
 def moved() -> None:
     session, model = built()
     loss = loss_of(session, model)
-    session._ownership._first = [(p, p.dtype, torch.device("meta")) for p, *_ in session._ownership._first]
+    session.state.ownership._first = [(p, p.dtype, torch.device("meta")) for p, *_ in session.state.ownership._first]
     session.step(loss)
 
 
@@ -837,7 +837,7 @@ def test_nothing_is_checked_after_the_first_windows() -> None:
     session, model = built()
     seen = []
     for _ in range(5):
-        seen.append(type(session._watch).__name__)
+        seen.append(type(session.state.watch).__name__)
         train(session, model, 1)
     assert seen == ["FirstWindows"] * 3 + ["NoWatch"] * 2
 

@@ -104,7 +104,7 @@ def by_hand(policy: str, sizes: Sequence[int], *, accumulate: int = 1, clip: flo
     model, optimizer = build(**how)
     session = Session(model, optimizer, policy=policy, accumulate=accumulate, clip_norm=clip)
     for number, ((x, y), size) in enumerate(zip(batches(), sizes, strict=True), start=1):
-        session._window.set_unit(float(BATCH))
+        session.state.window.set_unit(float(BATCH))
         for begin in range(0, BATCH, size):
             with session.autocast():
                 loss = F.cross_entropy(model(x[begin : begin + size]), y[begin : begin + size])

@@ -30,6 +30,7 @@ from mezzo import (
     SessionError,
 )
 from mezzo.engine.matrix_units.fp32_products import fp32_products_as_they_were
+from mezzo.engine.session_state import open_window
 from mezzo.policy import PRESETS
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -229,7 +230,7 @@ def steps_of(session: Session, model: nn.Module, data: list[Batch], *, weighted:
     before = parameters(model)
     for x, y in data:
         session.step(F.cross_entropy(model(x), y), weight=len(y) if weighted else None)
-    if session._window.calls:
+    if session.state.window.calls:
         session.update()
     return [a - b for a, b in zip(before, parameters(model), strict=True)]
 
@@ -261,7 +262,7 @@ def test_micro_batches_without_weights_are_averaged(sizes: list[int]) -> None:
 def test_a_full_window_then_a_short_one() -> None:
     session, model = double_session(4, lr=0.5)
     train(session, model, uneven([4] * 6))
-    assert (session.updates, session._window.calls) == (1, 2)
+    assert (session.updates, session.state.window.calls) == (1, 2)
     before = parameters(model)
     data = uneven([4] * 6)[4:]
     wanted = torch.autograd.grad(
@@ -582,7 +583,7 @@ def test_losses_that_overflow_only_together_back_off_both() -> None:
 def test_two_losses_in_windows_of_two() -> None:
     session, model = double_session(2)
     session.scales = session.scales * 2
-    session._open_window()
+    open_window(session)
     data = uneven([3, 5])
     terms = [(F.cross_entropy(model(x), y), model(x).square().mean(), len(y)) for x, y in data]
     total = sum((a + b) * n for a, b, n in terms) / 8

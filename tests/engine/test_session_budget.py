@@ -31,7 +31,11 @@ NO_LAUNCH = ("detach", "to", "device", "_record_function_enter_new", "_record_fu
 def session(policy: str, optimizer: Callable[..., Any], device: str, layers: int = 3, **settings: Any) -> mezzo.Session:
     model = nn.Sequential(*[Linear(8, 8, device=device) for _ in range(layers)])
     one = mezzo.Session(model, optimizer(model.parameters(), lr=0.1), policy=policy, clip_norm=1.0, **settings)
-    one._progress.windows, one._watch_rounding, one._watch = 1, False, NoWatch()  # what only a first update does
+    one.state.progress.windows, one._watch_rounding, one.state.watch = (
+        1,
+        False,
+        NoWatch(),
+    )  # what only a first update does
     return one
 
 

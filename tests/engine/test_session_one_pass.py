@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mezzo
 from helpers_engine import batches, mlp, same_bits
 from mezzo.engine.kernels.choice import choose
+from mezzo.engine.session_state import open_window
 from mezzo.errors import ScaleFloorError, SessionError
 
 FP32 = torch.float32
@@ -63,7 +64,7 @@ def test_ten_steps_are_those_of_torch_s_optimizer(name: str, policy: str, option
     for step in range(10):
         counts = [train(s, range(step, step + 1)) for s in sessions]
         assert counts[0] == counts[1]
-        if sessions[0]._window.calls == 0:
+        if sessions[0].state.window.calls == 0:
             assert sessions[0].grad_norm == pytest.approx(sessions[1].grad_norm, rel=1e-5)
         for a, b in zip(*map(values, sessions), strict=True):
             # A split master's BF16 weight is rounded otherwise at exact ties, so a forward pass may differ there.
@@ -123,7 +124,7 @@ def test_the_floor_error_is_raised_once_per_overflow(name: str, policy: str) -> 
         assert session.skipped == 2
         for optimizer in session.optimizers:
             optimizer.zero_grad()
-        session._open_window()  # a caller who continues anyway is not stopped by good updates
+        open_window(session)  # a caller who continues anyway is not stopped by good updates
         train(session, range(3, 5))
         with pytest.raises(ScaleFloorError):
             train(session, range(5, 6), poison={5: float("nan")})
@@ -236,7 +237,7 @@ def test_persistent_bytes_a_parameter(policy: str, limit: float) -> None:
     kept += [t for s in session.optimizers[0].state.values() for t in s.values()]
     kept += [
         t
-        for o in (session, session._progress, session._progress.floor, *session.scales)
+        for o in (session, session.state.progress, session.state.progress.floor, *session.scales)
         for t in vars(o).values()
         if isinstance(t, Tensor)
     ]

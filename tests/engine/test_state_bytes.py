@@ -33,7 +33,11 @@ def trained(policy: str, optimizer: str, options: dict[str, Any]) -> mezzo.Sessi
     model = nn.Sequential(*[Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)])
     made = getattr(mezzo, optimizer)(model.parameters(), lr=0.1, **options)
     one = mezzo.Session(model, made, policy=policy)
-    one._progress.windows, one._watch_rounding, one._watch = 1, False, NoWatch()  # what only a first update does
+    one.state.progress.windows, one._watch_rounding, one.state.watch = (
+        1,
+        False,
+        NoWatch(),
+    )  # what only a first update does
     step(one)
     return one
 

@@ -152,6 +152,8 @@ FIXED = {
         (("*head.parameters()], lr=1e-3", "*head.parameters()], eps=0.0001, lr=1e-3"),),
     ),
     "update_clipped_by_hand": Fixed(LINE, (("else p.grad).square()", "else p.grad.float()).square()"),)),
+    "cast_loss": Fixed(LINE, (("(model(x).half() - y.half())", "(model(x).half().float() - y.half().float())"),)),
+    "cast_softmax_by_hand": Fixed(LINE, (("(h.exp() / h.exp()", "(h.float().exp() / h.float().exp()"),)),
     "scale_static_by_hand": Fixed(SCALE, (("SCALE = 2.0**16", "SCALE = 1024.0"),)),
     "scale_static_zeroed": Fixed(SCALE, (("SCALE = 2.0**16", "SCALE = 1024.0"),)),
     "scale_clipped_away": Fixed(SCALE, (("SCALE = 2.0**16", "SCALE = 1024.0"),)),

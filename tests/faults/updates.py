@@ -260,6 +260,42 @@ def own_probabilities():
         optimizer.step()
 
 
+def cast_loss():
+    """An outlier among the targets, in a loss that the script computes in FP16: no list of operations reaches it."""
+    model = net(torch.tanh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        y[0, 0] = 300
+        loss = (model(x).half() - y.half()).pow(2).mean() * 1e-3
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def softmax_by_hand(narrow):
+    model = net(torch.tanh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(1, STEPS + 1):
+        x, y = data(step)
+        h = model(x) * 40
+        h = h.half() if narrow else h.float()
+        h = h - h.amax(1, keepdim=True)
+        loss = -(y.softmax(1) * (h.exp() / h.exp().sum(1, keepdim=True)).log()).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def cast_softmax_by_hand():
+    """Logits that the script casts to FP16: the exponential of a low one is 0."""
+    softmax_by_hand(narrow=True)
+
+
+def healthy_softmax_by_hand():
+    softmax_by_hand(narrow=False)
+
+
 # --- an error of torch ---------------------------------------------------------------------------
 
 

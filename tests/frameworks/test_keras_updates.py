@@ -42,7 +42,8 @@ CASES: dict[str, list[str]] = {
     TORCH: [*EVERYWHERE, "loop", "loop_grad", "loop_adversarial", "loop_share_scaled"],
 }
 OVERFLOWING = ["overflow", "step_overflow"]
-ONLY_FOUND = {TF: ["replicas_second_overflows", "embedding"], JAX: ["loop"], TORCH: []}
+SEVERAL_WORKERS = ["MultiWorkerMirroredStrategy", "ParameterServerStrategy"]
+ONLY_FOUND = {TF: ["replicas_second_overflows", "embedding", *SEVERAL_WORKERS], JAX: ["loop"], TORCH: []}
 
 
 class Runs:
@@ -115,6 +116,13 @@ def test_replicas_skip_together_and_the_norm_is_of_their_sum() -> None:
 def test_the_norm_of_an_embeddings_gradient_sums_its_rows() -> None:
     found = runs_of(TF)("embedding", FP16[0])
     assert found["steps"]["grad_norm"] == pytest.approx(found["norms"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", SEVERAL_WORKERS)
+def test_strategies_of_several_processes_are_refused(name: str) -> None:
+    assert runs_of(TF)(name, FP16[0]) == {
+        "error": f"{name} trains in 2 processes, each with a mezzo command of its own; allowed: strategies of one process"
+    }
 
 
 def test_a_loop_on_jax_that_scales_nothing_is_refused_before_its_first_update() -> None:

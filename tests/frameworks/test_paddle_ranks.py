@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,13 +13,21 @@ import pytest
 from paddle_runs import paddle, ran
 
 from mezzo.errors import ScriptError
-from mezzo.records import AuditRecord, CompareRecord, RunRecord, read_record
+from mezzo.records import (
+    AuditRecord,
+    CompareRecord,
+    DiagnoseRecord,
+    FallbackRecord,
+    RangesRecord,
+    RunRecord,
+    read_record,
+)
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "paddle_ranks.py")
 DIST = paddle.distributed
 
 
-def launched(words: Sequence[str], folder: Path, *, processes: int = 2) -> str:
+def launched(words: Sequence[str], folder: Path, *, processes: int = 2, codes: Sequence[int] = (0,)) -> str:
     """Run a command in processes of Paddle's launcher; return what it printed."""
     mezzo = folder / "mezzo"
     mezzo.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m mezzo "$@"\n')
@@ -27,7 +36,7 @@ def launched(words: Sequence[str], folder: Path, *, processes: int = 2) -> str:
     ended = subprocess.run(
         [sys.executable, *launcher, *words], cwd=folder, capture_output=True, text=True, timeout=280, check=False
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.returncode in codes, ended.stdout + ended.stderr
     return ended.stdout
 
 
@@ -64,6 +73,31 @@ def test_a_comparison_runs_in_step(tmp_path: Path) -> None:
     assert isinstance(record, CompareRecord)
     assert [len(run.ranks) for run in record.runs] == [2] * 4
     assert all(run.ranks[0].weights == run.ranks[1].weights != "" for run in record.runs)
+
+
+@pytest.mark.slow
+def test_a_diagnosis_finds_what_one_process_makes(tmp_path: Path) -> None:
+    """Only process 1 multiplies its loss by infinity. The process that ends last with a finding is killed by the launcher."""
+    launched(["diagnose", "--out", "out", SCRIPT, "4"], tmp_path, codes=(1, 256 - signal.SIGTERM))
+    record = read_record(tmp_path / "out" / "record.json")
+    assert isinstance(record, DiagnoseRecord)
+    assert (record.verdict, record.op, record.phase, record.step) == ("invalid_operation", "multiply", "forward", 5)
+    assert record.detail == "multiply() is given a number that is not finite"
+    assert record.line is not None
+    assert record.line.endswith("paddle_ranks.py:24")
+    assert [note.value for note in record.notes] == ["the process of rank 1"]
+
+
+@pytest.mark.slow
+def test_ranges_and_fallback_count_both_processes(tmp_path: Path) -> None:
+    launched(["ranges", "--out", "ranges", SCRIPT, "-1"], tmp_path)
+    record = read_record(tmp_path / "ranges" / "record.json")
+    assert isinstance(record, RangesRecord)
+    assert [r.rank for r in record.run.ranks] == [0, 1]
+    launched(["fallback", "--policy", "fp16", "--out", "fallback", SCRIPT, "-1"], tmp_path)
+    found = read_record(tmp_path / "fallback" / "record.json")
+    assert isinstance(found, FallbackRecord)
+    assert found.verdict == "not needed"
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_a_script_that_hangs_is_stopped_and_its_record_says_so(tmp_path: Path) -
         command=("mezzo",),
     )
     record = run_child(request, output=tmp_path / "output.log", limit_s=0.5)
-    assert record.error == "it was stopped at its limit of 0.5 s"
+    assert (record.error, record.stopped_at_limit) == ("it was stopped at its limit of 0.5 s", True)
     assert (record.exit_code, record.policy, len(record.steps)) == (137, "fp16", 0)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from docs_pages import user_pages
 from paths import ROOT
 
 PAIRS = [
@@ -27,6 +28,9 @@ PAIRS = [
         )
     ),
 ]
+RESUME = {"resume-check": "resume", "snapshots": "resume"}
+"""Two pages whose Chinese is one page."""
+TUNING = {"tuning": "loss-scale", "ranges": "loss-scale", "accelerate": "trainers", "transformers": "trainers"}
 NOT_IN_THE_TUTORIAL = {"mezzo check examples/digits.py"}
 
 
@@ -41,6 +45,21 @@ def commands(page: Path) -> list[str]:
 def test_commands_are_those_of_the_english_page(chinese: Path, english: Path) -> None:
     assert commands(chinese) != []
     assert set(commands(chinese)) - set(commands(english)) <= NOT_IN_THE_TUTORIAL
+
+
+def test_the_page_on_resuming_has_the_commands_and_output_of_two() -> None:
+    chinese, (one, other) = ROOT / "docs/zh-CN/resume.md", (ROOT / "docs" / f"{name}.md" for name in RESUME)
+    assert set(commands(chinese)) <= {*commands(one), *commands(other)}
+    shown = re.findall(r"^```\n(.*?)^```", chinese.read_text(encoding="utf-8"), re.S | re.M)
+    english = {line.strip() for page in (one, other) for line in page.read_text(encoding="utf-8").splitlines()}
+    assert len(shown) == 2
+    assert [line for block in shown for line in block.splitlines() if line.strip() not in english] == []
+
+
+@pytest.mark.parametrize("name", user_pages())
+def test_every_page_for_users_has_a_chinese_one(name: str) -> None:
+    twins = {english.stem: chinese.stem for chinese, english in PAIRS} | RESUME | TUNING | {"session": "session"}
+    assert (ROOT / "docs/zh-CN" / f"{twins[name]}.md").is_file()
 
 
 @pytest.mark.parametrize(("chinese", "english"), PAIRS[:4], ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -386,6 +386,27 @@ def test_dtype_names_stay_in_their_rooms() -> None:
     assert set(found) == set(DTYPE_EXCEPTIONS), found
 
 
+# --- 8b. a session's private parts: only its state is read by other files ---
+
+
+def private_reads_of_sessions(sources: dict[str, str]) -> list[str]:
+    """Return where a file reads a private name of a session."""
+    return [
+        f"{path}: {found}"
+        for path, source in sources.items()
+        for found in re.findall(r"\b(?:session|_session|sessions\[\w+\])\._[a-z]\w*", source)
+    ]
+
+
+def test_no_file_reads_a_private_name_of_a_session() -> None:
+    assert private_reads_of_sessions(SOURCES) == []
+
+
+def test_a_private_read_of_a_session_is_found() -> None:
+    sources = {"a.py": "self._session._window.calls", "b.py": "session.state.window", "c.py": "session._x = 1"}
+    assert private_reads_of_sessions(sources) == ["a.py: _session._window", "c.py: session._x"]
+
+
 # --- 9. one definition of each constant, and tests that mirror the source ---
 
 

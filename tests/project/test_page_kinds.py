@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 import re
 
 import pytest
 
+from docs_pages import DOCS, contents, num_words, user_pages
 from paths import ROOT
 
 if not (ROOT / "docs/conf.py").is_file():
     pytest.skip("the docs are not beside these tests", allow_module_level=True)
 
 MOST_WORDS = 800
-DOCS = ROOT / "docs"
-
-
-def contents() -> dict[str, list[str]]:
-    """Return the pages of each kind, from the table of contents of ``docs/conf.py``."""
-    tree = ast.parse((DOCS / "conf.py").read_text(encoding="utf-8"))
-    value = next(
-        n.value for n in tree.body if isinstance(n, ast.AnnAssign) and getattr(n.target, "id", "") == "CONTENTS"
-    )
-    assert value is not None
-    pages: dict[str, list[str]] = eval(compile(ast.Expression(value), "conf.py", "eval"))
-    return pages
-
-
-CONTENTS = contents()
-USER_PAGES = [*CONTENTS["Start"], *CONTENTS["How to"]]
-
-
-def num_words(page: str) -> int:
-    """Return how many words of a page are read: not those of code, output and addresses."""
-    text = re.sub(r"^```.*?^```|^    .*?$|<!--.*?-->", "", page, flags=re.S | re.M)
-    return sum(bool(re.search(r"\w", word)) for word in re.sub(r"\]\([^)]*\)", "]", text).split())
+CONTENTS, USER_PAGES = contents(), user_pages()
 
 
 def outputs(page: str) -> list[str]:

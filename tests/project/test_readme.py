@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from docs_pages import num_words
 from paths import ROOT
 
 if not (ROOT / "benchmarks").is_dir():
@@ -33,6 +34,28 @@ def test_the_readme_is_one_screen(name: str) -> None:
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 90
     assert any("fp16 100%" in line for line in lines[:30])
+
+
+TASKS = {
+    "on, with proof": ("$ mezzo run", None, ""),
+    "why NaN": ("Why is the loss NaN", None, ""),
+    "memory and speed on a 4090": ("Which GPU, how much", "predict", "rtx-4090   fp32"),
+    "accumulation with checkpointing": ("recomputes activations", "checkpointing", "--accumulate 4"),
+    "Paddle O2": ("O1 and O2", "paddle", "mezzo run --policy fp16-master"),
+}
+"""What readers come for: the row of the README, and the page with the line to type, if that is another."""
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_is_found_within_three_minutes_of_reading(task: str) -> None:
+    row, page, line = TASKS[task]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    words = num_words(text[: text.index("\n", text.index(row))])
+    if page is not None:
+        assert f"docs/{page}.md" in text
+        text = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8")
+        words += num_words(text[: text.index("\n", text.index(line))])
+    assert words <= 600
 
 
 def spaced(line: str) -> str:

@@ -69,7 +69,7 @@ def test_a_page_passes_the_checks_at_every_width_in_light_and_dark(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [360, 640, 641, 760, 761, 860, 861, 1120, 2000])
+@pytest.mark.parametrize("width", [360, 640, 641, 760, 761, 860, 861, 1120, 1179, 1180, 2000])
 def test_pages_fit_between_the_widths_at_which_they_change(width: int, pages: dict[str, Path], page: Page) -> None:
     for kind in ("long-names", "audit", "index"):
         page.open(pages[kind].as_uri(), width=width)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
-from mezzo.cli.words import with_value
+from mezzo.cli.words import typed, with_value
 from mezzo.errors import UsageError
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smh])", re.IGNORECASE)
+_UNIT_WORDS = ("s", "sec", "seconds", "m", "min", "minutes", "h", "hour", "hours", "d", "day", "days")
 _NEARLY = re.compile(r"(\d+(?:\.\d+)?) *([smhd]?)", re.IGNORECASE)
 
 
@@ -21,11 +22,20 @@ def seconds_of(text: str, *, option: str, example: str) -> float:
     match = _DURATION.fullmatch(text.strip())
     seconds = float(match[1]) * _UNITS_S[match[2].lower()] if match else 0.0
     if seconds <= 0:
+        unit = next((word for word in _words_after(option) if word.lower() in _UNIT_WORDS), "")
+        meant = _meant(f"{text}{unit}", example)
         raise UsageError(
             f"{option} {text!r}; allowed: a time above 0 with its unit, such as 30s, 5m or 1h",
-            hint=f"type: {with_value(option, _meant(text, example))}",
+            hint=f"type: {with_value(option, meant, skipped=_UNIT_WORDS)}",
         )
     return seconds
+
+
+def _words_after(option: str) -> tuple[str, ...]:
+    """Return the word after an option's value, as typed; nothing if there is none."""
+    words = typed()
+    place = words.index(option) + 2 if option in words else len(words)
+    return words[place : place + 1]
 
 
 def _meant(text: str, example: str) -> str:

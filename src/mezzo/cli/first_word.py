@@ -40,6 +40,9 @@ def check_first_word(context: typer.Context, name: str | None) -> str | None:
     if name.startswith(_DASHES):
         line = [*before, f"--{name.lstrip(''.join(_DASHES))}", *after]
         raise _instead(f"{name!r} begins with a dash that is not a hyphen; allowed: --", line)
+    if name == "-":
+        raise _instead("'-' is standard input; allowed: a Python file", [*before, "train.py", *after])
+    _refuse_rest_of_vary(name, before, after)
     _refuse_rest_of_list(name, before, after)
     _refuse_command(name, before, after, context)
     _refuse_split_or_quoted(name, before, after)
@@ -56,6 +59,16 @@ def _refuse_data(name: str, before: Sequence[str], after: Sequence[str]) -> None
             f"{name} is not a script; allowed: the Python file that reads it",
             hint=f"type: {line}, with the script's own name for {option}",
         )
+
+
+def _refuse_rest_of_vary(name: str, before: Sequence[str], after: Sequence[str]) -> None:
+    """Refuse values of an option of the script that are separated by spaces, with the script after them."""
+    script = next((n for n, word in enumerate(after) if word.endswith(".py")), None)
+    if before[-2] != "--vary" or "=" not in before[-1] or script is None:
+        return
+    joined = ",".join([before[-1], name, *after[:script]])
+    typed_ = " ".join([before[-1], name, *after[:script]])
+    raise _instead(f"--vary {typed_}; allowed: values separated by commas", [*before[:-1], joined, *after[script:]])
 
 
 def _refuse_rest_of_list(name: str, before: Sequence[str], after: Sequence[str]) -> None:

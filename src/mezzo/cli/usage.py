@@ -13,6 +13,7 @@ from mezzo.cli.help.metavars import EXAMPLES
 from mezzo.cli.help.renamed import COMMANDS, COUNTERPARTS, LIKELY, OTHER_NAMES
 from mezzo.cli.words import typed, value_after, with_value
 from mezzo.errors import UsageError, nearest
+from mezzo.launch.targets import LAUNCHERS, before_mezzo
 
 _NEAR = 0.7
 """How similar an option must be to what was typed for the corrected command to be suggested."""
@@ -98,6 +99,8 @@ def _unknown_command(context: Any) -> UsageError:
         line = ["mezzo", "--version"]
     elif name.endswith((".py", ".ipynb")) or Path(name).is_file() or name.partition(" ")[0].endswith(".py"):
         line = [*words[:place], "run", *(shlex.split(name) if not Path(name).is_file() else [name]), *rest]
+    elif name in LAUNCHERS:
+        return before_mezzo(name, rest)
     elif meant:
         script = (
             []
@@ -177,7 +180,7 @@ def _meant(name: str, options: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yield the options that a name may stand for, with a value if the name says it."""
     if COUNTERPARTS.get(name) in options:
         yield (COUNTERPARTS[name],)
-    yield from (one for one in OTHER_NAMES.get(name, ()) if one[0] in options)
+    yield from (one for one in OTHER_NAMES.get(name.replace("_", "-"), ()) if one[0] in options)
     near = get_close_matches(name.strip("-").lower(), [one.strip("-") for one in options], n=1, cutoff=_NEAR)
     yield from ((one,) for one in options if near and one.strip("-") == near[0] and one != COUNTERPARTS.get(name))
     short = [one for one in options if re.fullmatch(r"-\w", name) and one.startswith(f"-{name}")]

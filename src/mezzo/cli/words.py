@@ -102,7 +102,7 @@ def value_after(option: str, words: Sequence[str]) -> str | None:
     return None
 
 
-def with_value(option: str, *values: str, command: str = "", renamed: str = "") -> str:
+def with_value(option: str, *values: str, command: str = "", renamed: str = "", skipped: Sequence[str] = ()) -> str:
     """Return the command as typed with ``values`` for an option that it has, to be typed again; only the option if it has none.
 
     A script that was taken as the option's value stays as the script.
@@ -112,15 +112,23 @@ def with_value(option: str, *values: str, command: str = "", renamed: str = "") 
         values: the words to follow it.
         command: another command to use, in which the option is ``renamed``; empty for the one that was typed.
         renamed: the option of that command.
+        skipped: words that are left out if they follow the value.
     """
     words, new = list(typed()), [renamed or option, *values]
     words[1:2] = [command] if command else words[1:2]
     for place, word in enumerate(words):
         if word == option or word.startswith(f"{option}="):
             after = words[place + (1 if "=" in word else 2) :]
+            after = after[1:] if after and after[0].lower() in skipped else after
             script = [] if after or "=" in word else [one for one in words[place + 1 :] if one.endswith(".py")]
             return shlex.join([*words[:place], *new, *script, *after])
     return shlex.join(new)
+
+
+def without_option(option: str, script: str) -> str:
+    """Return the command as typed without an option and its value, which was the script."""
+    rest = _without_option(typed(), option)
+    return shlex.join([*rest, *([] if any(word.endswith(".py") for word in rest) else [script])])
 
 
 def replacing(option: str, value: str, *, without: str = "") -> str:

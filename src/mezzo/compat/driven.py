@@ -81,7 +81,7 @@ class Observed(Session):
 
     def unscale(self) -> None:
         """Unscale the gradients and decide whether the update will be skipped."""
-        checks.check_unscale(calls=self._window.calls, unscaled=self._window.unscaled is not None)
+        checks.check_unscale(calls=self.state.window.calls, unscaled=self.state.window.unscaled is not None)
         gradients, inverse = self._gradients(self.optimizers), self.scales[0].inverse()
         checks.refuse_half_gradients(gradients)
         found_inf = None
@@ -91,12 +91,14 @@ class Observed(Session):
                 alike = [g for g in gradients if g.dtype is kind]
                 torch._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, inverse)
         overflowed = found_inf is not None and bool(found_inf)  # the one host read of an update
-        self._window.unscaled = Reduction(self._progress.norm, None, found_inf, overflowed)  # the update takes the norm
+        self.state.window.unscaled = Reduction(
+            self.state.progress.norm, None, found_inf, overflowed
+        )  # the update takes the norm
 
     @property
     def overflowed(self) -> bool:
         """Whether gradients that were unscaled are not finite, so that the update will be skipped."""
-        unscaled = self._window.unscaled
+        unscaled = self.state.window.unscaled
         return unscaled is not None and bool(unscaled.overflowed)
 
     def measure_norm(self) -> None:
@@ -297,7 +299,7 @@ class Driven:
         self.skipped = not combined.stepped
         self._updates += 1
         self._skips += self.skipped
-        self.recorder.norm(session._progress.norm)
+        self.recorder.norm(session.state.progress.norm)
         self.recorder.close(
             skipped=self.skipped, scale=session.scales[0].on_device() if session.scales[0].checks else None
         )

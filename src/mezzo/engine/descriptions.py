@@ -106,13 +106,13 @@ def _optimizer(optimizer: Optimizer) -> str:
 
 def _window(session: Session) -> str:
     count = session.accumulate
-    words = ["1 micro-batch" if count == 1 else f"{count} micro-batches, {session._window.calls} of them done"]
+    words = ["1 micro-batch" if count == 1 else f"{count} micro-batches, {session.state.window.calls} of them done"]
     limits = {"clip_norm": session.clip_norm, "clip_value": session.clip_value}
     return ", ".join(words + [f"{name}={limit:g}" for name, limit in limits.items() if limit is not None])
 
 
 def _so_far(session: Session) -> str:
-    closed, skipped = session._progress.windows, host_value(session._progress.skips)
+    closed, skipped = session.state.progress.windows, host_value(session.state.progress.skips)
     if skipped is None:
         return f"{closed} updates, skipped ones included; .skipped, .loss_scale and .grad_norm are on {session.device}: reading one waits"
     scales = ", ".join(f"loss scale {scale.value():g}" if scale.checks else "no loss scale" for scale in session.scales)

@@ -106,7 +106,7 @@ class FirstWindows(NoWatch):
                 f"backward() while autocast is on for {session.device.type}; allowed: after the `with session.autocast():` block",
                 hint="end the block before session.step(loss): casts of weights are reused until it ends, also after an update",
             )
-        session._ownership.check_formats()
+        session.state.ownership.check_formats()
         self._refuse_other_parameters()
         if self._backwards == 0:
             self._check_loss(loss)
@@ -203,7 +203,12 @@ class FirstWindows(NoWatch):
 
     def _warn_of_changed_gradients(self, *, in_window: bool = False) -> None:
         scaled = self._session.scales[0].checks
-        if self._last_gradient is None or self._warned or self._session._window.unscaled or not (scaled or in_window):
+        if (
+            self._last_gradient is None
+            or self._warned
+            or self._session.state.window.unscaled
+            or not (scaled or in_window)
+        ):
             return
         parameter, gradient, version, _ = self._last_gradient
         if parameter.grad is not gradient or gradient._version == version:
@@ -316,6 +321,6 @@ def in_fp32(construct: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(construct)
     def init(session: Session, *args: Any, **settings: Any) -> None:
         construct(session, *args, **{**settings, "policy": "fp32"})
-        session._watch = NoWatch()
+        session.state.watch = NoWatch()
 
     return init

@@ -82,7 +82,7 @@ class MicroBatches:
             SessionError: a part of one sample does not fit, rows do not match, or a window was begun with ``backward``.
         """
         session = self._session
-        window = session._window
+        window = session.state.window
         if window.calls and not window.batches:
             raise SessionError(
                 f"train_batch() after {window.calls} backward passes of an open window",
@@ -92,7 +92,7 @@ class MicroBatches:
         parameters = all_parameters(session.models, session.optimizers)
         adds = window.calls > 0 or not session.scales[0].checks  # otherwise the session refuses gradients not its own
         aside = set_aside(parameters) if adds else []
-        session._watch.gradients_moved()
+        session.state.watch.gradients_moved()
         before = _StateBefore(session)
         loss: Tensor | None = None
         self.is_running = True
@@ -109,7 +109,7 @@ class MicroBatches:
                 raise
         self.is_running = False
         put_back(aside)
-        session._watch.gradients_moved()
+        session.state.watch.gradients_moved()
         window.batches += 1
         if window.batches >= window.accumulate:
             session.update()
@@ -135,7 +135,7 @@ class MicroBatches:
             if weight == 0:
                 continue
             # The weight of the whole batch if all its samples weighed as much as these: then equal parts of a full window add up to 1.
-            session._window.set_unit(weight * rows / (end - begin))
+            session.state.window.set_unit(weight * rows / (end - begin))
             session.backward(loss, weight=weight)
             total, weights = total + loss.detach().float() * weight, weights + weight
         if not weights:
@@ -187,7 +187,7 @@ class _StateBefore:
         named = [(module, name, b) for module in modules for name, b in module._buffers.items() if b is not None]
         self._buffers = [(module, name, buffer, buffer.clone()) for module, name, buffer in named]
         self._random = AllStates.now({p.device for model in session.models for p in model.parameters()})
-        self._window = session._window.state()
+        self._window = session.state.window.state()
 
     def restore(self, session: Session, parameters: list[torch.nn.Parameter]) -> None:
         """Return to the beginning of the batch."""
@@ -197,8 +197,8 @@ class _StateBefore:
             for module, name, buffer, copy in self._buffers:
                 module._buffers[name] = buffer.copy_(copy)
         self._random.set()
-        session._window.set_state(self._window)
-        session._watch.gradients_moved()
+        session.state.window.set_state(self._window)
+        session.state.watch.gradients_moved()
 
 
 def _bounds(rows: int, size: int | None) -> Iterator[tuple[int, int]]:

@@ -20,6 +20,7 @@ optimizer is not Mezzo's, the flag once per update (only with a loss scale). Not
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -55,6 +56,7 @@ from mezzo.engine.processes.distributed import processes_for
 from mezzo.engine.progress import Progress
 from mezzo.engine.scaling import scale_for
 from mezzo.engine.schedules import Schedules
+from mezzo.engine.session_state import SessionState, open_window
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.snapshots.resumable import Resumable, Snapshots
 from mezzo.engine.window import Reduction, ScaleFlags, Window
@@ -124,18 +126,22 @@ class Session(Resumable):
         self.casting = Casting.of(self.policy, self.device.type)
         self._one_pass, self._update_choice = choose_update(self.optimizers, self.device, clip_value, self.policy)
         self.scales = [scale_for(self.policy, self.device, known=not self._one_pass) for _ in range(num_losses)]
-        self._watch: NoWatch = FirstWindows(self) if self.is_whole_loop else NoWatch()
+        watch = FirstWindows(self) if self.is_whole_loop else NoWatch()
         self.masters = prepare(self.models, self.optimizers, self.policy, self.device.type, one_pass=self._one_pass)
         self.processes.reduce_in(self.policy)
-        self._ownership = Ownership(self.models)
         self._passes, self._backward_region = DirectPasses(torch.autograd.backward), self.casting.backward()
-        self._schedules = Schedules(self.schedulers, self.device)
-        self._progress = Progress(self.device, several=self.processes.several)
+        self.state = SessionState(
+            window=Window(),
+            progress=Progress(self.device, several=self.processes.several),
+            schedules=Schedules(self.schedulers, self.device),
+            position=Position(),
+            snapshots=Snapshots(),
+            watch=watch,
+            ownership=Ownership(self.models),
+        )
         self._zero, self._one = torch.zeros((), device=self.device), torch.ones((), device=self.device)
-        self._window = Window()
         self.train_batch = MicroBatches(self, micro_batch)
-        self._open_window()
-        self._position, self._snapshots = Position(), Snapshots()
+        open_window(self)
         self._guard = None if guard is None else SessionGuard(self, guard)
         self._watch_rounding = checks.may_lose_updates(self.policy, self.optimizers)
 
@@ -150,7 +156,7 @@ class Session(Resumable):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward pass and the loss are computed."""
-        return self._watch.region(self.casting.region())
+        return self.state.watch.region(self.casting.region())
 
     def step(self, loss: Tensor, *, weight: float | None = None, loss_id: int = 0) -> None:
         """Run a micro-batch's backward pass, and the update at the end of the window.
@@ -161,7 +167,7 @@ class Session(Resumable):
             loss_id: which of ``num_losses`` scales to use.
         """
         self.backward(loss, weight=weight, loss_id=loss_id)
-        if self._window.calls >= self._window.accumulate:  # of the open window: a change counts from the next
+        if self.state.window.calls >= self.state.window.accumulate:  # of the open window: a change counts from the next
             self.update()
 
     def backward(
@@ -177,15 +183,15 @@ class Session(Resumable):
             NonFiniteLossError: the loss is not finite before the first update.
             SessionError: the loss cannot be differentiated, the scale is unknown, or the gradients were unscaled already.
         """
-        if self._ownership.lost:
+        if self.state.ownership.lost:
             raise checks.taken_over()
-        self.processes.check_loss(loss, first=self._progress.windows + self._window.calls == 0)
-        if self._window.calls == 0 and self._window.accumulate != self.accumulate:
-            self._open_window()
-        self._watch.before_backward(loss, opens=self._window.calls == 0)
-        if weight is not None or loss_id or self._window.unscaled:
-            checks.check_backward(weight, loss_id, len(self.scales), unscaled=self._window.unscaled is not None)
-        share = self._window.share(weight, loss_id, unit=self.processes.unit(weight))
+        self.processes.check_loss(loss, first=self.state.progress.windows + self.state.window.calls == 0)
+        if self.state.window.calls == 0 and self.state.window.accumulate != self.accumulate:
+            open_window(self)
+        self.state.watch.before_backward(loss, opens=self.state.window.calls == 0)
+        if weight is not None or loss_id or self.state.window.unscaled:
+            checks.check_backward(weight, loss_id, len(self.scales), unscaled=self.state.window.unscaled is not None)
+        share = self.state.window.share(weight, loss_id, unit=self.processes.unit(weight))
         if self._guard is not None:
             self._guard.backward(loss, share)
         trained = all_parameters(self.models, self.optimizers) if len(self.scales) > 1 else []
@@ -196,11 +202,11 @@ class Session(Resumable):
             self._discard_window()
             raise
         if trained:
-            self._window.rescale_to_first(loss_id, self.processes.gradients(trained), self.scales)
+            self.state.window.rescale_to_first(loss_id, self.processes.gradients(trained), self.scales)
             put_back(aside)
-        self._window.calls += 1
-        self.processes.ran(self._window.calls)
-        self._watch.after_backward()
+        self.state.window.calls += 1
+        self.processes.ran(self.state.window.calls)
+        self.state.watch.after_backward()
 
     def _differentiate(self, loss: Tensor, share: float, *, loss_id: int = 0, retain_graph: bool = False) -> None:
         scaled = self.scales[loss_id].scale(loss if share == 1.0 else loss * share)
@@ -223,13 +229,13 @@ class Session(Resumable):
         Raises:
             SessionError: the device has no graphs, the step waits for the host, or a step of this kind cannot be captured.
         """
-        self._watch = NoWatch()  # gradients stay where the graphs know them, also between windows
+        self.state.watch = NoWatch()  # gradients stay where the graphs know them, also between windows
         parts = Parts(
-            window=self._window,
-            progress=self._progress,
-            schedules=self._schedules,
+            window=self.state.window,
+            progress=self.state.progress,
+            schedules=self.state.schedules,
             update_choice=self._update_choice,
-            open_window=self._open_window,
+            open_window=functools.partial(open_window, self),
             differentiate=self._differentiate,
             update=self._update_on_device,
             close=self._close,
@@ -242,13 +248,13 @@ class Session(Resumable):
         Raises:
             SessionError: there was no backward pass, or the gradients were unscaled already.
         """
-        checks.check_unscale(calls=self._window.calls, unscaled=self._window.unscaled is not None)
+        checks.check_unscale(calls=self.state.window.calls, unscaled=self.state.window.unscaled is not None)
         gradients = self._gradients(self.optimizers)
         checks.refuse_half_gradients(gradients)
         reduced = self._reduce(gradients)
         multiply(gradients, reduced.factor)
-        self._window.unscaled = reduced
-        self._progress.last = reduced.norm, reduced.factor
+        self.state.window.unscaled = reduced
+        self.state.progress.last = reduced.norm, reduced.factor
 
     def update(self, *optimizers: Optimizer) -> None:
         """Close the window: clip, step the optimizers or skip, step the schedulers, drop the gradients.
@@ -260,12 +266,12 @@ class Session(Resumable):
             SessionError: there was no backward pass since the last update, or an optimizer is not the session's.
             ScaleFloorError: the loss scale is at its floor and gradients still overflow; names the worst.
         """
-        if self._window.calls == 0:
+        if self.state.window.calls == 0:
             raise checks.no_backward()
-        self._ownership.check_formats()
-        self._watch = self._watch.before_update()
+        self.state.ownership.check_formats()
+        self.state.watch = self.state.watch.before_update()
         if self.schedulers:
-            self._schedules.settle()
+            self.state.schedules.settle()
         chosen = checks.check_chosen(optimizers, self.optimizers) if optimizers else self.optimizers
         before = checks.weight_copies(self.models) if self._watch_rounding else None
         skipped = self._update_on_device(chosen)
@@ -279,16 +285,16 @@ class Session(Resumable):
         gradients = self._gradients(chosen)
         if not gradients and self.is_whole_loop:
             raise checks.no_gradients()
-        reduced = self._window.unscaled
+        reduced = self.state.window.unscaled
         if reduced is None:
             reduced = self._reduce(gradients)
             norm, factor = reduced.norm, reduced.factor
         else:  # the gradients may have changed since, or include some that are not updated
             norm, factor = self.processes.norm(gradients, self._norm_here), None
-        self._progress.last = norm, factor
+        self.state.progress.last = norm, factor
         if self.clip_norm is not None:
-            factor = clip_factor(self._progress.norm, self.clip_norm, factor)
-        flags = self._window.scale_flags(self.scales, reduced.found_inf)
+            factor = clip_factor(self.state.progress.norm, self.clip_norm, factor)
+        flags = self.state.window.scale_flags(self.scales, reduced.found_inf)
         if reduced.overflowed is None:
             found_inf = self._zero if reduced.found_inf is None else reduced.found_inf
             skips = self._one if rehearsal else found_inf
@@ -300,19 +306,19 @@ class Session(Resumable):
         else:
             skipped = False
             self._run_steps(chosen, gradients, factor)
-        self._window.update_scales(flags, skipped)
+        self.state.window.update_scales(flags, skipped)
         return skipped
 
     def _close(self, chosen: list[Optimizer], skipped: Tensor | bool, *, keep_gradients: bool = False) -> None:
         """Finish an update on the host: schedules, the floor of the scale, gradients, the next window, the guard."""
         if self.schedulers:
-            self._schedules.follow(chosen, skipped)
-        if isinstance(skipped, Tensor) and self.scales[0].checks and self._progress.floor.reached():
+            self.state.schedules.follow(chosen, skipped)
+        if isinstance(skipped, Tensor) and self.scales[0].checks and self.state.progress.floor.reached():
             raise checks.floor_error(self.policy, self.models, self.masters)
         if not keep_gradients:
             drop_gradients(self.optimizers)
-        self._progress.windows += 1
-        self._open_window()
+        self.state.progress.windows += 1
+        open_window(self)
         if self._guard is not None:
             self._guard.updated(skipped)
 
@@ -323,12 +329,12 @@ class Session(Resumable):
             optimizer.update(self._one if factor is None else factor.float(), skips)
         self.masters.push()
         if self.scales[0].checks:
-            self._progress.skips += skips
-            self._progress.floor.note(flags)
+            self.state.progress.skips += skips
+            self.state.progress.floor.note(flags)
 
     def _skip(self, chosen: list[Optimizer], flags: ScaleFlags) -> None:
-        self._progress.skips += 1
-        self._schedules.skipped(chosen, window=self._progress.windows)
+        self.state.progress.skips += 1
+        self.state.schedules.skipped(chosen, window=self.state.progress.windows)
         if any(bool(found_inf) and scale.at_floor() for scale, found_inf in flags):
             raise checks.floor_error(self.policy, self.models, self.masters)
 
@@ -344,12 +350,12 @@ class Session(Resumable):
     @property
     def updates(self) -> int:
         """The number of updates applied, not counting skipped ones; waits for the device."""
-        return self._progress.windows - self.skipped
+        return self.state.progress.windows - self.skipped
 
     @property
     def skipped(self) -> int:
         """The number of updates skipped because a gradient was not finite; waits for the device."""
-        return int(self._progress.skips)
+        return int(self.state.progress.skips)
 
     @property
     def guardrails(self) -> Guardrails | None:
@@ -364,7 +370,7 @@ class Session(Resumable):
     @property
     def grad_norm(self) -> float:
         """The norm of the last update's gradients, unscaled and before clipping; waits for the device. NaN before any update."""
-        return float(self._progress.norm)
+        return float(self.state.progress.norm)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise checks.no_copy()
@@ -372,24 +378,19 @@ class Session(Resumable):
     def __repr__(self) -> str:
         return session_text(self)
 
-    def _open_window(self) -> None:
-        self._window.open(self.accumulate, len(self.scales))
-        if self.accumulate > 1 or not self._progress.windows:  # else every backward pass exchanges, as the last one did
-            self.processes.expect(0)
-
     def _discard_window(self) -> None:
         """Drop the gradients of a backward pass that failed, and with them the window's: part of them was added."""
         if self.train_batch.is_running:  # which restores the session itself
             return
-        if self._window.calls:
-            checks.warn_of_lost_window(self._window.calls)
+        if self.state.window.calls:
+            checks.warn_of_lost_window(self.state.window.calls)
         drop_gradients(self.optimizers)
         for parameter in all_parameters(
             self.models, self.optimizers
         ):  # with masters, the models' own are not the optimizers'
             parameter.grad = None
-        self._watch.gradients_moved()
-        self._open_window()
+        self.state.watch.gradients_moved()
+        open_window(self)
 
     def _gradients(self, optimizers: Iterable[Optimizer]) -> list[Tensor]:
         self.processes.collect()
@@ -398,11 +399,11 @@ class Session(Resumable):
 
     def _reduce(self, gradients: list[Tensor]) -> Reduction:
         """Read all gradients once."""
-        norm = self.processes.norm(gradients, self._norm_here, self._window)
+        norm = self.processes.norm(gradients, self._norm_here, self.state.window)
         on_device = self._one_pass and not checks.shown_to_hooks(self.optimizers, gradients)
         found_inf, overflowed = None, None if on_device else False
-        if self.scales[0].checks and (on_device or self._window.found_inf):
-            found_inf = self._window.overflowed(norm)
+        if self.scales[0].checks and (on_device or self.state.window.found_inf):
+            found_inf = self.state.window.overflowed(norm)
         if self.scales[0].checks and not on_device:
             # The only host read of an update, at the point where GradScaler also waits.
             overflowed = not math.isfinite(norm.item()) if found_inf is None else bool(found_inf)
@@ -410,7 +411,7 @@ class Session(Resumable):
                 overflowed = False  # only the sum of squares left FP32's range
                 norm = self.processes.norm([wide(g) for g in gradients], total_norm)
             found_inf = self._one if overflowed else self._zero
-        share, inverse = self._window.total(), self.scales[0].inverse()
+        share, inverse = self.state.window.total(), self.scales[0].inverse()
         factor = inverse if share is None else (self._one if inverse is None else inverse).to(norm.dtype) / share
         return Reduction(norm, factor, found_inf, overflowed)
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from mezzo.errors import RecordError
 from mezzo.launch.process.command_signals import Stop, stoppable
@@ -37,9 +37,16 @@ _STANDARD_ERROR = 2  # the file descriptor, so that a script's child processes p
 _STOPPED_S = 5.0
 """Time for a process to end once it is stopped because the run is over in another process."""
 _POLL_S = 0.1
-AT_LIMIT = "it was stopped at its limit"
-"""The beginning of the error of a run that took too long."""
 _STARTER: ContextVar[Starter | None] = ContextVar("starter", default=None)
+
+
+class _End(NamedTuple):
+    """How a child ended."""
+
+    exit_code: int
+    why: str
+    """The reason to record if the child wrote no record."""
+    at_limit: bool = False
 
 
 @contextmanager
@@ -63,6 +70,14 @@ def shared_imports(*, prints_why_not: bool = True, variables: Mapping[str, str] 
         starter.close()
         if prints_why_not and starter.why_not_forked is not None and not stop.stopped:
             print(f"mezzo: the runs did not share the import of PyTorch: {starter.why_not_forked}", file=sys.stderr)
+
+
+def import_ahead(request: Request) -> None:
+    """Begin the imports that the runs share, if they do, for runs like ``request``, while the command does something else."""
+    starter = _STARTER.get()
+    if starter is not None and request.framework == "torch":
+        Path(request.record_path).parent.mkdir(parents=True, exist_ok=True)
+        starter.begin(request)
 
 
 def run_child(request: Request, *, output: Path | None = None, limit_s: float | None = None) -> RunRecord:
@@ -110,13 +125,15 @@ def run_alone(
             measured_path(request.observe).unlink(missing_ok=True)
         request = _after_earlier_attempt(request)
         if importlib.util.find_spec(request.framework) is None:
-            exit_code, why = 1, f"the script imports {request.framework}, which is not installed for {sys.executable}"
+            why = f"the script imports {request.framework}, which is not installed for {sys.executable}"
+            end = _End(exit_code=1, why=why)
         else:
-            exit_code, why = _run(request, output, limit_s, stop, interrupted)
+            end = _run(request, output, limit_s, stop, interrupted)
     try:
         return read_record(path)
     except RecordError:
-        record = substitute_record(request, exit_code, why)
+        record = substitute_record(request, end.exit_code, end.why)
+        record = record.model_copy(update={"stopped_at_limit": end.at_limit})
         write_record(record, path)
         return record
 
@@ -137,8 +154,8 @@ def _after_earlier_attempt(request: Request) -> Request:
 
 def _run(
     request: Request, output: Path | None, limit_s: float | None, stop: Stop, interrupted: Interrupted | None
-) -> tuple[int, str]:
-    """Run the child to its end; return the exit code, and the reason to record if the child wrote no record."""
+) -> _End:
+    """Run the child to its end."""
     file: AbstractContextManager[IO[bytes] | None] = nullcontext() if output is None else output.open("wb")
     with file as sink, followed(request, passes_output=sink is None) as request:
         process = _start(request, sink)
@@ -149,19 +166,17 @@ def _run(
                 stopped, returned = _wait_for_ranks(process, request, interrupted)
     request.file.unlink(missing_ok=True)
     if stop.stopped:
-        return stop.exit_code, f"stopped by {stop.name} before it could write a record"
+        return _End(stop.exit_code, f"stopped by {stop.name} before it could write a record")
     exit_code = 128 - returned if returned < 0 else returned or 1
     if stopped and limit_s is None:
-        return exit_code, "it was stopped, because the run was over in another process"
+        return _End(exit_code, "it was stopped, because the run was over in another process")
     if stopped:
-        return exit_code, f"{AT_LIMIT} of {limit_s:g} s"
+        return _End(exit_code, f"it was stopped at its limit of {limit_s:g} s", at_limit=True)
     how = f"signal {signal.Signals(-returned).name}" if returned < 0 else f"exit code {returned}"
     if not returned:
-        return (
-            exit_code,
-            "the process called os._exit, or replaced itself by os.exec, before it could write a record",
-        )
-    return exit_code, f"the process died with {how} before it could write a record"
+        why = "the process called os._exit, or replaced itself by os.exec, before it could write a record"
+        return _End(exit_code, why)
+    return _End(exit_code, f"the process died with {how} before it could write a record")
 
 
 def _start(request: Request, sink: IO[bytes] | None) -> Process:

@@ -22,7 +22,7 @@ _PYTHON = re.compile(r"(?:python|pypy)[\d.]*(?:\.exe)?")
 _TAKES_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 """Options of Python whose value is the next word."""
 
-_LAUNCHERS = {
+LAUNCHERS = {
     "torchrun": "torchrun --nproc-per-node 2 --no-python",
     "accelerate": "accelerate launch --no_python",
     "deepspeed": "deepspeed --no_python",
@@ -32,9 +32,9 @@ _LAUNCHERS = {
 }
 """Launchers, which start processes themselves, each with the words to type in front of ``mezzo``: Mezzo runs inside each process."""
 _LAUNCHER_MODULES = {
-    "torch.distributed.run": _LAUNCHERS["torchrun"],
-    "torch.distributed.launch": _LAUNCHERS["torchrun"],
-    "accelerate.commands.launch": _LAUNCHERS["accelerate"],
+    "torch.distributed.run": LAUNCHERS["torchrun"],
+    "torch.distributed.launch": LAUNCHERS["torchrun"],
+    "accelerate.commands.launch": LAUNCHERS["accelerate"],
     "paddle.distributed.launch": "python -m paddle.distributed.launch --nproc_per_node 2",
 }
 """The same for launchers that are run by ``python -m``."""
@@ -147,8 +147,13 @@ def _refuse_launchers(target: Target) -> None:
             f"{target.name} is not a script; Mezzo starts Python itself",
             hint=f"type: {target.instead(*(rest[:1] or ['train.py']), module=module, arguments=rest[1:])}",
         )
-    if name in _LAUNCHERS:
-        raise _launcher_refused(target, _LAUNCHERS[name])
+    if name in LAUNCHERS:
+        raise _launcher_refused(target, LAUNCHERS[name])
+
+
+def before_mezzo(launcher: str, arguments: Sequence[str]) -> UsageError:
+    """Return the refusal of a launcher that was typed as a command of Mezzo."""
+    return _launcher_refused(Target(launcher, module=False, arguments=arguments), LAUNCHERS[launcher])
 
 
 def _launcher_refused(target: Target, words: str) -> UsageError:

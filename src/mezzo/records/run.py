@@ -304,6 +304,8 @@ class RunRecord(WholeRecord, NamedByPolicy):
     exit_code: int = 0
     error: str | None = None
     """What went wrong, in a sentence; None for a run that ended by itself."""
+    stopped_at_limit: bool = False
+    """Whether the command stopped it because it took longer than the time that it had."""
     trained_nothing: bool = False
     """Whether the script ended by itself and never began to train, which is no error in a process that starts others."""
     hint: str = ""

@@ -109,7 +109,12 @@ def three_digits(value: float) -> str:
 
 def rate_text(value: float) -> str:
     """Return a rate per second with three digits."""
-    return three_digits(value) if value < 1000 else f"{float(f'{value:.3g}'):.0f}"
+    return three_digits(value) if value < 1000 else count_text(float(f"{value:.3g}"))
+
+
+def count_text(count: float) -> str:
+    """Return a whole number, with commas from 10,000 on."""
+    return f"{count:,.0f}" if count >= 10_000 else f"{count:.0f}"
 
 
 def loss_title(name: str) -> str:

@@ -202,7 +202,7 @@ def test_a_guard_reads_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch, po
     with fake_gpus(monkeypatch):
         model = nn.Sequential(Linear(8, 8, device="cuda:0"))
         one = mezzo.Session(model, mezzo.AdamW(model.parameters(), lr=0.1), policy=policy, guard="note")
-        one._progress.windows, one._watch_rounding, one._watch = 1, False, NoWatch()
+        one.state.progress.windows, one._watch_rounding, one.state.watch = 1, False, NoWatch()
         step(one, "cuda:0")
         with Operations() as log:
             step(one, "cuda:0")

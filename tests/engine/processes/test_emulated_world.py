@@ -132,7 +132,7 @@ def trained(policy: str, *, accumulate: int = 1, unscale: bool = False, updates:
         with session.autocast():
             loss = F.cross_entropy(model(x), y)
         session.backward(loss)
-        if session._window.calls == accumulate:
+        if session.state.window.calls == accumulate:
             if unscale:
                 session.unscale()
             session.update()

@@ -214,7 +214,7 @@ def test_of_a_thousand_damaged_files_none_loads_and_the_previous_one_does(
 ) -> None:
     session, loader = built()
     train(session, loader, calls=4, after=lambda s, made: (s.save(tmp_path) and None) if made > 2 else None)
-    session._snapshots.saving.wait()  # type: ignore[union-attr]
+    session.state.snapshots.saving.wait()  # type: ignore[union-attr]
     good, newest = sorted(tmp_path.glob("*.safetensors"))
     other, _ = built()
     other.load(good)

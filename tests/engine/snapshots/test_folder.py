@@ -167,7 +167,7 @@ def test_a_failed_save_is_an_error_and_harms_nothing(
     folder = tmp_path / "snapshots"
     session, loader = built()
     train(session, loader, calls=4, after=lambda s, _: s.save(folder, keep=2) and None)
-    session._snapshots.saving.wait()  # type: ignore[union-attr]
+    session.state.snapshots.saving.wait()  # type: ignore[union-attr]
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     mend = break_it(folder)

@@ -68,7 +68,7 @@ def test_workers_are_brought_to_the_same_place(tmp_path: Path) -> None:
     session, loader = built(workers=1)
     train(session, loader, calls=9, after=lambda s, made: s.save(tmp_path) and None if made == 9 else None)
     again, loader = built(workers=1)
-    session._snapshots.saving.wait()  # type: ignore[union-attr]
+    session.state.snapshots.saving.wait()  # type: ignore[union-attr]
 
     again.load(tmp_path)
 
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 ) -> None:
     session, loader = built()
     train(session, loader, calls=at, after=lambda s, made: s.save(tmp_path) and None if made == at else None)
-    session._snapshots.saving.wait()  # type: ignore[union-attr]
+    session.state.snapshots.saving.wait()  # type: ignore[union-attr]
     other, _ = built(**how)
     before = final_bits(other)
 
@@ -160,7 +160,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
 def test_saving_changes_nothing_and_old_ones_go(tmp_path: Path) -> None:
     session, loader = built()
     losses = train(session, loader, after=lambda s, _: s.save(tmp_path, keep=2) and None)
-    session._snapshots.saving.wait()  # type: ignore[union-attr]
+    session.state.snapshots.saving.wait()  # type: ignore[union-attr]
 
     assert losses == train(*built())
     assert same(final_bits(session), final_bits_of_the_whole_run())
@@ -170,7 +170,7 @@ def test_saving_changes_nothing_and_old_ones_go(tmp_path: Path) -> None:
 
 def test_every_s_saves_when_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session, _ = built()
-    now = [session._snapshots.last_s]
+    now = [session.state.snapshots.last_s]
     monkeypatch.setattr("mezzo.engine.snapshots.resumable.time.monotonic", lambda: now[0])
     assert session.save(tmp_path, every_s=60) is None
     now[0] += 60
@@ -195,7 +195,7 @@ def test_a_folder_without_snapshots(tmp_path: Path) -> None:
 def test_the_newest_whole_one_is_loaded_and_the_others_are_named(tmp_path: Path) -> None:
     session, loader = built()
     train(session, loader, calls=6, after=lambda s, _: s.save(tmp_path) and None)
-    session._snapshots.saving.wait()  # type: ignore[union-attr]
+    session.state.snapshots.saving.wait()  # type: ignore[union-attr]
     newest, middle, oldest = (saved.path for saved in saved_in(tmp_path))
     newest.write_bytes(newest.read_bytes()[:-1])
     middle.write_bytes(pickle.dumps(Path))

@@ -266,6 +266,9 @@ def made(case, scale):
         return embedding()
     if case == "two_strategies":
         return two_strategies(scale)
+    if case in ("MultiWorkerMirroredStrategy", "ParameterServerStrategy"):
+        cluster = tf.train.ClusterSpec({"worker": ["localhost:1"], "ps": ["localhost:2"]})
+        getattr(tf.distribute, case)(tf.distribute.cluster_resolver.SimpleClusterResolver(cluster))
     keras.utils.set_random_seed(3)
     scales = scale is not None
     x, y = data(case)

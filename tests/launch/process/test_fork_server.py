@@ -27,7 +27,7 @@ from mezzo.launch.process.fork_server import Starter
 from mezzo.launch.process.group import Guarded
 from mezzo.launch.progress import shown_on
 from mezzo.launch.request import Request
-from mezzo.launch.runner import run_child, shared_imports
+from mezzo.launch.runner import import_ahead, run_child, shared_imports
 from mezzo.records import Reason, RunRecord
 
 pytestmark = [
@@ -226,6 +226,43 @@ def test_what_mezzo_sets_for_the_compiler_is_not_reported_as_the_scripts(place: 
     assert record.effective.left_alone == []
 
 
+ENDS = """
+    import gc, os, sys, torch
+    class Cycle:
+        def __init__(self, *kept):
+            self.itself, self.kept = self, kept
+    def written():
+        file = open(sys.argv[1], "w")
+        file.write("written")
+        return file
+    def suspended(write=os.write, file=os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)):
+        try:
+            yield
+        finally:
+            write(file, b"written")
+    class Writes:
+        def __del__(self, write=os.write, file=os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)):
+            write(file, b"written")
+    waiting = suspended()
+    next(waiting)
+    torch.kept_by_torch = Cycle(KEPT)
+    waiting = None
+    print(gc.get_freeze_count() > 100_000, any(one is torch.nn.Linear for one in gc.get_objects()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("kept", ["written()", "waiting", "Writes()"])
+def test_what_a_run_leaves_is_finalised_although_torch_is_not_collected(
+    place: Path, starter: Starter, kept: str
+) -> None:
+    file = place / "cycle.txt"
+    file.unlink(missing_ok=True)
+    with forking(starter):
+        run(place, ENDS.replace("KEPT", kept), str(file))
+    assert "True False" in (place / "output.log").read_text().splitlines()
+    assert file.read_text() == "written"
+
+
 def test_no_two_runs_draw_the_same(place: Path, starter: Starter) -> None:
     drawn = []
     with forking(starter):
@@ -385,6 +422,21 @@ def test_imports_that_fail_are_shown_by_the_run_itself(tmp_path: Path, capfd: py
     assert first.count("half of torch") == 1
     assert "ImportError: broken" in first
     assert "importing PyTorch and its compiler failed: ImportError: broken" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("broken_torch")
+def test_the_imports_can_begin_before_the_first_run(tmp_path: Path) -> None:
+    request = request_for(tmp_path, "")
+    with shared_imports(prints_why_not=False):
+        starter = runner._STARTER.get()
+        assert starter is not None
+        import_ahead(request.model_copy(update={"framework": "keras"}))
+        assert starter._process is None
+        import_ahead(request)
+        begun = starter._process
+        assert begun is not None
+        run_child(request, output=tmp_path / "output.log")
+        assert starter._process is begun
 
 
 COMMAND = """

@@ -127,6 +127,7 @@ def test_a_rank_that_hangs_ends_the_run_at_its_limit(tmp_path: Path, monkeypatch
         for name in ("run", "next"):  # the next run is a fresh one
             record = run(lead, run_one, request(tmp_path, name), limit_s=3000)
             assert record.error == "stopped at its limit of 3000 s: rank 2: it made no progress"
+            assert record.stopped_at_limit
 
 
 @pytest.mark.parametrize("variables", [{}, {"MASTER_PORT": "29500"}])

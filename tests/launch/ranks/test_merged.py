@@ -9,7 +9,7 @@ import pytest
 
 from mezzo.launch.ranks.blame import ProcessEnd
 from mezzo.launch.ranks.merged import merged
-from mezzo.records import AuditRecord, Finding, Loss, Metric, RankRun, RunRecord, Steps
+from mezzo.records import AuditRecord, Finding, Loss, Metric, OutOfMemory, RankRun, RunRecord, Steps
 from record_builders import environment
 
 NAN = float("nan")
@@ -69,12 +69,14 @@ def test_a_metric_that_another_rank_prints() -> None:
 
 
 def test_a_run_that_failed_has_the_reason_and_the_hint_of_the_rank_to_blame() -> None:
+    oom = OutOfMemory(step=1, message="none left")
     record = of(
         run(0, loss=[1.0], error="RuntimeError: connection reset", hint="check the network", exit_code=1),
-        run(1, loss=[1.0], error="ValueError: bad", hint="mend it", exit_code=3),
+        run(1, loss=[1.0], error="ValueError: bad", hint="mend it", exit_code=3, out_of_memory=oom),
         blame=(1, "ValueError: bad"),
     )
     assert (record.error, record.exit_code, record.hint) == ("rank 1: ValueError: bad", 3, "mend it")
+    assert (record.out_of_memory, record.stopped_at_limit) == (oom, False)
     assert [rank.error for rank in record.ranks] == ["RuntimeError: connection reset", "ValueError: bad"]
     assert record.between_ranks == []  # a failed run differs anyway
 
@@ -82,9 +84,10 @@ def test_a_run_that_failed_has_the_reason_and_the_hint_of_the_rank_to_blame() ->
 def test_a_rank_without_a_record() -> None:
     ends = [ProcessEnd(rank=0, error=None), ProcessEnd(rank=1, error=None, vanished=True)]
     first = run(0, loss=[1.0], error="RuntimeError: connection reset", hint="check the network")
-    record = merged({0: first}, ends=ends, blame=(1, "its process vanished"), hosts={}, prefix="late: ")
+    record = merged({0: first}, ends=ends, blame=(1, "its process vanished"), hosts={}, limit_s=9.0)
     assert isinstance(record, RunRecord)
-    assert (record.error, record.exit_code, record.hint) == ("late: rank 1: its process vanished", 1, "")
+    assert record.error == "stopped at its limit of 9 s: rank 1: its process vanished"
+    assert (record.exit_code, record.hint, record.stopped_at_limit) == (1, "", True)
     assert record.ranks[1].error == "its process vanished"
 
 

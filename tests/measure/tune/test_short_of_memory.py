@@ -11,12 +11,9 @@ import record_builders as build
 from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.environment import host_bytes
 from mezzo.measure.tune.short_of_memory import short_of_memory
-from mezzo.records import Effective, Memory, RunRecord, Steps
+from mezzo.records import Effective, Memory, OutOfMemory, RunRecord, Steps
 
-ON_CPU = (
-    "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-    "640000000000 bytes. Error code 12 (Cannot allocate memory)"
-)
+ON_CPU = OutOfMemory(step=1, message="", asked_bytes=640_000_000_000)
 
 
 def _ended(**fields: Any) -> RunRecord:
@@ -27,7 +24,7 @@ def _ended(**fields: Any) -> RunRecord:
         "script_sha256": "",
         "policy": "fp32",
         "seed": 0,
-        "environment": build.environment(),
+        "environment": build.environment(device="cpu"),
         "steps": steps,
         "memory": Memory(),
         "effective": Effective(flops_by_format={}),
@@ -39,10 +36,13 @@ def _ended(**fields: Any) -> RunRecord:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"error": ON_CPU}, "it requested 596 GiB at once, which this machine, with"),
+        ({"out_of_memory": ON_CPU}, "it requested 596 GiB at once, which this machine, with"),
         ({"exit_code": -9}, "the system killed it (exit code -9), as it does when memory runs out"),
         ({"exit_code": 137}, "the system killed it (exit code 137), as it does when memory runs out"),
-        ({"error": "OutOfMemoryError: CUDA out of memory."}, "OutOfMemoryError: CUDA out of memory."),
+        (
+            {"error": "OutOfMemoryError: no", "out_of_memory": OutOfMemory(step=1, message="no")},
+            "OutOfMemoryError: no",
+        ),
     ],
 )
 def test_a_run_that_lacked_memory_has_that_as_its_reason(fields: dict[str, Any], said: str) -> None:
@@ -51,7 +51,16 @@ def test_a_run_that_lacked_memory_has_that_as_its_reason(fields: dict[str, Any],
     assert (bytes_text(host_bytes()) in found) == (not found.startswith("OutOf"))
 
 
-@pytest.mark.parametrize("fields", [{}, {"error": "ValueError: bytes"}, {"exit_code": 2}, {"exit_code": -15}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"error": "out of memory: you tried to allocate 640000000000 bytes"},
+        {"error": "ValueError: bytes"},
+        {"exit_code": 2},
+        {"exit_code": -15},
+    ],
+)
 def test_other_ends_are_not_about_memory(fields: dict[str, Any]) -> None:
     assert short_of_memory(_ended(**fields)) == ""
 

@@ -22,6 +22,7 @@ from mezzo.records import (
     NOT_APPLIED,
     Effective,
     Memory,
+    OutOfMemory,
     Placement,
     Reason,
     RunRecord,
@@ -252,7 +253,8 @@ def test_a_configuration_that_trains_to_another_result_is_barred() -> None:
 
 def test_a_larger_batch_than_one_that_did_not_fit_is_not_run() -> None:
     vary = {"batch-size": ["16", "32"]}
-    facts = {"bf16, batch-size 16": {"error": "OutOfMemoryError: CUDA out of memory."}}
+    oom = OutOfMemory(step=1, message="CUDA out of memory.")
+    facts = {"bf16, batch-size 16": {"error": "OutOfMemoryError: CUDA out of memory.", "out_of_memory": oom}}
     known, found = search(facts, vary=vary)
     row = next(row for row in found.rows if row.name == "bf16, batch-size 32")
     assert (row.state, row.reason) == ("not run", "bf16, batch-size 16 did not fit, and its batch is smaller")

@@ -195,6 +195,8 @@ BY_FAMILY = [
     InFamily("update_late", INVALID, "0", "SGD.step", "update", 3, "step()", "", AS_IS),
     InFamily("update_clipped_by_hand", SILENT, "(script)", "pow", "update", 1, "square", "enabled=False", AS_IS),
     InFamily("update_normalized_by_hand", INVALID, "(script)", "div", "update", 1, "norm()", "", AS_IS),
+    InFamily("cast_loss", RANGE, "(script)", "pow", "forward", 1, ".pow(2)", "autocast(x.device.type, enabled=False)"),
+    InFamily("cast_softmax_by_hand", RANGE, "(script)", "log", "forward", 1, ".log()", "enabled=False"),
     InFamily("scale_static_by_hand", SCALE, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
     InFamily("scale_static_zeroed", SILENT, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),
     InFamily("scale_clipped_away", SCALE, "(script)", "to", "backward", 1, "float()", "scale = ", AS_IS),

@@ -614,9 +614,8 @@ def tries(*outcomes: Evidence | None, in_fp32: Evidence = FINITE) -> list[Script
     for evidence in outcomes:
         offer = next_offer(found, tried(runs), last=3)
         assert offer is not None
-        runs.append(
-            ran("fix", evidence, 19, run=record_of(19, policy=str(offer.policy)), policy=offer.policy, offer=offer)
-        )
+        policy = offer.policy or Policy.parse("fp16")
+        runs.append(ran("fix", evidence, 19, run=record_of(19, policy=str(policy)), policy=policy, offer=offer))
     return runs
 
 
@@ -691,9 +690,9 @@ FIXES: list[tuple[list[ScriptRun], bool, str, str]] = [
         "mezzo fallback searches for a set of modules to keep in FP32",
     ),
     (
-        tries(AGAIN, AGAIN, AGAIN, in_fp32=OVERFLOWS),
+        tries(AGAIN, AGAIN, AGAIN, in_fp32=OVERFLOWS),  # lists of operations do not reach the script's own casts
         False,
-        "none of these is enough: keep 1 in FP32; compute mul in FP32; train in BF16, which has FP32's range",
+        "none of these is enough: keep 1 in FP32; compute the line of mul in FP32; train in BF16, which has FP32's range",
         "change the cast to fp16 in the script",
     ),
     (

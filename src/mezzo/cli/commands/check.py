@@ -139,9 +139,11 @@ def _checked(opts: CheckOptions, folder: Path, engine: Engine) -> tuple[CheckRec
     budget = opts.budget
     budget.say(f"{Path(opts.script.target).name}: finding out what {name_of(engine)} can do")
     from mezzo.gpus import find_gpu
+    from mezzo.launch.runner import import_ahead
     from mezzo.launch.several.check import Check
     from mezzo.launch.several.waves import Waves
 
+    import_ahead(opts.script.request(None, folder=folder))
     machine = machine_of(engine, folder)
     if opts.gpu is not None and find_gpu(machine.device.name) is opts.gpu:
         opts = replace(opts, gpu=None)  # the machine has it: measuring is better than bounding

@@ -11,7 +11,7 @@ import typer
 
 from mezzo.cli.durations import seconds_of
 from mezzo.cli.help.metavars import EXAMPLES
-from mezzo.cli.words import typed, with_value
+from mezzo.cli.words import typed, with_value, without_option
 from mezzo.errors import PolicyError, UsageError, nearest
 from mezzo.measure.predict.names import LIBRARIES, OPTIMIZERS, SHARDS
 
@@ -72,7 +72,7 @@ def _check_policies(text: str, option: str, example: str) -> None:
         try:
             parse_policy(name)
         except PolicyError as error:
-            near = _near_policy(name)
+            near = _near_policy(name, several=option == "--policies")
             if near is None:
                 raise
             line = with_value(option, ",".join([*names[:place], near, *names[place + 1 :]]))
@@ -92,12 +92,15 @@ def _check_presets(text: str, option: str, example: str) -> None:
         )
 
 
-def _near_policy(name: str) -> str | None:
-    from mezzo.policy import ALIASES, PRESETS
+def _near_policy(name: str, *, several: bool) -> str | None:
+    from mezzo.policy import ALIASES, PRESETS, canonical
 
     preset, colon, fields = name.strip().partition(":")
     if preset in PRESETS or preset in ALIASES or preset.endswith(".toml"):
         return None  # a field or a file is wrong
+    parts = re.split(r"[;/|&\s]+", name.strip())
+    if len(parts) > 1 and all(canonical(part) in PRESETS for part in parts):
+        return ",".join(parts) if several else parts[0]
     near = get_close_matches(preset.lower(), [*PRESETS, *ALIASES], n=1)
     return f"{near[0]}{colon}{fields}" if near else None
 
@@ -128,6 +131,11 @@ def _check_model(text: str, option: str, example: str) -> None:
     library, _, name = text.partition(":")
     if library in LIBRARIES and name:
         return
+    if text.endswith(".py"):
+        raise UsageError(
+            f"{option} took {text!r} as its value; allowed: a script without {option}, or a model by name",
+            hint=f"type: {without_option(option, text)}",
+        )
     name = name or (example.partition(":")[2] if library in LIBRARIES else library)
     where = (
         library if library in LIBRARIES else LIBRARIES[2] if re.search(r"/|bert|gpt|llama|\bt5", name) else LIBRARIES[0]
@@ -161,7 +169,13 @@ def _gpus_check(*words: str, several: bool) -> Callback:
 def _check_gpus(text: str, option: str, example: str, words: Sequence[str], *, several: bool) -> None:
     from mezzo.gpus import GPUS, find_gpu, gpu_named
 
-    names = [name.strip() for name in text.rstrip(", ").split(",")] if several else [text.strip()]
+    names = [name.strip() for name in text.rstrip(", ").split(",")]
+    if len(names) > 1 and not several and all(map(find_gpu, names)):
+        line = with_value(option, names[0])
+        if typed()[1:2] == ("check",):
+            line = with_value(option, ",".join(names), command="compare", renamed="--gpus")
+        raise UsageError(f"{option} {text!r}; allowed: one GPU", hint=f"type: {line}")
+    names = names if several else [text.strip()]
     if not all(names):
         full = ",".join(filter(None, names)) or example
         raise UsageError(

@@ -70,7 +70,7 @@ class SessionGuard:
         session = self._session
         scale = session.scales[0].on_device() if session.scales[0].checks else None
         loss, self._loss = self._loss, None
-        self._arrivals.add(session._progress.windows, [loss, session._progress.norm, skipped, scale])
+        self._arrivals.add(session.state.progress.windows, [loss, session.state.progress.norm, skipped, scale])
         arrived = [
             UpdateNumbers(number, seen_loss, norm, bool(flag), seen_scale)
             for number, (seen_loss, norm, flag, seen_scale) in self._arrivals.arrived()
@@ -83,14 +83,14 @@ class SessionGuard:
             self._act(alarm)
             if self._action == "rewind":  # the other updates were made before the return
                 break
-        if self._agreement is not None and session._progress.windows >= self._agreement.next:
+        if self._agreement is not None and session.state.progress.windows >= self._agreement.next:
             self._agree(self._agreement)
 
     def _agree(self, agreement: Agreement) -> None:
         """Act on an alarm of any process in all of them, after the same update."""
         unshared, self._unshared = self._unshared, None
         reported = agreement.any_of(
-            self._session._progress.windows, None if unshared is None else unshared.model_dump()
+            self._session.state.progress.windows, None if unshared is None else unshared.model_dump()
         )
         if reported is None:
             return
@@ -122,7 +122,7 @@ class SessionGuard:
         session, times = self._session, len(self.noticed.rewinds) + 1
         if times > MOST_REWINDS:
             raise self._stopped(f"{text}, after {MOST_REWINDS} returns to a snapshot")
-        snapshots = session._snapshots
+        snapshots = session.state.snapshots
         if snapshots.saving is not None:
             snapshots.saving.wait()
         good, agreement = self._newest_good(alarm), self._agreement
@@ -131,11 +131,11 @@ class SessionGuard:
         if good is None:
             raise self._stopped(f"{text}; there is no snapshot from before update {alarm.since} to return to")
         saved, contents = good
-        position, random = dict(vars(session._position)), random_states()
+        position, random = dict(vars(session.state.position)), random_states()
         in_all = (lambda here: here) if agreement is None else agreement.in_all
         set_contents(session, {**contents, "random": random}, in_all=in_all)
         snapshots.last_s = time.monotonic()  # a snapshot saved now would copy that one, and would count as progress
-        vars(session._position).update(position)  # the data is not rewound: other batches follow
+        vars(session.state.position).update(position)  # the data is not rewound: other batches follow
         changes = apply_remedy(
             alarm.kind,
             [earlier for earlier in self.noticed.rewinds if earlier.snapshot >= saved.path.name],
@@ -156,7 +156,7 @@ class SessionGuard:
             agreement.restart()
 
     def _newest_good(self, alarm: Alarm) -> tuple[SavedSnapshot, Any] | None:
-        folder, agreement = self._session._snapshots.folder, self._agreement
+        folder, agreement = self._session.state.snapshots.folder, self._agreement
         if folder is None:
             return None
         rank, size = (0, 1) if agreement is None else (agreement.rank, agreement.size)

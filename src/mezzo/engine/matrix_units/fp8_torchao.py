@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,8 @@ from mezzo.formats import FP32, FP64
 from mezzo.policy import Policy
 
 _MULTIPLE = 16
+SizeFault = Literal["not multiples", "too small"]
+"""Why a linear layer's sizes keep it in 16 bits."""
 _SIZES = "a size is not a multiple of 16, which FP8 matrix units require"
 _TOO_SMALL = {
     "tensorwise": "too small to gain: no more than 1024 outputs and 4096 inputs (torchao's measurements on H100s)",
@@ -96,14 +98,17 @@ def _why_not(layer: nn.Linear, policy: Policy) -> str | None:
         return _OWN_CODE
     if layer.weight.dtype not in (FP32.dtype, policy.storage.dtype):
         return _OTHER_DTYPE
-    return stays_in_16_bits(layer.out_features, layer.in_features, policy.fp8_recipe)
+    fault = fault_of_sizes(layer.out_features, layer.in_features, policy.fp8_recipe)
+    if fault is None:
+        return None
+    return _SIZES if fault == "not multiples" else _TOO_SMALL[policy.fp8_recipe]
 
 
-def stays_in_16_bits(outputs: int, inputs: int, recipe: str) -> str | None:
+def fault_of_sizes(outputs: int, inputs: int, recipe: str) -> SizeFault | None:
     """Return why a linear layer of these sizes is not computed in FP8; None if it is."""
     if outputs % _MULTIPLE or inputs % _MULTIPLE:
-        return _SIZES
-    return _TOO_SMALL[recipe] if _too_small(outputs, inputs, recipe) else None
+        return "not multiples"
+    return "too small" if _too_small(outputs, inputs, recipe) else None
 
 
 def _too_small(outputs: int, inputs: int, recipe: str) -> bool:

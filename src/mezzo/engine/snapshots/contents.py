@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mezzo.engine.gradients import all_parameters, trained_by
 from mezzo.engine.optimizers.one_pass import OnePass
 from mezzo.engine.processes.replicas import bare
+from mezzo.engine.session_state import open_window
 from mezzo.engine.snapshots.background import Copies
 from mezzo.engine.snapshots.randomness import check_generators, random_states, set_random_states
 from mezzo.engine.snapshots.sharded import Shard, placed, placed_model, placed_optimizer
@@ -29,17 +30,17 @@ def contents_of(session: Session, extra: Any = None) -> dict[str, Any]:
     The tensors are the session's own: copy them before training continues.
     """
     parameters = all_parameters(session.models, session.optimizers)
-    is_open = session._window.calls > 0
+    is_open = session.state.window.calls > 0
     return {
         "session": state_of(session, window_calls=0),
         "kinds": _kinds(session),
         "accumulate": session.accumulate,
-        "window": session._window.state_dict() if is_open else None,
+        "window": session.state.window.state_dict() if is_open else None,
         "gradients": {n: p.grad for n, p in enumerate(parameters) if p.grad is not None} if is_open else {},
-        "norm": session._progress.norm,
+        "norm": session.state.progress.norm,
         "buffers": [_unsaved_buffers(model) for model in session.models],
         "random": random_states(),
-        "position": session._position.state_dict(),
+        "position": session.state.position.state_dict(),
         "extra": extra,
     }
 
@@ -88,8 +89,8 @@ def _set(session: Session, contents: Mapping[str, Any]) -> None:
         "models": [placed_model(s, bare(m)) for s, m in zip(state["models"], session.models, strict=True)],
         "optimizers": [placed_optimizer(s, o) for s, o in zip(state["optimizers"], session.optimizers, strict=True)],
     }
-    session._open_window()
-    session._watch.gradients_moved()
+    open_window(session)
+    session.state.watch.gradients_moved()
     load_state(session, state, window_calls=0)
     if state["policy"] == str(session.policy):
         for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=True):
@@ -101,12 +102,12 @@ def _set(session: Session, contents: Mapping[str, Any]) -> None:
         gradient = placed(contents["gradients"].get(number), parameter)
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
     if window is not None:
-        session._window.load_state_dict(window, session.device)
-    session._progress.windows = state["updates"] + state["skipped"]
-    session._progress.skips.fill_(state["skipped"])
-    session._progress.norm = contents["norm"].to(session.device)
+        session.state.window.load_state_dict(window, session.device)
+    session.state.progress.windows = state["updates"] + state["skipped"]
+    session.state.progress.skips.fill_(state["skipped"])
+    session.state.progress.norm = contents["norm"].to(session.device)
     check_generators(contents["position"])
-    session._position.load_state_dict(contents["position"], contents["random"])
+    session.state.position.load_state_dict(contents["position"], contents["random"])
     set_random_states(contents["random"])
 
 
@@ -127,8 +128,8 @@ def load_or_refuse(session: Session, state: Mapping[str, Any], *, window_calls: 
             hint="pass what state_dict() returned, of a session with the same models, optimizers and schedulers",
         ) from error
     load_state(session, dict(state), window_calls=window_calls)
-    session._progress.windows = state["updates"] + state["skipped"]
-    session._progress.skips.fill_(state["skipped"])
+    session.state.progress.windows = state["updates"] + state["skipped"]
+    session.state.progress.skips.fill_(state["skipped"])
 
 
 def _refuse_unfit(session: Session, state: Mapping[str, Any]) -> None:

@@ -23,13 +23,13 @@ from mezzo.engine.snapshots.of_ranks import (
     last_number,
     part_of,
 )
-from mezzo.engine.snapshots.position import Position
 from mezzo.engine.snapshots.structure import take_apart
 from mezzo.engine.state import state_of
 from mezzo.errors import SnapshotError
 
 if TYPE_CHECKING:
     from mezzo.engine.session import Session
+    from mezzo.engine.session_state import SessionState
 
 
 class Loaded(NamedTuple):
@@ -114,8 +114,7 @@ class _Notice:
 class Resumable:
     """The saving and loading of a session."""
 
-    _position: Position
-    _snapshots: Snapshots
+    state: SessionState
 
     def state_dict(self: Session) -> dict[str, Any]:  # type: ignore[misc]
         """Return models (in FP32), optimizers, schedulers, scales and counts, to load under any policy.
@@ -123,8 +122,8 @@ class Resumable:
         Raises:
             SessionError: a window is open; its gradients are not part of the state.
         """
-        self._schedules.settle()
-        return state_of(self, window_calls=self._window.calls)
+        self.state.schedules.settle()
+        return state_of(self, window_calls=self.state.window.calls)
 
     def load_state_dict(self: Session, state: dict[str, Any]) -> None:  # type: ignore[misc]
         """Load a state that ``state_dict`` returned, under this policy or another.
@@ -133,12 +132,12 @@ class Resumable:
             SessionError: the state has other numbers of models, optimizers, schedulers or losses, or does not fit; nothing changed.
             SnapshotError: it is of another model; nothing changed.
         """
-        load_or_refuse(self, state, window_calls=self._window.calls)
+        load_or_refuse(self, state, window_calls=self.state.window.calls)
 
     @property
     def epoch(self) -> int:
         """The number of passes over ``batches`` that are finished."""
-        return self._position.epoch
+        return self.state.position.epoch
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a pass over ``loader``; after ``load`` those of the open pass that were not trained on yet.
@@ -146,7 +145,7 @@ class Resumable:
         Raises:
             SessionError: ``loader`` is an iterator, or not the loader of the run that was stopped.
         """
-        return self._position.batches(loader)
+        return self.state.position.batches(loader)
 
     def save(  # type: ignore[misc]
         self: Session,
@@ -171,7 +170,7 @@ class Resumable:
         Raises:
             SnapshotError: the last save failed, the folder cannot be used, or the state contains a value that cannot be saved.
         """
-        root, snapshots = Path(folder), self._snapshots
+        root, snapshots = Path(folder), self.state.snapshots
         agreement = snapshots.agreement(self)
         if not snapshots.due(every_s, agreement):
             return None
@@ -180,7 +179,7 @@ class Resumable:
                 f"keep={keep!r}; allowed: a whole number of 1 or more", hint="leave keep out for the default, 3"
             )
         rank, size = (0, 1) if agreement is None else (agreement.rank, agreement.size)
-        self._schedules.settle()
+        self.state.schedules.settle()
         number, error = 0, None
         try:
             target = snapshots.begin(folder_of(root, rank, size))
@@ -197,7 +196,7 @@ class Resumable:
         if error is not None:
             raise error
         target.begin_after(number)
-        path = target.next_path(updates=self._progress.windows, calls=self._window.calls)
+        path = target.next_path(updates=self.state.progress.windows, calls=self.state.window.calls)
         # A process that is killed while it saves has only the snapshot before: so the others keep that one, too.
         snapshots.saving = Saving(path, tree, snapshots.copies.of(tensors), lambda: target.prune(keep + (size > 1)))
         snapshots.last_s = time.monotonic()
@@ -217,7 +216,7 @@ class Resumable:
             SnapshotError: there is none, or none can be loaded; the session is unchanged.
         """
         path = Path(path)
-        agreement = self._snapshots.agreement(self)
+        agreement = self.state.snapshots.agreement(self)
         snapshots = complete_snapshots(path) if agreement is None or agreement.rank == 0 else None
         if agreement is not None:
             _, snapshots = agreement.first_of(snapshots) or (0, [])

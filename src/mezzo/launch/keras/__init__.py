@@ -16,6 +16,7 @@ from mezzo.launch.frameworks import Watching
 from mezzo.launch.import_hooks import after_import
 from mezzo.launch.keras import seeds
 from mezzo.launch.keras.layers import Layers
+from mezzo.launch.keras.several_workers import refuse_several_workers
 from mezzo.launch.keras.state import Backend, KerasRun
 from mezzo.launch.keras.updates import Updates, num_bytes
 from mezzo.launch.patches import Patches
@@ -28,7 +29,7 @@ from mezzo.measure.environment import environment, environment_without_torch, pa
 from mezzo.measure.live import Report
 from mezzo.observe.settings import AnySettings, AuditSettings
 from mezzo.policy import Policy
-from mezzo.records import Effective, Environment, Memory, Reason, Steps
+from mezzo.records import Effective, Environment, Memory, OutOfMemory, Reason, Steps
 
 if TYPE_CHECKING:
     from mezzo.launch.keras.observed import ObservedKeras
@@ -58,6 +59,7 @@ def training(policy: Policy | None, *, seed: int | None, observe: AnySettings | 
             shift_python(seed, patches)
             after_import("torch", lambda: shift_torch(seed, patches), patches)
             after_import("tensorflow", lambda: seeds.shift_tensorflow(seed, patches), patches)
+        after_import("tensorflow", lambda: refuse_several_workers(patches), patches)
         after_import("keras", lambda: _install(run, seed, observe, patches), patches)
         yield KerasTraining(run)
     finally:
@@ -161,6 +163,14 @@ class KerasTraining(WithoutPyTorch):
         if self._run.backend is not None:
             self._run.backend.collect()
         return self._run.steps.num_closed
+
+    def out_of_memory(self, error: BaseException | None) -> OutOfMemory | None:
+        """Return the step and the request of a script on PyTorch that ran out of memory; None for all others."""
+        if error is None or self._run.backend is None or self._run.backend.name != "torch":
+            return None
+        from mezzo.launch.torch.out_of_memory import is_out_of_memory, request_that_failed
+
+        return request_that_failed(error, step=self.num_updates + 1) if is_out_of_memory(error) else None
 
     def report_to(self, report: Report, *, every_s: float) -> None:
         """Report the latest numbers that the host knows, at most every ``every_s`` seconds."""

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from mezzo.launch.frameworks import training_in
+from mezzo.launch.process.finalised import collect_all_if_needed, ids_to_finalise
 from mezzo.launch.process.group import Guarded
 from mezzo.launch.process.guard import PASSED_ON, STOPPING, die_with_parent
 from mezzo.launch.process.shared_libraries import files_to_search, shared_libraries
@@ -71,16 +72,22 @@ class Starter:
         self._process: Guarded | None = None
         self._connection: socket.socket | None = None
 
-    def start(self, request: Request, *, sink: IO[bytes]) -> Forked | None:
-        """Start a run that prints to ``sink``; return None if it has to be started without the server."""
+    def begin(self, request: Request) -> bool:
+        """Start the server for runs like this one, unless it runs; return False if they have to be started without it."""
         if self._process is None:
             self.why_not_forked = self.why_not_forked or _why_not(request)
         if self._surroundings != (os.getcwd(), dict(os.environ)):
             self.why_not_forked = "the folder or the environment changed between the runs"
         if self.why_not_forked is not None:
-            return None
+            return False
         if self._process is None:
             self._begin(Path(request.record_path).parent, libraries=shared_libraries(request.target, kind=request.kind))
+        return True
+
+    def start(self, request: Request, *, sink: IO[bytes]) -> Forked | None:
+        """Start a run that prints to ``sink``; return None if it has to be started without the server."""
+        if not self.begin(request):
+            return None
         assert self._process is not None
         assert self._connection is not None
         try:
@@ -181,12 +188,17 @@ class _Imported(NamedTuple):
     imported instead."""
     generators: list[random.Random]
     """Generators that were seeded by the system."""
+    finalised: frozenset[int]
+    """The ids of their objects that do something at their end."""
     failure: str | None
     """Why they failed; None if they did not."""
 
 
-def fork_for_requests(connection: socket.socket, *, libraries: Sequence[str]) -> Request:
-    """Fork for every request and return the request in the child; the server process ends here when the socket closes."""
+def fork_for_requests(connection: socket.socket, *, libraries: Sequence[str]) -> tuple[Request, frozenset[int]]:
+    """Fork for every request and return it in the child; the server process ends here when the socket closes.
+
+    Also return the ids of what the libraries have finalised.
+    """
     imported = _import(libraries)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in PASSED_ON}
     while True:
@@ -213,7 +225,7 @@ def fork_for_requests(connection: socket.socket, *, libraries: Sequence[str]) ->
             if why is not None:
                 os.execv(sys.executable, child_command(message.decode()))
             _reset_state(imported, message.decode())
-            return request
+            return request, imported.finalised
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(files[0])
         _report_end(child, connection)
@@ -235,6 +247,8 @@ def _import(libraries: Sequence[str]) -> _Imported:
     try:
         importlib.import_module("mezzo.launch.child")
         training_in("torch")
+        # Without the compiler and the libraries, because Triton calls its own objects a leak if they are not collected.
+        gc.freeze()
         packages = _import_shared(libraries)
     except Exception as error:  # a run without the server shows it where the script's errors appear
         also = "".join(f" and {name}" for name in libraries)
@@ -247,7 +261,7 @@ def _import(libraries: Sequence[str]) -> _Imported:
         os._exit(0)
     os.waitpid(child, 0)
     size = os.fstat(_STANDARD_OUTPUT).st_size
-    return _Imported(os.pread(_STANDARD_OUTPUT, size, 0), packages, generators, failure)
+    return _Imported(os.pread(_STANDARD_OUTPUT, size, 0), packages, generators, ids_to_finalise(), failure)
 
 
 def _import_shared(libraries: Sequence[str]) -> list[str]:
@@ -330,8 +344,10 @@ def _late_settings(before: dict[str, str]) -> list[Reason]:
 
 
 if __name__ == "__main__":
-    request_ = fork_for_requests(socket.socket(fileno=int(sys.argv[1])), libraries=sys.argv[2:])
+    request_, of_libraries = fork_for_requests(socket.socket(fileno=int(sys.argv[1])), libraries=sys.argv[2:])
     from mezzo.launch.child import main
 
     at_start = _compiler_variables()
-    sys.exit(main([request_.model_dump_json()], late_settings=lambda: _late_settings(at_start)))
+    code_ = main([request_.model_dump_json()], late_settings=lambda: _late_settings(at_start))
+    collect_all_if_needed(of_libraries)
+    sys.exit(code_)

@@ -202,11 +202,10 @@ class Leader:
         ends = [own_end, *(self._end_of(rank, run) for rank in self._meeting.others)]
         ends = [replace(end, updates=updates.get(end.rank)) for end in ends]
         hosts = {rank: self._meeting.host_of(rank) for rank in self._meeting.others} | {0: socket.gethostname()}
-        prefix = f"stopped at its limit of {run.limit_s:g} s: " if run.over_limit else ""
         blame = blamed(ends)
         if blame is not None:
             REASON.rank = blame[0]
-        return merged(records, ends=ends, blame=blame, hosts=hosts, prefix=prefix)
+        return merged(records, ends=ends, blame=blame, hosts=hosts, limit_s=run.limit_s if run.over_limit else None)
 
     def _end_of(self, rank: int, run: _Run) -> ProcessEnd:
         if rank not in run.ended:

@@ -21,7 +21,7 @@ def merged(
     ends: Sequence[ProcessEnd],
     blame: tuple[int, str] | None,
     hosts: Mapping[int, str],
-    prefix: str = "",
+    limit_s: float | None = None,
 ) -> AnyRecord:
     """Return one record of a run.
 
@@ -30,7 +30,7 @@ def merged(
         ends: how each process ended, rank 0 first.
         blame: the rank that ended the run, and why; None for a run that ended well.
         hosts: the name of each rank's machine.
-        prefix: put before the run's error, if it has one.
+        limit_s: the limit at which the run was stopped; None if it ended before.
     """
     lead = records[0]
     runs = {rank: run for rank, record in records.items() if (run := run_of(record)) is not None}
@@ -50,7 +50,10 @@ def merged(
         code = next((r.exit_code for r in ranks if r.rank == rank and r.error == why), 0) or 1
         blamed = runs.get(rank)
         hint = blamed.hint if blamed is not None and blamed.error == why else ""
-        run = run.model_copy(update={"error": f"{prefix}rank {rank}: {why}", "exit_code": code, "hint": hint})
+        oom = None if blamed is None else blamed.out_of_memory
+        prefix = "" if limit_s is None else f"stopped at its limit of {limit_s:g} s: "
+        ended = {"error": f"{prefix}rank {rank}: {why}", "exit_code": code, "hint": hint, "out_of_memory": oom}
+        run = run.model_copy(update={**ended, "stopped_at_limit": limit_s is not None})
     if isinstance(lead, RunRecord):
         return run
     if isinstance(lead, AuditRecord):

@@ -15,7 +15,6 @@ from typing import Any
 from mezzo.errors import MezzoError
 from mezzo.launch.process.command_signals import Stop, stoppable
 from mezzo.launch.request import Request
-from mezzo.launch.runner import AT_LIMIT
 from mezzo.launch.several.compared_runs import GRACE_S, folder_name, named_arguments, run_name
 from mezzo.launch.several.fallback import fallback_of_script
 from mezzo.launch.several.passes import diagnose_script
@@ -156,7 +155,7 @@ class Check:
             reuse=finished_run,
         )
         assert isinstance(run, RunRecord)
-        if first and (run.error or "").startswith(AT_LIMIT):
+        if first and run.stopped_at_limit:
             self.too_slow = True
             error = f"it did not end, and made no training step, within {limit_s:.0f} s"
             return run.model_copy(update={"error": error})

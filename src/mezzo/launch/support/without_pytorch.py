@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mezzo.launch.patches import Patches
     from mezzo.launch.request_parts import GuardRequest, ModelChanges, ScriptFile, SnapshotRequest, TraceRequest
     from mezzo.launch.step_limit import StepLimit
-    from mezzo.records import Finding
+    from mezzo.records import Finding, OutOfMemory
 
 
 class WithoutPyTorch:
@@ -60,8 +60,9 @@ class WithoutPyTorch:
     def guardrails(self) -> None:
         """Return None: nothing watches."""
 
-    def out_of_memory(self, error: BaseException | None) -> None:
-        """Return None: memory is inspected in PyTorch scripts only."""
+    def out_of_memory(self, error: BaseException | None) -> OutOfMemory | None:
+        """Return None, unless the framework overrides it."""
+        return None
 
     def change_models(self, changes: ModelChanges) -> Callable[[], float | None]:
         """Refuse: only PyTorch models are changed."""

@@ -36,6 +36,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     )
 
 
+def request_that_failed(error: BaseException, *, step: int) -> OutOfMemory:
+    """Return the allocation that failed in ``step``, without what occupied the memory."""
+    return OutOfMemory(step=step, message=str(error).partition("\n")[0][:300], asked_bytes=requested_bytes(str(error)))
+
+
 def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory:
     """Return what occupied the memory when ``error`` was raised; ``memory`` is what a step of the run used."""
     frames = [*_frames(error)]
@@ -66,15 +71,14 @@ def out_of_memory(run: Run, memory: Memory, error: BaseException) -> OutOfMemory
         why = "no whole step was counted before memory ran out, so activations are those up to this point"
         not_known.append(Reason(what="activations of a step", value="not known", reason=why))
     lowers = run.applied is not None and run.applied.lowers
-    return OutOfMemory(
-        step=run.num_updates + 1,
-        message=str(error).partition("\n")[0][:300],
-        asked_bytes=requested_bytes(str(error)),
-        held_bytes=held,
-        modules=_largest(modules, parameters, optimizers),
-        not_known=not_known,
-        settings=memory_settings(held, lowers=lowers, step_activations=memory.activations_bytes, peak_bytes=peak),
-    )
+    settings = memory_settings(held, lowers=lowers, step_activations=memory.activations_bytes, peak_bytes=peak)
+    found = {
+        "held_bytes": held,
+        "modules": _largest(modules, parameters, optimizers),
+        "not_known": not_known,
+        "settings": settings,
+    }
+    return request_that_failed(error, step=run.num_updates + 1).model_copy(update=found)
 
 
 def memory_of_devices() -> tuple[int, int]:

@@ -101,7 +101,7 @@ def _record_update(
 ) -> None:
     replayed, run.graphs.replayed = run.graphs.replayed, False
     if not replayed and not run.not_training:
-        total = self._window.total()
+        total = self.state.window.total()
         if total is not None:
             run.recorder.weigh(1.0 / float(total))
         for optimizer in chosen:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mezzo.engine.matrix_units.fp8_torchao import stays_in_16_bits
+from mezzo.engine.matrix_units.fp8_torchao import SizeFault, fault_of_sizes
 from mezzo.gpus import Gpu
 from mezzo.measure.predict.constants import Constants
 from mezzo.measure.predict.tape import CostedOperation
@@ -32,6 +32,10 @@ CASTS = 4
 _CAST_BYTES = 2 + 2 + 1
 _LINEAR = ("addmm", "mm")
 _LAST = "the last layer"
+_FAULTS: dict[SizeFault, str] = {
+    "not multiples": "a size is not a multiple of 16",
+    "too small": "too small to gain",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +66,8 @@ def fp8_layers(operations: Sequence[CostedOperation]) -> Fp8Layers:
     for op in operations:
         if op.phase == "forward" and _is_linear(op):
             layers[op.module] = op.shape.columns, op.shape.depth
-    reasons = {name: stays_in_16_bits(*sizes, "tensorwise") for name, sizes in layers.items()}
+    faults = {name: fault_of_sizes(*sizes, "tensorwise") for name, sizes in layers.items()}
+    reasons = {name: None if fault is None else _FAULTS[fault] for name, fault in faults.items()}
     if layers:
         reasons[next(reversed(layers))] = _LAST
     chosen = {name for name, reason in reasons.items() if reason is None}
@@ -70,7 +75,7 @@ def fp8_layers(operations: Sequence[CostedOperation]) -> Fp8Layers:
         chosen=np.array([_is_linear(op) and op.module in chosen for op in operations], dtype=bool),
         num_layers=len(layers),
         num_chosen=len(chosen),
-        others=Counter(reason.partition(":")[0].partition(",")[0] for reason in reasons.values() if reason),
+        others=Counter(reason for reason in reasons.values() if reason),
     )
 
 

@@ -211,7 +211,7 @@ def _reached(trial: Tried) -> int:
 
 
 def _next_step(record: DiagnoseRecord, tried: Sequence[Tried]) -> str:
-    causes = [note.value for note in record.notes if note.what == "cause"]
+    causes = _causes(record)
     if record.format in causes:  # a format that the script chose itself
         return f"change the cast to {record.format} in the script"
     if ITSELF in causes:
@@ -222,6 +222,11 @@ def _next_step(record: DiagnoseRecord, tried: Sequence[Tried]) -> str:
         advice = [offer.advice for offer in offers_for(outcome)] or [outcome.fix or DIVERGES]
         return f"no precision fixes that one: {advice[0]}"
     return "mezzo fallback searches for a set of modules to keep in FP32"
+
+
+def _causes(record: DiagnoseRecord) -> list[str]:
+    """Return why FP32 fails, too: a format that the script chose itself, or the training."""
+    return [note.value for note in record.notes if note.what == "cause"]
 
 
 def _with_fix(record: DiagnoseRecord, offer: Offer, outcome: DiagnoseRecord) -> DiagnoseRecord:
@@ -348,9 +353,10 @@ def _for_vanished(record: DiagnoseRecord) -> list[Offer]:
 def _for_range(record: DiagnoseRecord) -> list[Offer]:
     """Offer FP32 for the module if it has a name, FP32 for the operation, and BF16."""
     module = [_wider(record, (record.pattern,))] if record.pattern else []
-    operation = _operation(record)
+    by_name, by_line = _operation(record), _line(record)
     costly = record.op in _COSTLY
-    operation = operation or _line(record)
+    # A policy's lists do not reach what the script itself casts.
+    operation = (by_line or by_name) if record.format in _causes(record) else (by_name or by_line)
     offers = [*module, *_bf16(record), *operation] if costly else [*module, *operation, *_bf16(record)]
     return offers or [Offer(f"compute {record.op} in FP32", "x = x.float()  # before this line")]
 

@@ -50,6 +50,8 @@ def detail(located: Located, verdict: Diagnosed) -> str:
     source = located.source
     if source.kind in ("entered", "constant"):
         count = sum(o.num_not_finite for o in source.operands)
+        if not count:  # a plain number has no operand
+            return f"{_where(source)} is given a number that is not finite"
         of = "a weight" if source.parameter else "an input"
         values = f"{count} value{'s' * (count != 1)}"
         return f"{_where(source)} read {of} that already had {values} that {'are' if count != 1 else 'is'} not finite"

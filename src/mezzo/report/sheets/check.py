@@ -244,7 +244,7 @@ def print_check(sheet: CheckSheet, console: Console) -> None:
     fits = len(sheet.next_command) + _EDGES <= console.width
     commands = [Fact(what="next", value=sheet.next_command, tone="command")] if fits else []
     others = [Fact(what=other.what, value=f"{other.value}: {other.reason}") for other in sheet.others]
-    why = Fact(what="next", value=f"{sheet.next_why}.{'' if fits else ' The command:'}")
+    why = Fact(what="next", value=f"{'' if fits else 'the command below '}{sheet.next_why}.")
     rows = [*sheet.answer, *others, *commands, why]
     labelled_once = [row if before.what != row.what else replace(row, what="") for before, row in pairwise(rows)]
     terminal.answer_box(console, [rows[0], *labelled_once], headline=sheet.headline, tone=sheet.tone)

@@ -105,7 +105,7 @@ def predict_answer(record: PredictRecord, sheet: PredictSheet) -> Headline:
         facts.append(
             Fact(
                 what="largest batch",
-                value=str(best.largest_batch),
+                value=fmt.count_text(best.largest_batch),
                 reason=f"fits into {1 - record.headroom:.0%} of the memory",
             )
         )
@@ -177,7 +177,7 @@ def _memory_left(prediction: Prediction) -> str:
     if prediction.gpu_bytes:
         free = 1 - prediction.device_bytes / prediction.gpu_bytes
         left = f", {free:.0%} free" if free >= 0 else f", {-free:.0%} over"
-    largest = "" if prediction.largest_batch is None else f", batch up to {prediction.largest_batch}"
+    largest = "" if prediction.largest_batch is None else f", batch up to {fmt.count_text(prediction.largest_batch)}"
     return f"{fmt.bytes_text(prediction.device_bytes)}{left}{largest}"
 
 
@@ -197,7 +197,7 @@ def _line(prediction: Prediction, trade: str) -> PredictLine:
             fmt.bytes_text(n) for n in (prediction.allocated_bytes, prediction.reserved_bytes, prediction.device_bytes)
         ),
         device=fmt.bytes_text(prediction.device_bytes) + ("" if prediction.fits else ", too much"),
-        largest=fmt.MISSING if prediction.largest_batch is None else str(prediction.largest_batch),
+        largest=fmt.MISSING if prediction.largest_batch is None else fmt.count_text(prediction.largest_batch),
         over_fp32=fmt.ratio_text(prediction.over_fp32),
         speed_ups=f"{fmt.ratio_text(prediction.over_fp32)} / {fmt.ratio_text(prediction.over_tf32)}",
         cost=fmt.MISSING

@@ -75,7 +75,7 @@ def _row(prediction: Prediction) -> tuple[str, ...]:
         fmt.ratio_text(prediction.over_fp32),
         fmt.ratio_text(prediction.over_tf32),
         memory,
-        fmt.MISSING if prediction.largest_batch is None else str(prediction.largest_batch),
+        fmt.MISSING if prediction.largest_batch is None else fmt.count_text(prediction.largest_batch),
     )
 
 

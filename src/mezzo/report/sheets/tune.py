@@ -126,7 +126,7 @@ def _interval(row: TuneRow) -> str:
 def print_tune(sheet: TuneSheet, console: Console) -> None:
     """Print the answer in a box, the command, unwrapped so that it can be pasted, and every configuration."""
     notes = [Fact(what=note.what, value=f"{note.value}: {note.reason}.") for note in sheet.notes]
-    rows = [Fact(what="why", value=sheet.why), *notes, Fact(what="next", value=f"{sheet.next_why}. The command:")]
+    rows = [Fact(what="why", value=sheet.why), *notes, Fact(what="next", value=f"the command below {sheet.next_why}.")]
     terminal.answer_box(console, rows, headline=sheet.headline, tone=sheet.tone)
     console.print(Text(f"  {sheet.next_command}", style="bold"), soft_wrap=True)
     table = terminal.plain_table(
