@@ -21,10 +21,9 @@ import jax.numpy as jnp
 
 from mezzo.errors import MezzoError
 from mezzo.frameworks.keras import tf32_of
-from mezzo.launch.keras.counts import by_format
 from mezzo.launch.keras.jax_flops import count
 from mezzo.launch.keras.jax_scaling import BackwardPass, JaxScaling, scale_index
-from mezzo.launch.keras.state import Backend, KerasRun
+from mezzo.launch.keras.state import Backend, KerasRun, by_format
 from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
 

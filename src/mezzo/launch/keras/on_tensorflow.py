@@ -20,10 +20,9 @@ import tensorflow as tf
 from mezzo.errors import ScriptError
 from mezzo.frameworks.keras import tf32_of
 from mezzo.launch.keras import graphs
-from mezzo.launch.keras.counts import by_format
 from mezzo.launch.keras.ledger import Ledger
 from mezzo.launch.keras.own_operations import own_operations
-from mezzo.launch.keras.state import Backend, KerasRun
+from mezzo.launch.keras.state import Backend, KerasRun, by_format
 from mezzo.launch.keras.updates import times
 from mezzo.launch.patches import Patches
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
 from mezzo.errors import ScaleFloorError, ScriptError
-from mezzo.formats import FP32
+from mezzo.formats import FORMAT_NAMES, FP32, TF32
 from mezzo.launch.patches import Patches
 from mezzo.launch.step_limit import StepLimit
 from mezzo.measure.plain_steps import PlainSteps
@@ -303,3 +304,9 @@ class KerasRun:
             counted_on_step=self.counted_on_step,
             left_alone=list(self.left_alone.values()),
         )
+
+
+def by_format(by_dtype: Counter[str], *, tf32: bool) -> dict[str, int]:
+    """Return counts by format from counts by dtype name; FP32 counts as TF32 if that is on."""
+    names = FORMAT_NAMES | ({FP32.dtype_name: TF32.name} if tf32 else {})
+    return {names.get(dtype, dtype): flops for dtype, flops in by_dtype.items() if flops}

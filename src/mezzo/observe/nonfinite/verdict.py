@@ -297,9 +297,8 @@ def _in_fp32(record: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) 
     changed = record.model_copy(update={"verdict": "range_overflow", "format": narrow})
     failed_before = any(other.role == "fp32" and other is not ran for other in runs)
     if failed_before and record.zero_eps is None:
-        changed = changed.model_copy(
-            update={"notes": [*record.notes, words.cause_in_fp32(changed, of_script=True, step=record.step)]}
-        )
+        own_cast = words.cause_in_fp32(changed, of_script=True, step=record.step)
+        changed = changed.model_copy(update={"notes": [*record.notes, own_cast]})
     detail = words.zero_eps(changed) if record.zero_eps is not None else words.rounded_away(record, narrow)
     return changed.model_copy(update={"detail": detail})
 
