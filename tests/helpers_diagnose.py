@@ -49,6 +49,8 @@ def run_here(script: Callable[[], None], request: Request) -> AnyRecord:
         error=None if error is None else f"{type(error).__name__}: {error}",
     )
     assert run.observer is not None
+    if error is not None:
+        run.observer.failed(error)
     return run.observer.record(whole)
 
 

@@ -323,6 +323,19 @@ def raising(module):
         optimizer.step()
 
 
+class OneRow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, h):
+        return self.norm(h[:1])  # torch refuses it in Python, before any operation
+
+
+def raises_in_a_check():
+    raising(OneRow())
+
+
 def raises_in_scatter():
     raising(Scatter())
 

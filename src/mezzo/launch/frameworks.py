@@ -60,6 +60,9 @@ class Watching(Protocol):
     def too_short(self) -> bool:
         """Return whether the script ended before anything was observed."""
 
+    def failed(self, error: BaseException) -> None:
+        """Note the error that ended the script."""
+
     def record(self, run: RunRecord) -> AnyRecord:
         """Return the observer's record, which includes that of the whole run."""
 

@@ -74,7 +74,11 @@ def record_of(
         hint=hint_of(error),
         **measured,
     )
-    return record if training.observer is None else training.observer.record(record)
+    if training.observer is None:
+        return record
+    if error is not None:
+        training.observer.failed(error)
+    return training.observer.record(record)
 
 
 def guarded(action: Callable[[], None], *, before: Ending = (0, None)) -> Ending:

@@ -185,6 +185,9 @@ class Observer(ABC):
     def profile_ended(self, profile: object) -> None:  # noqa: B027 - most observers do nothing here
         """Record that a profile has ended."""
 
+    def failed(self, error: BaseException) -> None:  # noqa: B027
+        """Note the error that ended the script."""
+
     @abstractmethod
     def record(self, run: RunRecord) -> AnyRecord:
         """Return the observer's record, which includes that of the whole run."""

@@ -197,6 +197,8 @@ class SnapshotProof(Value):
     """How many values were compared."""
     updates: int = 0
     """How many updates after the snapshot."""
+    took_s: float = 0.0
+    """From the start of the first process to the verdict, beside the run."""
     names: list[str] = []
     """The first values that differ."""
 

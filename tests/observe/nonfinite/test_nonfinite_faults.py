@@ -272,6 +272,19 @@ def test_an_operation_that_raises_is_named_and_a_fix_is_tried(name: str, op: str
     assert "enabled=False" in record.fix_line
 
 
+def test_an_error_that_no_operation_raises_has_module_line_and_function(tmp_path: Path) -> None:
+    record = diagnosed("raises_in_a_check", AS_IS, tmp_path)
+    assert (record.verdict, record.module, record.op, record.phase, record.step) == (
+        "unfinished",
+        "1.norm",
+        "batch_norm",
+        "forward",
+        1,
+    )
+    file, number = record.line.rsplit(":", 1)
+    assert "self.norm(h[:1])" in Path(file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
+
+
 @in_ways("name", dict.fromkeys(HEALTHY), both=lambda name: name not in IN_FAMILIES, ids=str)
 def test_a_healthy_script_raises_no_alarm(name: str, tmp_path: Path) -> None:
     assert_healthy(name, AS_IS if "own" in name else "fp16", tmp_path)

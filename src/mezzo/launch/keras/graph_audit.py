@@ -187,6 +187,9 @@ class GraphAudit:
         """Return whether the script ended before the graph of a step was read."""
         return not self._rows
 
+    def failed(self, error: BaseException) -> None:
+        """Do nothing: the graph was read before."""
+
     def record(self, run: RunRecord) -> AuditRecord:
         """Return the record of the graph."""
         recorded = run.effective.counted_on_step

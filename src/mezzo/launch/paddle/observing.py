@@ -129,6 +129,9 @@ class StepObserver(ABC):
             hint="leave it out; or pass a policy, such as --policy fp32, under which code given to to_static runs eagerly",
         )
 
+    def failed(self, error: BaseException) -> None:  # noqa: B027
+        """Do nothing: what raised an error is named in PyTorch only."""
+
     def too_short(self) -> bool:
         """Return whether the script ended before any observed step."""
         return not self.watched

@@ -22,12 +22,22 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.engine.gradients import parameters_of, trained_by
 from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.scaling import DynamicScale, StaticScale
+from mezzo.errors import MezzoError
 from mezzo.measure.effective import Counted
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.module_names import Names
-from mezzo.observe.nonfinite.evidence import Evidence, Harmless, Located, NonFiniteResult, Source, write_evidence
+from mezzo.observe.nonfinite.evidence import (
+    Evidence,
+    Harmless,
+    Located,
+    LostValues,
+    NonFiniteResult,
+    Source,
+    write_evidence,
+)
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule, where_it_began
 from mezzo.observe.nonfinite.propagation import InfinityTracer
+from mezzo.observe.nonfinite.raised import RaisedAt, raised_at
 from mezzo.observe.observer import ObservedRun, Observer, Update
 from mezzo.observe.settings import DiagnoseSettings
 from mezzo.observe.stopping import StopScript
@@ -65,6 +75,8 @@ class NonFinite(Observer):
         self._pending: _Pending | None = None
         self._faults = Faults(self, settings.suspects)
         self._formats = Counted()
+        self._failed: RaisedAt | None = None
+        """Where the error that ended the script was raised."""
         self._problems: dict[str, str] = {}
         """Operations that could not be inspected, and why."""
         self._agreement: Agreement | None = None
@@ -301,6 +313,7 @@ class NonFinite(Observer):
         found = self._faults.evidence(run, watched=self.watched, unfinished=self._unfinished)
         rank, remote = self._remote_fault
         raised = None if self._unfinished is None or self._tracer is None else self._tracer.raised
+        names = self.names()
         unexplained = [step for step in self._faults.skips.unexplained if step not in found.faulty_steps]
         return found.model_copy(
             update={
@@ -314,9 +327,32 @@ class NonFinite(Observer):
                 "narrow": self._narrow or self._tracer is None or self._tracer.narrow,
                 "forced_eager": self.forced_eager,
                 "problems": self._problems,
-                "raised": None if raised is None or run.error is None else raised.as_record(self.names()),
+                "raised": raised.as_record(names)
+                if raised is not None and run.error is not None
+                else self._raised(names),
             }
         )
+
+    def _raised(self, names: Names) -> LostValues | None:
+        """Return where the script's error was raised, if no operation that was inspected raised it."""
+        failed = self._failed
+        if failed is None:
+            return None
+        module, pattern = names.of(failed.module), names.pattern(failed.module)
+        return LostValues(
+            kind="raised",
+            op=failed.op,
+            module=module,
+            pattern=pattern,
+            line=failed.line,
+            backward=failed.backward,
+            format="",
+        )
+
+    def failed(self, error: BaseException) -> None:
+        """Keep where the script's own error was raised."""
+        if isinstance(error, Exception) and not isinstance(error, MezzoError):
+            self._failed = raised_at(error)
 
     def record(self, run: RunRecord) -> RunRecord:
         """Write the evidence if the settings have a path; return the run's own record, with the formats of inspected steps."""

@@ -112,7 +112,8 @@ def proof_text(proof: SnapshotProof) -> str:
     """Return what proves or disproves a run's snapshots."""
     after, names = fmt.plural(proof.updates, "update"), ", ".join(proof.names)
     if proof.verdict == "proven":
-        return f"a second process resumed the first one: {proof.values:,} values the same after {after}"
+        took = fmt.duration_text(proof.took_s)
+        return f"a second process resumed the first one: {proof.values:,} values the same after {after} (took {took})"
     if proof.verdict == "unrepeatable":
         return f"resumed twice, the script did not repeat itself: {names}"
     return proof.reason or f"a second process that resumed the first one differed after {after}: {names}"

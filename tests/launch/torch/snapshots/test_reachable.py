@@ -8,6 +8,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from mezzo.launch.torch.snapshots import reachable
 from mezzo.launch.torch.snapshots.reachable import digests_of
 
 
@@ -109,3 +111,20 @@ def test_cycles_end() -> None:
     ring: list[Any] = []
     ring.append(ring)
     assert digests_of([("", {"ring": ring})])["ring[0]"] == "same as ring"
+
+
+def test_large_arrays_are_sampled_and_memory_maps_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reachable, "_WHOLE_BYTES", 1000)
+    monkeypatch.setattr(reachable, "_SAMPLE_BYTES", 100)
+    before = digests_of([("", {"large": np.zeros(1000)})])
+    assert digests_of([("", {"large": np.full(1000, 7.1)})]) != before
+    mapped = np.memmap(tmp_path / "data", dtype=np.uint8, mode="w+", shape=(10,))
+    unread = digests_of([("", {"mapped": mapped})])
+    mapped[:] = 1
+    assert digests_of([("", {"mapped": mapped})]) == unread
+
+
+def test_too_many_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reachable, "_MOST_VALUES", 10)
+    with pytest.raises(ValueError, match="more than 10 values"):
+        digests_of([("", {"value": [[n] for n in range(20)]})])

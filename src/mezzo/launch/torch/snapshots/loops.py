@@ -82,7 +82,7 @@ class Loops:
         """Whether a loop is to call ``hook`` at its next turn."""
         self.wanted = False
         """Whether a snapshot is to be taken then."""
-        self._compare: Callable[[dict[str, str]], None] | None = None
+        self._compare: Callable[[Callable[[], dict[str, str]]], None] | None = None
         self._saved_in: LoopName = "", 0
         self.can_save = False
         """Whether a snapshot has been taken."""
@@ -157,8 +157,8 @@ class Loops:
         self.wanted = any(one not in self._problems for one in self._around)
         self.due = self.wanted or self._compare is not None
 
-    def compare(self, compare: Callable[[dict[str, str]], None]) -> None:
-        """Call ``compare`` with digests of the script's state at the next turn of the loop in which the last snapshot was taken."""
+    def compare(self, compare: Callable[[Callable[[], dict[str, str]]], None]) -> None:
+        """Call ``compare`` with a function that digests the script's state, at the next turn where the last snapshot was taken."""
         self._compare, self.due = compare, True
 
     def hook(self, number: int, path: str) -> None:
@@ -166,7 +166,7 @@ class Loops:
         loop = (path, number)
         if self._compare is not None and loop == self._saved_in:
             compare, self._compare, self.due = self._compare, None, self.wanted
-            compare(self.digests())
+            compare(self.digests)
         if self.wanted and loop in self._around and loop not in self._problems:
             self.wanted, self.due = False, self._compare is not None
             self._take(loop, sys._getframe(1))

@@ -15,7 +15,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -44,6 +45,7 @@ class Proof:
         self._here, self._environment = os.getcwd(), dict(os.environ)
         self._process: subprocess.Popen[bytes] | None = None
         self._files: tuple[IO[bytes], IO[bytes]] | None = None
+        self._began_s = 0.0
         self._own: dict[str, str] | None = None
         self._twins: list[dict[str, str]] = []
         self.written: Path | None = None
@@ -56,21 +58,29 @@ class Proof:
         """Whether a twin runs, which reads the snapshot."""
         return self._process is not None
 
-    def compare_with(self, digests: dict[str, str]) -> None:
+    def compare_with(self, digests: Callable[[], dict[str, str]]) -> None:
         """Note the digests of the run's own state, ``UPDATES`` after the snapshot."""
-        self._own = digests
+        try:
+            self._own = digests()
+        except Exception as error:  # of an object of the script: nothing that goes wrong here may reach it
+            self._give_up(f"its state cannot be compared: {error}")
 
     def follow(self) -> None:
         """Start a twin if it is time for it, and judge one that has ended. Called after each update, in the thread of the training."""
-        if self._process is None:
-            if self.written is not None and self._own is not None:
-                why = _too_little_memory()
-                if why:
-                    self.verdict = SnapshotProof(verdict="unproven", reason=why)
-                else:
-                    self._start(self.written)
-        elif self._process.poll() is not None:
-            self._judge()
+        try:
+            if self._process is not None:
+                if self._process.poll() is not None:
+                    self._judge()
+            elif self.written is not None and self._own is not None:
+                _check_memory()
+                self._began_s = self._began_s or time.monotonic()
+                self._start(self.written)
+        except (OSError, ValueError) as error:
+            self._give_up(f"no second process: {error}")
+
+    def _give_up(self, why: str) -> None:
+        self.verdict = SnapshotProof(verdict="unproven", reason=why)
+        print(f"mezzo: the snapshots are not proven: {why}", file=sys.stderr)
 
     def end(self) -> SnapshotProof:
         """Stop a twin that still runs, and return the verdict."""
@@ -78,7 +88,7 @@ class Proof:
             self._process.kill()
             self._process.wait()
         elif self._process is not None and self.verdict is None:
-            self._judge()
+            self.follow()
         self._close_files()
         return self.verdict or SnapshotProof(verdict="unproven", reason="the run ended first")
 
@@ -123,12 +133,12 @@ class Proof:
         if not text:
             output.seek(0)
             lines = output.read().decode(errors="replace").strip().splitlines() or ["it printed nothing"]
-            reason = f"the process that resumed it ended with code {self._process.returncode}: {lines[-1][:300]}"
-            self.verdict = SnapshotProof(verdict="unproven", reason=reason)
-            print(f"mezzo: the snapshots are not proven: {reason}", file=sys.stderr)
+            self._give_up(f"the process that resumed it ended with code {self._process.returncode}: {lines[-1][:300]}")
             return
         self._twins.append(json.loads(text))
-        self.verdict = verdict_of(self._own, self._twins)
+        verdict = verdict_of(self._own, self._twins)
+        if verdict is not None:
+            self.verdict = verdict.model_copy(update={"took_s": time.monotonic() - self._began_s})
         self._process = None
         self._close_files()
 
@@ -167,10 +177,15 @@ def _different(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     return [name for name in [*one, *(name for name in other if name not in one)] if one.get(name) != other.get(name)]
 
 
-def answer_twin(request: TwinRequest, digests: dict[str, str]) -> None:
+def answer_twin(request: TwinRequest, digests: Callable[[], dict[str, str]]) -> None:
     """Write a twin's digests for the run that started it, and end the process without a further step of the script."""
+    try:
+        text = json.dumps(digests())
+    except Exception as error:  # the script must not catch it and train on
+        print(f"mezzo: its state cannot be compared: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
     with os.fdopen(request.answer, "wb") as file:
-        file.write(json.dumps(digests).encode())
+        file.write(text.encode())
     os._exit(0)
 
 
@@ -194,19 +209,24 @@ def refuse_disproven(folder: Path) -> None:
         )
 
 
-def _too_little_memory() -> str:
-    """Return why a second process might not fit beside this one; empty if it fits."""
+def _check_memory() -> None:
+    """Refuse a second process that might not fit beside this one.
+
+    Raises:
+        OSError: it might not.
+    """
     for device in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
         used = torch.cuda.max_memory_reserved(device)
         if used and torch.cuda.mem_get_info(device)[0] < used * _SPARE + _SPARE_BYTES:
-            return f"a second process needs {used / 2**30:.1f} GiB of GPU {device}, which are not free"
-    pages, page_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]), os.sysconf("SC_PAGE_SIZE")
+            raise OSError(f"it needs {used / 2**30:.1f} GiB of GPU {device}, which are not free")
+    if sys.platform != "linux":
+        raise OSError("only Linux gives a process a file system of its own")
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     free = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         if line.startswith("MemAvailable")
     )
-    used = pages * page_bytes
-    return (
-        "" if free > used * _SPARE else f"a second process needs {used / 2**30:.1f} GiB of memory, which are not free"
-    )
+    used = pages * os.sysconf("SC_PAGE_SIZE")
+    if free < used * _SPARE:
+        raise OSError(f"it needs {used / 2**30:.1f} GiB of memory, which are not free")

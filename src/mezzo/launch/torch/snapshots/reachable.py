@@ -25,11 +25,14 @@ from mezzo.launch.torch.snapshots.library_settings import settings_now
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _LIBRARIES = (
-    "mezzo", "logging", "threading", "_thread", "concurrent", "multiprocessing", "weakref", "importlib", "_frozen_importlib",
-    "typing", "abc", "_abc", "torch._C", "torch._dynamo", "torch._inductor", "torch.fx", "torch.jit", "torch.utils.tensorboard",
-    "tensorboard", "tensorboardX", "wandb", "mlflow",
+    "mezzo.", "logging.", "threading.", "_thread.", "concurrent.", "multiprocessing.", "weakref.", "importlib.", "_frozen_importlib.",
+    "typing.", "abc.", "_abc.", "torch._C.", "torch._dynamo.", "torch._inductor.", "torch.fx.", "torch.jit.",
+    "torch.utils.tensorboard.", "tensorboard.", "tensorboardX.", "wandb.", "mlflow.",
 )  # fmt: skip
 """Their objects have locks, times and process numbers, and nothing that training reads."""
+_MOST_VALUES = 1_000_000
+_WHOLE_BYTES, _SAMPLE_BYTES = 2**30, 2**26
+"""Of a larger array, only so many bytes are read, at equal distances."""
 _BAR = ("iterable", "total", "desc", "n")
 """Of a progress bar; the rest is times."""
 
@@ -39,6 +42,9 @@ def digests_of(variables: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, 
 
     Args:
         variables: of each module and frame, its name and its variables.
+
+    Raises:
+        ValueError: they lead to more than a million values.
     """
     walk = _Walk()
     for name, held in variables:
@@ -63,6 +69,8 @@ class _Walk:
         waiting = [(name, root)]
         while waiting:
             path, value = waiting.pop()
+            if len(self.digests) >= _MOST_VALUES:
+                raise ValueError(f"the script can reach more than {_MOST_VALUES:,} values")
             if type(value) in _PLAIN:
                 self.digests[path] = _digest(repr(value).encode())
                 continue
@@ -80,12 +88,23 @@ def _digest(data: Any) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
+def _of_bytes(array: Any) -> str:
+    """Return the digest of an array's elements, without a copy if they lie in order."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
+    if flat.nbytes > _WHOLE_BYTES:
+        flat = np.ascontiguousarray(flat[:: flat.nbytes // _SAMPLE_BYTES])
+    return _digest(flat.data)
+
+
 def _parts(value: Any) -> tuple[str, Iterator[tuple[str, Any]]]:
     """Return the digest of what is an object's own, and the named values that it leads to."""
     if isinstance(value, Tensor):
         return _tensor(value), iter([(".grad", value.grad)] if value.is_leaf else [])
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return _digest(f"{value.dtype}{value.shape}".encode() + value.tobytes()), _attributes(value)
+        about = f"{value.dtype} {value.shape}"
+        if isinstance(value, np.memmap):  # as large as a disk
+            return f"{about} {value.filename} {value.offset}", iter(())
+        return f"{about} {_of_bytes(value)}", _attributes(value)
     if isinstance(value, dict):
         plain = all(type(key) in _PLAIN for key in value)
         keys = [f"[{key!r}]" if plain else f"[{n}]" for n, key in enumerate(value)]
@@ -107,12 +126,14 @@ def _tensor(value: Tensor) -> str:
     about = f"{value.dtype} {tuple(value.shape)} {value.device} {value.requires_grad}"
     if value.is_meta:
         return about
-    local: Any = value.to_local() if hasattr(value, "to_local") else value
+    local: Any = value
+    if hasattr(type(value), "to_local"):  # a tensor that is spread over processes: the part of this one
+        local = local.to_local()
     try:
         data = local.detach().cpu().to_dense().contiguous().view(-1).view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError):  # a kind of tensor without plain memory
         return f"{about} {_digest(repr(value).encode())}"
-    return f"{about} {_digest(data.data)}"
+    return f"{about} {_of_bytes(data)}"
 
 
 def _other_parts(value: Any) -> tuple[str, Iterator[tuple[str, Any]]]:
@@ -151,9 +172,9 @@ def _other_parts(value: Any) -> tuple[str, Iterator[tuple[str, Any]]]:
         return "", iter([(" state", value.bit_generator.state)])
     if isinstance(value, weakref.ref):
         return "", iter([(" to", value())])
-    if hasattr(value, "set_postfix"):  # a progress bar
+    if hasattr(kind, "set_postfix"):  # a progress bar
         return "", iter([(f".{n}", getattr(value, n, None)) for n in _BAR])
-    if hasattr(value, "fileno") and hasattr(value, "tell"):
+    if hasattr(kind, "fileno") and hasattr(kind, "tell"):
         return _position(value), iter(())
     return _copied(value)
 

@@ -184,7 +184,7 @@ class ScriptSnapshots:
         if self._proof is not None:
             self._proof.follow()
             if self._proof.verdict is not None:
-                self._note_proof(self._proof.verdict)
+                self._note_proof(self._proof.end())
 
     def _note_proof(self, proof: SnapshotProof) -> None:
         self._proof, self.taken = None, self.taken.model_copy(update={"proof": proof})
