@@ -273,8 +273,11 @@ class ScriptSnapshots:
             self._saving = Saving(path, written, copies, lambda: self._written(path))
         except SnapshotError as error:
             self._report_problem("save", error.message)
-        if not self.taken.loop and self._proof is not None:
-            self._until_comparison = UPDATES
+        if not self.taken.loop:
+            if self._request.proves and self._request.rank == 0:
+                print(f"mezzo: snapshots are taken at {where}: a resumed run enters this loop again", file=sys.stderr)
+            if self._proof is not None:
+                self._until_comparison = UPDATES
         self.taken = self.taken.model_copy(update={"loop": where, "found": sorted(objects)})
         if self._sigterm_received:
             self._finish_saving()
