@@ -61,6 +61,9 @@ class Tally:
     resumed_from: Counter[str] = field(default_factory=Counter)
 
 
+SAVED = "[0-9]*-update-*.safetensors"
+
+
 class Training(NamedTuple):
     """A training that can be killed."""
 
@@ -196,6 +199,11 @@ def lives(training: Training, folder: Path, phase: mmap.mmap, *, saves: bool = T
     return children
 
 
+def is_over(child: int) -> bool:
+    """Return whether a process has ended; it can still be waited for."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def ended(children: list[int]) -> list[int]:
     """Wait for processes and return their exit codes."""
     return [os.waitstatus_to_exitcode(os.waitpid(one, 0)[1]) for one in children]
@@ -213,13 +221,14 @@ def run_until_it_ends(
     folder = Path(tempfile.mkdtemp(prefix="mezzo-crash-"))
     phase = mmap.mmap(-1, 1)
     while True:
-        newest = list(folder.rglob("*-update-*.safetensors"))
-        tally.resumed_from["a snapshot" if newest else "the beginning"] += 1
+        tally.resumed_from["a snapshot" if any(folder.rglob(SAVED)) else "the beginning"] += 1
         phase[0] = TRAINS
         children = lives(training, folder, phase)
         is_killed = tally.kills < kills
         if is_killed:
             time.sleep(draw.uniform(0.02, lasts_s))
+            while tally.kills + 1 == kills and not any(folder.rglob(SAVED)) and not any(map(is_over, children)):
+                time.sleep(0.01)  # on a busy machine all kills may come too early; each run resumes at least once
             at = PHASES[phase[0]]
             draw.shuffle(children)
             for one in children:  # not all at the same moment

@@ -19,7 +19,7 @@ class Training(WithoutPyTorch):
 
 
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda training: training.begin_snapshots(object(), ScriptFile("train.py", ".", None)), "--snapshot"),
+    (lambda training: training.begin_snapshots(object(), ScriptFile("train.py", ".", None, "")), "--snapshot"),
     (lambda training: training.begin_trace(object()), "mezzo resume-check"),
     (lambda training: training.begin_guard(object()), "--guard"),
     (lambda training: training.change_models(ModelChanges(channels_last=True)), "--channels-last"),
@@ -45,7 +45,7 @@ def test_a_step_limit_is_refused() -> None:
 
 def test_what_nobody_asked_for_is_empty() -> None:
     training = Training()
-    training.begin_snapshots(None, ScriptFile("train.py", ".", None))
+    training.begin_snapshots(None, ScriptFile("train.py", ".", None, ""))
     training.begin_trace(None)
     assert (training.not_resumed, training.stopped_by_guard) == (None, None)
     assert (training.end_snapshots(), training.guardrails(), training.bottleneck()) == (None, None, None)  # type: ignore[func-returns-value]
