@@ -19,7 +19,6 @@ class TwinRequest(_Part):
 
     snapshot: str
     """The snapshot's file."""
-    updates: int
     answer: int
     """Descriptor of the open file for the digests."""
 

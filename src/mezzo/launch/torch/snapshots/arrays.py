@@ -119,9 +119,8 @@ def fill_masked(restoration: Restoration, value: Any, state: Any) -> None:
     value._data[...] = restoration.value(state["data"])
     if mask is not None:
         value.mask = mask
-    vars(value)["_fill_value"] = restoration.value(
-        state["fill"]
-    )  # None: NumPy's own, which may be longer than the elements
+    # None: NumPy's own, which may be longer than the elements.
+    vars(value)["_fill_value"] = restoration.value(state["fill"])
     if state["hard"]:
         value.harden_mask()
 

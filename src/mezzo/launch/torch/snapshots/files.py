@@ -119,9 +119,8 @@ class FileJournal:
         others = {row[4]: row for row in files if row[1:3] not in there}
         for path, times, position, place in opened:
             found = here.get((path, times))
-            if (
-                found is None and place in others
-            ):  # set-up has named it otherwise: after the time, or after the files that were there
+            # Set-up may have named it otherwise: after the time, or after the files that were there.
+            if found is None and place in others:
                 reference, _, _, mode, _ = others[place]
                 found = reference, path, times, mode, place
                 self._opened[self._opened.index(others[place])] = found

@@ -97,7 +97,7 @@ class Proof:
         self._files = answer, output
         assert self._request.snapshots is not None
         folder = self._folder / "twin"
-        twin = TwinRequest(snapshot=str(snapshot), updates=UPDATES, answer=answer.fileno())
+        twin = TwinRequest(snapshot=str(snapshot), answer=answer.fileno())
         snapshots = self._request.snapshots.model_copy(
             update={
                 "folder": str(folder),

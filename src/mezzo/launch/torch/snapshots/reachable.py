@@ -1,7 +1,10 @@
-"""Digests of all that a script can reach, by name: two processes that are in the same state have the same ones.
+"""Digests of what a script can reach, by name: two processes that are in the same state have the same ones.
 
-This walk proves snapshots, so it shares no code with the one that takes them: it asks each object for its attributes, its elements, or
-what ``copy`` would take, and never looks at what set-up had made. Of two names of one object, the second has the first as its digest.
+This walk proves snapshots, so it is not the one that takes them: it asks each object for its attributes, its elements, or what ``copy``
+would take, and never looks at what set-up had made. Of two names of one object, the second has the first as its digest.
+
+Limits: objects in sets, class attributes of other modules than the main one, memory maps and the objects of some libraries are not
+compared; of an array above 1 GiB only a sample is.
 """
 
 from __future__ import annotations

@@ -358,7 +358,7 @@ class ScriptSnapshots:
         self._last_s = time.monotonic()
         self._resumed = None
         if self._request.twin is not None:
-            self._until_comparison = self._request.twin.updates
+            self._until_comparison = UPDATES
 
     def _defer_sigterm(self) -> None:
         """End after the next turn of the loop and a snapshot instead of immediately; ``LAST_WORD`` still ends the script."""
