@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import mezzo
 from mezzo import SessionError, SnapshotError
+from mezzo.engine.snapshots import container
 from mezzo.engine.snapshots.folder import saved_in
 from snapshot_runs import CALLS, OPTIMIZERS, built, final_bits, same, stopped_and_resumed, train
 
@@ -181,6 +183,23 @@ def test_every_s_saves_when_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         session.save(tmp_path, every_s=60)
     assert stop.value.code == 143
     assert len(saved_in(tmp_path)) == 2
+
+
+def test_a_save_that_is_due_does_not_wait_for_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session, _ = built()
+    written, write = threading.Event(), container.write
+
+    def slowly(*arguments: Any) -> None:
+        assert written.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(container, "write", slowly)
+    saving = session.save(tmp_path, every_s=1e-9)
+    assert saving is not None
+    assert session.save(tmp_path, every_s=1e-9) is None
+    written.set()
+    saving.wait()
+    assert session.save(tmp_path, every_s=1e-9) is not None
 
 
 def test_a_folder_without_snapshots(tmp_path: Path) -> None:

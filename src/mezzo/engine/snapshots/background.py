@@ -46,6 +46,11 @@ class Saving:
         if self._error is not None:
             print(f"mezzo: {self._error.message}", file=sys.stderr, flush=True)  # the script may never call ``wait``
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the file is still being written: a save that is due by time comes after it, so that a slow disk holds no training."""
+        return self._thread.is_alive()
+
     def wait(self) -> Path:
         """Wait until the snapshot is on the disk, and return its path.
 

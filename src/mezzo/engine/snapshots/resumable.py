@@ -63,18 +63,22 @@ class Snapshots:
         return self._agreement
 
     def due(self, every_s: float | None, agreement: Agreement | None) -> bool:
-        """Return whether ``every_s`` seconds have passed since the last save, or a process was asked to end; all return the same."""
+        """Return whether to save: ``every_s`` seconds have passed and the last save is written, or a process was asked to end.
+
+        All processes return the same.
+        """
         self._calls += 1
         if every_s is None:
             return True
         self.notice.listen()
-        due = self.notice.received or time.monotonic() - self.last_s >= every_s
-        if agreement is None:
-            return due
-        if self._calls < agreement.next:
-            return False
-        due, self.notice.received = map(bool, agreement.exchange(self._calls, [due, self.notice.received]))
-        return due
+        due = time.monotonic() - self.last_s >= every_s
+        is_writing = every_s > 0 and self.saving is not None and self.saving.is_running
+        if agreement is not None:
+            if self._calls < agreement.next:
+                return False
+            requests = [due, is_writing, self.notice.received]
+            due, is_writing, self.notice.received = map(bool, agreement.exchange(self._calls, requests))
+        return self.notice.received or (due and not is_writing)
 
     def begin(self, path: Path) -> Folder:
         """Wait for the save in progress, and return the locked folder.
@@ -159,8 +163,8 @@ class Resumable:
 
         Args:
             folder: the folder of the snapshots; created if it is missing, and locked until this process ends.
-            every_s: save only if this many seconds have passed since the last save. After SIGTERM the next call saves and ends the process
-                with exit code 143.
+            every_s: save only if this many seconds have passed since the last save, and that one is written. After SIGTERM the next call
+                saves and ends the process with exit code 143.
             keep: how many snapshots to keep; older ones are deleted once the new one is whole.
             extra: numbers, texts and tensors of your own, which ``load`` returns.
 

@@ -8,12 +8,14 @@ import re
 import signal
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mezzo.engine.snapshots import container
 from mezzo.errors import SnapshotError
 from mezzo.launch import child
 from mezzo.launch.request import Request
@@ -32,13 +34,14 @@ def lives(
     *,
     die_at: int = 0,
     resume: bool = False,
+    every_s: float = 0.0,
     how: int = signal.SIGKILL,
     at: Path | None = None,
     **more: Any,
 ) -> tuple[int, str]:
     """Run a script in a forked process, which may kill itself; return its exit status and its output."""
     snapshots = SnapshotRequest(
-        folder=str(folder / "snapshots"), every_s=0.0, resume=resume, identity={"script": script.name}
+        folder=str(folder / "snapshots"), every_s=every_s, resume=resume, identity={"script": script.name}
     )
     request = Request(
         target=more.pop("target", str(script)),
@@ -383,6 +386,29 @@ result(big.sum())
 
     assert code == (0 if same else SnapshotError.exit_code), text
     assert same or "set-up did not make '__main__.big" in text
+
+
+def test_a_save_that_is_due_does_not_wait_for_a_slow_disk(
+    written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first file is written only once the script has made all its updates: waiting for it would never end."""
+    write, trained = container.write, tmp_path / "trained"
+
+    def slowly(*arguments: Any) -> None:
+        while not trained.exists():
+            time.sleep(0.01)
+        write(*arguments)
+
+    monkeypatch.setattr(container, "write", slowly)
+    body = "for a, b in loader: step(a, b)\nopen(TRAINED, 'w').close()\nresult()".replace("TRAINED", repr(str(trained)))
+
+    code, text = lives(written(body), tmp_path / "run", every_s=1e-6)
+
+    assert code == 0, text
+    record = read_record(tmp_path / "run" / "record.json")
+    assert isinstance(record, RunRecord)
+    assert record.snapshots is not None
+    assert record.snapshots.saved == 1
 
 
 def test_a_python_that_was_not_tried_is_refused(written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,19 +198,21 @@ class ScriptSnapshots:
 
     def _is_due(self) -> bool:
         """Return whether to save now; several processes agree on it, and all end if one received SIGTERM."""
-        due = self._sigterm_received or time.monotonic() - self._last_s >= self._request.every_s
-        if self._agreement is None:
-            return due and not self._is_disproven
-        updates = self._run.num_updates
-        if updates < self._agreement.next:
-            return False
-        if not are_several():
-            self._report_problem(
-                "save", "no snapshot: the script's processes form no group, so they cannot save together"
-            )
-            return False
-        due, self._sigterm_received = map(bool, self._agreement.exchange(updates, [due, self._sigterm_received]))
-        return due
+        every_s = self._request.every_s
+        due = time.monotonic() - self._last_s >= every_s and not self._is_disproven
+        is_writing = every_s > 0 and self._saving is not None and self._saving.is_running
+        if self._agreement is not None:
+            updates = self._run.num_updates
+            if updates < self._agreement.next:
+                return False
+            if not are_several():
+                self._report_problem(
+                    "save", "no snapshot: the script's processes form no group, so they cannot save together"
+                )
+                return False
+            requests = [due, is_writing, self._sigterm_received]
+            due, is_writing, self._sigterm_received = map(bool, self._agreement.exchange(updates, requests))
+        return self._sigterm_received or (due and not is_writing)
 
     @property
     def _is_disproven(self) -> bool:
