@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,43 @@ LASTS_S = 8.0
 EVERY = "0.3s"
 _CLOCK = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?")
 """Times in logs."""
-TRIES = 4
-"""Lives that may end by themselves before the moment of their kill."""
+
+
+@dataclass
+class _Lives:
+    """The lives of one script, and where they leave their outputs and records."""
+
+    command: list[str]
+    target: list[str]
+    folder: Path
+    environment: dict[str, str]
+    results: Path
+
+    @property
+    def probe(self) -> Path:
+        """The checksums of the weights after each update."""
+        return self.results / "probe.json"
+
+    def live(self, name: str, *options: str, kill_after_s: float | None = None, wait_s: float = 0.0) -> int:
+        """Run the script and return its exit code; kill it that long after its next snapshot."""
+        own = {"PUBLIC_SCRIPTS_PROBE": str(self.probe), "PUBLIC_SCRIPTS_WAIT_S": str(wait_s), "PYTHONHASHSEED": "0"}
+        run = self.results / "run"
+        with (self.results / f"{name}.txt").open("w", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                [*self.command, "--out", str(run), *options, *self.target], cwd=self.folder, env=self.environment | own,
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            newest, began_s = _newest(run), time.monotonic()
+            while process.poll() is None and time.monotonic() - began_s < 600:
+                if kill_after_s is not None and _newest(run) > newest:
+                    time.sleep(kill_after_s)
+                    break
+                time.sleep(0.02)
+            ended = process.poll()
+            for one in _descendants(process.pid):
+                _kill(one)
+            process.wait()
+            return -signal.SIGKILL if ended is None else ended
 
 
 def resumed_outcome(words: list[str], sandbox: Path, folder: Path, environment: dict[str, str], results: Path) -> str:
@@ -40,61 +76,36 @@ def resumed_outcome(words: list[str], sandbox: Path, folder: Path, environment: 
         results: a folder for outputs and records.
     """
     start, _, rest = "\0".join(words).partition("\0--out\0")
-    command = start.split("\0")
     target = rest.split("\0")[1:]
+    lives = _Lives(start.split("\0"), target, folder, environment, results)
     untouched, whole = sandbox.with_name("untouched"), sandbox.with_name("whole")
     shutil.copytree(sandbox, untouched, symlinks=True)
-    probe = results / "probe.json"
-
-    def life(name: str, *options: str, kill_after_s: float | None = None, wait_s: float = 0.0) -> int:
-        own = {"PUBLIC_SCRIPTS_PROBE": str(probe), "PUBLIC_SCRIPTS_WAIT_S": str(wait_s), "PYTHONHASHSEED": "0"}
-        with (results / f"{name}.txt").open("w", encoding="utf-8") as log:
-            line = [*command, "--out", str(results / "run"), *options, *target]
-            process = subprocess.Popen(
-                line, cwd=folder, env=environment | own, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
-            newest, began_s = _newest(results / "run"), time.monotonic()
-            while process.poll() is None and time.monotonic() - began_s < 600:
-                if kill_after_s is not None and _newest(results / "run") > newest:
-                    time.sleep(kill_after_s)
-                    break
-                time.sleep(0.02)
-            ended = process.poll()
-            for one in _descendants(process.pid):
-                _kill(one)
-            process.wait()
-            return -signal.SIGKILL if ended is None else ended
-
-    if life("whole") != 0:
+    if lives.live("whole") != 0:
         return "the undisturbed run failed"
-    wanted, weights = read_record(results / "run" / "record.json"), _checksums(probe)
+    wanted, weights = read_record(results / "run" / "record.json"), _checksums(lives.probe)
     assert isinstance(wanted, RunRecord)
     if not wanted.steps:
         return "the undisturbed run made no update"
     shutil.rmtree(results / "run")
     sandbox.rename(whole)
     shutil.copytree(untouched, sandbox, symlinks=True)
-    draw, kills, wait_s = random.Random(str(target)), 0, LASTS_S / len(wanted.steps)
-    options: list[str] = ["--snapshot", EVERY]
-    for number in range(TRIES):
-        code = life(f"life-{number}", *options, kill_after_s=draw.uniform(0, LASTS_S / (3 + number)), wait_s=wait_s)
-        if code == SnapshotError.exit_code:
-            return (
-                f"{'refused' if not kills else 'WRONG: refused after a kill'}: {_said(results / f'life-{number}.txt')}"
-            )
+    draw, wait_s, resumes = random.Random(str(target)), LASTS_S / len(wanted.steps), ("--resume", str(results / "run"))
+    for kills in range(3):
+        options = ["--snapshot", EVERY, *(resumes if kills else ())]
+        is_last = kills == 2
+        lives.probe.unlink(missing_ok=True)
+        after_s = None if is_last else draw.uniform(0, LASTS_S / (3 + kills))
+        code = lives.live(f"life-{kills}", *options, kill_after_s=after_s, wait_s=0.0 if is_last else wait_s)
         if code != -signal.SIGKILL:
-            return f"WRONG: exit {code} after {kills} kills"
-        kills += 1
-        options = ["--snapshot", EVERY, "--resume", str(results / "run")]
-        if kills == 2:
             break
-    probe.unlink(missing_ok=True)
-    code = life("last", *options)
+    said = _said(results / f"life-{kills}.txt")
+    if code == SnapshotError.exit_code:
+        return f"{'WRONG: refused after a kill' if kills else 'refused'}: {said}"
     if code != 0:
-        return f"WRONG: exit {code} of the last life: {_said(results / 'last.txt')}"
-    different = _differences(wanted, weights, results, _checksums(probe))
-    different += _files(whole, sandbox)
+        return f"WRONG: exit {code} after {kills} kills: {said}"
+    if kills == 0:
+        return "the run ended before its first kill"
+    different = _differences(wanted, weights, results, _checksums(lives.probe)) + _files(whole, sandbox)
     return f"WRONG: {', '.join(different)}" if different else f"same bits after {kills} kills"
 
 
