@@ -42,6 +42,7 @@ from mezzo.observe.stopping import StopScript
 from mezzo.observe.tracer import Tracer
 from mezzo.policy import Policy
 from mezzo.records import AS_IS, AuditRecord, DiagnoseRecord, Environment, FallbackRecord, RangesRecord, RunRecord
+from mezzo.secrets import hidden
 
 
 def audit(step: Callable[[], Any], *, warmup: int = 1) -> AuditRecord:
@@ -240,7 +241,7 @@ def _run_record(
     """Return the record of a function's run; ``started`` is a value of ``time.perf_counter``."""
     message = error.message if isinstance(error, MezzoError) else f"{type(error).__name__}: {error}"
     return RunRecord(
-        command=[sys.executable, *sys.argv],
+        command=[sys.executable, *hidden(sys.argv)],
         script=getattr(called, "__qualname__", type(called).__name__),
         script_sha256="",
         policy=policy_text(policy),

@@ -343,6 +343,12 @@ def test_a_command_begins_with_them_as_a_shell_takes_them() -> None:
     assert VARIABLES.items() <= json.loads(shown.stdout).items()
 
 
+@pytest.mark.parametrize("name", ["A$(touch hurt)", "A;B", "A B", "`A`", "Ä", "1A", ""])
+def test_a_name_that_a_shell_would_execute_is_left_out(name: str) -> None:
+    surroundings = run_record("fp16").environment.model_copy(update={"variables": {name: "1", "A": "2"}})
+    assert command_text(["mezzo"], surroundings) == "A=2 mezzo"
+
+
 @pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_records_what_the_shell_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool) -> None:
     text = "import os, tempfile\nos.environ['CUDA_VISIBLE_DEVICES'] = '7'\nos.chdir(tempfile.mkdtemp())\n"

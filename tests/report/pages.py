@@ -259,7 +259,7 @@ def write_pages(folder: Path) -> dict[str, Path]:
     }
     pages = {name: folder / name / "report.html" for name in records}
     for name, record in records.items():
-        write_html(record, pages[name])
+        write_html(record, pages[name], typed=str(folder / "train.py"))
     pages |= {"together": folder / "together.html", "index": folder / "index.html"}
     write_together([build.compare_record(), long_names()], pages["together"])
     entries = [entry_of(folder / name / "record.json", record, folder) for name, record in records.items()]

@@ -40,7 +40,8 @@ def shown(source: SourceLines) -> list[tuple[int, str, bool]]:
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.py"
     path.write_text(TEXT)
     return path
@@ -56,7 +57,8 @@ def test_a_line_is_shown_with_those_around_it_and_its_findings(script: Path) -> 
     assert '<a href="#line-1">train.py:5</a>' in page
 
 
-def test_lines_are_counted_as_python_counts_them(tmp_path: Path) -> None:
+def test_lines_are_counted_as_python_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "old.py"
     path.write_bytes(
         b"a = 1\r\n\x0c\r\nb = '\xc2\x85'\rc = 3\n"
@@ -91,7 +93,24 @@ def test_another_file_is_shown_if_it_is_older_than_the_runs_end(script: Path) ->
         assert [text == "x = 1" for _, text, _ in shown(source_of(record))] == [visible]
 
 
-def test_no_record_makes_a_page_show_other_files(script: Path, tmp_path: Path) -> None:
+def test_files_elsewhere_are_shown_only_to_who_typed_their_name(
+    script: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record names its own folder and script: what it says of them opens no file."""
+    record = run_of(script, [f"{script}:5"])
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    (file,) = source_of(record).files
+    assert file.missing == "it is not a Python file below the folder in which this page was made"
+    assert len(shown(source_of(record, typed=str(script)))) == 7
+
+
+def test_a_secret_in_a_line_is_hidden(tmp_path: Path, script: Path) -> None:
+    script.write_text("api_key = 'hunter2-Xy7Qp'\nkey = query @ x\n")
+    lines = [text for _, text, _ in shown(source_of(run_of(script, [f"{script}:1"])))]
+    assert lines == ["api_key = '<API-KEY>'", "key = query @ x"]
+
+
+def test_no_record_makes_a_page_show_other_files(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = tmp_path / "private" / "secret.txt"
     secret.parent.mkdir()
     secret.write_text("the password")
@@ -100,6 +119,7 @@ def test_no_record_makes_a_page_show_other_files(script: Path, tmp_path: Path) -
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "train.py").write_text(TEXT)
+    monkeypatch.chdir(folder)
     (folder / "link.py").symlink_to(python)
     lines = [
         f"{secret}:1",

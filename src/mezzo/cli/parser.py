@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, cast
@@ -30,6 +31,7 @@ from mezzo.cli.usage import usage_error
 from mezzo.errors import MezzoError
 from mezzo.launch.process.command_signals import Stopped
 from mezzo.launch.ranks.torchrun_error import REASON
+from mezzo.secrets import hidden_text, secrets_among
 from mezzo.version import VERSION
 
 app = typer.Typer(
@@ -109,6 +111,6 @@ def exit_code_of(words: list[str]) -> int:
 
 def failed(error: MezzoError) -> int:
     """Print an error in two lines, and return its exit code."""
-    print(f"mezzo: {error}", file=sys.stderr)
-    REASON.text = str(error)
+    REASON.text = hidden_text(str(error), values=secrets_among(sys.argv, os.environ).values())
+    print(f"mezzo: {REASON.text}", file=sys.stderr)
     return error.exit_code

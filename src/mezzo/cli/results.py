@@ -54,6 +54,7 @@ def finish(
     *,
     as_json: bool,
     log_to: Sequence[str] | None,
+    typed: str = "",
     after_script: bool = False,
     verbose: bool = True,
 ) -> None:
@@ -64,23 +65,27 @@ def finish(
         folder: the folder for the files.
         as_json: whether to print JSON.
         log_to: the trackers to log to, as typed.
+        typed: the script, if the command is one on a script.
         after_script: whether the script has printed to standard output.
         verbose: whether to print the tables behind the answer too.
     """
-    write(record, folder)
+    from mezzo.records.files import without_secrets
+
+    record = without_secrets(record)
+    write(record, folder, typed=typed)
     with closed_output_ignored():
         files = f"record and report: {folder / 'record.json'}, {folder / 'report.html'}"
         show(record, as_json=as_json, files=files, after_script=after_script, verbose=verbose)
     track(record, folder / "record.json", folder / "report.html", log_to)
 
 
-def write(record: AnyRecord, folder: Path) -> None:
-    """Write ``record.json`` and ``report.html``."""
+def write(record: AnyRecord, folder: Path, *, typed: str = "") -> None:
+    """Write ``record.json`` and ``report.html``; ``typed`` is the script of the command."""
     from mezzo.records import write_record
     from mezzo.report.html import write_html
 
     write_record(record, folder / "record.json")
-    write_html(record, folder / "report.html")
+    write_html(record, folder / "report.html", typed=typed)
 
 
 def track(record: AnyRecord, path: Path, page: Path, log_to: Sequence[str] | None) -> None:

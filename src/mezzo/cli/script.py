@@ -24,6 +24,7 @@ from mezzo.cli.progress import shown
 from mezzo.cli.standins import stand_in_for
 from mezzo.cli.words import resuming, target_of, typed, typed_before
 from mezzo.launch.process.command_signals import Stop, stoppable
+from mezzo.secrets import hidden
 from mezzo.version import VERSION
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class Script:
         return {
             "script": self.target,
             "the script's text": text.hexdigest(),
-            "its arguments": shlex.join(self.arguments or ()),
+            "its arguments": shlex.join(hidden(self.arguments or ())),
             "its standard input": digest_of_input(sources),
             "its environment variables": shlex.join(f"{k}={v}" for k, v in variables_that_compute(os.environ).items()),
             **more,
@@ -149,6 +150,7 @@ class Script:
             folder,
             as_json=self.as_json,
             log_to=self.log_to,
+            typed=self.target,
             after_script=after_script,
             verbose=self.verbose,
         )

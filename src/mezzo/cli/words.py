@@ -14,6 +14,7 @@ import typer
 
 from mezzo.cli.help.renamed import LIKELY
 from mezzo.errors import UsageError
+from mezzo.secrets import hidden
 
 if TYPE_CHECKING:
     from mezzo.launch.targets import Target
@@ -26,8 +27,8 @@ _PARSERS_OF_LIBRARIES = re.compile(r"\b(?:HfArgumentParser|TrlParser|LightningCL
 
 
 def typed() -> tuple[str, ...]:
-    """Return the whole command."""
-    return ("mezzo", *WORDS.get())
+    """Return the whole command, with placeholders for the secrets in it: it is printed and recorded."""
+    return ("mezzo", *hidden(WORDS.get()))
 
 
 def target_of(name: str, arguments: Sequence[str] | None, *, module: bool) -> Target:

@@ -32,6 +32,7 @@ from mezzo.measure.environment import environment
 from mezzo.measure.steps import StepRecorder
 from mezzo.policy import Policy
 from mezzo.records import Effective, Memory, Reason, RunRecord
+from mezzo.secrets import hidden
 
 Optimizer = torch.optim.Optimizer
 
@@ -364,7 +365,7 @@ class Driven:
         kept = [p for m in self.models for p in m.parameters()]
         optimizers = list(self._group_counts)
         return RunRecord(
-            command=list(sys.argv),
+            command=list(hidden(sys.argv)),
             script=Path(sys.argv[0]).name,
             script_sha256="",
             framework=f"torch {torch.__version__} in {framework}",

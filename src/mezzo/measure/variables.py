@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from mezzo.secrets import is_secret_variable
+
 _MATTERS = re.compile(
     r"""
     (?:ACCELERATE|ATEN|CUDA|CUDNN|DNNL|FLAGS|GOMP|HF|HIP|KERAS|KMP|MKL|NCCL|NVIDIA|OMP|ONEDNN|OPENBLAS|PADDLE)_\w+
@@ -21,19 +23,13 @@ _OF_AN_IMAGE = re.compile(
 )
 """Variables that a container image sets about itself; the record has the versions actually found."""
 
-_SECRET_NAME = re.compile(
-    r"(?:.*_)?(?:API)?(?:AUTH|COOKIE|CREDENTIAL|KEY|PASS|PASSWD|PASSWORD|PAT|SECRET|TOKEN)S?(?:_.*)?", re.IGNORECASE
-)
-_SECRET_VALUE = re.compile(
-    r"://[^/\s@]*@|\b(?:hf|sk|ghp|gho|github_pat|glpat|xox[abp])[-_]\w{12,}|\bBearer ", re.IGNORECASE
-)
-"""An address with a password in it, and the prefixes of well-known services' keys."""
-
 
 def variables_that_matter(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of ``environment`` that belong in a record, sorted by name."""
     return {
-        name: value for name, value in sorted(environment.items()) if _matters(name) and not _is_secret(name, value)
+        name: value
+        for name, value in sorted(environment.items())
+        if _matters(name) and not is_secret_variable(name, value)
     }
 
 
@@ -50,7 +46,3 @@ def variables_that_compute(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _matters(name: str) -> bool:
     return _MATTERS.fullmatch(name) is not None and _OF_AN_IMAGE.fullmatch(name) is None
-
-
-def _is_secret(name: str, value: str) -> bool:
-    return _SECRET_NAME.fullmatch(name) is not None or _SECRET_VALUE.search(value) is not None

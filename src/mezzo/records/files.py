@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -26,6 +27,7 @@ from mezzo.records.resume_check import ResumeCheckRecord
 from mezzo.records.run import RunRecord
 from mezzo.records.tune import TuneRecord
 from mezzo.records.values import SCHEMA_VERSION
+from mezzo.secrets import hidden_text, secrets_among
 
 AnyRecord: TypeAlias = (
     RunRecord
@@ -41,13 +43,32 @@ AnyRecord: TypeAlias = (
     | ResumeCheckRecord
 )
 
+R = TypeVar("R", bound=AnyRecord)
 Record = Annotated[AnyRecord, Field(discriminator="kind")]
 _ADAPTER: TypeAdapter[AnyRecord] = TypeAdapter(Record)
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
+"""A text in JSON."""
 
 
 def write_record(record: AnyRecord, path: Path) -> None:
-    """Write ``record`` to ``path`` whole or not at all."""
-    write_whole(record.model_dump_json(indent=1), path)
+    """Write ``record`` to ``path`` whole or not at all, without the secrets of this command line and environment."""
+    write_whole(without_secrets(record).model_dump_json(indent=1), path)
+
+
+def without_secrets(record: R) -> R:
+    """Return a record with placeholders for secrets in its texts, such as messages of errors; the record itself if there are none."""
+    text = record.model_dump_json()
+    values = secrets_among(sys.argv, os.environ).values()
+
+    def shown(found: re.Match[str]) -> str:
+        if len(found[0]) < 10:
+            return found[0]
+        before = json.loads(found[0])
+        after = hidden_text(before, values=values)
+        return found[0] if after == before else json.dumps(after, ensure_ascii=False)
+
+    changed = _TEXT.sub(shown, text)
+    return record if changed == text else cast(R, type(record).model_validate_json(changed))
 
 
 def write_whole(text: str, path: Path) -> None:

@@ -32,10 +32,10 @@ _UNBROKEN = 30
 _JSON = {"allow_nan": False, "separators": (",", ":")}
 
 
-def render_html(record: AnyRecord) -> str:
-    """Return ``record`` as one page."""
+def render_html(record: AnyRecord, *, typed: str = "") -> str:
+    """Return ``record`` as one page; ``typed`` is the script that a person has just typed."""
     view = VIEWS[record.kind]
-    sheet, source = view.sheet(record), source_of(record)
+    sheet, source = view.sheet(record), source_of(record, typed=typed)
     places = module_places(record, source) if isinstance(record, AuditRecord) else {}
     charts = charts_of(record, places=places)
     answer = view.answer(record, sheet)
@@ -44,9 +44,9 @@ def render_html(record: AnyRecord) -> str:
     )
 
 
-def write_html(record: AnyRecord, path: Path) -> None:
-    """Write ``record`` as a page to ``path``, whole or not at all."""
-    write_whole(render_html(record), path)
+def write_html(record: AnyRecord, path: Path, *, typed: str = "") -> None:
+    """Write ``record`` as a page to ``path``, whole or not at all; ``typed`` is the script that a person has just typed."""
+    write_whole(render_html(record, typed=typed), path)
 
 
 def write_together(records: Sequence[CompareRecord], path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 from mezzo.records import AnyRecord, AuditRecord, Finding, RunRecord
 from mezzo.report import formatting as fmt
 from mezzo.report.sheets.audit import lines_of_modules
+from mezzo.secrets import hidden_text
 
 _AROUND = 3
 _MOST_LINES = 80
@@ -52,8 +53,13 @@ class SourceLines:
     """The anchor of each line, by ``file:line`` as in the record."""
 
 
-def source_of(record: AnyRecord) -> SourceLines:
-    """Return the lines that ``record`` names."""
+def source_of(record: AnyRecord, *, typed: str = "") -> SourceLines:
+    """Return the lines that ``record`` names, of files below the working folder.
+
+    Args:
+        record: it may be somebody else's, so that no file is read because of what it says.
+        typed: the script that a person has just typed, whose folder is read, too.
+    """
     run = getattr(record, "run", record)
     if not isinstance(run, RunRecord):
         return SourceLines()
@@ -68,7 +74,8 @@ def source_of(record: AnyRecord) -> SourceLines:
         assert match is not None
         keys[place] = f"line-{len(keys) + 1}"
         by_file.setdefault(match[1], {})[int(match[2])] = place
-    files = [_file(name, numbers, keys, notes, run) for name, numbers in by_file.items()]
+    roots = [Path.cwd(), *([Path(typed).resolve().parent] if typed else [])]
+    files = [_file(name, numbers, keys, notes, run, roots) for name, numbers in by_file.items()]
     return SourceLines(files=files, keys=keys)
 
 
@@ -95,10 +102,15 @@ def _named(record: AnyRecord) -> Iterator[tuple[str, str]]:
 
 
 def _file(
-    name: str, numbers: Mapping[int, str], keys: Mapping[str, str], notes: Mapping[str, list[str]], run: RunRecord
+    name: str,
+    numbers: Mapping[int, str],
+    keys: Mapping[str, str],
+    notes: Mapping[str, list[str]],
+    run: RunRecord,
+    roots: Sequence[Path],
 ) -> SourceFile:
     shown = fmt.clean(name)
-    text, missing = _text(name, run)
+    text, missing = _text(name, run, roots)
     if missing:
         bare = [
             [SourceLine(number=n, text="", key=keys[place], notes=[fmt.clean(v) for v in notes[place]])]
@@ -112,7 +124,7 @@ def _file(
     parts: list[list[SourceLine]] = []
     for number in wanted:
         place = numbers.get(number, "")
-        code = fmt.shortened(fmt.clean_line(lines[number - 1]), length=_LONGEST_LINE)
+        code = fmt.shortened(fmt.clean_line(hidden_text(lines[number - 1])), length=_LONGEST_LINE)
         line = SourceLine(
             number=number, text=code, key=keys.get(place, ""), notes=[fmt.clean(v) for v in notes.get(place, [])]
         )
@@ -123,16 +135,14 @@ def _file(
     return SourceFile(name=shown, parts=parts)
 
 
-def _text(name: str, run: RunRecord) -> tuple[str, str]:
+def _text(name: str, run: RunRecord, roots: Sequence[Path]) -> tuple[str, str]:
     """Return the text of a file, or why it is not shown."""
     folder = Path(run.environment.folder or ".")
     path, script = folder / name, folder / run.script
     try:
         path, script = path.resolve(), script.resolve()
-        # A record may be somebody else's: a page must not show just any file that it names.
-        inside = path.is_relative_to(script.parent) or path.is_relative_to(folder.resolve())
-        if path.suffix != ".py" or not (inside or {"site-packages", "dist-packages"} & set(path.parts)):
-            return "", "it is not a Python file of the script or an installed package"
+        if path.suffix != ".py" or not any(map(path.is_relative_to, roots)):
+            return "", "it is not a Python file below the folder in which this page was made"
         if path.stat().st_size > _MOST_BYTES:
             return "", "the file is too large"
         data = path.read_bytes()

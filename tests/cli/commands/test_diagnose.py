@@ -63,6 +63,7 @@ for _ in range(3):
     model(torch.ones(2, 4)).square().mean().backward()
     optimizer.step()
 """
+SHAPES = "import torch\ntorch.nn.Linear(4, 1)(torch.ones(3))"
 ENDINGS = [
     # the script, its exit code, steps, part of the sentence
     ("raise SystemExit(3)", 3, 0, "the script ended before its first training step, with exit code 3"),
@@ -85,7 +86,7 @@ ENDINGS = [
         3,
         "the script was interrupted after 3 training steps, with exit code 130",
     ),
-    ("import torch\ntorch.nn.Linear(4, 1)(torch.ones(3))", 1, 0, "with exit code 1: RuntimeError: mat1 and mat2"),
+    (SHAPES, 1, 0, "with exit code 1: RuntimeError: mat1 and mat2"),
 ]
 
 
@@ -96,7 +97,10 @@ def test_a_run_that_ends_by_itself_is_never_called_healthy(
     script = tmp_path / "fails.py"
     script.write_text(text)
     with children_in_this_process():
-        assert cli.main(["diagnose", "--policy", "bf16", "--out", str(tmp_path / "out"), str(script)]) == code
+        assert (
+            cli.main(["diagnose", "--policy", "bf16:arithmetic=emulated", "--out", str(tmp_path / "out"), str(script)])
+            == code
+        )
     record = read_record(tmp_path / "out" / "record.json")
     assert isinstance(record, DiagnoseRecord)
     assert (record.verdict, record.located, len(record.run.steps)) == ("unfinished", False, steps)
@@ -105,6 +109,27 @@ def test_a_run_that_ends_by_itself_is_never_called_healthy(
     assert "no verdict" in shown.out
     assert "healthy" not in shown.out + shown.err
     assert len(record.passes) == 1  # the step that raised was inspected
+
+
+def test_an_error_that_fp32_raises_too_is_no_fault_of_the_format(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fails.py").write_text(SHAPES)
+    words = [
+        "diagnose",
+        "--policy",
+        "bf16:arithmetic=native",
+        "--out",
+        str(tmp_path / "out"),
+        str(tmp_path / "fails.py"),
+    ]
+    with children_in_this_process():
+        assert cli.main(words) == 1
+    record = read_record(tmp_path / "out" / "record.json")
+    assert isinstance(record, DiagnoseRecord)
+    assert (record.verdict, record.op, record.fix) == ("unfinished", "addmm", "")
+    assert record.fix_note == "the error is the same in FP32: the format is not its cause"
+    assert record.fix_note in capfd.readouterr().out.replace("\n", " ")
 
 
 def test_a_pattern_that_matches_no_module_is_an_error_before_the_first_step(

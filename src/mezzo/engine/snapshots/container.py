@@ -62,7 +62,7 @@ _DTYPES = {_tag(d): d for d in vars(torch).values() if isinstance(d, torch.dtype
 
 
 def write(path: Path, tree: Any, tensors: Mapping[str, Tensor]) -> int:
-    """Write a file whole or not at all, and return its size in bytes.
+    """Write a file that only its owner may read, whole or not at all, and return its size in bytes.
 
     Args:
         path: the file; its folder exists.
@@ -74,7 +74,7 @@ def write(path: Path, tree: Any, tensors: Mapping[str, Tensor]) -> int:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             size = _fill(file, tree, tensors)
             file.flush()
             os.fsync(file.fileno())

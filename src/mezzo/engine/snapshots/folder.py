@@ -19,6 +19,7 @@ from typing import NamedTuple
 from weakref import WeakValueDictionary, finalize
 
 from mezzo.errors import SnapshotError
+from mezzo.secrets import hidden
 
 try:
     import fcntl
@@ -143,7 +144,7 @@ def _locked(path: Path) -> _Lock:
         owner = _owner(os.read(descriptor, 4096))
         os.close(descriptor)
         raise _taken(path, owner) from None
-    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(sys.argv)[:1000]})
+    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(hidden(sys.argv))[:1000]})
     os.ftruncate(descriptor, 0)
     os.write(descriptor, text.encode())
     lock = _LOCKED[key] = _Lock(key, descriptor)

@@ -182,6 +182,10 @@ def settled(record: DiagnoseRecord, tried: Sequence[Tried], *, last: int) -> Dia
     offers = offers_for(record)
     if not tried or any(not offer.can_run for offer in offers):
         return offered(record, untried="no further run was made")
+    if record.origin == "raised" and any(
+        again is not None and again.run.error == record.run.error for _, again in tried
+    ):
+        return record.model_copy(update={"fix_note": "the error is the same in FP32: the format is not its cause"})
     first = tried[0].offer.advice
     several = f"none of these is enough: {'; '.join(offer.advice for offer, _ in tried)}"
     advice = several if len(tried) > 1 else f"not enough: {first}"

@@ -245,8 +245,12 @@ def final_loss_text(record: RunRecord) -> str:
 
 
 def command_text(command: Sequence[str], environment: Environment) -> str:
-    """Return a command as a shell line, preceded by the environment variables that matter."""
-    variables = [f"{fmt.clean(name)}={shlex.quote(fmt.clean(value))}" for name, value in environment.variables.items()]
+    """Return a command as a shell line, preceded by the environment variables that matter, if their names are names for a shell."""
+    variables = [
+        f"{name}={shlex.quote(fmt.clean(value))}"
+        for name, value in environment.variables.items()
+        if name.isascii() and name.isidentifier()
+    ]
     return " ".join([*variables, shlex.join([fmt.clean(part, most=_LONGEST_WORD) for part in command])])
 
 

@@ -411,6 +411,43 @@ def test_a_save_that_is_due_does_not_wait_for_a_slow_disk(
     assert record.snapshots.saved == 1
 
 
+SECRETS = """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--api-key")
+args = parser.parse_args()
+client = {"password": open(FILE).read(), "name": "me"}
+for epoch in range(3):
+    for a, b in loader:
+        step(a, b)
+        headers = {"Authorization": f"Bearer {args.api_key}", "raw": client["password"].encode(), "hub": [os.environ["HF_TOKEN"]]}
+result(headers, args, client, bytes(headers["raw"]))
+"""
+
+
+def test_no_secret_is_in_a_snapshot(written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = ["hunter2-Xy7Qp", "hf_QwErTyUiOp123456", "swordfish"]
+    monkeypatch.setenv("HF_TOKEN", secrets[1])
+    (tmp_path / "password").write_text(secrets[2])
+    script = written(SECRETS.replace("FILE", repr(str(tmp_path / "password"))))
+    words = {"arguments": ("--api-key", secrets[0])}
+    code, text = lives(script, tmp_path / "whole", snapshots=None, **words)
+    assert code == 0, text
+    assert lives(script, tmp_path / "run", die_at=13, **words)[0] == -signal.SIGKILL
+    files = [path for path in (tmp_path / "run" / "snapshots").rglob("*") if path.is_file()]
+    assert [path for path in files for secret in secrets if secret.encode() in path.read_bytes()] == []
+    assert {path.stat().st_mode & 0o077 for path in files if path.suffix == ".safetensors"} == {0}
+
+    code, again = lives(script, tmp_path / "run", resume=True, **words)
+
+    assert code == 0, again
+    assert result_of(again) == result_of(text)
+    monkeypatch.delenv("HF_TOKEN")
+    code, refused = lives(script, tmp_path / "run", resume=True, **words)
+    assert code == SnapshotError.exit_code
+    assert "the secret '$HF_TOKEN' is not there" in refused
+
+
 def test_a_python_that_was_not_tried_is_refused(written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taking, "_TRIED", (3, 9))
 

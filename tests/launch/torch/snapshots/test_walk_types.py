@@ -62,7 +62,7 @@ class Life:
         here = walked(again, self.files)[0]
         base = {"links": self.base.links, "types": [type_name(one) for one in self.base.objects]}
         restoration = Restoration(self.files, rows, contents["tensors"], _matched(here, base), lost)
-        restoration.checksums = here.checksums
+        restoration.checksums, restoration.secrets = here.checksums, here.secrets
         restoration.fill(0, len(rows))
         restoration.fill(0, len(rows), again=True)
         return restoration.value(variables["value"])

@@ -154,7 +154,7 @@ class FileJournal:
 
     def _keep(self, path: str, *, only_grows: bool) -> None:
         journal = self._journal(self._number)
-        journal.mkdir(parents=True, exist_ok=True)
+        journal.mkdir(parents=True, exist_ok=True, mode=0o700)
         change: dict[str, Any] = {"path": path, "was": "absent"}
         if os.path.isdir(path):
             change["was"] = "folder"

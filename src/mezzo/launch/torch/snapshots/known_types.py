@@ -149,3 +149,8 @@ def is_hook(function: Any) -> bool:
 def is_of_process(key: Any) -> bool:
     """Return whether an attribute's name is torch's own and another one in each process: ``fully_shard`` keeps its state under it."""
     return isinstance(key, str) and key.startswith("__composable_api")
+
+
+def key_name(key: Any) -> str:
+    """Return what a key is called in messages: a number may have more digits than Python prints."""
+    return str(key) if isinstance(key, str) else f"[{key!r:.40}]" if not isinstance(key, int) else f"[{key:#x}]"[:40]

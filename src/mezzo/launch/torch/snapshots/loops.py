@@ -311,7 +311,7 @@ class Loops:
         present = _matched(walk, tree["base"])
         self._end = self._same_end(walk, present, tree["base"], own)
         self._restoration = Restoration(self._files, tree["rows"], self._tensors, present, self._lost)
-        self._restoration.checksums = self._end.base.checksums
+        self._restoration.checksums, self._restoration.secrets = self._end.base.checksums, walk.secrets
         self._restoration.begin_generator = self._begin_generator
         self._restoration.begin_samplers = lambda loader, saved: begin_samplers(self._files, loader, saved)
         self._restoration.fill(0, tree["ends"][number])
@@ -378,7 +378,7 @@ class Loops:
         back = {there: number for number, there in here.items()}
         storages = {place: back[there] for place, there in walk.storages.items() if there in back}
         links = [(parent, name) for parent, name in base["links"]]
-        same = Base(objects, links, ids, checksums, base["limits"], storages)
+        same = Base(objects, links, ids, checksums, base["limits"], storages, walk.secrets)
         positions = [TextSpan(*row) if row else None for row in base["path"]]
         frames = own[: len(positions)]
         loop = (self._files.path_of(base["loop"][0]), base["loop"][1])

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mezzo.engine.snapshots.secret_texts import SecretTexts
 from mezzo.errors import SnapshotError
 from mezzo.launch.torch.snapshots.arrays import (
     fill_array,
@@ -90,6 +91,8 @@ class Restoration:
         self.frame_cells: dict[tuple[str, str], Any] = {}
         self.checksums: Mapping[int, int | None] = {}
         """Of the large arrays that set-up has made."""
+        self.secrets = SecretTexts()
+        """Those that set-up has."""
         self.begin_samplers: Callable[[Any, Any], None] = lambda loader, saved: None
         self.begin_generator: Callable[[Any, dict[str, Any], Any], Any] = lambda function, state, variables: None
 
@@ -104,7 +107,7 @@ class Restoration:
         if ref[0] == "enum":
             members = self.value(ref[1])
             return members(self.value(ref[3])) if ref[2] is None else members[ref[2]]
-        return read_leaf(ref)
+        return self.secrets.read(ref) if ref[0] == "secret" else read_leaf(ref)
 
     def values(self, refs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of several references."""

@@ -35,6 +35,7 @@ def begin_samplers(files: OwnFiles, loader: Any, saved: dict[str, Any] | None) -
     found = _walked(files, loader)
     present = dict(enumerate(found.objects))
     restoration = Restoration(files, contents["rows"], contents["tensors"], present, _lost)
+    restoration.secrets = found.secrets
     restoration.fill(0, len(contents["rows"]))
 
 

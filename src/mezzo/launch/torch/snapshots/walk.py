@@ -31,6 +31,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mezzo.engine.processes.shards import is_shared
 from mezzo.engine.snapshots.memory import can_be_written
+from mezzo.engine.snapshots.secret_texts import SecretTexts
 from mezzo.errors import NotSavable, SnapshotError
 from mezzo.launch.torch.snapshots.arrays import written_array, written_random
 from mezzo.launch.torch.snapshots.iterators import (
@@ -52,6 +53,7 @@ from mezzo.launch.torch.snapshots.known_types import (
     is_opaque,
     is_plain,
     items_of,
+    key_name,
     slots_of,
 )
 from mezzo.launch.torch.snapshots.leaves import NOT_A_LEAF, library_code, written_leaf
@@ -72,6 +74,7 @@ class Base(NamedTuple):
     """How many objects the modules and the frames up to each one lead to."""
     storages: dict[tuple[str, int], int]
     """Tensors by their memory."""
+    secrets: SecretTexts
 
 
 class Walk:
@@ -105,6 +108,7 @@ class Walk:
         self.ids: dict[int, int] = {}
         self.checksums: dict[int, int | None] = {}
         self.storages: dict[tuple[str, int], int] = {}
+        self.secrets = SecretTexts() if base is None else base.secrets
         self.frame_cells: dict[int, tuple[str, str]] = {}
         """Cells of the frames that a resumed run creates by calls."""
         self.opaque: set[int] = set()
@@ -143,6 +147,11 @@ class Walk:
         number = self.ids.get(id(value))
         if number is not None:
             return [number]
+        if type(value) in (str, bytes):
+            if self._base is None:
+                self.secrets.note(value, name, f"{self.path(self._now)}.{name}")
+            elif (secret := self.secrets.written(value)) is not None:
+                return secret
         is_own = isinstance(value, (type, types.FunctionType)) and self._files.is_own(value.__module__)
         if not is_own:
             leaf = written_leaf(value)
@@ -290,7 +299,7 @@ class Walk:
     def _dict(self, value: Any) -> tuple[str, Any]:
         is_module = any(value is module.__dict__ for module in self._files.modules.values())
         pairs = [
-            [self.ref(key, f"key {n}"), self.ref(one, _key_name(key))]
+            [self.ref(key, f"key {n}"), self.ref(one, key_name(key))]
             for n, (key, one) in enumerate(list(items_of(value)))
             if not is_of_process(key)
             and not (is_module and (key in NOT_SAVED or (key.startswith(OWN_NAMES) and key not in self._keeps)))
@@ -531,11 +540,6 @@ class Walk:
         return "opaque", None
 
 
-def _key_name(key: Any) -> str:
-    """Return what a key is called in messages: a number may have more digits than Python prints."""
-    return str(key) if isinstance(key, str) else f"[{key!r:.40}]" if not isinstance(key, int) else f"[{key:#x}]"[:40]
-
-
 _SCALARS: dict[type, Callable[[Any], Any]] = {
     int: int.__int__,
     float: float.__float__,
@@ -590,4 +594,4 @@ _DERIVED: list[tuple[Any, _Described]] = [
 
 def base_of(walk: Walk, limits: list[int]) -> Base:
     """Return the objects that a walk found."""
-    return Base(walk.objects, walk.links, walk.ids, walk.checksums, limits, walk.storages)
+    return Base(walk.objects, walk.links, walk.ids, walk.checksums, limits, walk.storages, walk.secrets)
