@@ -26,6 +26,8 @@ LASTS_S = 8.0
 EVERY = "0.3s"
 _CLOCK = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:[.,]\d+)?")
 """Times in logs."""
+_CLOCK_NAME = re.compile(r"20\d{6}|\d{16,}|[A-Z][a-z]{2}\d\d_\d\d-\d\d-\d\d")
+"""Files and folders that are named by the clock."""
 
 
 @dataclass
@@ -165,7 +167,7 @@ def _files(one: Path, two: Path) -> list[str]:
         if path.is_file()
         and "__pycache__" not in path.parts
         and ".tfevents." not in path.name
-        and not re.search(r"20\d{6}|\d{16,}", path.name)
+        and not _CLOCK_NAME.search(str(path.relative_to(root)))
     }
     return [f"file {name}" for name in sorted(names) if not _same_file(one / name, two / name)]
 

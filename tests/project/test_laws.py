@@ -51,7 +51,9 @@ def _trees_are_forgotten() -> Iterator[None]:
 
 # --- the laws as data: change them deliberately --------------------------------------------------
 
-FACTS = "errors version secrets library_files formats devices gpus cuda_kernels oplists policyfields policy explain records"
+FACTS = (
+    "errors version secrets library_files formats devices gpus cuda_kernels oplists policyfields policy explain records"
+)
 MAY_IMPORT = {
     # room: the rooms of mezzo that its files may import, also inside functions; a room names itself for its own files
     "errors": "",

@@ -175,10 +175,10 @@ def _exit_without_shutdown(exit_code: int, *, run_atexit: bool) -> None:
 
 
 def _run_script(request: Request, reader: MetricReader | None, training: Training) -> Ending:
+    sys.argv = [request.target, *request.arguments]
     ready = guarded(lambda: _begin(request, training))
     if ready[1] is not None:
         return ready
-    sys.argv = [request.target, *request.arguments]
     streams = sys.stdout, sys.stderr
     if reader is not None:
         sys.stdout, sys.stderr = (cast(Any, MetricStream(stream, reader.line)) for stream in streams)

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from mezzo.records import RangesRecord, Row, RunRecord
 from mezzo.records.run import RUN_NAME, is_inspected
 from mezzo.report import formatting as fmt
+from mezzo.secrets import hidden
 
 FLAGS = frozenset(
     ("-m", "--json", "--verbose", "--write-patch", "--channels-last", "--compile", "--slurm", "--calibrate")
@@ -133,7 +134,7 @@ class TypedScript:
             f"{name}={shlex.quote(fmt.clean(self.variables[name]))}" for name in _CHOOSES if name in self.variables
         ]
         launcher = self._launcher() if distributed else []
-        return " ".join([*chosen, shlex.join([*launcher, *(fmt.clean(word) for word in words)])])
+        return " ".join([*chosen, shlex.join([*launcher, *(fmt.clean(word) for word in hidden(words))])])
 
     def _launcher(self) -> list[str]:
         """Return the launcher of a run in several processes of one machine."""

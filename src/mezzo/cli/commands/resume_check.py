@@ -17,6 +17,7 @@ from mezzo.cli.results import note
 from mezzo.cli.script import Script
 from mezzo.cli.words import typed
 from mezzo.launch.process.command_signals import stoppable
+from mezzo.secrets import hidden
 
 if TYPE_CHECKING:
     from mezzo.launch.several.resume_check import ResumeCheck
@@ -117,7 +118,7 @@ def _record(
     return ResumeCheckRecord(
         command=list(typed()),
         script=script.target,
-        resume_with=resume_with,
+        resume_with=list(hidden(resume_with)),
         num_steps=len(whole.steps),
         stopped_after=check.stopped_after,
         stopped_by=check.stopped_by,

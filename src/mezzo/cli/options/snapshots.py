@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mezzo.cli.durations import seconds_of
 from mezzo.cli.words import RESUME, replacing
 from mezzo.errors import UsageError
+from mezzo.secrets import hidden
 
 if TYPE_CHECKING:
     from mezzo.cli.script import Script
@@ -60,7 +61,7 @@ def snapshot_request(
         may_be_first=_is_itself(resume, script.out),
         identity={
             "script": script.target,
-            "arguments": json.dumps(script.arguments or []),
+            "arguments": json.dumps(hidden(script.arguments or ())),
             "policy": policy_text(policy),
             "seed": str(seed),
             "PYTHONHASHSEED": hash_seed,
