@@ -290,6 +290,22 @@ for epoch in range(4):
     for i, (a, b) in enumerate(batches(4)): step(a, b)
 result(i)
 """,
+    "names used twice": r"""
+import functools
+trained = filter(lambda p: p.requires_grad, model.parameters())
+count = sum(p.numel() for p in trained)
+def scaled(values, factor):
+    def inner(): return [factor[0] * v for v in values]
+    inner.values = [7]
+    return inner
+one = scaled([1, 2], [3])
+part = functools.partial(lambda *a, **k: (a, k), [1], func=[2], args=[3])
+alike = {"[0x1]": [1], 1: [2], "key 0": [3], (1,): [4]}
+for epoch in range(3):
+    for a, b in loader:
+        step(a, b); one.values.append(epoch); part.keywords["func"].append(epoch); alike[1].append(epoch); alike["[0x1]"].append(a.sum().item())
+result(count, one(), one.values, part(), alike, list(trained))
+""",
     "infinite generator": r"""
 def forever():
     while True:

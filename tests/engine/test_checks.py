@@ -514,7 +514,7 @@ def half_afterwards(update: int, change: Callable[[nn.Module], Any]) -> Callable
 def moved() -> None:
     session, model = built()
     loss = loss_of(session, model)
-    session.state.ownership._first = [(p, p.dtype, torch.device("meta")) for p, *_ in session.state.ownership._first]
+    session.state.ownership._places = [(p, torch.device("meta")) for p, _ in session.state.ownership._places]
     session.step(loss)
 
 
@@ -611,11 +611,11 @@ LOOPS: dict[str, tuple[Callable[[], Any], tuple[str, str]]] = {
     "a session of a part": (session_of_a_part, TAKEN),
     "half before the first update": (
         half_afterwards(0, lambda m: m.half()),
-        ("the model's weights are torch.float16, and were torch.float32 when the session was built", CAST_HINT),
+        ("weights of shape (8, 6) are torch.float16, and were torch.float32 when the session was built", CAST_HINT),
     ),
     "bfloat16 later": (
         half_afterwards(5, lambda m: m.bfloat16()),
-        ("the model's weights are torch.bfloat16, and were torch.float32 when the session was built", CAST_HINT),
+        ("weights of shape (8, 6) are torch.bfloat16, and were torch.float32 when the session was built", CAST_HINT),
     ),
     "a sparse embedding for mezzo.AdamW": (sparse_for_one_pass, SPARSE),
     "moved": (

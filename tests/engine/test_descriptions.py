@@ -59,7 +59,7 @@ def test_what_is_on_a_device_is_not_read() -> None:
     with fp32_products_as_they_were():
         session = Session(net, torch.optim.SGD(net.parameters(), lr=0.1), policy="fp32")
     session.state.progress.skips = torch.zeros((), device="meta")  # reading it would raise, where a GPU's would wait
-    session.device = torch.device("cuda", 1)
+    vars(session)["device"] = torch.device("cuda", 1)
     assert session_text(session).splitlines()[-1] == (
         "  so far   0 updates, skipped ones included; .skipped, .loss_scale and .grad_norm are on cuda:1: reading one waits"
     )

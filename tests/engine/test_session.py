@@ -582,7 +582,7 @@ def test_losses_that_overflow_only_together_back_off_both() -> None:
 
 def test_two_losses_in_windows_of_two() -> None:
     session, model = double_session(2)
-    session.scales = session.scales * 2
+    session.scales.extend(session.scales[:])
     open_window(session)
     data = uneven([3, 5])
     terms = [(F.cross_entropy(model(x), y), model(x).square().mean(), len(y)) for x, y in data]

@@ -210,9 +210,10 @@ def test_a_session_resumes_bit_for_bit(name: str, policy: str) -> None:
     whole, resumed = (
         build(ours, f"{policy}:growth_interval=2:init_scale=64", settings, clip_norm=0.1) for _ in range(2)
     )
-    train(whole, range(5), poison=POISON)
+    poison = POISON if policy.startswith("fp16") else {}  # without a loss scale, it would end the training
+    train(whole, range(5), poison=poison)
     resumed.load_state_dict(whole.state_dict())
-    assert train(whole, range(5, 9), poison=POISON) == train(resumed, range(5, 9), poison=POISON)
+    assert train(whole, range(5, 9), poison=poison) == train(resumed, range(5, 9), poison=poison)
     assert same_bits(values(whole), values(resumed))
     assert same_bits(everything(whole), everything(resumed))
 

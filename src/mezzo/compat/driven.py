@@ -67,6 +67,7 @@ class Observed(Session):
     norm: Tensor | None = None
     """The norm of this window's gradients once it is known."""
     is_whole_loop = False
+    _SETTABLE = (*Session._SETTABLE, "norm")
 
     def _check_parts(self) -> torch.device:
         """Return the models' device; they may be frozen or have no parameters if the library only predicts."""

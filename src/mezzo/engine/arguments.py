@@ -45,11 +45,40 @@ def check_parts(
     check_kinds(models, optimizers, schedulers)
     check_optimizers(optimizers, schedulers)
     parameters = parameters_of(models)
+    refuse_untrainable(parameters)
     device = device_of(parameters)
     check_trained(optimizers, parameters)
     refuse_lost_eps(optimizers, policy)
     warn_of_fp64(parameters, policy)
     return device
+
+
+def refuse_untrainable(parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse parameters without memory, and those and sessions that are made for inference: torch records no gradients for them."""
+    if torch.is_inference_mode_enabled() or any(p.is_inference() for p in parameters):
+        raise SessionError(
+            "the model or the session was built under torch.inference_mode(); allowed: outside it",
+            hint="build model, optimizer and session without it, and evaluate under it",
+        )
+    if any(p.is_meta for p in parameters):
+        raise SessionError(
+            "the model has parameters on the meta device, which have no values; allowed: any other device",
+            hint="call model.to_empty(device=...) and initialise it, or load its weights, before the optimizer is built",
+        )
+
+
+def check_attribute(session: object, name: str, value: Any, *, settable: Sequence[str]) -> None:
+    """Refuse a new value of a session's public attribute, unless it is one that later windows follow."""
+    if name not in settable:
+        what = "is read-only" if hasattr(session, name) else "does not exist"
+        raise SessionError(
+            f"session.{name} {what}; may be set: {', '.join(settable)}",
+            hint="build a new session with the other settings",
+        )
+    if name == "accumulate":
+        check_counts(accumulate=value)
+    if name == "clip_norm":
+        check_limits(clip_norm=value)
 
 
 def check_kinds(models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:

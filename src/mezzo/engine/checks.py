@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,9 +43,23 @@ def check_chosen(
     return list(chosen)
 
 
+def check_rates(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse a learning rate that would make the weights NaN; one in a tensor is not read."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group.get("lr", 0.0)
+            if rate.__class__ is float and not -math.inf < rate < math.inf:
+                raise SessionError(
+                    f"the learning rate of {type(optimizer).__name__} is {rate}; allowed: a finite number",
+                    hint="look at what the script or its scheduler computes; no weight has been changed",
+                )
+
+
 def _describe(loss: Any) -> str:
     if isinstance(loss, Tensor):
-        return f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}"
+        kind = "complex tensor" if loss.is_complex() else "tensor"
+        off = "" if torch.is_grad_enabled() else ", while gradients are off"
+        return f"a {kind} of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}{off}"
     return repr(loss)
 
 
@@ -131,12 +146,25 @@ def warn_of_lost_updates(before: list[Tensor], models: Iterable[nn.Module], poli
 
 def no_loss(loss: Any) -> SessionError:
     """Return the error for a backward pass of something that is not one number computed from the model."""
-    frozen = isinstance(loss, Tensor) and not loss.requires_grad
+    frozen = isinstance(loss, Tensor) and not (loss.requires_grad and torch.is_grad_enabled())
     return SessionError(
         f"backward() got {_describe(loss)}; a loss is one number that depends on the model",
         hint="compute it from the model's output, outside torch.no_grad(), with parameters that require gradients"
         if frozen
         else "pass the mean loss of the micro-batch, computed from the model's output",
+    )
+
+
+def is_of_freed_graph(error: BaseException) -> bool:
+    """Return whether torch refused to go backward through a graph that a backward pass has freed."""
+    return isinstance(error, RuntimeError) and "backward through the graph a second time" in str(error)
+
+
+def used_twice() -> SessionError:
+    """Return the error for a second backward pass through one graph."""
+    return SessionError(
+        "backward() of a loss whose graph a backward pass has freed; allowed: one pass for each forward pass",
+        hint="compute the loss again; for several losses of one forward pass, backward(first, retain_graph=True), then backward(second)",
     )
 
 

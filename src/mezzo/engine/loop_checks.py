@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 Region: TypeAlias = AbstractContextManager[Any]
 
 _LIVE: WeakSet[Ownership] = WeakSet()
+_format_of = operator.attrgetter("dtype")
 
 WINDOWS = 3
 """Number of checked windows: mistakes of one window show in the next, and the first update may be skipped."""
@@ -293,8 +295,10 @@ class Ownership:
                 other.lost = True
         _LIVE.add(self)
         first = (next((p for p in model.parameters() if p.is_floating_point()), None) for model in models)
-        self._first = [(p, p.dtype, p.device) for p in first if p is not None]
-        """One parameter of each model: casting or moving a model affects all of them."""
+        self._places = [(p, p.device) for p in first if p is not None]
+        """One parameter of each model: moving a model affects all of them."""
+        self._all = parameters_of(models)
+        self._formats = list(map(_format_of, self._all))
 
     def check_formats(self) -> None:
         """Refuse a model that was cast or moved since the session was built.
@@ -302,12 +306,13 @@ class Ownership:
         Raises:
             SessionError: a model was cast or moved.
         """
-        for parameter, dtype, device in self._first:
-            if parameter.dtype is not dtype:
-                raise SessionError(
-                    f"the model's weights are {parameter.dtype}, and were {dtype} when the session was built",
-                    hint="remove model.half() and the like: the policy casts; evaluate a copy (copy.deepcopy(model).half())",
-                )
+        if list(map(_format_of, self._all)) != self._formats:  # some 30 ns for each
+            one, before = next((p, f) for p, f in zip(self._all, self._formats, strict=True) if p.dtype is not f)
+            raise SessionError(
+                f"weights of shape {tuple(one.shape)} are {one.dtype}, and were {before} when the session was built",
+                hint="remove model.half() and the like: the policy casts; evaluate a copy (copy.deepcopy(model).half())",
+            )
+        for parameter, device in self._places:
             if parameter.device != device:
                 raise SessionError(
                     f"the model is on {parameter.device}, and was on {device} when the session was built",

@@ -96,6 +96,9 @@ class Session(Resumable):
         SessionError: the model, optimizers or settings cannot be trained together.
     """
 
+    _SETTABLE: tuple[str, ...] = ("accumulate", "clip_norm")
+    """Public attributes that may change between two windows."""
+    _is_built = False
     is_whole_loop = True
     """Whether only the session calls optimizers and changes gradients, so that the first windows can be checked."""
 
@@ -144,6 +147,13 @@ class Session(Resumable):
         open_window(self)
         self._guard = None if guard is None else SessionGuard(self, guard)
         self._watch_rounding = checks.may_lose_updates(self.policy, self.optimizers)
+        self._is_built = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set ``accumulate`` or ``clip_norm`` for the windows to come; refuse any other public attribute of a session that is built."""
+        if self._is_built and name[0] != "_":
+            arguments.check_attribute(self, name, value, settable=self._SETTABLE)
+        super().__setattr__(name, value)
 
     def _check_parts(self) -> torch.device:
         """Refuse models, optimizers and schedulers that do not fit together; return the models' device."""
@@ -198,8 +208,10 @@ class Session(Resumable):
         aside = set_aside(trained) if trained else []
         try:
             self._differentiate(loss, share, loss_id=loss_id, retain_graph=retain_graph)
-        except BaseException:  # the script may catch it: out of memory, a key of the keyboard
+        except BaseException as error:  # the script may catch it: out of memory, a key of the keyboard
             self._discard_window()
+            if checks.is_of_freed_graph(error):
+                raise checks.used_twice() from error
             raise
         if trained:
             self.state.window.rescale_to_first(loss_id, self.processes.gradients(trained), self.scales)
@@ -269,12 +281,17 @@ class Session(Resumable):
         if self.state.window.calls == 0:
             raise checks.no_backward()
         self.state.ownership.check_formats()
+        checks.check_rates(self.optimizers)
         self.state.watch = self.state.watch.before_update()
         if self.schedulers:
             self.state.schedules.settle()
         chosen = checks.check_chosen(optimizers, self.optimizers) if optimizers else self.optimizers
         before = checks.weight_copies(self.models) if self._watch_rounding else None
-        skipped = self._update_on_device(chosen)
+        try:
+            skipped = self._update_on_device(chosen)
+        except BaseException:  # a hook of the script; a plain loop's next zero_grad drops the gradients
+            self._discard_window(warns=False)
+            raise
         self._close(chosen, skipped)
         if before is not None and not bool(skipped):
             self._watch_rounding = False
@@ -378,16 +395,14 @@ class Session(Resumable):
     def __repr__(self) -> str:
         return session_text(self)
 
-    def _discard_window(self) -> None:
-        """Drop the gradients of a backward pass that failed, and with them the window's: part of them was added."""
+    def _discard_window(self, *, warns: bool = True) -> None:
+        """Drop the gradients of a backward pass or an update that failed, and with them the window's: part of them was added."""
         if self.train_batch.is_running:  # which restores the session itself
             return
-        if self.state.window.calls:
+        if self.state.window.calls and warns:
             checks.warn_of_lost_window(self.state.window.calls)
         drop_gradients(self.optimizers)
-        for parameter in all_parameters(
-            self.models, self.optimizers
-        ):  # with masters, the models' own are not the optimizers'
+        for parameter in all_parameters(self.models, self.optimizers):  # masters are not the models' own parameters
             parameter.grad = None
         self.state.watch.gradients_moved()
         open_window(self)

@@ -60,7 +60,9 @@ class OneProcess:
 
     def check_loss(self, loss: Any, *, first: bool) -> None:
         """Refuse a value that is not a loss and, before the first update, a loss that is not finite; only then the host waits."""
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or loss.dtype.is_complex:
+            raise checks.no_loss(loss)
+        if not torch.is_grad_enabled():  # scaling would cut the loss off from its graph
             raise checks.no_loss(loss)
         if first and not math.isfinite(value := loss.item()):
             raise checks.first_loss_not_finite(str(value))

@@ -19,6 +19,7 @@ from mezzo.engine.snapshots.sharded import Shard, placed, placed_model, placed_o
 from mezzo.engine.snapshots.structure import put_together, take_apart
 from mezzo.engine.state import load_state, state_of
 from mezzo.errors import MezzoError, SessionError, SnapshotError
+from mezzo.policy import Policy
 
 if TYPE_CHECKING:
     from mezzo.engine.session import Session
@@ -141,6 +142,8 @@ def _refuse_unfit(session: Session, state: Mapping[str, Any]) -> None:
         session.models, state["models"], strict=False
     ):  # other numbers of them are refused with their own words
         _refuse_other_model(bare(model), saved, "the model")
+        _refuse_not_finite(bare(model), saved)
+    has_scale = Policy.of(state["policy"]).loss_scale != "none"
     for optimizer, saved in zip(session.optimizers, state["optimizers"], strict=False):
         own, theirs = (
             [len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved["param_groups"])
@@ -148,6 +151,10 @@ def _refuse_unfit(session: Session, state: Mapping[str, Any]) -> None:
         if own != theirs or not all(isinstance(values, Mapping) for values in saved["state"].values()):
             raise ValueError(f"an optimizer with groups of {theirs} parameters; this one has {own}")
     for saved in state["scales"]:
+        if has_scale and "scale" not in saved:
+            raise ValueError(
+                f"a loss scale of {saved!r}; allowed: a finite number above 0, under policy {state['policy']}"
+            )
         scale = saved.get("scale", 1.0)
         if not math.isfinite(scale) or scale <= 0:
             raise ValueError(f"a loss scale of {scale!r}; allowed: finite, above 0")
@@ -206,6 +213,22 @@ def _refuse_other_model(model: nn.Module, saved: Mapping[str, Any], what: str) -
                 f"{name!r} {_shape(theirs.get(name))} in the snapshot, and {_shape(own.get(name))} in {what}: it belongs to another model",
                 hint="build the model as in the run that was stopped",
             )
+
+
+def _refuse_not_finite(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Refuse weights that no training continues from; reads each once."""
+    for name, _ in model.named_parameters():
+        value = saved.get(name)
+        tensor = value.part if isinstance(value, Shard) else value
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel() and _has_nan_or_inf(tensor):
+            raise SnapshotError(
+                f"the weight {name!r} has values that are not finite: its training had diverged",
+                hint="load the state of an earlier update",
+            )
+
+
+def _has_nan_or_inf(tensor: Tensor) -> bool:
+    return any(not math.isfinite(one) for one in torch.stack(torch.aminmax(tensor)).tolist())  # no memory for a mask
 
 
 def _shape(shape: torch.Size | None) -> str:

@@ -103,6 +103,7 @@ class Walk:
         self.rows: list[list[Any]] = []
         self.tensors: dict[str, Tensor] = {}
         self.links: list[tuple[int, str]] = []
+        self._linked: set[tuple[int, str]] = set()
         self.objects: list[Any] = []
         """Of each row, the object, so that no other one gets its id."""
         self.ids: dict[int, int] = {}
@@ -165,6 +166,9 @@ class Walk:
         number = self.ids[id(value)] = len(self.objects)
         base = -1 if self._base is None or self._is_replaced(value) else self._base.ids.get(id(value), -1)
         self.objects.append(value)
+        while (self._now, name) in self._linked:  # such as a variable and an attribute of one function
+            name += "'"
+        self._linked.add((self._now, name))
         self.links.append((self._now, name))
         self.rows.append(["", base if base < self._limit else -1, None])
         return [number]
@@ -431,11 +435,8 @@ class Walk:
 
     def _partial(self, value: Any) -> tuple[str, Any]:
         by_name = {name: self.ref(one, name) for name, one in value.keywords.items()}
-        return "partial", {
-            "function": self.ref(value.func, "func"),
-            "arguments": self.ref(value.args, "args"),
-            "by name": by_name,
-        }
+        function, arguments = self.ref(value.func, "func"), self.ref(value.args, "args")
+        return "partial", {"function": function, "arguments": arguments, "by name": by_name}
 
     def _class(self, value: Any) -> tuple[str, Any]:
         if not self._files.is_own(value.__module__):
