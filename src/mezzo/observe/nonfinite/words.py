@@ -119,6 +119,12 @@ def cause_in_fp32(record: DiagnoseRecord, *, of_script: bool, step: int) -> Reas
     return Reason(what="cause", value=ITSELF, reason=why)
 
 
+def elsewhere(record: DiagnoseRecord) -> str:
+    """Return where the same step fails in 16 bits, if FP32 fails at another place."""
+    line = f" in {PurePath(record.line).name}" if record.line else ""
+    return f"In {record.format.upper()} the same step fails at {record.op}(){line}, too"
+
+
 def later_in_fp32(in_fp32: DiagnoseRecord) -> Reason:
     """Return a note that FP32 also fails in the step to which a fix moved the fault."""
     why = f"the training fails in FP32, too, in step {in_fp32.step}, so no fix of the precision gets beyond it"
