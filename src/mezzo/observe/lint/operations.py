@@ -1,8 +1,8 @@
 """Check the operations of the counted step, or of audited ones, for numbers that a 16-bit format cannot tell apart.
 
-A dispatch mode sees every operation of such a step. Those of the forward pass that the script or a library calls are checked, and of those
-that functions of torch call, bounds and small terms: the default eps of ``F.normalize`` is 0 in FP16. Most checks need formats and Python numbers only. Where values decide, the device computes a few numbers, which
-are read at the end of the run.
+A dispatch mode sees every operation of such a step. Those of the forward pass that the script or a library calls are checked, and of
+those that functions of torch call, bounds and small terms: the default eps of ``F.normalize`` is 0 in FP16. Most checks need formats and
+Python numbers only. Where values decide, the device computes a few numbers, which are read at the end of the run.
 """
 
 from __future__ import annotations
@@ -348,7 +348,11 @@ def _is_number(value: Any) -> bool:
 
 def _term(term: float, form: Format) -> str:
     name = form.name.upper()
-    return f"{term:g} is added to {name} values, and rounds to 0 in that format" if term and not _rounded(term, form) else ""
+    return (
+        f"{term:g} is added to {name} values, and rounds to 0 in that format"
+        if term and not _rounded(term, form)
+        else ""
+    )
 
 
 def _bound(bound: float, form: Format) -> str:

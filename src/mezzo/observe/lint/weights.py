@@ -64,9 +64,7 @@ class Averages:
             if flag.item():
                 self._report(line, step)
 
-    def _after_skip(
-        self, weights: Iterable[Tensor], optimizers: Iterable[Optimizer], *, step: int, line: str
-    ) -> bool:
+    def _after_skip(self, weights: Iterable[Tensor], optimizers: Iterable[Optimizer], *, step: int, line: str) -> bool:
         """Return whether all updates of ``weights`` since the last move were skipped, as far as the host knows."""
         ids = {id(p) for p in weights}
         made = skipped = 0
