@@ -101,6 +101,10 @@ FIXED = {
         (("p.grad.div_(p.grad.norm())", "p.grad.div_(torch.where(p.grad.norm().abs() < 1e-6, 1.0, p.grad.norm()))"),),
     ),
     "penalty_at_zero": Fixed(ROOT, (("slope.square().sum(-1).sqrt()", "(slope.square().sum(-1) + 1e-12).sqrt()"),)),
+    "penalty_beside_an_overflow": Fixed(
+        ROOT, (("slope.square().sum(-1).sqrt()", "(slope.square().sum(-1) + 1e-12).sqrt()"),)
+    ),
+    "own_noise": Fixed(LINE, (("torch.log(uniform)", "torch.log(uniform.float())"),)),
     "own_half_log": Fixed(
         "y = torch.log(x.clamp_min(1e-4))", (("torch.log(h.abs() * 0)", "torch.log((h.abs() * 0).clamp_min(1e-4))"),)
     ),

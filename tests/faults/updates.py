@@ -229,6 +229,20 @@ def penalty_at_zero():
         scaler.update()
 
 
+def penalty_beside_an_overflow():
+    """In step 1 a gradient also overflows at the scale, before the root's."""
+    model = net(torch.tanh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(1, 7):
+        x, y = data(step)
+        x.requires_grad_()
+        out = model(x)
+        slope = torch.autograd.grad((out[:4] * 0).sum(), x, create_graph=True)[0]
+        optimizer.zero_grad()
+        (30 * F.mse_loss(out, y) + slope.square().sum(-1).sqrt().mean()).backward()
+        optimizer.step()
+
+
 # --- the script's own 16 bits --------------------------------------------------------------------
 
 
@@ -244,6 +258,20 @@ def own_half_log():
     """A logarithm of 0 has no value in FP32 either, whatever the weights are."""
     model = net(lambda h: torch.log(h.abs() * 0)).half()
     train_half(lambda parameters: torch.optim.SGD(parameters, lr=1e-3), model=model)
+
+
+def own_noise():
+    """Gumbel noise, computed before the first module is called: 1e-20 is 0 in FP16, and so is the logarithm of a uniform number of 1."""
+    model = net(torch.tanh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(1, STEPS + 1):
+        x, _ = data(step)
+        uniform = (torch.arange(1.0, 17.0) / 16).view(8, 2).half()
+        noise = -torch.log(1e-20 - torch.log(uniform))
+        loss = F.softmax(model(x) + noise, -1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 
 
 def own_probabilities():

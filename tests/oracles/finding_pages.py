@@ -124,7 +124,8 @@ HOW = {
     + _FIRST,
     "A609": "Mezzo walks the graphs of the first two losses that nothing multiplied: here a node has FP16 gradients.",
     "A610": _CALLS
-    + "Here a scheduler stepped, although the scaler had skipped every update since its last step. The calls are checked to the end.",
+    + "Here a scheduler stepped, although the scaler had skipped every update since its last step. The calls are checked to the end. A "
+    "rate that the script writes into `param_groups` is not followed.",
     "A611": (
         f"Mezzo records the order of `backward()`, `scheduler.step()` and `optimizer.step()`: here {ENOUGH} "
         "updates had that order, or the scheduler's first two steps came from one line."
@@ -143,8 +144,8 @@ HOW = {
     "A615": "Mezzo records the formats of the script's autocast regions and whether its scaler is on.",
     "A616": _CALLS + "Here `unscale_` or `step` of a scaler found FP16 parameters with gradients.",
     "A617": (
-        "Mezzo looks at the dictionaries that the script passes to `torch.save`: here one has the keys of an optimizer's state, after a "
-        "step of a GradScaler whose `state_dict()` was not called until the end of the run."
+        "Mezzo looks at the dictionaries that the script passes to `torch.save`, `pickle.dump` or `torch.distributed.checkpoint`: here one "
+        "has the keys of an optimizer's state, after a step of a GradScaler whose `state_dict()` was not called until the end of the run."
     ),
     "A618": _CALLS
     + "Here `unscale_` or `step` of a scaler found gradients that its call for another optimizer had divided, with no backward pass and no "
@@ -156,23 +157,25 @@ HOW = {
     )
     + _FIRST,
     "A620": _INSPECTED
-    + "Here a Python number was a bound of `clamp`, or was added, and the format of the result holds 0, 1 or -1 in its place.",
+    + "Here a number, or a tensor of one number, was a bound of `clamp`, or was added, and the format of the result holds 0, 1 or -1 in "
+    "its place. Functions of torch count, too: the default `eps` of `F.normalize` and `F.cosine_similarity` is 0 in FP16.",
     "A621": _INSPECTED
-    + "Here 32- or 64-bit integers were cast to 16 bits, or multiplied by 16-bit numbers, and one of them changed; or `arange` or "
-    "`linspace` counted in 16 bits to where its format's numbers are farther apart than its steps. Integers that only divide do not "
-    "count: a quotient is rounded as much in any case.",
+    + "Here 32- or 64-bit integers were cast to 16 bits, or added to 16-bit numbers or multiplied by them, and one of them changed; "
+    "or `arange` or `linspace` counted in 16 bits to where its format's numbers are farther apart than its steps. Integers that only "
+    "divide do not count: a quotient is rounded as much in any case.",
     "A622": (
         "Mezzo reads the formats of an optimizer's state after its first update, and the decay of its second moment (`exp_avg_sq`, "
-        "`square_avg`). In FP16 it is always reported; in BF16 if one minus the decay is below half a unit in the last place of every "
-        "number, which is 2^-9 of it: decays above 0.998."
+        "`square_avg`, `exp_inf`, `v`). In FP16 it is always reported; in BF16 if one minus the decay is below half a unit in the last "
+        "place of every number, which is 2^-9 of it: decays above 0.998. "
+        "Adagrad's sum is reported in both."
     ),
     "A623": _INSPECTED
-    + "Here `sin` or `cos` read angles that all are 16-bit numbers, whatever format they were stored in, or products of "
+    + "Here `sin`, `cos` or `polar` read angles that all are 16-bit numbers, whatever format they were stored in, or products of "
     "untrained numbers that a cast to 16 bits rounded; and the largest lies where neighbouring numbers are at least half a radian apart: "
     "from 64 in BF16 and from 512 in FP16.",
     "A624": _GRAPH
     + "Here an update had fewer backward passes than one before it, which were divided by their number, and each loss was divided by that "
-    "number, too." + _FIRST,
+    "number, too. A division of the gradients, or of a sum of losses, is not followed." + _FIRST,
     "A625": _INSPECTED
     + "Here numbers that are not negative were added in place to a 16-bit tensor from an earlier step that nothing multiplied or "
     "overwrote, or a quarter of a 16-bit `cumsum`'s addends did not change it.",

@@ -2,7 +2,9 @@
 
 import copy
 import io
+import pickle
 import sys
+import types
 import warnings
 
 import torch
@@ -944,6 +946,15 @@ def saved_as_objects():
     torch.save([optimizer, scaler], io.BytesIO())
 
 
+def saved_in_an_object_with_scaler():
+    for batch in batches[:STEPS]:
+        scaler.scale(loss_of(batch)).backward()
+        scaled_step()
+        state = types.SimpleNamespace(optimizer=optimizer.state_dict(), scaler=scaler.state_dict())
+        torch.save(state, io.BytesIO())
+        pickle.dump(vars(state), io.BytesIO())
+
+
 def saved_for_evaluation():
     for batch in batches[:STEPS]:
         scaler.scale(loss_of(batch)).backward()
@@ -1032,6 +1043,19 @@ def average_waits_for_fused():
     average_waits_for(torch.optim.AdamW(model.parameters(), fused=True))
 
 
+def average_in_new_tensors_waits():
+    mean = [p.detach().clone() for p in model.parameters()]
+    high = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        high.scale(loss_of(batch)).backward()
+        high.step(optimizer)
+        before = high.get_scale()
+        high.update()
+        if high.get_scale() >= before:
+            mean = [0.99 * slow + 0.01 * fast.data for slow, fast in zip(mean, model.parameters(), strict=True)]
+
+
 def average_of_several_updates():
     mean = torch.optim.swa_utils.AveragedModel(model)
     high = torch.amp.GradScaler("cpu", init_scale=2.0**18)
@@ -1069,6 +1093,17 @@ def bounds_that_the_format_holds():
         chance = torch.sigmoid(x).clamp(1e-7, 1 - 1e-3)
         narrow = torch.sigmoid(x.bfloat16()).clamp(1e-12, 0.99).clamp(0, 1)
         return (chance.float() + narrow.float()).mean() + (x + 1e-6 + 0.0).clamp(-1.0, 1.0).float().mean()
+
+    train_with(loss)
+
+
+def bounds_in_functions_and_tensors():
+    eps = torch.tensor(1e-3)
+
+    def loss(batch):
+        x = model(batch[0]).half()
+        unit = F.normalize(x, dim=1, eps=1e-4) + F.cosine_similarity(x, x.detach(), eps=1e-3)[:, None]
+        return (unit + eps).clamp_min(eps).float().mean()
 
     train_with(loss)
 
@@ -1140,6 +1175,25 @@ def one_number_in_half():
     train_with(loss)
 
 
+def offsets_that_16_bits_hold():
+    offset = torch.zeros(16, dtype=torch.bfloat16)
+
+    def loss(batch):
+        position = (torch.arange(100, 116) + offset).float() + torch.arange(3000, 3016) + 3000 * offset
+        return (model(batch[0])[:, 0] * position / 3000).square().mean()
+
+    train_with(loss)
+
+
+def rotary_in_polar_form_in_fp32():
+    angles = torch.outer(torch.linspace(1500.0, 1999.0, 16), 100.0 ** -torch.linspace(0, 1, 8))
+
+    def loss(batch):
+        return (model(batch[0]) * torch.polar(torch.ones_like(angles), angles).real[:, :2]).square().mean()
+
+    train_with(loss)
+
+
 def rotary_in_fp32():
     frequency = 100.0 ** -torch.linspace(0, 1, 8)[None]
     position = 4096 + torch.arange(16.0)[:, None]
@@ -1186,6 +1240,12 @@ def moments_in_fp32():
 def moments_that_fall_fast():
     for opt in train_in(torch.bfloat16, torch.optim.AdamW, lr=1e-3, betas=(0.9, 0.95)):
         opt.step()
+
+
+def moments_of_adamax_and_adagrad_in_fp32():
+    for kind in (torch.optim.Adamax, torch.optim.Adagrad, torch.optim.NAdam):
+        for opt in train_in(torch.float32, kind):
+            opt.step()
 
 
 def momentum_in_bf16():

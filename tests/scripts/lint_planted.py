@@ -2,10 +2,14 @@
 
 import copy
 import io
+import pickle
 import sys
+import tempfile
+import types
 import warnings
 
 import torch
+import torch.distributed.checkpoint as checkpoints
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
@@ -659,6 +663,37 @@ def saved_without_scaler_deeply():
         torch.save(state, io.BytesIO())  # A617
 
 
+def pickled_without_scaler():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        pickle.dump({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())  # A617
+
+
+def saved_in_an_object_without_scaler():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        state = types.SimpleNamespace(model=model.state_dict(), optimizer=optimizer.state_dict())
+        torch.save(state, io.BytesIO())  # A617
+
+
+def saved_in_shards_without_scaler():
+    for batch in batches[:STEPS]:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            checkpoints.save(state, checkpoint_id=folder, no_dist=True)  # A617
+
+
 def shared_by_two_optimizers():
     second = torch.optim.SGD(model[3].parameters(), lr=0.05)
     for batch in batches[:STEPS]:
@@ -713,6 +748,21 @@ def average_copied_on_skip():
     for _ in skipping():
         for slow, fast in zip(mean, model.parameters(), strict=True):
             slow.copy_(0.99 * slow + 0.01 * fast.detach())  # A619
+
+
+def average_in_new_tensors_on_skip():
+    mean = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in skipping():
+        for name, p in model.named_parameters():
+            new = (1.0 - 0.99) * p.data + 0.99 * mean[name]  # A619
+            mean[name] = new.clone()
+
+
+def average_by_new_lerps_on_skip():
+    mean = [p.detach().clone() for p in model.parameters()]
+    for _ in skipping():
+        with torch.no_grad():
+            mean = [torch.lerp(slow, fast, 0.01) for slow, fast in zip(mean, model.parameters(), strict=True)]  # A619
 
 
 def average_on_skip_of_fused():
@@ -770,6 +820,22 @@ def eps_lost():
     train_with(loss)
 
 
+def bound_of_normalize():
+    def loss(batch):
+        return F.normalize(model(batch[0]).half(), dim=1).float().mean()  # A620
+
+    train_with(loss)
+
+
+def eps_in_a_tensor():
+    eps = torch.tensor(1e-8)
+
+    def loss(batch):
+        return (model(batch[0]).half().square().sum(1) + eps).float().mean()  # A620
+
+    train_with(loss)
+
+
 def labels_in_half():
     labels = torch.arange(3000, 3016)
 
@@ -804,6 +870,16 @@ def positions_times_frequencies():
     def loss(batch):
         angles = torch.arange(500, 516)[:, None] * frequency  # A621
         return (model(batch[0]) * angles.float()).square().mean()
+
+    train_with(loss)
+
+
+def positions_plus_offsets():
+    offset = torch.zeros(16, dtype=torch.bfloat16)
+
+    def loss(batch):
+        position = torch.arange(300, 316) + offset  # A621
+        return (model(batch[0])[:, 0] * position.float() / 300).square().mean()
 
     train_with(loss)
 
@@ -855,6 +931,18 @@ def times_rounded_first():
     train_with(loss)
 
 
+def rotary_in_polar_form():
+    frequency = 100.0 ** -torch.linspace(0, 1, 8)
+    position = torch.linspace(1500.0, 1999.0, 16)
+
+    def loss(batch):
+        angles = torch.outer(position.bfloat16().float(), frequency)  # A623
+        turned = torch.polar(torch.ones_like(angles), angles)
+        return (model(batch[0]) * turned.real[:, :2]).square().mean()
+
+    train_with(loss)
+
+
 def train_in(dtype, kind, **arguments):
     net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).to(dtype)
     opt = kind(net.parameters(), **arguments)
@@ -887,6 +975,35 @@ def moments_of_adadelta():
 
 def moments_in_fp16():
     for opt in train_in(torch.float16, torch.optim.RMSprop, lr=1e-3, eps=1e-4):
+        opt.step()  # A622
+
+
+def moments_of_adamax():
+    for opt in train_in(torch.bfloat16, torch.optim.Adamax):
+        opt.step()  # A622
+
+
+def moments_of_adagrad():
+    for opt in train_in(torch.bfloat16, torch.optim.Adagrad):
+        opt.step()  # A622
+
+
+class AdamByHand(torch.optim.Optimizer):
+    def __init__(self, params, betas=(0.9, 0.999)):
+        super().__init__(params, {"betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state, (one, two) = self.state[p], self.param_groups[0]["betas"]
+            m, v = (state.setdefault(name, torch.zeros_like(p)) for name in ("m", "v"))
+            m.lerp_(p.grad, 1 - one)
+            v.mul_(two).addcmul_(p.grad, p.grad, value=1 - two)
+            p -= 1e-3 * m / (v.sqrt() + 1e-4)
+
+
+def moments_by_hand():
+    for opt in train_in(torch.bfloat16, AdamByHand):
         opt.step()  # A622
 
 

@@ -178,6 +178,7 @@ def test_a_scale_settles_where_most_of_the_later_steps_are(
 
 
 MADE, BACKWARD = source(), source(index=7, backward=True, scale=1024.0)
+ROOT = source(index=9, wide=None, backward=True, scale=1024.0)
 CONSTANT, ENTERED = source("constant", index=1), source("entered", index=2, wide=None)
 VANISHED = source("vanished", index=4, share=0.5)
 LIGHT = source("vanished", index=2, share=0.01)
@@ -203,6 +204,8 @@ BLAMED: list[tuple[InspectedStep, str, str | None, dict[str, Any]]] = [
     # an overflow that only the loss scale causes hides one of the forward pass
     (showed(MADE, BACKWARD, in_backward=(BACKWARD,), errors=errors(above=(MADE,))), "g", "made3", {"gradient": "w0"}),
     (showed(BACKWARD, in_backward=(BACKWARD,), errors=errors(above=(BACKWARD,))), "g", "made7", {"gradient": None}),
+    # what no scale cures comes before an overflow of the scale, which it follows
+    (showed(BACKWARD, ROOT, in_backward=(BACKWARD, ROOT)), "g", "made9", {}),
 ]
 
 

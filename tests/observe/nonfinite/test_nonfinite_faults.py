@@ -203,6 +203,8 @@ BY_FAMILY = [
     InFamily("range_beside_a_percentage", RANGE, "(script)", "to", "backward", 1, "float()", "bfloat16", AS_IS),
     InFamily("scale_settles_low", SCALE, "(script)", "to", "backward", 10, "float()", "bfloat16", AS_IS),
     InFamily("penalty_at_zero", INVALID, "(script)", "sqrt", "backward", 1, "sqrt()", "", AS_IS),
+    InFamily("penalty_beside_an_overflow", INVALID, "(script)", "sqrt", "backward", 1, "sqrt()", ""),
+    InFamily("own_noise", RANGE, "(script)", "log", "forward", 1, "uniform", "enabled=False", AS_IS),
     InFamily("own_half_weights", RANGE, "1", "mul", "forward", 1, "h * 300", "bfloat16", AS_IS),
     InFamily("own_half_log", INVALID, "1", "log", "forward", 1, "torch.log", "", AS_IS),
     InFamily("beyond_rmsnorm", SILENT, "1", "mul", "forward", 1, "rsqrt()", "", AS_IS),

@@ -285,13 +285,19 @@ def test_notes_say_what_was_seen_beside_the_fault() -> None:
         ("undecided", "perhaps range overflow"),
     ]
     assert with_fault.forced_eager
-    healthy = diagnosis([ran("first", Evidence(harmless=[one]))])
+    other = Harmless(op="pow", line="t.py:4", format="fp16", largest=1e5, absorbed_by=[], swallowed_by=["reciprocal"])
+    healthy = diagnosis([ran("first", Evidence(harmless=[one, other]))])
     assert [(n.what, n.value, n.reason) for n in healthy.notes] == [
         (
             "harmless",
             "mul() in train.py:3",
             "1e+09 is infinite in FP16; softmax() returns the same for both, and no gradient changes",
-        )
+        ),
+        (
+            "harmless",
+            "pow() in t.py:4",
+            "1e+05 is infinite in FP16; reciprocal() makes other finite numbers of it, and no gradient changes by more than rounding",
+        ),
     ]
 
 

@@ -147,8 +147,8 @@ def next_run(runs: Sequence[ScriptRun]) -> ScriptRun | None:
         return suspects
     if len(runs) == 1 and diagnosis.verdict == "healthy" and (skips := _inspecting_skips(runs[0])) is not None:
         return skips
-    if (update := _inspecting_update(diagnosis, runs)) is not None:
-        return update
+    if (earlier := _inspecting_update(diagnosis, runs) or _inspecting_start(diagnosis, runs)) is not None:
+        return earlier
     if "scale of 1" not in roles and diagnosis.located and diagnosis.verdict == "scale_overflow":
         return _at_scale_of_1(diagnosis, runs[0])
     if needs_fp32(diagnosis, runs):
@@ -202,6 +202,15 @@ def _inspecting_update(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun]) -> 
     if before in watched or len(runs) > _MOST_TO_LOCATE:
         return None
     return _inspecting(runs[0], (diagnosis.step,), last=diagnosis.step)
+
+
+def _inspecting_start(diagnosis: DiagnoseRecord, runs: Sequence[ScriptRun]) -> ScriptRun | None:
+    """Inspect from the first line on if the first step was given a value that was not finite: the script may have computed it."""
+    given = diagnosis.located and diagnosis.origin == "entered" and diagnosis.step == 1 and not diagnosis.parameter
+    if not given or len(runs) > _MOST_TO_LOCATE or any(ran.settings.from_start for ran in runs):
+        return None
+    planned = _inspecting(runs[0], (1,), last=1)
+    return replace(planned, settings=planned.settings.model_copy(update={"from_start": True}))
 
 
 def _inspecting_skips(first: ScriptRun) -> ScriptRun | None:

@@ -7,6 +7,8 @@ evaluation and needs no scaler.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -73,6 +75,7 @@ def _inside(value: Any, depth: int = 0) -> Iterator[Any]:
     """Yield a value and what is inside it, but not what is inside an optimizer's state."""
     yield value
     if depth < _MAX_DEPTH and not _is_of_an_optimizer(value):
+        value = vars(value) if isinstance(value, SimpleNamespace) or is_dataclass(value) else value
         items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
         for item in items:
             yield from _inside(item, depth + 1)

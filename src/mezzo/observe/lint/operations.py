@@ -1,8 +1,8 @@
 """Check the operations of the counted step, or of audited ones, for numbers that a 16-bit format cannot tell apart.
 
-A dispatch mode sees every operation of such a step. Those of the forward pass that the script or a library calls are checked: functions of
-torch know their formats. Most checks need formats and Python numbers only. Where values decide, the device computes a few numbers, which
-are read at the end of the run.
+A dispatch mode sees every operation of such a step. Those of the forward pass that the script or a library calls are checked, and of
+those that functions of torch call, bounds and small terms: the default eps of ``F.normalize`` is 0 in FP16. Most checks need formats and
+Python numbers only. Where values decide, the device computes a few numbers, which are read at the end of the run.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _INTEGERS = (torch.int32, torch.int64)
 """Wider than pixels and samples of sound, which are numbers and no labels."""
+_BOUNDS = ("clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_", "maximum", "minimum")
+_ADDITIONS = ("add", "add_", "sub", "sub_")
 _MAX_CHECKED = 2**20
 _MAX_PENDING = 128
 _MIN_ANGLES = 16
@@ -77,13 +79,13 @@ class Operations:
         self._rounded: dict[int, _Rounded] = {}
         """Untrained numbers that a cast to 16 bits rounded, and their products, by the address of their memory."""
         self._checks: dict[str, Callable[[str, Sequence[Any], Any], None]] = {
-            **dict.fromkeys(("add", "add_", "sub", "sub_"), self._added),
-            **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_"), self._bounded),
+            **dict.fromkeys(_ADDITIONS, self._added),
+            **dict.fromkeys(_BOUNDS, self._bounded),
             **dict.fromkeys(("_to_copy", "copy_"), self._copied),
             **dict.fromkeys(("mul", "mm", "bmm"), self._multiplied),
             **dict.fromkeys(("div", "div_"), self._divided),
             **dict.fromkeys(("arange", "linspace"), self._counted),
-            **dict.fromkeys(("sin", "cos", "sin_", "cos_"), self._turned),
+            **dict.fromkeys(("sin", "cos", "polar"), self._turned),
             **dict.fromkeys(("cumsum", "cumsum_"), self._summed),
             **dict.fromkeys(("mul_", "lerp_", "zero_", "fill_"), self._rewritten),
         }
@@ -103,8 +105,11 @@ class Operations:
         """Check one operation outside backward passes and optimizers' steps, which the code of ``frame`` called."""
         name = func.overloadpacket.__name__
         check = self._checks.get(name)
-        if check is not None and args and not is_of_torch(frame) and caller(frame) == "script":
-            check(name, args, result)
+        if check is not None and args and caller(frame) == "script":
+            if not is_of_torch(frame):
+                check(name, args, result)
+            elif name in (*_ADDITIONS, *_BOUNDS):
+                self._check_term(name, args, result)
         if _half_of(result) is not None and not name.endswith("_"):
             self._created.add(storage_of(result))
 
@@ -122,8 +127,26 @@ class Operations:
         form, term = _half_of(result), args[1] if len(args) > 1 else None
         if form is not None and name == "add_" and isinstance(term, Tensor):
             self._totalled(result, term, form)
-        if form is not None and type(term) is float and term != 0 and _rounded(term, form) == 0:
-            self._add("A620", f"{term:g} is added to {form.name.upper()} values, and rounds to 0 in that format")
+        elif name in ("add", "sub"):
+            self._cast(name, args, result)
+        self._check_term(name, args, result)
+
+    def _bounded(self, name: str, args: Sequence[Any], result: Any) -> None:
+        self._check_term(name, args, result)
+
+    def _check_term(self, name: str, args: Sequence[Any], result: Any) -> None:
+        """Check the numbers that are added to 16-bit values, or limit them."""
+        form = _half_of(result)
+        judge = _term if name in _ADDITIONS else _bound
+        for number in args[1:3] if form is not None else ():
+            if type(number) is float:
+                detail = judge(number, form)  # type: ignore[arg-type]
+                if detail:
+                    self._add("A620", detail)
+            elif _is_number(number) and number.dtype not in HALF:
+                with _disable_current_modes():
+                    values = number.detach().clone()[None]
+                self._wait("A620", values, lambda v: judge(v[0], form))  # type: ignore[arg-type]
 
     # --- running sums ------------------------------------------------------------------------------------------------------------
 
@@ -162,28 +185,17 @@ class Operations:
             values = torch.stack([still.sum().float(), added.sum().float(), sums.abs().amax().float()])
         self._wait("A625", values, lambda v: _cumulative(v, form))
 
-    def _bounded(self, name: str, args: Sequence[Any], result: Any) -> None:
-        form = _half_of(result)
-        for bound in args[1:3] if form is not None else ():
-            if type(bound) is not float or not math.isfinite(bound):
-                continue
-            rounded = _rounded(bound, form)  # type: ignore[arg-type]
-            if rounded != bound and rounded in (-1.0, 0.0, 1.0):
-                detail = f"a bound of {bound!r} on {form.name.upper()} values is {rounded:g} in that format"  # type: ignore[union-attr]
-                self._add("A620", detail)
-
     # --- integers ----------------------------------------------------------------------------------------------------------------
 
     def _cast(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """Check integers that are cast to 16 bits, or multiplied by 16-bit numbers."""
+        """Check integers that are cast to 16 bits, or meet 16-bit numbers in an operation."""
         form, source = _half_of(result), args[1] if name == "copy_" and len(args) > 1 else args[0]
-        if form is None and name == "mul":
-            return
-        if name == "mul" and isinstance(source, Tensor) and source.dtype not in _INTEGERS:
+        meets = name in ("mul", "add", "sub")
+        if meets and len(args) > 1 and isinstance(source, Tensor) and source.dtype not in _INTEGERS:
             source = args[1]
         if form is None or not isinstance(source, Tensor) or source.dtype not in _INTEGERS:
             return
-        if name == "mul" and source.dim() == 0:  # computed in the format of the other operand, or wider
+        if meets and source.dim() == 0:  # computed in the format of the other operand, or wider
             return
         if not readable(source) or not 1 < source.numel() <= _MAX_CHECKED:
             return
@@ -192,7 +204,7 @@ class Operations:
             back, exact = flat.to(result.dtype).float(), flat.float()
             first = (back != exact).int().argmax()
             values = torch.stack([exact.take(first), back.take(first)])
-        memory = None if name == "mul" else storage(result)
+        memory = None if meets else storage(result)
         self._wait("A621", values, lambda v: _integers(v, form), memory)
 
     def _divided(self, name: str, args: Sequence[Any], result: Any) -> None:
@@ -256,8 +268,8 @@ class Operations:
 
     def _turned(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Check angles of which neighbours are far apart: those whose values all are 16-bit numbers, and products of rounded ones."""
-        angles = args[0]
-        if name.endswith("_") or not isinstance(angles, Tensor) or not readable(angles):
+        angles = args[1] if name == "polar" and len(args) > 1 else args[0]
+        if not isinstance(angles, Tensor) or not readable(angles):
             return
         rounded = self._rounded_of(angles)
         if angles.dtype not in (*HALF, FP32.dtype, FP64.dtype) or not _MIN_ANGLES <= angles.numel() <= _MAX_CHECKED:
@@ -327,6 +339,27 @@ def _half_of(result: Any) -> Format | None:
 
 def _rounded(value: float, form: Format) -> float:
     return torch.tensor(value, dtype=FP64.dtype).to(form.dtype).item()
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is an untrained number in a tensor."""
+    return isinstance(value, Tensor) and not value.dim() and not value.requires_grad and readable(value)
+
+
+def _term(term: float, form: Format) -> str:
+    name = form.name.upper()
+    return (
+        f"{term:g} is added to {name} values, and rounds to 0 in that format"
+        if term and not _rounded(term, form)
+        else ""
+    )
+
+
+def _bound(bound: float, form: Format) -> str:
+    rounded = _rounded(bound, form)
+    if not math.isfinite(bound) or rounded == bound or rounded not in (-1.0, 0.0, 1.0):
+        return ""
+    return f"a bound of {bound!r} on {form.name.upper()} values is {rounded:g} in that format"
 
 
 def _spacing(value: float, form: Format) -> float:

@@ -31,6 +31,7 @@ class OwnCode:
         self._watched: list[tuple[Optimizer, GradientState]] = []
         self._view: GradientView | None = None
         """The view of the watched optimizers' gradients."""
+        self._averages_view: AverageView | None = None
         self._averages: list[Tensor] = []
         """The parameters that were averaged in 16 bits since the last update."""
         self._moved = False
@@ -66,7 +67,8 @@ class OwnCode:
         if self._inspects:
             weights = [p for o in optimizers for p in trained_leaves(o)]
             self._moved = False
-            self._mode.start(AverageView(weights, averaged=self._averaged))
+            self._averages_view = AverageView(weights, averaged=self._averaged)
+            self._mode.start(self._averages_view)
 
     def remove_mode(self) -> None:
         """Remove a stopped mode from the stack. Call this outside any call that the mode may be handling."""
@@ -76,6 +78,11 @@ class OwnCode:
     def stop(self) -> None:
         """Stop, and record the averages that were found."""
         self._mode.stop()
+        view, self._averages_view = self._averages_view, None
+        line, weight = ("", None) if view is None else view.kept()
+        if weight is not None and not self._moved:
+            step = self._run.recorder.num_closed + 1
+            self._moves.moves_by_hand(weight, self._run.optimizers, step=step, line=line)
         averaged, self._averages = self._averages, []
         if not averaged:
             return

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.engine.casts.half import HALF
 from mezzo.engine.processes.shards import local
+from mezzo.observe.source_lines import running_line
 from mezzo.observe.tensors import region, storage
 from mezzo.observe.trace import Region
 
@@ -160,6 +161,14 @@ class AverageView:
         self._parts = {_part(p): p for p in addressable}
         self._averaged = averaged
         self._derived = WeakTensorKeyDictionary()
+        self._first_mixed = "", _NOTHING
+        """The line and the origin of the first average in a new FP32 tensor, which the script may keep."""
+
+    def kept(self) -> tuple[str, Tensor | None]:
+        """Return the line that computed averages in new FP32 tensors, and one's weight, if the script has kept an average."""
+        line, source = self._first_mixed
+        mixed = (s.mixed and not s.half for s in self._derived.values())
+        return (line, source.parameter) if any(mixed) else ("", None)
 
     def inspect_call(self, name: str, args: Sequence[Any], result: Any) -> None:
         """Inspect one finished call."""
@@ -198,7 +207,9 @@ class AverageView:
             self._averaged(of_weights[0].parameter, target.dtype in HALF)
         else:
             half = any(source.half for source in sources)
-            self._derived[target] = _Source(of_weights[0].parameter, half=half, multiplied=True, mixed=True)
+            self._derived[target] = source = _Source(of_weights[0].parameter, half=half, multiplied=True, mixed=True)
+            if not self._first_mixed[0]:
+                self._first_mixed = running_line(), source
 
     def _inspect_stored(self, target: Tensor, source: _Source, *, copied: bool) -> None:
         """Detect an average that is computed in FP32 but stored between updates: by a copy, or as a cast to 16 bits."""

@@ -40,16 +40,18 @@ class Averages:
 
     def model_moves(self, average: nn.Module, model: nn.Module, optimizers: Iterable[Optimizer], *, step: int) -> None:
         """Record that ``AveragedModel`` averages a model's weights; the first time, it copies them."""
-        moves, step_of = self._after_skip(model.parameters(), optimizers, step=step), (running_line(), step)
+        line = running_line()
+        moves = self._after_skip(model.parameters(), optimizers, step=step, line=line)
         if average in self._begun and moves:
-            self._report(*step_of)
+            self._report(line, step)
         self._begun.add(average)
 
-    def moves_by_hand(self, weight: Tensor, optimizers: Iterable[Optimizer], *, step: int) -> None:
-        """Record that the script's own code moves an average of a weight."""
+    def moves_by_hand(self, weight: Tensor, optimizers: Iterable[Optimizer], *, step: int, line: str = "") -> None:
+        """Record that the script's own code moves an average of a weight, in ``line`` or the running one."""
         self._num_by_hand += 1
-        if self._after_skip([weight], optimizers, step=step):
-            self._by_hand.append((running_line(), step))
+        line = line or running_line()
+        if self._after_skip([weight], optimizers, step=step, line=line):
+            self._by_hand.append((line, step))
         if self._num_by_hand >= ENOUGH:
             moves, self._by_hand = self._by_hand, []
             for move in moves:
@@ -62,7 +64,7 @@ class Averages:
             if flag.item():
                 self._report(line, step)
 
-    def _after_skip(self, weights: Iterable[Tensor], optimizers: Iterable[Optimizer], *, step: int) -> bool:
+    def _after_skip(self, weights: Iterable[Tensor], optimizers: Iterable[Optimizer], *, step: int, line: str) -> bool:
         """Return whether all updates of ``weights`` since the last move were skipped, as far as the host knows."""
         ids = {id(p) for p in weights}
         made = skipped = 0
@@ -76,7 +78,7 @@ class Averages:
                 made += now[0] - before[0] - (now[1] - before[1])
                 flag = state.last_flag
         if flag is not None and (made, skipped) == (1, 0) and len(self._flagged) < MAX_FLAGS:
-            self._flagged.append((flag, running_line(), step))
+            self._flagged.append((flag, line, step))
         return skipped > 0 and made == 0
 
     def _report(self, line: str, step: int) -> None:

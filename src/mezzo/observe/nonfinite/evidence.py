@@ -114,7 +114,9 @@ class Harmless(Value):
     largest: float | None
     """None if it is not finite in FP32 either."""
     absorbed_by: list[str]
-    """Operations whose result is the same as for the true value; empty if neither loss nor gradients depend on it."""
+    """Operations whose result is the same as for the true value."""
+    swallowed_by: list[str] = []
+    """Operations that turned it into other finite numbers, which no gradient shows; both are empty if nothing depends on it."""
 
 
 class Evidence(Value):

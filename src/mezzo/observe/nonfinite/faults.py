@@ -245,10 +245,11 @@ def place_to_blame(
         return quiet
     suspects = inspected.of_loss if loss_bad and inspected.of_loss else inspected.in_backward or inspected.in_update
     chosen = [s for s in suspects if s.kind != "constant"] or suspects
-    source = min(chosen, key=lambda s: s.index, default=None)
-    if source is None:
+    places = [_loud(source, step, names, loss_bad=loss_bad) for source in sorted(chosen, key=lambda s: s.index)]
+    if not places:
         return None
-    loud = _loud(source, step, names, loss_bad=loss_bad)
+    # What a lower loss scale leaves is the fault, also where an overflow of the scale came before it.
+    loud = next((place for place in places if not place.fits_unscaled), places[0])
     return quiet if quiet is not None and loud.fits_unscaled else loud
 
 

@@ -380,9 +380,17 @@ def _inspected_step(tracer: InfinityTracer, marked: int) -> InspectedStep:
             of_loss += result.sources
     backward = [s for result in results if result.backward for s in result.sources]
     in_update = [s for result in results if result.in_update for s in result.sources]
-    lost = dict.fromkeys(s for result in results for s in result.sources if s.kind == "made" and not s.swallowed)
+    lost = dict.fromkeys(s for result in results for s in result.sources if s.kind == "made")
     harmless = [
-        Harmless(op=s.op, line=s.line, format=s.format, largest=s.wide, absorbed_by=list(s.absorbed)) for s in lost
+        Harmless(
+            op=s.op,
+            line=s.line,
+            format=s.format,
+            largest=s.wide,
+            absorbed_by=list(s.absorbed),
+            swallowed_by=list(s.swallowed),
+        )
+        for s in lost
     ]
     errors = next((errors for errors in reversed(tracer.gradient_errors) if errors.index <= marked), None)
     return InspectedStep(

@@ -287,6 +287,8 @@ def _in_fp32(record: DiagnoseRecord, ran: ScriptRun, runs: Sequence[ScriptRun]) 
         if not _is_fp32(ran):  # a further run decides
             return record.model_copy(update={"notes": [*record.notes, *(cause if of_script else [])]})
         found = outcome.verdict == "invalid_operation" and (outcome.located or outcome.origin == "norm")
+        if found and outcome.step == record.step and outcome.line != record.line:
+            outcome = outcome.model_copy(update={"detail": f"{outcome.detail}. {words.elsewhere(record)}"})
         return (outcome if found else record).model_copy(update={"notes": [*record.notes, *cause]})
     if record.step not in evidence.watched or not repeats(runs) or record.verdict != "invalid_operation":
         return record

@@ -100,13 +100,17 @@ def notes(evidence: Evidence) -> list[Reason]:
 
 def harmless(value: Harmless) -> Reason:
     """Return a note on a value that left its format and made no difference."""
-    absorbed = " and ".join(f"{op}()" for op in value.absorbed_by)
+    absorbed, swallowed = (" and ".join(f"{op}()" for op in ops) for ops in (value.absorbed_by, value.swallowed_by))
     where = f"{value.op}() in {PurePath(value.line).name}"
     if value.largest is None:
-        why = f"it is not finite in FP32 either; {f'{absorbed} hides that' if absorbed else 'nothing reads it'}, and no gradient changes"
+        hides = absorbed or swallowed
+        why = f"it is not finite in FP32 either; {f'{hides} hides that' if hides else 'nothing reads it'}, and no gradient changes"
     else:
         why = f"{value.largest:.3g} is infinite in {value.format.upper()}; "
-        why += f"{absorbed} returns the same for both, and no gradient changes" if absorbed else _UNREAD
+        if swallowed:
+            why += f"{swallowed} makes other finite numbers of it, and no gradient changes by more than rounding"
+        else:
+            why += f"{absorbed} returns the same for both, and no gradient changes" if absorbed else _UNREAD
     return Reason(what="harmless", value=where, reason=why)
 
 
@@ -117,6 +121,12 @@ def cause_in_fp32(record: DiagnoseRecord, *, of_script: bool, step: int) -> Reas
         return Reason(what="cause", value=record.format, reason=why)
     why = f"the training fails in FP32, too, in step {step}: precision is not the cause"
     return Reason(what="cause", value=ITSELF, reason=why)
+
+
+def elsewhere(record: DiagnoseRecord) -> str:
+    """Return where the same step fails in 16 bits, if FP32 fails at another place."""
+    line = f" in {PurePath(record.line).name}" if record.line else ""
+    return f"In {record.format.upper()} the same step fails at {record.op}(){line}, too"
 
 
 def later_in_fp32(in_fp32: DiagnoseRecord) -> Reason:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
+import pickle
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import CheckpointFunction
 
 from mezzo.formats import FP16
+from mezzo.launch.import_hooks import after_import
 from mezzo.launch.patches import Patches
 from mezzo.observe.lint.observer import Lint
 
@@ -29,6 +32,7 @@ _ENABLED = 5
 
 _FP16 = FP16.dtype
 _LIMITS = ("max_norm", "clip_value")
+_CHECKPOINTS = "torch.distributed.checkpoint"
 
 Listener = Callable[..., Any]
 
@@ -43,7 +47,9 @@ def report_to_lint(lint: Lint, patches: Patches, *, as_is: bool) -> None:
     patches.around(GradScaler, "__init__", functools.partial(_created, lint))
     for name in ("state_dict", "__getstate__"):
         patches.around(GradScaler, name, functools.partial(_state_taken, lint))
-    patches.around(torch, "save", functools.partial(_save, lint))
+    for owner, name in ((torch, "save"), (pickle, "dump")):
+        patches.around(owner, name, functools.partial(_save, lint))
+    after_import(_CHECKPOINTS, functools.partial(_report_distributed, lint, patches), patches)
     patches.wrap(autocast, "__init__", functools.partial(_init_reporting, lint, as_is))
     patches.wrap(autocast, "__enter__", functools.partial(_enter_reporting, lint, as_is))
     for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
@@ -124,9 +130,14 @@ def _state_taken(lint: Lint, original: Listener, self: Any) -> Any:
     return original(self)
 
 
-def _save(lint: Lint, original: Listener, obj: Any, *args: Any, **kwargs: Any) -> None:
+def _save(lint: Lint, original: Listener, obj: Any, *args: Any, **kwargs: Any) -> Any:
     lint.saves(obj)
-    original(obj, *args, **kwargs)
+    return original(obj, *args, **kwargs)
+
+
+def _report_distributed(lint: Lint, patches: Patches) -> None:
+    for name in ("save", "async_save"):
+        patches.around(sys.modules[_CHECKPOINTS], name, functools.partial(_save, lint))
 
 
 _LISTENERS: dict[str, Listener] = {
