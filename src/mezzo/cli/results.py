@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,8 +23,16 @@ WIDTH_WITHOUT_TERMINAL, _HEIGHT = 110, 25
 def console(*, stderr: bool = False) -> Console:
     """Return a console with the width of COLUMNS or the terminal; in a pipe or file, wide enough for tables."""
     from rich.console import Console
+    from rich.segment import Segment
 
-    class RaisingConsole(Console):
+    from mezzo.report.formatting import without_controls
+
+    class CleanConsole(Console):
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            """Colours are apart from the texts, which come from records: what controls a terminal in them is shown, not sent."""
+            for text, style, control in super().render(renderable, options):
+                yield Segment(text if control else without_controls(text), style, control)
+
         def on_broken_pipe(self) -> None:  # rich would exit, with an exit code of its own
             raise BrokenPipeError(errno.EPIPE, "the reader is gone")
 
@@ -33,7 +42,7 @@ def console(*, stderr: bool = False) -> Console:
     if columns.isdecimal():
         width = int(columns) or WIDTH_WITHOUT_TERMINAL
     # rich ignores a width without a height if TERM is dumb.
-    return RaisingConsole(stderr=stderr, width=width, height=width and _HEIGHT, highlight=False)
+    return CleanConsole(stderr=stderr, width=width, height=width and _HEIGHT, highlight=False)
 
 
 @contextmanager
@@ -110,7 +119,7 @@ def show(
     from mezzo.report.text import render
 
     if as_json:
-        print(record.model_dump_json(indent=1))
+        print(json_text(record))
         _note_hint(record)
         if files:
             note(files)
@@ -120,9 +129,16 @@ def show(
     render(record, console(), files=files, verbose=verbose)
 
 
+def json_text(record: AnyRecord) -> str:
+    """Return a record as JSON in ASCII: what controls a terminal in it is escaped."""
+    return json.dumps(json.loads(record.model_dump_json()), indent=1)
+
+
 def note(text: str) -> None:
     """Print a note to standard error."""
-    print(f"mezzo: {text}", file=sys.stderr)
+    from mezzo.report.formatting import without_controls
+
+    print(f"mezzo: {without_controls(text)}", file=sys.stderr)
 
 
 def _note_hint(record: AnyRecord) -> None:

@@ -6,6 +6,7 @@ Text is ASCII, so that it survives a pipe. Numbers have three significant digits
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -16,6 +17,7 @@ UNKNOWN = "unknown"
 LONGEST = 4000
 """The most characters of a text that a view shows."""
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _LARGEST_PLAIN_EXPONENT = 16  # 65536 is read at a glance, 16777216 is not
 
 
@@ -41,6 +43,11 @@ def clean_line(text: str) -> str:
 
 def _controls(character: str) -> bool:
     return unicodedata.category(character) in ("Cc", "Cf", "Cs")
+
+
+def without_controls(text: str) -> str:
+    """Return a whole page or output with its lines and indentation, but no character that controls a terminal or turns text around."""
+    return _CONTROLS.sub("\ufffd", text)
 
 
 def policy_text(policy: str, typed: str) -> str:

@@ -13,6 +13,7 @@ from markupsafe import Markup, escape
 
 from mezzo.records import AnyRecord, AuditRecord, CompareRecord
 from mezzo.records.files import write_whole
+from mezzo.report import formatting as fmt
 from mezzo.report.charts.data import Chart, Drawn
 from mezzo.report.charts.svg import hover_data, svg
 from mezzo.report.charts.table import numbers_of
@@ -72,7 +73,7 @@ def _page(
 ) -> str:
     charts = list(charts)
     template = _environment().get_template(f"{kind}.html")
-    return template.render(
+    page = template.render(
         command=command or kind,
         colours=Markup(css_colours()),
         sheet=sheet,
@@ -82,6 +83,7 @@ def _page(
         source=source or SourceLines(),
         steps=steps,
     )
+    return fmt.without_controls(page)
 
 
 @cache

@@ -120,7 +120,7 @@ def _report(records: list[Path], *, out: Path | None, log_to: Sequence[str] | No
         screen = results.console()
         for page, record in shown:
             if as_json:
-                print(record.model_dump_json(indent=1))
+                print(results.json_text(record))
                 continue
             render(record, screen, files=f"report: {page}")
         if together:

@@ -34,7 +34,7 @@ def _name(detail: PredictionDetail) -> str:
 def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     """Return the throughput of each policy up to the largest batch that fits, on a scale of doublings."""
     title = f"Throughput and the largest batch on {fmt.clean(detail.gpu)}"
-    curves = [curve for curve in detail.curves if curve.batches]
+    curves = [curve for curve in detail.curves if curve.batches and len(curve.batches) == len(curve.throughput)]
     if not curves:
         why = next((note.reason for note in record.assumptions if note.what == "other batch sizes"), "")
         description = f"Other batch sizes cannot be derived from this one{': ' if why else ''}{fmt.clean(why)}."
@@ -78,7 +78,10 @@ def _between(sizes: list[int], rates: dict[int, float]) -> list[float]:
         if size in rates or size > known[-1]:
             filled.append(rates.get(size, NAN))
             continue
-        below, above = max(k for k in known if k < size), min(k for k in known if k > size)
+        below, above = max((k for k in known if k < size), default=size), min(k for k in known if k > size)
+        if below == size:  # no smaller batch was predicted
+            filled.append(NAN)
+            continue
         share = math.log2(size / below) / math.log2(above / below)
         filled.append(rates[below] + share * (rates[above] - rates[below]))
     return filled
@@ -169,7 +172,11 @@ def time_tree(record: PredictRecord, detail: PredictionDetail) -> Drawn:
             path=fmt.clean(path),
             bars=bars,
             text="",
-            numbers=(fmt.ms_text(ms), fmt.share_text(ms / step), max(total, key=lambda kind: total[kind])),
+            numbers=(
+                fmt.ms_text(ms),
+                fmt.share_text(ms / step),
+                max(total, key=lambda kind: total[kind], default=fmt.MISSING),
+            ),
             children=list(children),  # type: ignore[call-overload]
         )
 

@@ -185,7 +185,7 @@ def _line(prediction: Prediction, trade: str) -> PredictLine:
     gpu, card, policy = fmt.clean(prediction.gpu), _card(prediction), policy_and_plan(prediction)
     if not prediction.possible:
         return PredictLine(gpu=gpu, card=card, policy=policy, possible=False, verdict=verdict_text(prediction))
-    bound = max(prediction.bounds, key=lambda kind: prediction.bounds[kind])
+    bound = max(prediction.bounds, key=lambda kind: prediction.bounds[kind], default="")
     return PredictLine(
         gpu=gpu,
         card=card,
@@ -204,7 +204,7 @@ def _line(prediction: Prediction, trade: str) -> PredictLine:
         if prediction.cost_per_million is None
         else fmt.number_text(prediction.cost_per_million, digits=3),
         validated=prediction.validated,
-        bound=f"{bound} {fmt.share_text(prediction.bounds[bound])}",
+        bound=f"{bound} {fmt.share_text(prediction.bounds[bound])}" if bound else fmt.MISSING,
         verdict=verdict_text(prediction, trade),
         modules=[
             Fact(what=fmt.clean(m.module), value=fmt.share_text(m.share), reason=f"mostly {m.bound}")
