@@ -111,9 +111,11 @@ $(CUDA_BUILD)/.installed: pyproject.toml
 	@$(INSTALL) $(CUDA_BUILD) "tests of torch's CUDA build: pytest and Mezzo" --editable '.[test]'
 	@touch $@
 
-# A file is one worker's: its tests ask one process of the framework, which takes seconds to start.
+# A file is one worker's: its tests ask one process of the framework, which takes seconds to start. Files that take longest come first, so that
+# no worker waits for the other; left to itself, xdist begins with the files that have most tests.
 test-%: $(VENV)-%/.ready
-	$(VENV)-$*/bin/python -m pytest -q -n 2 --dist loadfile tests/frameworks/test_$**.py tests/frameworks/test_table.py
+	$(VENV)-$*/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/frameworks/test_table.py \
+		$(wildcard tests/frameworks/test_$*_ranks.py tests/frameworks/test_$*_updates.py) tests/frameworks/test_$**.py
 
 # The same comparison in four frameworks, then all of it in one table; one that fails has its rows in the table, too.
 demo-frameworks: $(READY) $(FRAMEWORKS:%=$(VENV)-%/.ready)

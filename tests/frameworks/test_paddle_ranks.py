@@ -12,16 +12,8 @@ from unittest import mock
 import pytest
 from paddle_runs import paddle, ran
 
+from mezzo import records
 from mezzo.errors import ScriptError
-from mezzo.records import (
-    AuditRecord,
-    CompareRecord,
-    DiagnoseRecord,
-    FallbackRecord,
-    RangesRecord,
-    RunRecord,
-    read_record,
-)
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "paddle_ranks.py")
 DIST = paddle.distributed
@@ -40,7 +32,7 @@ def launched(words: Sequence[str], folder: Path, *, processes: int = 2, codes: S
     return ended.stdout
 
 
-def assert_one_run_of_two(run: RunRecord) -> None:
+def assert_one_run_of_two(run: records.RunRecord) -> None:
     """Assert that both processes skipped the update that overflowed in one, and have the same weights."""
     assert [(r.rank, r.num_steps, r.skipped_steps, r.final_scale) for r in run.ranks] == [
         (0, 10, [5], 32768.0),
@@ -51,8 +43,8 @@ def assert_one_run_of_two(run: RunRecord) -> None:
 
 def test_an_overflow_in_one_process_skips_the_update_in_both(tmp_path: Path) -> None:
     printed = launched(["run", "--policy", "fp16", "--out", "out", SCRIPT, "4"], tmp_path)
-    run = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(run, RunRecord)
+    run = records.read_record(tmp_path / "out" / "record.json")
+    assert isinstance(run, records.RunRecord)
     assert_one_run_of_two(run)
     assert run.ranks[0].weights == run.ranks[1].weights != ""
     assert "python -m paddle.distributed.launch --nproc_per_node 2 mezzo compare" in printed
@@ -61,16 +53,16 @@ def test_an_overflow_in_one_process_skips_the_update_in_both(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_an_audit_has_one_record(tmp_path: Path) -> None:
     launched(["audit", "--policy", "fp16", "--out", "out", SCRIPT, "-1"], tmp_path)
-    record = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(record, AuditRecord)
+    record = records.read_record(tmp_path / "out" / "record.json")
+    assert isinstance(record, records.AuditRecord)
     assert [r.rank for r in record.run.ranks] == [0, 1]
 
 
 @pytest.mark.slow
 def test_a_comparison_runs_in_step(tmp_path: Path) -> None:
     launched(["compare", "--policies", "fp32,fp16", "--seeds", "2", "--out", "out", SCRIPT, "-1"], tmp_path)
-    record = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(record, CompareRecord)
+    record = records.read_record(tmp_path / "out" / "record.json")
+    assert isinstance(record, records.CompareRecord)
     assert [len(run.ranks) for run in record.runs] == [2] * 4
     assert all(run.ranks[0].weights == run.ranks[1].weights != "" for run in record.runs)
 
@@ -79,8 +71,8 @@ def test_a_comparison_runs_in_step(tmp_path: Path) -> None:
 def test_a_diagnosis_finds_what_one_process_makes(tmp_path: Path) -> None:
     """Only process 1 multiplies its loss by infinity. The process that ends last with a finding is killed by the launcher."""
     launched(["diagnose", "--out", "out", SCRIPT, "4"], tmp_path, codes=(1, 256 - signal.SIGTERM))
-    record = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(record, DiagnoseRecord)
+    record = records.read_record(tmp_path / "out" / "record.json")
+    assert isinstance(record, records.DiagnoseRecord)
     assert (record.verdict, record.op, record.phase, record.step) == ("invalid_operation", "multiply", "forward", 5)
     assert record.detail == "multiply() is given a number that is not finite"
     assert record.line is not None
@@ -91,12 +83,12 @@ def test_a_diagnosis_finds_what_one_process_makes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ranges_and_fallback_count_both_processes(tmp_path: Path) -> None:
     launched(["ranges", "--out", "ranges", SCRIPT, "-1"], tmp_path)
-    record = read_record(tmp_path / "ranges" / "record.json")
-    assert isinstance(record, RangesRecord)
+    record = records.read_record(tmp_path / "ranges" / "record.json")
+    assert isinstance(record, records.RangesRecord)
     assert [r.rank for r in record.run.ranks] == [0, 1]
     launched(["fallback", "--policy", "fp16", "--out", "fallback", SCRIPT, "-1"], tmp_path)
-    found = read_record(tmp_path / "fallback" / "record.json")
-    assert isinstance(found, FallbackRecord)
+    found = records.read_record(tmp_path / "fallback" / "record.json")
+    assert isinstance(found, records.FallbackRecord)
     assert found.verdict == "not needed"
 
 
@@ -104,8 +96,8 @@ def test_ranges_and_fallback_count_both_processes(tmp_path: Path) -> None:
 def test_processes_that_the_script_spawns_are_ranks(tmp_path: Path) -> None:
     words = ["run", "--policy", "fp16", "--out", "out", SCRIPT, "spawn"]
     subprocess.run([sys.executable, "-m", "mezzo", *words], cwd=tmp_path, capture_output=True, timeout=280, check=True)
-    run = read_record(tmp_path / "out" / "record.json")
-    assert isinstance(run, RunRecord)
+    run = records.read_record(tmp_path / "out" / "record.json")
+    assert isinstance(run, records.RunRecord)
     assert_one_run_of_two(run)
 
 
