@@ -263,6 +263,15 @@ def test_what_a_run_leaves_is_finalised_although_torch_is_not_collected(
     assert file.read_text() == "written"
 
 
+@pytest.mark.usefixtures("_as_in_a_shell")
+def test_a_run_does_not_collect_what_a_shared_library_has_made(place: Path) -> None:
+    held = Starter()
+    with forking(held):
+        run(place, "import scipy.stats\nimport gc\nprint(any(one is scipy.stats.norm for one in gc.get_objects()))")
+    held.close()
+    assert "False" in (place / "output.log").read_text().splitlines()
+
+
 def test_no_two_runs_draw_the_same(place: Path, starter: Starter) -> None:
     drawn = []
     with forking(starter):

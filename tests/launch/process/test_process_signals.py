@@ -453,7 +453,7 @@ for _ in range(3):
 @pytest.mark.parametrize(
     "words",
     [
-        ["compare", "--policies", "fp32", "--seeds", "1", "--gpus", "t4"],
+        ["compare", "--policies", "fp32,bf16", "--seeds", "1", "--gpus", "t4"],
         ["predict", "--gpus", "t4", "--policies", "fp32"],
     ],
     ids=lambda words: words[0],
