@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import re
+from collections import Counter
 
 import pytest
 
@@ -47,3 +49,26 @@ def test_every_page_is_of_one_kind() -> None:
     written = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")}
     own = {name for name in written if not name.startswith(("design/", "findings/A", "reference/")) and name != "index"}
     assert set(listed) == own
+
+
+def told(cells: list[str]) -> str:
+    """Return how often each outcome is in the first words of cells, without the policy that some begin with."""
+    counted = Counter(re.split(r"[:;,(]", cell)[0].removeprefix("fp16 ").strip() for cell in cells)
+    return ", ".join(f"{number} {outcome}" for outcome, number in counted.most_common())
+
+
+def test_the_outcomes_of_public_scripts_are_counted_from_their_rows() -> None:
+    page = (DOCS / "public-scripts.md").read_text(encoding="utf-8")
+    with (DOCS / "public-scripts.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert f"{len({row['repository'] for row in rows})} public repositories" in page
+    assert f"{len(rows)} command lines" in page
+    shown = [re.split(r" \| ", line.strip("| \n")) for line in page.splitlines() if re.match(r"\| \[.*\]\(#", line)]
+    groups = [[row for row in rows if row["group"] == group] for group in dict.fromkeys(row["group"] for row in rows)]
+    for (_, number, compared, diagnosed, audited), group in zip(shown, groups, strict=True):
+        assert number.split()[0] == str(len(group))
+        assert number.split()[2] == str(len({row["repository"] for row in group}))
+        if group[0]["group"] != "by hand":
+            assert sorted(compared.split(", ")) == sorted(told([row["compare"] for row in group]).split(", "))
+            assert sorted(diagnosed.split(", ")) == sorted(told([row["diagnose"] for row in group]).split(", "))
+            assert sorted(audited.split(", ")) == sorted(told([row["audit"] for row in group]).split(", "))
