@@ -186,8 +186,7 @@ def _check_several(compared: dict[str, _ComparedPolicy]) -> None:
     if len(compared) == 1:
         (entry,) = compared.values()
         named = f"--policies {entry.name!r} names nothing to compare {entry.name} with; allowed: two policies or more"
-        both = "fp32,bf16,fp16" if "fp32" in compared else f"fp32,{entry.name}"
-        raise UsageError(named, hint=f"type: {with_value('--policies', both)}")
+        raise UsageError(named, hint=f"type: {with_value('--policies', values.with_baseline([entry.name]))}")
 
 
 def _with_checkpointed(compared: dict[str, _ComparedPolicy], checkpoint: str | None) -> dict[str, _ComparedPolicy]:
