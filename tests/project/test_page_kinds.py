@@ -15,6 +15,7 @@ if not (ROOT / "docs/conf.py").is_file():
     pytest.skip("the docs are not beside these tests", allow_module_level=True)
 
 MOST_WORDS = 800
+MOST_WORDS_OF_OTHERS = 2400
 CONTENTS, USER_PAGES = contents(), user_pages()
 
 
@@ -35,6 +36,11 @@ def test_a_page_for_users_is_short_and_shows_output(name: str) -> None:
 def test_a_page_for_users_names_no_test_and_no_benchmark(name: str) -> None:
     page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     assert re.findall(r"tests/(?!scripts/)\S*|python -m benchmarks\S*|benchmarks/\S+", page) == []
+
+
+@pytest.mark.parametrize("name", [name for pages in CONTENTS.values() for name in pages])
+def test_no_page_is_a_wall(name: str) -> None:
+    assert num_words((DOCS / f"{name}.md").read_text(encoding="utf-8")) <= MOST_WORDS_OF_OTHERS
 
 
 def test_words_are_counted_without_code_and_addresses() -> None:
