@@ -203,12 +203,13 @@ def test_a_comparison_interleaves_runs_and_judges_them(tmp_path: Path) -> None:
 
 def test_a_comparison_whose_baseline_fails_says_where_to_look(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("raise SystemError('broken')\n")
-    done = mezzo("compare", "--policies", "fp32", "--seeds", "1", "--out", "out", "fails.py", cwd=tmp_path)
+    done = mezzo("compare", "--policies", "fp32,bf16", "--seeds", "1", "--out", "out", "fails.py", cwd=tmp_path)
     assert done.returncode == 7
     assert "no run of the baseline fp32 succeeded: SystemError: broken" in done.stderr
     assert "broken" in (tmp_path / "out" / "fp32-seed0" / "output.log").read_text()
     record = CompareRecord.model_validate_json((tmp_path / "out" / "record.json").read_text())
-    assert [(row.verdict, row.num_failed, row.reason) for row in record.rows] == [("failed", 1, "SystemError: broken")]
+    reasons = [(row.verdict, row.num_failed, row.reason) for row in record.rows]
+    assert reasons == [("failed", 1, "SystemError: broken")] * 2
 
 
 def test_report_shows_what_was_recorded_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

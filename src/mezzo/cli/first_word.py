@@ -8,10 +8,12 @@ from pathlib import Path
 
 import typer
 
+from mezzo.cli.options.values import with_baseline
 from mezzo.cli.words import typed
 from mezzo.errors import UsageError
 
 _LISTS = {"--policies": "policies", "--gpus": "GPUs"}
+_OF_VALUES = ("--policies", "--policy", "--gpus", "--gpu")
 _DASHES = ("\u2014", "\u2013", "\u2212", "\u2011")
 """What word processors and web pages make of two hyphens, or of one."""
 _NOT_PYTHON = (
@@ -42,6 +44,7 @@ def check_first_word(context: typer.Context, name: str | None) -> str | None:
         raise _instead(f"{name!r} begins with a dash that is not a hyphen; allowed: --", line)
     if name == "-":
         raise _instead("'-' is standard input; allowed: a Python file", [*before, "train.py", *after])
+    _refuse_values(name, before, after, context)
     _refuse_rest_of_vary(name, before, after)
     _refuse_rest_of_list(name, before, after)
     _refuse_command(name, before, after, context)
@@ -50,6 +53,8 @@ def check_first_word(context: typer.Context, name: str | None) -> str | None:
 
 
 def _refuse_data(name: str, before: Sequence[str], after: Sequence[str]) -> None:
+    if Path(name).name == "record.json":
+        raise _instead(f"{name} is not a script; allowed: the Python file that trains", ["mezzo", "report", name])
     if Path(name).suffix.lower() in _NOT_PYTHON:
         scripts = sorted(str(path) for path in Path().glob("*.py"))
         script = next((one for one in scripts if "train" in one), scripts[0] if scripts else "train.py")
@@ -59,6 +64,22 @@ def _refuse_data(name: str, before: Sequence[str], after: Sequence[str]) -> None
             f"{name} is not a script; allowed: the Python file that reads it",
             hint=f"type: {line}, with the script's own name for {option}",
         )
+
+
+def _refuse_values(name: str, before: Sequence[str], after: Sequence[str], context: typer.Context) -> None:
+    """Refuse policies and GPUs that were typed without their option."""
+    own = {option for parameter in context.command.params for option in parameter.opts}
+    option = next((one for one in _OF_VALUES if one in own and _is_value(name, one)), "")
+    if not option or before[-1].partition("=")[0] in _OF_VALUES or before[-2] in _OF_VALUES:
+        return
+    more, rest = [name], list(after)
+    while rest and _is_value(rest[0], option):
+        more.append(rest.pop(0))
+    if option not in _LISTS and len(more) > 1:
+        before, option = ["mezzo", "compare", *before[2:]], _OF_VALUES[_OF_VALUES.index(option) - 1]
+    joined = with_baseline(more) if before[1] == "compare" and option == "--policies" else ",".join(more)
+    line = [*before, option, joined, *(rest or ["train.py"])]
+    raise _instead(f"{' '.join(more)!r} is not a script; allowed: {option} before it", line)
 
 
 def _refuse_rest_of_vary(name: str, before: Sequence[str], after: Sequence[str]) -> None:
@@ -97,6 +118,8 @@ def _refuse_rest_of_list(name: str, before: Sequence[str], after: Sequence[str])
 def _refuse_command(name: str, before: Sequence[str], after: Sequence[str], context: typer.Context) -> None:
     parent = context.parent
     commands = getattr(parent.command, "commands", {}) if parent is not None else {}
+    if name == "mezzo" and after:
+        raise _instead("'mezzo' is not a script; allowed: the command once", ["mezzo", *after])
     if name in commands and after:
         line = ["mezzo", name, *before[2:], *after]
         raise _instead(f"{name!r} is a command, not a script; allowed: one command", line)
@@ -124,7 +147,7 @@ def _is_value(word: str, option: str) -> bool:
     from mezzo.gpus import find_gpu
 
     names = [part for part in word.split(",") if part]
-    return bool(names) and all(find_gpu(one) is not None if option == "--gpus" else _is_policy(one) for one in names)
+    return bool(names) and all(find_gpu(one) is not None if "gpu" in option else _is_policy(one) for one in names)
 
 
 def _is_policy(word: str) -> bool:

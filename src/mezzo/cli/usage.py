@@ -11,6 +11,7 @@ from typing import Any
 
 from mezzo.cli.help.metavars import EXAMPLES
 from mezzo.cli.help.renamed import COMMANDS, COUNTERPARTS, LIKELY, OTHER_NAMES
+from mezzo.cli.options.values import with_baseline
 from mezzo.cli.words import typed, value_after, with_value
 from mezzo.errors import UsageError, nearest
 from mezzo.launch.targets import LAUNCHERS, before_mezzo
@@ -19,6 +20,7 @@ _NEAR = 0.7
 """How similar an option must be to what was typed for the corrected command to be suggested."""
 
 _LISTS = ("--policies", "--gpus", "--seeds", "--at")
+_OF_GPUS = ("--gpu", "--gpus")
 _RECORD = "runs/demo/record.json"
 _VERSION = ("-v", "-V", "-version", "--Version", "version")
 
@@ -38,7 +40,7 @@ def usage_error(error: Any, commands: Mapping[str, Any]) -> UsageError | None:
     if hasattr(error, "option_name") and typed()[1:2] and typed()[1] in commands:
         return UsageError(message, hint=f"type: {_with_or_without_value(error.option_name, commands[typed()[1]])}")
     if message.startswith("Missing argument"):
-        return _missing_argument(message, path)
+        return _missing_argument(message, path, commands)
     if path == "mezzo doctor" and not hasattr(error, "param"):
         return UsageError(message, hint="type: mezzo doctor")
     parameter = getattr(error, "param", None)
@@ -73,11 +75,12 @@ def _script_if_any(command: Any) -> list[str]:
     return ["train.py"] if any(one.name == "target" for one in command.params) else []
 
 
-def _missing_argument(message: str, path: str) -> UsageError:
+def _missing_argument(message: str, path: str, commands: Mapping[str, Any]) -> UsageError:
     *before, last = typed()
     if before[2:] and before[-1].startswith("-") and last.endswith(".py"):
         what = f"{before[-1]} took {last!r} as its value, so there is no script"
-        return UsageError(what, hint=f"type: {shlex.join([*before, 'VALUE', last])}")
+        parameter = next(one for one in commands[before[1]].params if before[-1] in one.opts)
+        return UsageError(what, hint=f"type: {shlex.join([*before, _example(parameter), last])}")
     example = _RECORD if path.endswith(" report") else "train" if last == "-m" else "train.py"
     return UsageError(message, hint=f"type: {shlex.join([*typed(), example])}")
 
@@ -101,14 +104,18 @@ def _unknown_command(context: Any) -> UsageError:
         line = [*words[:place], "run", *(shlex.split(name) if not Path(name).is_file() else [name]), *rest]
     elif name in LAUNCHERS:
         return before_mezzo(name, rest)
+    elif name == "mezzo":
+        line = [*words[:place], *rest] if rest else []
     elif meant:
+        meant, *option = meant.split()
         script = (
             []
             if any(not word.startswith("-") and word.endswith(".py") for word in rest) or "-m" in rest
             else ["train.py"]
         )
         takes_script = bool(_script_if_any(context.command.commands[meant]))
-        line = [*words[:place], meant, *(script if takes_script else []), *rest]
+        runs = ["runs"] if meant == "report" and not rest else []
+        line = [*words[:place], meant, *option, *(script if takes_script else runs), *rest]
     hint = f"type: {shlex.join(line)}" if line else "mezzo --help describes each of them"
     return UsageError(f"mezzo has no command {name!r}; {nearest(name, commands)}", hint=hint)
 
@@ -133,6 +140,8 @@ def _before_a_command(name: str, context: Any) -> list[str]:
     words, commands = list(typed())[1:], context.command.commands
     if words[0] in _VERSION and len(words) == 1:
         return ["mezzo", "--version"]
+    if words[:2] == ["-m", "mezzo"]:
+        return ["mezzo", *words[2:]]
     place = next((n for n, word in enumerate(words) if word in commands), None)
     if place is not None:
         takes = any(word.partition("=")[0] in _options(commands[words[place]]) for word in words[:place])
@@ -154,17 +163,34 @@ def _corrected(name: str, context: Any) -> list[str]:
         place = next((n for n, word in enumerate(words) if word.startswith("-") and f"-{word}" in options), None)
         return [] if place is None else [*words[:place], f"-{words[place]}", *words[place + 1 :]]
     value = value_after(name, words) or ""
+    if value.isdigit() and name in ("--gpu", "--gpus", "--device", "--device-id"):
+        rest = [*words[:place], *words[place + (1 if "=" in words[place] else 2) :]]
+        several = name == "--gpus" and value != "0"
+        before = (
+            ["torchrun", "--nproc-per-node", value, "--no-python"] if several else [f"CUDA_VISIBLE_DEVICES={value}"]
+        )
+        return [*before, *rest]
     for meant in _meant(name, options):
-        several = meant[0] == "--policies" and "," not in value and value not in ("", "fp32") and len(meant) == 1
+        several = meant[0] == "--policies" and "," not in value and value != "" and len(meant) == 1
         if meant[0] != COUNTERPARTS.get(name) or meant[0] in _LISTS or "," not in value:
-            new = (meant[0], f"fp32,{value}") if several else meant
+            new = (meant[0], with_baseline([value])) if several else meant
             return _replaced([*words, *_example_and_script(meant, words, place, command)], place, new, takes=several)
     others = _others(name, context)
     if others:
-        other = min(others, key=lambda one: one == "check")  # check shares most options
         has_script = _script_if_any(command) or any(word.endswith(".py") for word in words)
-        return ["mezzo", other, *words[2:], *([] if has_script else ["train.py"])]
+        scripts = [] if has_script else ["train.py"]
+        if not _script_if_any(command) and name in _OF_GPUS:
+            return [*_replaced(["mezzo", "predict", *words[2:]], place, ("--gpus",)), *scripts]
+        if not _script_if_any(command) and _is_flag(name, context.parent.command.commands[others[0]]):
+            return [*words[:place], *words[place + 1 :]]
+        # check shares most options, and answers for a GPU that is not here
+        other = min(others, key=lambda one: (one == "check") != (name == "--gpu"))
+        return ["mezzo", other, *words[2:], *scripts]
     return _after_the_script(words, place, command)
+
+
+def _is_flag(name: str, command: Any) -> bool:
+    return any(name in one.opts and getattr(one, "is_flag", False) for one in command.params)
 
 
 def _example_and_script(meant: tuple[str, ...], words: list[str], place: int, command: Any) -> list[str]:

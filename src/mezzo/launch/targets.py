@@ -75,7 +75,7 @@ def check_target(target: Target) -> None:
 
 
 def _check_module(target: Target) -> None:
-    name = target.name
+    name = target.name.partition(":")[0]  # train.py:main is how a server's application is named
     if name.endswith(".py") or "/" in name or os.sep in name:
         dotted = name.removesuffix(".py").strip("./").replace(os.sep, ".").replace("/", ".")
         as_module = target.instead(dotted, module=True)
@@ -169,10 +169,10 @@ def _refuse_folder(target: Target) -> None:
     scripts = [path for path in Path(target.name).glob("*.py") if path.name != "__init__.py"]
     # Python runs a folder's __main__.py.
     scripts.sort(key=lambda path: (path.name != "__main__.py", "train" not in path.name, path))
-    raise UsageError(
-        f"{target.name} is a folder; allowed: a Python file",
-        hint=f"type: {target.instead(str(scripts[0]))}" if scripts else "pass the path of the script that trains",
-    )
+    hint = f"type: {target.instead(str(scripts[0]))}" if scripts else "pass the path of the script that trains"
+    if (Path(target.name) / "record.json").is_file():
+        hint = f"type: mezzo report {shlex.quote(target.name)}"
+    raise UsageError(f"{target.name} is a folder; allowed: a Python file", hint=hint)
 
 
 def _near_scripts(target: Target) -> str:

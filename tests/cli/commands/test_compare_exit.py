@@ -33,7 +33,7 @@ def ended_with(verdicts: list[Verdict], *options: str, folder: Path) -> int:
         mock.patch.object(measure_compare, "compare", return_value=record),
         mock.patch("mezzo.cli.results.finish"),
     ):
-        words = ["compare", "--policies", "fp32", "--seeds", "1", "--out", str(folder), *options]
+        words = ["compare", "--policies", "fp32,bf16", "--seeds", "1", "--out", str(folder), *options]
         return cli.main([*words, str(SCRIPTS / "plain.py")])
 
 

@@ -94,7 +94,7 @@ def test_a_comparison_is_given_the_predictions_of_its_runs(monkeypatch: pytest.M
     monkeypatch.setattr("mezzo.cli.predictions.real_gpus.predicted_for", predicted)
     monkeypatch.setattr("mezzo.cli.commands.compare.run_all", lambda *_, **__: _runs(**CPU))
     script = str(SCRIPTS / "plain.py")
-    assert cli.main(["compare", "--policies", "fp32", "--gpus", "l4", "--out", str(tmp_path), script]) == 0
+    assert cli.main(["compare", "--policies", "fp32,bf16", "--gpus", "l4", "--out", str(tmp_path), script]) == 0
     assert given == [(script, ["fp32"], ["l4"])]
     record = read_record(tmp_path / "record.json")
     assert isinstance(record, CompareRecord)

@@ -263,6 +263,15 @@ def test_what_a_run_leaves_is_finalised_although_torch_is_not_collected(
     assert file.read_text() == "written"
 
 
+@pytest.mark.usefixtures("_as_in_a_shell")
+def test_a_run_does_not_collect_what_a_shared_library_has_made(place: Path) -> None:
+    held = Starter()
+    with forking(held):
+        run(place, "import scipy.stats\nimport gc\nprint(any(one is scipy.stats.norm for one in gc.get_objects()))")
+    held.close()
+    assert "False" in (place / "output.log").read_text().splitlines()
+
+
 def test_no_two_runs_draw_the_same(place: Path, starter: Starter) -> None:
     drawn = []
     with forking(starter):
@@ -576,4 +585,5 @@ def test_a_comparison_of_one_run_starts_no_process(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(runner, "shared_imports", lambda: pytest.fail("there is one run"))
     monkeypatch.setattr(runner, "observe_child", mock.Mock(side_effect=ScriptError("it was run", hint="")))
     target = request_for(tmp_path, "import torch").target
-    assert cli.main(["compare", "--policies", "fp32", "--seeds", "1", "--out", str(tmp_path), target]) == 7
+    monkeypatch.setattr("mezzo.cli.commands.compare.left_to_run", lambda requests: ([], requests[:1]))
+    assert cli.main(["compare", "--policies", "fp32,bf16", "--seeds", "1", "--out", str(tmp_path), target]) == 7

@@ -453,7 +453,7 @@ for _ in range(3):
 @pytest.mark.parametrize(
     "words",
     [
-        ["compare", "--policies", "fp32", "--seeds", "1", "--gpus", "t4"],
+        ["compare", "--policies", "fp32,bf16", "--seeds", "1", "--gpus", "t4"],
         ["predict", "--gpus", "t4", "--policies", "fp32"],
     ],
     ids=lambda words: words[0],
@@ -473,7 +473,7 @@ def test_a_prediction_ends_with_its_command(tmp_path: Path, words: list[str]) ->
     if words[0] == "compare":
         record = read_record(tmp_path / "out" / "record.json")
         assert isinstance(record, CompareRecord)
-        assert [run.policy for run in record.runs] == ["fp32"]
+        assert [run.policy for run in record.runs] == ["fp32", "bf16"]
         assert record.real_gpus is None
 
 

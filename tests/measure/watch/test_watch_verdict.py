@@ -69,6 +69,22 @@ def test_the_limit_is_named(seen: RunMeasurements, limit: str) -> None:
     assert bool(found.change) == (limit != "unknown")
 
 
+@pytest.mark.parametrize(
+    ("preempted", "sentence"),
+    [
+        (0.2, "90% of the time is spent in products, and no wait reaches 25%"),
+        (
+            0.8,
+            "90% of the time is spent in products, and no wait of its own reaches 25% (other threads or processes had the cores "
+            "for 80% of the whole time)",
+        ),
+    ],
+)
+def test_a_busy_machine_is_told_beside_the_waits(preempted: float, sentence: str) -> None:
+    work = dataclasses.replace(PRODUCT, cpu_s=PRODUCT.cpu_s * (1 - preempted))
+    assert bottleneck(dataclasses.replace(PLAIN, preempted_share=preempted, operations=[work])).sentence == sentence
+
+
 def test_shares_are_of_the_time_that_others_did_not_take() -> None:
     """Of 1 s: 0.2 s asleep, 0.4 s refused, 0.1 s in a loader that computes, 0.3 s of other work: ready 0.8 s, ran half of it."""
     work = dataclasses.replace(PRODUCT, cpu_s=0.035)

@@ -213,3 +213,13 @@ def test_open_shows_the_page_and_says_so_where_there_is_no_browser(
     assert cli.main(["report", "--open", str(tmp_path)]) == 0
     assert opened == [(tmp_path / "one" / "report.html").as_uri(), (tmp_path / "index.html").as_uri()]
     assert f"no browser could be started; open {opened[0]}" in capsys.readouterr().err
+
+
+def test_a_prediction_is_listed_under_its_script_and_its_answer_stays_on_a_line(tmp_path: Path) -> None:
+    write_record(build.predict_record(model="folder/train.py"), tmp_path / "one" / "record.json")
+    entries = [entry_of(path, record, tmp_path) for path, record in read_all(find_records(tmp_path))]
+    write_index(index_sheet(entries, tmp_path), tmp_path / "index.html")
+    page = (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert [entry.script for entry in entries] == ["train.py"]
+    assert '<td class="word whole"><span class="badge' in page
+    assert '<span class="whole">a100-80gb</span>' in page

@@ -99,6 +99,7 @@ def compare(
     failing, cards = _failing(fail_on), real_gpus.named_gpus(gpus)
     timeout_s = None if timeout is None else seconds_of(timeout, option="--timeout", example="30m")
     compared = _with_checkpointed(_parse_policies(policies), checkpoint)
+    _check_several(compared)
     changes_of(script, checkpoint=checkpoint or "")
     baseline = "fp32" if "fp32" in compared else next(iter(compared))
     script.check(*(entry.policy for entry in compared.values()))
@@ -178,6 +179,14 @@ def _parse_policies(policies: str) -> dict[str, _ComparedPolicy]:
                 f"{name} and {first.name} are the same policy, {policy_text(policy)}: it runs once, as {first.name}"
             )
     return compared
+
+
+def _check_several(compared: dict[str, _ComparedPolicy]) -> None:
+    """Refuse a comparison of a policy with nothing."""
+    if len(compared) == 1:
+        (entry,) = compared.values()
+        named = f"--policies {entry.name!r} names nothing to compare {entry.name} with; allowed: two policies or more"
+        raise UsageError(named, hint=f"type: {with_value('--policies', values.with_baseline([entry.name]))}")
 
 
 def _with_checkpointed(compared: dict[str, _ComparedPolicy], checkpoint: str | None) -> dict[str, _ComparedPolicy]:

@@ -19,7 +19,7 @@ from mezzo.cli.predictions.ruled_out import gpu_of, rule_out
 from mezzo.cli.progress import shown
 from mezzo.cli.resumed import finished_before
 from mezzo.cli.script import Script
-from mezzo.cli.words import with_value
+from mezzo.cli.words import typed, value_after, with_value
 from mezzo.errors import ScriptError, UsageError, nearest
 from mezzo.launch.process.command_signals import Stopped, stoppable
 
@@ -140,6 +140,14 @@ def tune(
 # --- what was typed ------------------------------------------------------------------------------------------------------------
 
 
+def _vary_joined(text: str) -> str:
+    """Return the command with ``--vary NAME VALUES`` as one word, or with an example."""
+    following = value_after(text, typed()) or ""
+    if "=" in text or not following or following.startswith("-") or following.endswith(".py"):
+        return with_value("--vary", _VARY)
+    return with_value("--vary", f"{text}={following}", skipped=(following,))
+
+
 def _varied(texts: list[str]) -> dict[str, list[str]]:
     varied: dict[str, list[str]] = {}
     for text in texts:
@@ -148,7 +156,7 @@ def _varied(texts: list[str]) -> dict[str, list[str]]:
         if not (name and equals and all(listed)):
             raise UsageError(
                 f"--vary {text!r}; allowed: an option of the script and its values",
-                hint=f"type: {with_value('--vary', _VARY)}",
+                hint=f"type: {_vary_joined(text)}",
             )
         varied.setdefault(name, []).extend(listed)
     return varied

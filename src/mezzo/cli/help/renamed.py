@@ -43,6 +43,8 @@ COUNTERPARTS: Mapping[str, str] = {
 
 OTHER_NAMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "--amp": (("--policy", "fp16"),),
+    "--amp-level": (("--policy",), ("--policies",)),
+    "--baseline": (("--policies",),),
     "--fp16": (("--policy", "fp16"),),
     "--bf16": (("--policy", "bf16"),),
     "--half": (("--policy", "fp16"),),
@@ -59,6 +61,13 @@ OTHER_NAMES: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "--time": (("--budget",), ("--timeout",)),
     "--time-limit": (("--budget",), ("--timeout",)),
     "--batch-size": (("--batch",),),
+    "--seq-len": (("--sequence",),),
+    "--seq-length": (("--sequence",),),
+    "--img-size": (("--image",),),
+    "--image-size": (("--image",),),
+    "--gradient-checkpointing": (("--checkpoint", "full"),),
+    "--patch": (("--write-patch",),),
+    "--html": (("--open",),),
     "--device": (("--gpu",), ("--gpus",)),
 }
 """Names that older versions and other tools have for our options: the first of ours that the command has is meant, with its value."""
@@ -67,11 +76,15 @@ COMMANDS: Mapping[str, str] = {
     "train": "run",
     "start": "run",
     "exec": "run",
+    "launch": "run",
     "python": "run",
     "benchmark": "compare",
     "bench": "compare",
     "test": "check",
+    "patch": "check --write-patch",
+    "convert": "check --write-patch",
     "profile": "watch",
+    "speed": "watch",
     "monitor": "watch",
     "trace": "audit",
     "debug": "diagnose",
@@ -84,10 +97,12 @@ COMMANDS: Mapping[str, str] = {
     "resume": "resume-check",
     "info": "doctor",
     "env": "doctor",
+    "ls": "report",
+    "list": "report",
     "show": "report",
     "view": "report",
 }
-"""Words that people try as commands, and the command that does it."""
+"""Words that people try as commands, and the command that does it, with an option where it needs one."""
 
 LIKELY = ("run", "compare", "check", "predict", "tune", "watch", "audit", "diagnose", "ranges", "fallback")
 """The commands that an option without a command is tried with, in this order."""

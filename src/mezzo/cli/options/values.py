@@ -52,9 +52,11 @@ def _check_size(text: str, option: str, example: str) -> None:
 def _check_policy(text: str, option: str, example: str) -> None:
     if "," in text:
         names = ",".join(names_in(text))
-        one = f"type: {with_value(option, names_in(text)[0])}"
+        one = f"type: {with_value(option, *(names_in(text)[:1] or [example]))}"
         several = f"mezzo compare takes several: --policies {names}; for one, {one}"
-        if typed()[1:2] == ("run",):
+        if len(names_in(text)) < 2:
+            several = one
+        elif typed()[1:2] == ("run",):
             several = f"type: {with_value(option, names, command='compare', renamed='--policies')}"
         raise UsageError(f"{option} {text!r}; allowed: one policy", hint=several)
     _check_policies(text, option, example)
@@ -75,8 +77,20 @@ def _check_policies(text: str, option: str, example: str) -> None:
             near = _near_policy(name, several=option == "--policies")
             if near is None:
                 raise
-            line = with_value(option, ",".join([*names[:place], near, *names[place + 1 :]]))
+            meant = [*names[:place], near, *names[place + 1 :]] if near else names_in(example)
+            compared = option == "--policies" and typed()[1:2] == ("compare",)
+            line = with_value(option, with_baseline(meant) if compared else ",".join(meant))
             raise PolicyError(error.message, hint=f"type: {line}") from None
+
+
+def with_baseline(names: Sequence[str]) -> str:
+    """Return policies for a comparison: a single one has FP32 beside it, and FP32 has both 16-bit formats."""
+    from mezzo.policy import canonical
+
+    named = names_in(",".join(names))
+    if len(named) > 1:
+        return ",".join(named)
+    return f"fp32,{named[0]}" if canonical(named[0]) != "fp32" else "fp32,bf16,fp16"
 
 
 def _check_presets(text: str, option: str, example: str) -> None:
@@ -93,16 +107,17 @@ def _check_presets(text: str, option: str, example: str) -> None:
 
 
 def _near_policy(name: str, *, several: bool) -> str | None:
+    """Return the policy that was probably meant, empty if there is none; None if the name is right and something else is wrong."""
     from mezzo.policy import ALIASES, PRESETS, canonical
 
     preset, colon, fields = name.strip().partition(":")
     if preset in PRESETS or preset in ALIASES or preset.endswith(".toml"):
         return None  # a field or a file is wrong
-    parts = re.split(r"[;/|&\s]+", name.strip())
+    parts = re.split(r"[;/|&+=\s]+", name.strip())
     if len(parts) > 1 and all(canonical(part) in PRESETS for part in parts):
         return ",".join(parts) if several else parts[0]
     near = get_close_matches(preset.lower(), [*PRESETS, *ALIASES], n=1)
-    return f"{near[0]}{colon}{fields}" if near else None
+    return f"{near[0]}{colon}{fields}" if near else ""
 
 
 def _check_judged(text: str, option: str, example: str) -> None:
@@ -183,8 +198,10 @@ def _check_gpus(text: str, option: str, example: str, words: Sequence[str], *, s
         )
     for place, name in enumerate(names):
         if find_gpu(name) is None and name.lower() not in words:
-            near = get_close_matches(name.lower(), [*GPUS, *words], n=1)
-            line = with_value(option, ",".join([*names[:place], *(near or [EXAMPLES["GPU"]]), *names[place + 1 :]]))
+            by_number = {one.removeprefix("rtx-"): one for one in GPUS if one[4:5].isdigit()}
+            near = get_close_matches(name.lower(), [*by_number, *GPUS, *words], n=1, cutoff=0.5) or [EXAMPLES["GPU"]]
+            meant = [*names[:place], by_number.get(near[0], near[0]), *names[place + 1 :]]
+            line = with_value(option, ",".join(meant))
             try:
                 gpu_named(name, option=option)
             except UsageError as error:

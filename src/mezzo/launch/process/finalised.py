@@ -1,8 +1,8 @@
 """Which objects of a forked run Python has to finalise when the run ends.
 
-The objects of torch and Mezzo exist before the fork and are frozen (``gc.freeze``): to collect them again took most of the time in which
-a run ended. What they refer to is then not collected either. That matters only for objects that do something at their end: if the run
-has left such an object, everything is collected, as in a process of its own.
+The objects of torch, Mezzo and the shared libraries exist before the fork and are frozen (``gc.freeze``): to collect them again took most
+of the time in which a run ended. What they refer to is then not collected either. That matters only for objects that do something at their
+end: if the run has left such an object, everything is collected, as in a process of its own.
 """
 
 from __future__ import annotations

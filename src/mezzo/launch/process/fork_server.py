@@ -184,7 +184,7 @@ class _Imported(NamedTuple):
     output: bytes
     """What they printed, which each run prints, too."""
     packages: list[str]
-    """The packages imported with the compiler and the libraries; a file of the same name in the script's folder would have been
+    """The packages imported with the libraries and the compiler; a file of the same name in the script's folder would have been
     imported instead."""
     generators: list[random.Random]
     """Generators that were seeded by the system."""
@@ -243,18 +243,21 @@ def _report_end(child: int, connection: socket.socket) -> None:
 
 def _import(libraries: Sequence[str]) -> _Imported:
     packages: list[str] = []
+    generators: list[random.Random] = []
     failure = None
     try:
         importlib.import_module("mezzo.launch.child")
         training_in("torch")
-        # Without the compiler and the libraries, because Triton calls its own objects a leak if they are not collected.
-        gc.freeze()
         packages = _import_shared(libraries)
+        generators = _generators()  # what is frozen is not listed
+        # Without the compiler, because Triton calls its own objects a leak if they are not collected.
+        gc.freeze()
+        packages += _import_shared([_COMPILER])
     except Exception as error:  # a run without the server shows it where the script's errors appear
         also = "".join(f" and {name}" for name in libraries)
         failure = f"importing PyTorch and its compiler{also} failed: {type(error).__name__}: {error}"
     gc.collect()
-    generators = [thing for thing in gc.get_objects() if type(thing) is random.Random]
+    generators += _generators()
     # Linear algebra libraries end their threads at the first fork, and restart them when they next compute.
     child = os.fork()
     if child == 0:
@@ -264,11 +267,15 @@ def _import(libraries: Sequence[str]) -> _Imported:
     return _Imported(os.pread(_STANDARD_OUTPUT, size, 0), packages, generators, ids_to_finalise(), failure)
 
 
-def _import_shared(libraries: Sequence[str]) -> list[str]:
-    """Import the compiler and the libraries as a script in a new process would; return the names of the packages that they imported."""
+def _generators() -> list[random.Random]:
+    return [thing for thing in gc.get_objects() if type(thing) is random.Random]
+
+
+def _import_shared(names: Sequence[str]) -> list[str]:
+    """Import modules as a script in a new process would; return the names of the packages that they imported."""
     packages, variables = _packages(), set(os.environ)
     folder = sys.path.pop(0)  # no file next to the script may run here
-    for name in (_COMPILER, *libraries):
+    for name in names:
         importlib.import_module(name)
     sys.path.insert(0, folder)
     for name in set(os.environ) - variables:

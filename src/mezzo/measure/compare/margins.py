@@ -25,7 +25,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from mezzo.measure.compare.scales import Array
 
@@ -78,5 +78,5 @@ def spread_of(values: Array) -> float:
 def spread_errors(quantiles: Array, num_seeds: int) -> Array:
     """Return the ratio of the estimated to the true spread of ``num_seeds`` normal runs, at quantiles of its distribution."""
     freedom, bias = _FITTED.get(num_seeds, (0.86 * num_seeds - 1.5, 1.0 + 0.85 / num_seeds))
-    errors: Array = bias * np.sqrt(stats.chi2.ppf(quantiles, freedom) / freedom)
+    errors: Array = bias * np.sqrt(2 * special.gammaincinv(freedom / 2, quantiles) / freedom)
     return errors

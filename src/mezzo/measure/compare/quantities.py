@@ -27,7 +27,7 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special
 
 from mezzo.measure.compare.kinds import MetricGrid
 from mezzo.measure.compare.margins import Margin
@@ -125,7 +125,7 @@ class Quantity:
     def _half(self, seen: PairStatistics, num_pairs: int, *, error: float) -> Array:
         if num_pairs < 2:
             return np.full_like(seen.mean, math.nan)
-        t = float(stats.t.ppf(1.0 - error, num_pairs - 1))
+        t = float(special.stdtrit(num_pairs - 1, 1.0 - error))
         return seen.rounding + t * seen.deviation / math.sqrt(num_pairs)
 
     def interval(self) -> tuple[float, float]:

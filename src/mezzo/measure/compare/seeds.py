@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from mezzo.measure.compare.margins import spread_errors
 from mezzo.measure.compare.quantities import PairStatistics, Quantity
@@ -59,7 +59,9 @@ class Future:
         # The absolute mean, because the sign of a difference must not matter.
         self._observed = replace(quantity.seen, mean=np.abs(quantity.seen.mean))
         freedom = self._num - 1
-        self._deviation = self._observed.deviation * np.sqrt(freedom / stats.chi2.ppf(rng.random(_DRAWS), freedom))
+        self._deviation = self._observed.deviation * np.sqrt(
+            freedom / (2 * special.gammaincinv(freedom / 2, rng.random(_DRAWS)))
+        )
         self._mean = self._observed.mean + self._deviation / math.sqrt(self._num) * rng.standard_normal(_DRAWS)
         self._spread = self._observed.spread / spread_errors(rng.random(_DRAWS), self._num)
         self._draws = rng.standard_normal(_DRAWS), rng.random(_DRAWS), rng.random(_DRAWS)
@@ -69,7 +71,9 @@ class Future:
         more = num_pairs - self._num
         normal, uniform, spread_uniform = self._draws
         mean = self._mean + self._deviation / math.sqrt(more) * normal
-        squares = self._deviation**2 * stats.chi2.ppf(uniform, more - 1) if more > 1 else np.zeros(_DRAWS)
+        squares = (
+            self._deviation**2 * 2 * special.gammaincinv((more - 1) / 2, uniform) if more > 1 else np.zeros(_DRAWS)
+        )
         between = self._num * more / num_pairs * (mean - self._observed.mean) ** 2
         total = (self._num - 1) * self._observed.deviation**2 + squares + between
         deviation = np.maximum(np.sqrt(total / (num_pairs - 1)), self.quantity.step / 2.0)

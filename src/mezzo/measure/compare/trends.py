@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from mezzo.measure.compare.series import final, mean, num_in_tenth
 from mezzo.measure.compare.words import short
@@ -102,7 +102,7 @@ class Learning:
         if fall is None or len(falls) < 2:
             return fall
         error = statistics.stdev(falls) / math.sqrt(len(falls))
-        return max(fall - float(stats.t.ppf(0.95, len(falls) - 1)) * error, 0.0)
+        return max(fall - float(special.stdtrit(len(falls) - 1, 0.95)) * error, 0.0)
 
     def _fall(self, window: Window) -> float | None:
         falls = [fall for trend in self.trends if math.isfinite(fall := trend.fall(window))]
@@ -117,7 +117,7 @@ class Learning:
     def _is_shown_by_seeds(self, falls: Sequence[float]) -> bool:
         if len(falls) < 2:
             return False
-        t = float(stats.t.ppf(1.0 - _CHANCE, len(falls) - 1))
+        t = float(special.stdtrit(len(falls) - 1, 1.0 - _CHANCE))
         return statistics.fmean(falls) > t * statistics.stdev(falls) / math.sqrt(len(falls))
 
     def _needed_by_spread(self) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from mezzo.records import RunRecord
 
@@ -81,6 +81,6 @@ def speed_up(ratios: Sequence[float], *, num_compared: int) -> SpeedUp:
     middle = float(logs.mean())
     if len(logs) < 2:
         return SpeedUp(times=math.exp(middle), low=math.nan, high=math.nan)
-    quantile = float(stats.t.ppf(1 - _ERROR / (2 * num_compared), len(logs) - 1))
+    quantile = float(special.stdtrit(len(logs) - 1, 1 - _ERROR / (2 * num_compared)))
     half = quantile * float(logs.std(ddof=1)) / math.sqrt(len(logs))
     return SpeedUp(times=math.exp(middle), low=math.exp(middle - half), high=math.exp(middle + half))

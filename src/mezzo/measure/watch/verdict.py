@@ -208,10 +208,17 @@ def _sentence(limit: Limit, run: RunMeasurements, shares: dict[str, float], *, l
         case "bandwidth":
             return f"{share('bandwidth')} of the time is spent in operations that mostly move memory"
         case "arithmetic":
-            return f"{share('arithmetic')} of the time is spent in products, and no wait reaches {_LOST:.0%}"
+            return f"{share('arithmetic')} of the time is spent in products, and {_no_wait(shares)}"
     why = "compiled code's operations are not seen" if run.compiled else "no operation was counted"
     why = "formats were emulated, so times of operations say nothing" if run.emulated else why
-    return f"no wait reaches {_LOST:.0%}, and {why}"
+    return f"{_no_wait(shares)}, and {why}"
+
+
+def _no_wait(shares: dict[str, float]) -> str:
+    preempted = shares.get("preempted", 0.0)
+    if preempted < _LOST:
+        return f"no wait reaches {_LOST:.0%}"
+    return f"no wait of its own reaches {_LOST:.0%} (other threads or processes had the cores for {preempted:.0%} of the whole time)"
 
 
 def _changes(limit: Limit, run: RunMeasurements) -> list[str]:

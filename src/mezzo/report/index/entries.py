@@ -70,7 +70,9 @@ def entry_of(path: Path, record: AnyRecord | RecordError, folder: Path) -> Index
         link=_address(page_of(path), folder),
         date=fmt.date_text(environment.date),
         when=environment.date,
-        script=_short(PurePath(getattr(sheet, "script", "")).name or fmt.MISSING, _NAME_LENGTH),
+        script=_short(
+            PurePath(getattr(sheet, "script", "") or getattr(record, "model", "")).name or fmt.MISSING, _NAME_LENGTH
+        ),
         kind=command_name(record),
         policies=_short(", ".join(_policies(record)) or fmt.MISSING, _NAME_LENGTH),
         word=answer.word,

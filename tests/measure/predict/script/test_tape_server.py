@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -102,3 +103,16 @@ def test_a_file_of_the_script_is_not_hidden_by_a_library(
     assert process._replaced(["library"], str(own)) is replaced
     for name in ("library", "needed"):
         monkeypatch.delitem(process.sys.modules, name)
+
+
+def test_forks_do_not_collect_what_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    ours, theirs = socket.socketpair()
+    monkeypatch.setattr(process.gc, "freeze", lambda: done.append("frozen"))
+    monkeypatch.setattr(process, "_record_all", lambda path, _: done.append(path.name))
+    with ours:
+        ours.sendall(b"/requests\n")
+        ours.shutdown(socket.SHUT_WR)
+        process.main(["--socket", str(theirs.detach()), "/"])
+        assert ours.recv(1) == tape_server.RECORDED
+    assert done == ["frozen", "requests"]

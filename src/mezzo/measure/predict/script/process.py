@@ -13,6 +13,7 @@ The process imports torch, and with a socket the libraries that the script impor
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -115,7 +116,8 @@ def main(arguments: list[str]) -> None:
         os.execv(sys.executable, [sys.executable, "-m", PROGRAM, *arguments[:3]])
     connection = socket.socket(fileno=int(arguments[1]))
     os.set_inheritable(connection.fileno(), False)
-    with connection.makefile(encoding="utf-8") as lines:
+    gc.freeze()  # a fork looks for the script's models among its own objects, and not among those of all libraries
+    with connection, connection.makefile(encoding="utf-8") as lines:
         for line in lines:
             _record_all(Path(line.removesuffix("\n")), connection)
             connection.sendall(RECORDED)
