@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
 
 from mezzo.records.values import Environment, Reason, Value, WholeRecord
 
@@ -72,8 +74,14 @@ class BatchCurve(Value):
     """Throughput of one policy over batch sizes, up to the largest that fits."""
 
     policy: str
-    batches: list[int]
+    batches: list[Annotated[int, Field(ge=1)]]
     throughput: list[float]
+
+    @model_validator(mode="after")
+    def _one_rate_for_each(self) -> BatchCurve:
+        if len(self.batches) != len(self.throughput):
+            raise ValueError(f"{len(self.batches)} batches have {len(self.throughput)} rates")
+        return self
 
 
 class MemoryTimeline(Value):
@@ -86,6 +94,12 @@ class MemoryTimeline(Value):
     backward: int | None = None
     """Place at which the backward pass begins."""
     optimizer: int | None = None
+
+    @model_validator(mode="after")
+    def _one_size_for_each_place(self) -> MemoryTimeline:
+        if any(len(sizes) != len(self.places) for sizes in self.kinds.values()):
+            raise ValueError(f"{len(self.places)} places, and another number of sizes")
+        return self
 
 
 class ModuleTime(Value):

@@ -158,6 +158,8 @@ def ms_text(time_ms: float | None) -> str:
 
 def duration_text(seconds: float) -> str:
     """Return a duration in words: ``12.3 s``, ``4 min 05 s``, ``2 h 10 min``."""
+    if not math.isfinite(seconds):
+        return _not_finite(seconds)
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -169,6 +171,8 @@ def duration_text(seconds: float) -> str:
 
 def about_text(seconds: float) -> str:
     """Return an estimated duration: ``40 s``, ``6 min``, ``2 h 10 min``."""
+    if not math.isfinite(seconds):
+        return _not_finite(seconds)
     if seconds < 60:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 3600 else duration_text(seconds)

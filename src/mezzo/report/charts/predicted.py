@@ -34,7 +34,7 @@ def _name(detail: PredictionDetail) -> str:
 def batch_chart(record: PredictRecord, detail: PredictionDetail) -> Drawn:
     """Return the throughput of each policy up to the largest batch that fits, on a scale of doublings."""
     title = f"Throughput and the largest batch on {fmt.clean(detail.gpu)}"
-    curves = [curve for curve in detail.curves if curve.batches and len(curve.batches) == len(curve.throughput)]
+    curves = [curve for curve in detail.curves if curve.batches]
     if not curves:
         why = next((note.reason for note in record.assumptions if note.what == "other batch sizes"), "")
         description = f"Other batch sizes cannot be derived from this one{': ' if why else ''}{fmt.clean(why)}."
@@ -78,8 +78,8 @@ def _between(sizes: list[int], rates: dict[int, float]) -> list[float]:
         if size in rates or size > known[-1]:
             filled.append(rates.get(size, NAN))
             continue
-        below, above = max((k for k in known if k < size), default=size), min(k for k in known if k > size)
-        if below == size:  # no smaller batch was predicted
+        below, above = max((k for k in known if k < size), default=0), min(k for k in known if k > size)
+        if not below:  # no smaller batch was predicted
             filled.append(NAN)
             continue
         share = math.log2(size / below) / math.log2(above / below)

@@ -88,7 +88,7 @@ def tune_answer(record: TuneRecord, sheet: TuneSheet) -> Headline:
 def _headline(record: TuneRecord, script: str) -> str:
     if record.decision == "use":
         row = next((row for row in record.rows if row.name == record.chosen), None)
-        return f"Use {fmt.clean(record.chosen)}: {fmt.ratio_text(row and row.speedup)} as fast"
+        return f"Use {fmt.clean(record.chosen)}: {fmt.ratio_text(row.speedup if row is not None else None)} as fast"
     if record.decision == "keep":
         return f"Keep {script} as it is"
     return "Undecided" if record.decision == "undecided" else f"No answer: {script} cannot be timed"
