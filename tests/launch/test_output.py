@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from mezzo.launch.output import MetricReader, MetricStream, name_of
+from mezzo.launch.output import MetricReader, MetricStream, beginning_of, name_of
 from mezzo.records import Metric
 
 NAN, INF = math.nan, math.inf
@@ -44,6 +44,25 @@ def read(pattern: str, *lines: str) -> Metric:
 )
 def test_a_metric_has_the_words_of_its_pattern(pattern: str, name: str) -> None:
     assert name_of(pattern) == name
+
+
+@pytest.mark.parametrize(
+    ("pattern", "letters"),
+    [
+        ("acc +([0-9.]+)", "acc "), ("acc: ([0-9.]+)", "acc: "), ("accs?: (.*)", "acc"), ("acc*: (.*)", "ac"), ("a{0}b(.)", ""),
+        ("^acc (.*)", ""), ("(acc) (.*)", ""), ("acc|loss (.*)", ""), ("(?i)acc (.*)", ""), (r"acc\. (.*)", "acc"), ("top1 (.*)", "top"),
+        ("[Aa]cc (.*)", ""), ("loss-(.*)", "loss"), ("", ""),
+    ],
+)  # fmt: skip
+def test_the_letters_that_every_match_begins_with(pattern: str, letters: str) -> None:
+    assert beginning_of(pattern) == letters
+
+
+def test_colours_inside_the_first_letters_hide_no_metric() -> None:
+    reader = MetricReader("acc ([0-9.]+)", lambda: 3)
+    for line in ("a\x1b[1mcc \x1b[0m0.5", "no metric", "acc nan", "\tacc 0.25"):
+        reader.line(line)
+    assert str(reader.metric().values) == "[0.5, nan, 0.25]"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ class MetricReader:
 
     def __init__(self, pattern: str, num_updates: Callable[[], int]) -> None:
         self._pattern, self._compiled = pattern, re.compile(pattern)
+        self._begins_with = beginning_of(pattern)
         self._num_updates = num_updates
         self._steps: list[int] = []
         self._values: list[float] = []
@@ -41,9 +42,11 @@ class MetricReader:
         self._text: str | None = None
 
     def line(self, text: str) -> None:
-        """Read one line of output."""
-        # A pattern may contain colour codes, so the original line comes second.
-        matches = [*self._matches(_CONTROLS.sub("", text))] or [*self._matches(text)]
+        """Read one line of output; most lines of a script have no metric, and cost a search for the pattern's first letters."""
+        if text.isprintable():
+            matches = [*self._matches(text)] if self._begins_with in text else []
+        else:  # a pattern may contain colour codes, so the original line comes second
+            matches = [*self._matches(_CONTROLS.sub("", text))] or [*self._matches(text)]
         for number, rest in matches:
             try:
                 value = _value_of(number)
@@ -57,8 +60,11 @@ class MetricReader:
 
     def _matches(self, line: str) -> Iterator[tuple[str, str]]:
         """Yield each match of the pattern's first group with the text after it; a pattern of digits also matches ``nan`` and ``inf``."""
-        words = {word.start(): word for word in _NOT_FINITE.finditer(line)}
-        digits = _NOT_FINITE.sub(lambda word: "0." + "0" * (len(word.group()) - 2), line)
+        words, digits = dict[int, re.Match[str]](), line
+        lower = line.lower()
+        if "nan" in lower or "inf" in lower:
+            words = {word.start(): word for word in _NOT_FINITE.finditer(line)}
+            digits = _NOT_FINITE.sub(lambda word: "0." + "0" * (len(word.group()) - 2), line)
         for match in self._compiled.finditer(digits):
             start, end = match.span(1)
             if start >= 0:
@@ -105,6 +111,22 @@ def name_of(pattern: str) -> str:
         words.append("" if token["silent"] is not None else letter if letter.isalnum() or letter in "_@-" else " ")
     first, last = (" ".join(word for part in "".join(w).split() if (word := part.strip("-"))) for w in (before, after))
     return first or group.replace("_", " ") or last or "metric"
+
+
+def beginning_of(pattern: str) -> str:
+    """Return letters with which every match of a pattern begins; empty if there are none for sure."""
+    letters: list[str] = []
+    if "|" in pattern or "(?" in pattern:
+        return ""
+    for token in _TOKEN.finditer(pattern):
+        if token["literal"] is None:
+            if (token["silent"] or "")[:1] in ("*", "?", "{"):  # the last letter may be missing
+                del letters[-1:]
+            break
+        if token["literal"] in "0123456789+-.":  # as in a number, for which a line may have nan
+            break
+        letters.append(token["literal"])
+    return "".join(letters)
 
 
 class MetricStream:
