@@ -141,8 +141,10 @@ def _said(path: Path) -> str:
 
 
 def _differences(wanted: RunRecord, weights: list[int], results: Path, now: list[int]) -> list[str]:
+    # A life that was killed after its last line has a record in its folder, so the next one writes beside it.
+    newest = max(results.glob("run*/record.json"), key=lambda path: path.stat().st_mtime, default=results / "run")
     try:
-        record = read_record(results / "run" / "record.json")
+        record = read_record(newest)
     except MezzoError as error:
         return [error.message]
     assert isinstance(record, RunRecord)

@@ -41,7 +41,7 @@ TASKS = {
     "why NaN": ("Why is the loss NaN", None, ""),
     "memory and speed on a 4090": ("Which GPU, how much", "predict", "rtx-4090   fp32"),
     "accumulation with checkpointing": ("recomputes activations", "checkpointing", "--accumulate 4"),
-    "Paddle O2": ("O1 and O2", "paddle", "mezzo run --policy fp16-master"),
+    "Paddle O2": ("O2 (`fp16-master`)", "paddle", "mezzo run --policy fp16-master"),
 }
 """What readers come for: the row of the README, and the page with the line to type, if that is another."""
 

@@ -164,7 +164,9 @@ def _after_compare(record: CompareRecord) -> Iterator[NextStep]:
         return  # the headline says what to write
     trained = next((run for run in record.runs if len(run.steps)), record.runs[0])
     commands = _Commands(trained, record.command)
-    baseline = next(row for row in record.rows if row.compared_as == record.baseline)
+    baseline = next((row for row in record.rows if row.compared_as == record.baseline), None)
+    if baseline is None:
+        return
     if baseline.num_failed == baseline.num_runs:
         yield from commands.alone("no run of the baseline succeeded; see whether the script succeeds without Mezzo")
         return

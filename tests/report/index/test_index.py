@@ -16,6 +16,7 @@ import record_builders as build
 from mezzo import cli
 from mezzo.errors import RecordError
 from mezzo.records import RunRecord, Steps, write_record
+from mezzo.report import html
 from mezzo.report.html import write_index
 from mezzo.report.index.entries import entry_of, find_records, outdated, page_of, read_all
 from mezzo.report.index.sheet import MOST_ROWS, index_sheet
@@ -73,6 +74,24 @@ def test_an_index_says_what_each_record_says(
     assert places == sorted(places)  # the newest first
     assert {(tmp_path / link).is_file() for link in links_in(page)} == {True}
     assert {link.split("/")[0] for link in links_in(page)} == set(records)
+
+
+def test_a_record_that_no_view_can_show_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for day, name in ((1, "odd"), (2, "good")):
+        write_record(run_at(day), tmp_path / name / "record.json")
+    write = html.write_html
+    monkeypatch.setattr(
+        html, "write_html", lambda record, page: {}["missing"] if page.parent.name == "odd" else write(record, page)
+    )
+
+    assert cli.main(["report", str(tmp_path)]) == 0
+
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    odd, good = (next(words for words in lines if words[-1:] == [name]) for name in ("odd", "good"))
+    assert odd[-4:-1] == ["cannot", "be", "read"]
+    assert "fp16" in good
 
 
 def test_pages_that_are_newer_than_their_records_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,10 +148,17 @@ def _index(folder: Path) -> Path:
     check_folder(folder, "RECORD")
     entries, num_written = [], 0
     for path, record in lines.read_all(paths):
-        if not isinstance(record, RecordError) and lines.outdated(path):
-            write_html(record, lines.page_of(path))
-            num_written += 1
-        entries.append(lines.entry_of(path, record, folder))
+        try:
+            if not isinstance(record, RecordError) and lines.outdated(path):
+                write_html(record, lines.page_of(path))
+                num_written += 1
+            entry = lines.entry_of(path, record, folder)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # it must not hide the others
+            why = RecordError(
+                f"{type(error).__name__}: {error}", hint="report this as a fault of Mezzo, with the record"
+            )
+            entry = lines.entry_of(path, why, folder)
+        entries.append(entry)
     sheet = index_sheet(entries, folder)
     write_index(sheet, folder / _INDEX)
     if num_written:

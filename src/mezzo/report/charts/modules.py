@@ -136,7 +136,7 @@ def nodes_of(
 ) -> list[TreeNode]:
     """Return the roots of the tree of ``paths``, each level ordered by ``weight``; only the first MOST_NODES are kept."""
     kept = sorted(paths, key=weight)[:MOST_NODES]  # type: ignore[arg-type]
-    known = dict.fromkeys(path for name in kept for path in paths_of(name))
+    known = dict.fromkeys(path for name in kept for path in paths_of(name) if path)
     inside: dict[str, list[str]] = {}
     for path in sorted(known, key=weight):  # type: ignore[arg-type]
         inside.setdefault(path.rpartition(".")[0], []).append(path)

@@ -210,7 +210,8 @@ def _curves(record: RunRecord) -> Iterator[Curve]:
     for column in _STEP_COLUMNS:
         values = list(enumerate(getattr(record.steps, column), start=1))
         if column == "grad_norm":  # NaN in a step that was not skipped: not measured
-            values = [(n, v) for n, v in values if not math.isnan(v) or record.steps.skipped[n - 1]]
+            skipped = {n for n, one in enumerate(record.steps.skipped, start=1) if one}
+            values = [(n, v) for n, v in values if not math.isnan(v) or n in skipped]
         if values:
             yield Curve(name=f"step/{column}", steps=[n for n, _ in values], values=[float(v) for _, v in values])
     if record.metric is not None and record.metric.values:
