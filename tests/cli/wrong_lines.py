@@ -17,6 +17,10 @@ FILES = {
 }
 
 WRONG: list[tuple[str, str]] = [
+    ("predict --gpus t4 --gpus l4 train.py", "mezzo predict --gpus t4,l4 train.py"),
+    ("compare --policies fp32 --policies bf16 train.py", "mezzo compare --policies fp32,bf16 train.py"),
+    ("run --policy fp16 --policy=bf16 train.py", "mezzo run --policy bf16 train.py"),
+    ("diagnose --steps 5 --steps 9 train.py", "mezzo diagnose --steps 9 train.py"),
     ("-v", "mezzo --version"),
     ("-V", "mezzo --version"),
     ("-q", "mezzo --help"),

@@ -9,10 +9,9 @@ from pathlib import Path
 import typer
 
 from mezzo.cli.options.values import with_baseline
-from mezzo.cli.words import typed
+from mezzo.cli.words import LISTS, typed
 from mezzo.errors import UsageError
 
-_LISTS = {"--policies": "policies", "--gpus": "GPUs"}
 _OF_VALUES = ("--policies", "--policy", "--gpus", "--gpu")
 _DASHES = ("\u2014", "\u2013", "\u2212", "\u2011")
 """What word processors and web pages make of two hyphens, or of one."""
@@ -75,7 +74,7 @@ def _refuse_values(name: str, before: Sequence[str], after: Sequence[str], conte
     more, rest = [name], list(after)
     while rest and _is_value(rest[0], option):
         more.append(rest.pop(0))
-    if option not in _LISTS and len(more) > 1:
+    if option not in LISTS and len(more) > 1:
         before, option = ["mezzo", "compare", *before[2:]], _OF_VALUES[_OF_VALUES.index(option) - 1]
     joined = with_baseline(more) if before[1] == "compare" and option == "--policies" else ",".join(more)
     line = [*before, option, joined, *(rest or ["train.py"])]
@@ -94,9 +93,9 @@ def _refuse_rest_of_vary(name: str, before: Sequence[str], after: Sequence[str])
 
 def _refuse_rest_of_list(name: str, before: Sequence[str], after: Sequence[str]) -> None:
     """Refuse values of a list that are separated by spaces, and several values where one is meant."""
-    option, _, value = before[-2].partition("=") if len(before) > 3 and before[-2] in _LISTS else ("", "", "")
+    option, _, value = before[-2].partition("=") if len(before) > 3 and before[-2] in LISTS else ("", "", "")
     value = before[-1] if option else ""
-    if before[-1].partition("=")[0] in _LISTS and "=" in before[-1]:
+    if before[-1].partition("=")[0] in LISTS and "=" in before[-1]:
         option, _, value = before[-1].partition("=")
     single = before[-2] if len(before) > 3 and before[-2] == "--policy" else ""
     if not (option and (_is_value(name, option) or value.endswith(","))) and not (single and _is_policy(name)):
@@ -112,7 +111,7 @@ def _refuse_rest_of_list(name: str, before: Sequence[str], after: Sequence[str])
     start = before[:-1] if "=" in before[-1] else before[:-2]
     joined = ",".join(part for one in (value, *more) for part in one.split(",") if part)
     line = [*start, option, joined, *rest]
-    raise _instead(f"{option} {' '.join([value, *more])}; allowed: {_LISTS[option]} separated by commas", line)
+    raise _instead(f"{option} {' '.join([value, *more])}; allowed: {LISTS[option]} separated by commas", line)
 
 
 def _refuse_command(name: str, before: Sequence[str], after: Sequence[str], context: typer.Context) -> None:

@@ -132,6 +132,22 @@ def without_option(option: str, script: str) -> str:
     return shlex.join([*rest, *([] if any(word.endswith(".py") for word in rest) else [script])])
 
 
+LISTS = {"--policies": "policies", "--gpus": "GPUs"}
+"""Options with several values, separated by commas."""
+
+
+def repeated(option: str, *, times: int) -> UsageError:
+    """Return the refusal of an option that was typed several times before the script, with its values in one, or the last."""
+    words, values = list(typed()), list[str]()
+    for _ in range(times):
+        values.append(value_after(option, words) or "")
+        words = _without_option(words, option)
+    value = ",".join(values) if option in LISTS else values[-1]
+    allowed = f"{LISTS[option]} separated by commas" if option in LISTS else "one value"
+    line = shlex.join([*words[:2], option, value, *words[2:]])
+    return UsageError(f"{option} was typed {times} times; allowed: {allowed}", hint=f"type: {line}")
+
+
 def replacing(option: str, value: str, *, without: str = "") -> str:
     """Return the command as typed with ``value`` for an option that it may have had, and without another option that takes a value."""
     rest = _without_option(_without_option(typed(), option), without)

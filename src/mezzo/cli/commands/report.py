@@ -18,6 +18,8 @@ from mezzo.cli.options import shared as options
 from mezzo.cli.options.folders import check_folder
 from mezzo.errors import UsageError
 
+_OF_VIEWS = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a view may raise for a record that the schema allows."""
 _INDEX = "index.html"
 
 
@@ -153,7 +155,7 @@ def _index(folder: Path) -> Path:
                 write_html(record, lines.page_of(path))
                 num_written += 1
             entry = lines.entry_of(path, record, folder)
-        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:  # it must not hide the others
+        except _OF_VIEWS as error:  # it must not hide the others
             why = RecordError(
                 f"{type(error).__name__}: {error}", hint="report this as a fault of Mezzo, with the record"
             )

@@ -12,7 +12,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from mezzo.cli.help.guide import GROUPS, PAGES, QUESTIONS
-from mezzo.cli.words import typed
+from mezzo.cli.words import repeated, typed
 
 ALL = "--help-all"
 NAMES = ["-h", "--help", ALL]
@@ -20,7 +20,20 @@ _INDENT, _NARROWEST = 26, 60
 
 
 class Command(TyperCommand):
-    """A command with this help."""
+    """A command with this help, whose options are typed once, if they do not take several values."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words after the command's name.
+
+        Raises:
+            UsageError: an option stands there twice; the parser would silently take the last.
+        """
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        for one in given:
+            takes_one = one.param_type_name == "option" and not (one.multiple or getattr(one, "is_flag", False))
+            if takes_one and given.count(one) > 1:
+                raise repeated(one.opts[0], times=given.count(one))
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of the command."""
