@@ -96,6 +96,8 @@ HARMLESS = """
 --password-file pw.txt | --credentials creds/key.json | --api-key-env WANDB_API_KEY | --revision 3adf61e154c3fe3fca428ad6bc3818b27a3b8291
 --model timm:resnet50.a1_in1k | --data https://example.org/data.tar?download=1 | --lr=0.1 | --betas 0.9,0.999 | --session 3
 --log-to mlflow:http://localhost:5000 | --use-auth-token true | --token 512 | data.tokenizer=gpt2 | model.key_dim=64 | optimizer=adamw
+--model hf-internal-testing/tiny-v2 | --model sk-learn-model-v2 | --index pypi-mirror-2.13.0 | --to mailto:me@example.org
+--image trainer:latest@sha256:0a1b2c3d4e5f | --repo git@github.com:a/b.git
 --ckpt runs/2026-11-29T10:20:30/model.pt | s3://bucket/key/part-0001.parquet | --auth basic | --device cuda:0 | --dsn sqlite:///runs.db
 """.replace("\n", " | ")
 
@@ -129,6 +131,7 @@ def test_secrets_among_variables(name: str) -> None:
         (f"401 for url: https://x.org/f?token={S}", "401 for url: https://x.org/f?token=<TOKEN>"),
         (f"cannot log in with {S}", "cannot log in with <SECRET>"),
         ("loss: 0.5, key: value", None),
+        ("Basic statistics: Token classification of Bearer", None),
         ("File \"train.py\", line 3: x = y['token']", None),
     ],
 )

@@ -44,17 +44,19 @@ _PERHAPS = re.compile(
 _SECOND_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _VALUE = re.compile(
     r"""
-    \b(?:hf|sk|gh[poru]|xox[abeprs]|github_pat|glpat|nvapi|dapi|pypi|npm|shpat|ya29|r8)[-_.](?=[\w-]*[0-9A-Z])[\w.-]{12,}
+    \b(?:hf|gh[poru]|npm|r8)_(?=\w*[0-9A-Z])[A-Za-z0-9]{16,}
+    | \b(?:sk|glpat|pypi|nvapi|dapi|xox[abeprs])-(?=[\w-]*\d)(?=[\w-]*[A-Z]|[\da-f]{32})[\w-]{16,} | \bgithub_pat_\w{20,}
     | \bAIza[\w-]{30,} | \b(?:AKIA|ASIA)[0-9A-Z]{12,} | \beyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?
     | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----[\s\S]*
     """,
     re.VERBOSE,
 )
 """Keys of well-known services, web tokens, and private keys."""
-_PASSWORD = re.compile(r"(?:(?<=://)|^)([^/\s:@'\"]*):(?!//)([^/\s@'\"]+)@(?=[\w.-]*\w)")
+_PASSWORD = re.compile(r"(?:(?<=://)|^)(?!mailto:)([^/\s:@'\"]*):(?!//)([^/\s@'\"]+)@(?!sha256:)(?=[\w.-]*\w)")
 _USER = re.compile(r"(?<=://)(?=[^/\s:@'\"]*\d)[^/\s:@'\"]{16,}@")
 """A key in the place of a user."""
 _BEARER = re.compile(r"\b(Bearer|Basic|Token)(\s+)([\w.~+/-]{8,}=*)")
+"""Of a header; the last two also begin sentences."""
 _QUERY = re.compile(r"""([?&])([\w.-]+)(=)([^&\s"'#]+)""")
 _PAIR = re.compile(
     r"""()([A-Za-z][\w.-]*)(["']?\s*(?:=>|=|:(?!//))\s*["']?)(?!\w+://)([^\s"'=,;&}\])][^\s"',;&}\])]*)"""
@@ -92,13 +94,18 @@ def hidden_text(text: str, *, values: Iterable[str] = (), is_word: bool = False)
 
     if "=" in text or ":" in text:
         text = _USER.sub("<SECRET>@", _PASSWORD.sub(r"\1:<PASSWORD>@", text))
-        text = _QUERY.sub(named, _BEARER.sub(r"\1\2<SECRET>", text))
+        text = _QUERY.sub(named, _BEARER.sub(_header, text))
         text = _PAIR.sub(named, text)
     text = _VALUE.sub("<SECRET>", text)
     for value in values:
         if value in text and is_unmistakable(value):
             text = text.replace(value, "<SECRET>")
     return text
+
+
+def _header(found: re.Match[str]) -> str:
+    kind, space, value = found.groups()
+    return f"{kind}{space}<SECRET>" if kind == "Bearer" or looks_random(value) else found[0]
 
 
 def is_secret(name: str, value: str) -> bool:
