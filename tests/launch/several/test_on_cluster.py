@@ -264,6 +264,7 @@ def test_a_worker_killed_and_the_command_killed_the_record_is_the_same(
     assert sorted(set(ended)) == sorted(names)
     assert [name for name in finished if ended.count(name) > 1] == []
     assert Path("killed").exists()
+    assert [*Path("out").rglob("*_submitted.pkl")] == []  # it has the script's arguments
     assert {run.placement.through for run in read("out").runs if run.placement} == {cluster.partition(":")[0]}
     Path("ended.txt").unlink()
     subprocess.run(comparison(out="alone"), capture_output=True, check=True, timeout=900)

@@ -59,8 +59,8 @@ class Slurm:
     def begin(self, folder: Path) -> None:
         """Create the executor; its files go below ``folder``."""
         files = (folder / self.name).absolute()
-        files.mkdir(parents=True, exist_ok=True)
-        self._ledger = files / "jobs.json"
+        files.mkdir(parents=True, exist_ok=True, mode=0o700)  # a submitted run has the script's arguments, secrets too
+        self._files, self._ledger = files, files / "jobs.json"
         self._jobs = read_object(self._ledger)
         if self._local:
             self._executor = self._submitit.LocalExecutor(files, max_num_timeout=0)
@@ -87,7 +87,9 @@ class Slurm:
         return None if job.done() else job
 
     def end(self) -> None:
-        """Do nothing: jobs end by themselves."""
+        """Delete what the jobs were submitted with: the script's arguments may be secrets. The jobs end by themselves."""
+        for path in self._files.glob("*_submitted.pkl"):
+            path.unlink(missing_ok=True)
 
 
 class SlurmJob:
