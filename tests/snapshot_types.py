@@ -287,7 +287,12 @@ def described(value: Any) -> Any:
         return kind, described(value.data), described(value.mask), value.mask is np.ma.nomask, fill, value.hardmask
     if isinstance(value, np.ndarray):
         order = value.flags.f_contiguous and not value.flags.c_contiguous
-        return kind, value.dtype, value.dtype.byteorder, value.shape, order, value.flags.writeable, value.tobytes()
+        plain = value
+        if value.dtype.names:  # what lies between the fields is nobody's, and is not copied either
+            plain = np.zeros(value.shape, value.dtype)
+            for name in value.dtype.names:
+                plain[name] = value[name]
+        return kind, value.dtype, value.dtype.byteorder, value.shape, order, value.flags.writeable, plain.tobytes()
     if isinstance(value, np.generic):
         return kind, str(value.dtype), value.tobytes()
     if isinstance(value, (float, complex)):

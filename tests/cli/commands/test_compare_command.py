@@ -135,15 +135,8 @@ def compared(
 ) -> CompareRecord:
     monkeypatch.chdir(folder)
     Path("train.py").write_text(script, encoding="utf-8")
-    asked = [
-        "--policies",
-        "fp32,bf16",
-        "--seeds",
-        "1",
-        *options,
-        "--out",
-        "out",
-    ]  # of an option given twice the last one counts
+    seeds = [] if "--seeds" in options else ["--seeds", "1"]
+    asked = ["--policies", "fp32,bf16", *seeds, *options, "--out", "out"]
     with forked_runs():
         code = cli.main(["compare", *asked, "train.py", *arguments])
     record = read_record(Path("out/record.json"))

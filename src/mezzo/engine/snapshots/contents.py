@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mezzo.engine.gradients import all_parameters, trained_by
 from mezzo.engine.optimizers.one_pass import OnePass
 from mezzo.engine.processes.replicas import bare
+from mezzo.engine.processes.shards import local
 from mezzo.engine.session_state import open_window
 from mezzo.engine.snapshots.background import Copies
 from mezzo.engine.snapshots.randomness import check_generators, random_states, set_random_states
@@ -219,7 +220,7 @@ def _refuse_not_finite(model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Refuse weights that no training continues from; reads each once."""
     for name, _ in model.named_parameters():
         value = saved.get(name)
-        tensor = value.part if isinstance(value, Shard) else value
+        tensor = value.part if isinstance(value, Shard) else local(value)
         if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel() and _has_nan_or_inf(tensor):
             raise SnapshotError(
                 f"the weight {name!r} has values that are not finite: its training had diverged",
