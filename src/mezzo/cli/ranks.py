@@ -65,7 +65,8 @@ def _run_together(process: Launched, words: Sequence[str], command: Callable[[],
 
     # An --out of the script itself does no harm: all processes read the same words.
     out = value_after("--out", words) or value_after("--resume", words)
-    meeting = Meeting(process, meeting_place(process, shared=Path("runs") if out is None else Path(out).parent))
+    shared = Path("runs") if out is None else Path(out).parent
+    meeting = Meeting(process, meeting_place(process, shared=shared), words=words)
     if process.rank:
         exit_code = follow(meeting)
         report_failure(exit_code, words[0], own_rank=process.rank)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
+import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -38,6 +42,104 @@ def test_they_meet_in_the_folder_of_this_job_whatever_an_earlier_one_left(tmp_pa
     second.leave()
     first.leave()
     assert not list(place.glob("job-[!o]*"))  # its own folder is gone
+
+
+UNEQUAL = [
+    (("run", "--policy", "bf16", "t.py"), "rank 1 of 2 was started with bf16, where rank 0 has fp16"),
+    (("audit", "--policy", "fp16", "t.py"), "rank 1 of 2 was started with audit, where rank 0 has run"),
+    (("run", "--policy", "fp16", "other.py"), "rank 1 of 2 was started with other.py, where rank 0 has t.py"),
+    (("run", "t.py"), "rank 1 of 2 was started with mezzo run t.py, and rank 0 with mezzo run --policy fp16 t.py"),
+    (
+        ("run", "--policy", "fp16", "t.py", "--token", "hunter2"),
+        "rank 1 of 2 was started with mezzo run --policy fp16 t.py --token '<TOKEN>', and",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "said"), UNEQUAL)
+def test_processes_with_unequal_commands_are_told_at_once(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    """Within their time-out of 20 seconds, in which they would wait for each other."""
+    place, own = tmp_path / "place", ("run", "--policy", "fp16", "t.py")
+    first = Meeting(process(0), place, words=own, join_s=20)
+    second = Meeting(process(1), place, words=words, join_s=20)
+    told: list[str] = []
+
+    def join() -> None:
+        with pytest.raises(ScriptError) as refused:
+            second.join()
+        told.append(refused.value.message)
+
+    arriving = threading.Thread(target=join)
+    arriving.start()
+    first.open()
+    with pytest.raises(ScriptError) as refused:
+        first.wait_for_all()
+    arriving.join()
+    first.leave()
+    assert refused.value.message.startswith(said)
+    assert told == [refused.value.message]
+    assert "hunter2" not in refused.value.message
+
+
+def of_process(number: int) -> dict[str, object]:
+    return {"pid": number, "host": socket.gethostname(), "numbers": os.readlink("/proc/self/ns/pid")}
+
+
+@pytest.mark.parametrize("elsewhere", [{}, {"host": "another"}, {"numbers": "pid:[1]"}])
+def test_a_process_of_this_machine_that_has_ended_is_gone_at_once(elsewhere: dict[str, str], tmp_path: Path) -> None:
+    meeting = Meeting(process(0), tmp_path / "p", silent_s=60)
+    meeting.open()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    meeting.put("alive-1", {"number": 3, **of_process(ended.pid), **elsewhere})
+    assert meeting.gone(1) is not bool(elsewhere)
+    meeting.put("alive-1", {"number": 3, **of_process(os.getpid())})
+    assert not meeting.gone(1)
+    meeting.leave()
+
+
+def test_folders_of_jobs_that_were_killed_are_removed_by_the_next(tmp_path: Path) -> None:
+    for name, age_s in (("mezzo-0-old", 1000), ("mezzo-0-new", 0), ("other-0-old", 1000)):
+        (tmp_path / name / "job-1").mkdir(parents=True)
+        for path in (tmp_path / name / "job-1", tmp_path / name):
+            os.utime(path, (time.time() - age_s,) * 2)
+    meeting = Meeting(process(0), tmp_path / "mezzo-0-own")
+    meeting.open()
+    meeting.leave()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mezzo-0-new", "other-0-old"]
+
+
+def test_a_question_of_a_process_that_is_gone_is_nobodys(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    left = {"rank": 1, "words": ["run", "old.py"], "digest": "x", **of_process(gone.pid)}
+    (place / "hello-1-old").write_text(json.dumps(left))
+    first, second = (Meeting(process(rank), place, words=("run", "t.py"), join_s=20) for rank in (0, 1))
+    arriving = threading.Thread(target=second.join)
+    arriving.start()
+    first.open()
+    first.wait_for_all()
+    arriving.join()
+    second.leave()
+    first.leave()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_waits_for_the_others_can_be_stopped(rank: int, tmp_path: Path) -> None:
+    class Signalled(Exception):
+        pass
+
+    def check() -> None:
+        raise Signalled
+
+    meeting = Meeting(process(rank), tmp_path / "place", join_s=60)
+    if rank == 0:
+        meeting.open()
+    with pytest.raises(Signalled):
+        (meeting.join if rank else meeting.wait_for_all)(check)
+    meeting.leave()
 
 
 def test_a_process_that_stops_counting_is_gone(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,20 @@ def follow(meeting: Meeting) -> int:
     """Run what rank 0 requests until the command is over; return the command's exit code.
 
     Raises:
-        ScriptError: there is no rank 0.
+        ScriptError: there is no rank 0, or it was started with another command.
     """
-    meeting.join()
-    try:
-        with stoppable() as stop, shared_imports(prints_why_not=False):
-            return _follow(meeting, stop)
-    finally:
-        meeting.put(f"bye-{meeting.launched.rank}", {})
-        meeting.leave()
+    with stoppable() as stop:
+        try:
+            meeting.join(stop.check)
+        except Stopped as stopped:
+            print(f"mezzo: {stopped} while waiting for rank 0", file=sys.stderr)
+            return stopped.exit_code
+        try:
+            with shared_imports(prints_why_not=False):
+                return _follow(meeting, stop)
+        finally:
+            meeting.put(f"bye-{meeting.launched.rank}", {})
+            meeting.leave()
 
 
 def _follow(meeting: Meeting, stop: Stop) -> int:

@@ -97,7 +97,7 @@ def launched(variables: Mapping[str, str], *, command: Sequence[str] = ()) -> La
 
     Args:
         variables: the environment.
-        command: Mezzo's command line, which is the same in all processes.
+        command: Mezzo's command line: it identifies a job whose launcher does not.
     """
     for names in _TABLE:
         rank, size = _number(variables, (names.rank,)), _number(variables, (names.size,))
@@ -123,5 +123,6 @@ def _number(variables: Mapping[str, str], names: Sequence[str]) -> int | None:
 
 def _job(variables: Mapping[str, str], names: _Variables, command: Sequence[str]) -> str:
     known = [f"{name}={variables[name]}" for name in names.job if variables.get(name)]
-    text = "\0".join([names.launcher, variables.get(names.size, ""), *known, *command])
+    # Processes with unequal commands must meet, too, to say so.
+    text = "\0".join([names.launcher, variables.get(names.size, ""), *(known or command)])
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]

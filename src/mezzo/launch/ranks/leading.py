@@ -95,6 +95,8 @@ class Leader:
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
         self._number = 0
+        self._waits_for_late = True
+        """Whether processes that have not joined yet must learn how the command ended."""
         self.exit_code = 0
         """The command's exit code, which all processes return."""
 
@@ -116,7 +118,12 @@ class Leader:
             ScriptError: not all processes have arrived.
         """
         if self._number == 0:
-            self._meeting.wait_for_all()
+            try:
+                with stoppable() as stop:
+                    self._meeting.wait_for_all(stop.check)
+            except BaseException:
+                self._waits_for_late = False
+                raise
         self._number += 1
         request = request.model_copy(update={"variables": {**request.variables, **new_rendezvous(os.environ)}})
         run = _Run(self._number, limit_s, time.monotonic(), {}, set())
@@ -142,9 +149,7 @@ class Leader:
         with suppress(OSError):
             self._meeting.put("over", {"exit_code": self.exit_code, "reason": REASON.text, "rank": REASON.rank})
         end = time.monotonic() + _STOPPING_S
-        waited_for = list(
-            self._meeting.others
-        )  # also one that starts slowly: it must learn the exit code when it joins
+        waited_for = [r for r in self._meeting.others if self._waits_for_late or self._meeting.has_joined(r)]
         while waited_for and time.monotonic() < end:
             waited_for = [r for r in waited_for if self._meeting.get(f"bye-{r}") is None and not self._meeting.gone(r)]
             time.sleep(POLL_S)

@@ -7,22 +7,26 @@ number in a file of its own; a process whose number no longer changes is gone, w
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
+import shlex
 import shutil
 import socket
 import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mezzo.errors import ScriptError
 from mezzo.launch.ranks.launched import Launched
+from mezzo.secrets import hidden
+from mezzo.version import VERSION
 
 JOIN_S = 120.0
 """Time for all processes to join: their launcher starts them together, but a busy file system may be slow."""
@@ -50,8 +54,20 @@ def meeting_place(launched: Launched, *, shared: Path) -> Path:
 class Meeting:
     """One process's view of the folder."""
 
-    def __init__(self, launched: Launched, place: Path, *, join_s: float = JOIN_S, silent_s: float = SILENT_S) -> None:
+    def __init__(
+        self,
+        launched: Launched,
+        place: Path,
+        *,
+        words: Sequence[str] = (),
+        join_s: float = JOIN_S,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        """Begin before the folder exists; ``words`` are the command line, which all processes must share."""
         self.launched = launched
+        self._words, self._digest = list(hidden(words)), _digest_of(words)
+        self._unequal: dict[int, str] = {}
+        """By rank, what a process that was started with another command was told."""
         self.others = [rank for rank in range(launched.size) if rank != launched.rank]
         self._place, self._join_s, self._silent_s = place, join_s, silent_s
         self._folder = place
@@ -65,29 +81,36 @@ class Meeting:
     def open(self) -> None:
         """Create the job's folder, as rank 0, and begin to answer the others."""
         _create_own(self._place)
+        if self.launched.one_machine:  # on several, their clocks may differ
+            _remove_left(self._place)
         self._folder = self._place / f"job-{secrets.token_hex(8)}"
         self._folder.mkdir(mode=0o700)
         self._start(self._beat, self._answer)
 
-    def join(self) -> None:
-        """Find the folder that rank 0 created.
+    def join(self, check: Callable[[], None] = lambda: None) -> None:
+        """Find the folder that rank 0 created; ``check`` is called while this process waits.
 
         Raises:
-            ScriptError: there was no answer.
+            ScriptError: there was no answer, or rank 0 was started with another command.
         """
         rank, token = self.launched.rank, secrets.token_hex(8)
         question, answer = self._place / f"hello-{rank}-{token}", self._place / f"welcome-{rank}-{token}"
         end = time.monotonic() + self._join_s
         while time.monotonic() < end:
+            check()
             message = read_message(answer)
             if message is not None:
                 answer.unlink(missing_ok=True)
+                if message["unequal"]:
+                    raise _unequal(message["unequal"])
                 self._folder = self._place / message["folder"]
                 self._start(self._beat)
                 return
             if not question.exists():
-                _create_own(self._place)
-                write_message(question, {})
+                with suppress(FileNotFoundError):  # the end of an earlier command has just removed the folder
+                    _create_own(self._place)
+                    own = {"rank": rank, "words": self._words, "digest": self._digest}
+                    write_message(question, {**own, **_own_process()})
             time.sleep(_POLL_S)
         question.unlink(missing_ok=True)
         raise ScriptError(
@@ -95,14 +118,17 @@ class Meeting:
             hint=_START_ALIKE,
         )
 
-    def wait_for_all(self) -> None:
-        """Wait, as rank 0, until all processes have joined.
+    def wait_for_all(self, check: Callable[[], None] = lambda: None) -> None:
+        """Wait, as rank 0, until all processes have joined; ``check`` is called meanwhile.
 
         Raises:
-            ScriptError: some did not.
+            ScriptError: some did not, or were started with another command.
         """
         end = time.monotonic() + self._join_s
-        while missing := [rank for rank in self.others if not self._path(f"alive-{rank}").exists()]:
+        while missing := [rank for rank in self.others if not self.has_joined(rank)]:
+            check()
+            if self._unequal:
+                raise _unequal(min(self._unequal.items())[1])
             if time.monotonic() > end:
                 names = ", ".join(map(str, missing))
                 raise ScriptError(
@@ -137,9 +163,15 @@ class Meeting:
         folder.mkdir(exist_ok=True)
         return folder
 
+    def has_joined(self, rank: int) -> bool:
+        """Return whether a process takes part."""
+        return self._path(f"alive-{rank}").exists()
+
     def gone(self, rank: int) -> bool:
-        """Return whether a process has stopped counting."""
+        """Return whether a process has ended, if it is one of this machine, or stopped counting."""
         message, now = read_message(self._path(f"alive-{rank}")), time.monotonic()
+        if message is not None and _has_ended(message):
+            return True
         number = -1 if message is None else int(message["number"])
         last, since_s = self._seen.get(rank, (None, now))
         if number != last:
@@ -163,7 +195,7 @@ class Meeting:
 
     def _put_alive(self, number: int) -> None:
         with suppress(OSError):  # the folder is deleted when the job is over
-            self.put(f"alive-{self.launched.rank}", {"number": number, "host": socket.gethostname()})
+            self.put(f"alive-{self.launched.rank}", {"number": number, **_own_process()})
 
     def _beat(self) -> None:
         number = 0
@@ -175,14 +207,73 @@ class Meeting:
         while not self._left.wait(_POLL_S):
             with suppress(OSError):
                 for question in self._place.glob("hello-*"):
+                    asked = read_message(question) or {}
                     answer = question.with_name(question.name.replace("hello", "welcome", 1))
-                    write_message(answer, {"folder": self._folder.name})
+                    is_left = "digest" not in asked or _has_ended(asked)  # by an earlier job
+                    unequal = "" if is_left or asked["digest"] == self._digest else self._difference(asked)
+                    write_message(answer, {"folder": self._folder.name, "unequal": unequal})
+                    if unequal:
+                        self._unequal[int(asked.get("rank", -1))] = unequal
                     question.unlink(missing_ok=True)
-            if all(self._path(f"alive-{rank}").exists() for rank in self.others):
+            if all(map(self.has_joined, self.others)):
                 return
+
+    def _difference(self, asked: dict[str, Any]) -> str:
+        """Return how the command of a process that asks differs from this one's."""
+        theirs = [str(word) for word in asked.get("words", [])]
+        parts = [
+            f"{shlex.quote(their)}, where rank 0 has {shlex.quote(own)}"
+            for their, own in zip(theirs, self._words, strict=False)
+            if their != own
+        ]
+        if len(theirs) != len(self._words) or not parts:
+            parts = [f"mezzo {shlex.join(theirs)}, and rank 0 with mezzo {shlex.join(self._words)}"]
+        return f"rank {asked.get('rank')} of {self.launched.size} was started with {'; '.join(parts)}"
 
     def _path(self, name: str) -> Path:
         return self._folder / name
+
+
+def _remove_left(place: Path) -> None:
+    """Delete the folders of this user's jobs beside ``place`` that were killed: nothing in them has changed while a process could wait."""
+    before_s = time.time() - JOIN_S - SILENT_S
+    for other in place.parent.glob(f"{place.name.rpartition('-')[0]}-*"):
+        with suppress(OSError):  # another process may just do the same
+            changed_s = [path.stat().st_mtime for path in (other, *other.rglob("*"))]
+            if other != place and max(changed_s) < before_s and other.stat().st_uid == place.stat().st_uid:
+                shutil.rmtree(other)
+
+
+def _own_process() -> dict[str, Any]:
+    """Return what tells other processes of this machine that this one lives; a container has numbers of its own."""
+    try:
+        numbers = os.readlink("/proc/self/ns/pid")
+    except OSError:  # no Linux
+        numbers = ""
+    return {"pid": os.getpid(), "host": socket.gethostname(), "numbers": numbers}
+
+
+def _has_ended(message: dict[str, Any]) -> bool:
+    """Return whether the process that wrote a message was on this machine and has ended; False if that is not known."""
+    own = _own_process()
+    if not own["numbers"] or any(message.get(name) != own[name] for name in ("host", "numbers")):
+        return False
+    try:
+        os.kill(int(message["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _digest_of(words: Sequence[str]) -> str:
+    """Return a digest of a command and of this Mezzo; of secrets, too, which are not in the words that are sent."""
+    return hashlib.sha256("\0".join([VERSION, *words]).encode(errors="surrogateescape")).hexdigest()
+
+
+def _unequal(what: str) -> ScriptError:
+    return ScriptError(f"{what}; allowed: the same command, script and arguments in all processes", hint=_START_ALIKE)
 
 
 def _create_own(place: Path) -> None:
