@@ -58,6 +58,14 @@ def refuse_in_several(option: str, *, hint: str) -> None:
         raise ScriptError(f"{option} was given in one of {process.size} processes; allowed: one process", hint=hint)
 
 
+def _show_for_leader(path: Path) -> None:
+    """Write the page of the record that this process wrote because rank 0 is gone, and print the record."""
+    from mezzo.cli import results
+    from mezzo.records import read_record
+
+    results.finish(read_record(path), path.parent, as_json=False, log_to=None, after_script=True, verbose=False)
+
+
 def _run_together(process: Launched, words: Sequence[str], command: Callable[[], int]) -> int:
     from mezzo.launch.ranks.following import follow
     from mezzo.launch.ranks.leading import leading
@@ -69,6 +77,8 @@ def _run_together(process: Launched, words: Sequence[str], command: Callable[[],
     meeting = Meeting(process, meeting_place(process, shared=shared), words=words)
     if process.rank:
         exit_code = follow(meeting)
+        if meeting.recorded is not None:
+            _show_for_leader(meeting.recorded)
         report_failure(exit_code, words[0], own_rank=process.rank)
         return exit_code
     with leading(meeting) as leader:

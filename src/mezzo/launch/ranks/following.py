@@ -15,8 +15,9 @@ from mezzo.launch.ranks.positions import take_position
 from mezzo.launch.ranks.requests import for_rank, record_path
 from mezzo.launch.ranks.torchrun_error import REASON
 from mezzo.launch.request import Request
-from mezzo.launch.runner import run_alone, shared_imports
-from mezzo.records.files import file_of_rank
+from mezzo.launch.runner import run_alone, shared_imports, substitute_record
+from mezzo.records import RunRecord, write_record
+from mezzo.records.files import file_of_rank, record_at
 
 _WITHOUT_LEADER = 1
 """Exit code of a process whose rank 0 is gone."""
@@ -54,12 +55,26 @@ def _follow(meeting: Meeting, stop: Stop) -> int:
             number += 1
         if meeting.gone(0):
             REASON.text, REASON.rank = "rank 0: its process vanished", 0
+            print(f"mezzo: {REASON.text}", file=sys.stderr)
+            _record_for_leader(meeting, number - 1, why=REASON.text)
             return stop.exit_code or _WITHOUT_LEADER
         if stop.stopped:  # rank 0 received the signal as well, and reports when the records are written
             end_s = min(end_s, time.monotonic() + 3 * GRACE_S)
         if time.monotonic() > end_s:
             return stop.exit_code
         time.sleep(POLL_S)
+
+
+def _record_for_leader(meeting: Meeting, number: int, *, why: str) -> None:
+    """Write the record of the run that rank 0 did not live to write, as the first of the processes that are left."""
+    rank, message = meeting.launched.rank, meeting.get(f"run-{number}")
+    if message is None or any(other < rank and not meeting.gone(other) for other in meeting.others):
+        return
+    own = record_at(record_path(meeting.folder_for(f"rank-{rank}"), number))
+    if not isinstance(own, RunRecord):
+        own = substitute_record(Request.model_validate_json(message["request"]), _WITHOUT_LEADER, why)
+    meeting.recorded = Path(message["record"])
+    write_record(own.model_copy(update={"error": why, "exit_code": _WITHOUT_LEADER}), meeting.recorded)
 
 
 def _run(meeting: Meeting, number: int, message: dict[str, Any], stop: Stop) -> None:

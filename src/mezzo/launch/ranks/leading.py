@@ -129,7 +129,8 @@ class Leader:
         run = _Run(self._number, limit_s, time.monotonic(), {}, set())
         sent = request.model_copy(update={"record_path": ""}).model_dump_json()
         output_path = None if output is None else str(output.absolute())
-        self._meeting.put(f"run-{run.number}", {"request": sent, "output": output_path})
+        place = str(Path(request.record_path).absolute())
+        self._meeting.put(f"run-{run.number}", {"request": sent, "output": output_path, "record": place})
         request = for_rank(request, 0, folder=self._folder(0), number=run.number, ranks=self.size)
         own = run_one(request, output=output, interrupted=lambda: self._over(run))
         own_end_s, own_stopped = time.monotonic(), run.stopped
