@@ -227,6 +227,7 @@ WRITERS = {
     "report/commands.py": "all next commands",
     "report/sheets/shared.py": "the command as typed",
     "report/tracking/log_entry.py": "the command as typed, for a tracker",
+    "launch/ranks/meeting.py": "the commands of two processes that are not the same",
 }
 
 
