@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mezzo.launch.process.command_signals import stoppable
 from mezzo.launch.ranks import following, leading
 from mezzo.launch.ranks.launched import Launched
 from mezzo.launch.ranks.leading import Leader, new_rendezvous
@@ -146,3 +147,37 @@ def test_paddles_store_of_an_earlier_run_is_never_used_again() -> None:
     assert list(fresh) == ["PADDLE_MASTER"]
     assert host == "10.0.0.1"
     assert port != "51832"
+
+
+class LeavesLastWord(Meeting):
+    """Another process writes its last message and ends while this one asks whether it lives."""
+
+    last_word: tuple[str, dict[str, Any]]
+
+    def gone(self, rank: int) -> bool:
+        self.put(*self.last_word)
+        return True
+
+
+def last_words(folder: Path, rank: int, name: str, message: dict[str, Any]) -> LeavesLastWord:
+    one = Launched(rank=rank, size=2, local_rank=rank, launcher="torchrun", one_machine=True, job="j")
+    meeting = LeavesLastWord(one, folder / "meeting")
+    meeting.last_word = name, message
+    meeting.open()
+    return meeting
+
+
+def test_a_process_that_ended_well_and_is_gone_has_not_vanished(tmp_path: Path) -> None:
+    meeting = last_words(tmp_path, 0, "ended-1-1", {"error": None, "stopped": False})
+    run = leading._Run(1, None, time.monotonic(), {}, set())
+    Leader(meeting)._over(run)
+    meeting.leave()
+    assert (list(run.ended), run.vanished, run.failed_s) == ([1], set(), None)
+
+
+def test_a_command_that_is_over_is_told_by_a_rank_0_that_is_gone(tmp_path: Path) -> None:
+    meeting = last_words(tmp_path, 1, "over", {"exit_code": 3, "reason": "", "rank": None})
+    with stoppable() as stop:
+        code = following._follow(meeting, stop)
+    meeting.leave()
+    assert code == 3

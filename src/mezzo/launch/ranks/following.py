@@ -46,6 +46,7 @@ def follow(meeting: Meeting) -> int:
 def _follow(meeting: Meeting, stop: Stop) -> int:
     number, end_s = 1, float("inf")
     while True:
+        is_alone = meeting.gone(0)  # before its messages are read: it leaves one and ends
         over, message = meeting.get("over"), meeting.get(f"run-{number}")
         if over is not None:
             REASON.text, REASON.rank = over["reason"], over["rank"]
@@ -53,7 +54,7 @@ def _follow(meeting: Meeting, stop: Stop) -> int:
         if message is not None:
             _run(meeting, number, message, stop)
             number += 1
-        if meeting.gone(0):
+        if is_alone:
             REASON.text, REASON.rank = "rank 0: its process vanished", 0
             print(f"mezzo: {REASON.text}", file=sys.stderr)
             _record_for_leader(meeting, number - 1, why=REASON.text)

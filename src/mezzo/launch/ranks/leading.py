@@ -96,7 +96,7 @@ class Leader:
         self._meeting = meeting
         self._number = 0
         self._waits_for_late = True
-        """Whether processes that have not joined yet must learn how the command ended."""
+        """Whether the end of the command is told to processes that have not joined yet: not once it has waited for them."""
         self.exit_code = 0
         """The command's exit code, which all processes return."""
 
@@ -118,12 +118,9 @@ class Leader:
             ScriptError: not all processes have arrived.
         """
         if self._number == 0:
-            try:
-                with stoppable() as stop:
-                    self._meeting.wait_for_all(stop.check)
-            except BaseException:
-                self._waits_for_late = False
-                raise
+            self._waits_for_late = False
+            with stoppable() as stop:
+                self._meeting.wait_for_all(stop.check)
         self._number += 1
         request = request.model_copy(update={"variables": {**request.variables, **new_rendezvous(os.environ)}})
         run = _Run(self._number, limit_s, time.monotonic(), {}, set())
@@ -163,12 +160,13 @@ class Leader:
         for rank in self._meeting.others:
             if rank in run.ended or rank in run.vanished:
                 continue
+            is_gone = self._meeting.gone(rank)  # before its message is read: it leaves one and ends
             message = self._meeting.get(f"ended-{run.number}-{rank}")
             if message is not None:
                 run.ended[rank] = message, now
                 failed = message["error"] is not None
             else:
-                failed = self._meeting.gone(rank)
+                failed = is_gone
                 if failed:
                     run.vanished.add(rank)
             if failed and run.failed_s is None:
