@@ -47,7 +47,12 @@ SECRETS: list[tuple[list[str], list[str]]] = [
     (["--session-token", S], ["--session-token", "<SESSION-TOKEN>"]),
     (["--github-token", S], ["--github-token", "<GITHUB-TOKEN>"]),
     (["--password", "swordfish"], ["--password", "<PASSWORD>"]),
-    (["--password=a=b,c"], ["--password=<PASSWORD>,c"]),
+    (["--password=a=b,c d"], ["--password=<PASSWORD>"]),
+    (["--password", "$ecret[1]"], ["--password", "<PASSWORD>"]),
+    (["--password", "<x>y"], ["--password", "<PASSWORD>"]),
+    (["+db.password=a,b}c"], ["+db.password=<PASSWORD>"]),
+    (["--config", '{"password": "correct, horse", "lr": 1}'], ["--config", '{"password": "<PASSWORD>", "lr": 1}']),
+    (["--config", "{'token': 'a b', 'tokenizer': 'c d'}"], ["--config", "{'token': '<TOKEN>', 'tokenizer': 'c d'}"]),
     (["--db-password", S], ["--db-password", "<DB-PASSWORD>"]),
     (["--dbpassword", S], ["--dbpassword", "<DBPASSWORD>"]),
     (["--passwd", S], ["--passwd", "<PASSWD>"]),
@@ -90,6 +95,7 @@ VARIABLES = (
 HARMLESS = """
 --max-tokens 512 | --max_new_tokens=256 | --tokenizer bpe | --tokenizer=hf-internal/llama_tokenizer | --token-dropout 0.1 | --num-keys 8
 --key-dim 64 | --key loss | --sort-key length | --image-key jpg | --text_key=caption | --label-key label_id | --metric-key acc1
+--password $DB_PASSWORD | --token=${HF_TOKEN}
 --pad-token <pad> | --eos-token </s> | --mask_token [MASK] | --bos_token_id 1 | --user-token user | --stop-tokens .,; | --tokens 100000
 --passes 3 | --pass-through layer2 | --pin-memory true | --pin_memory=1 | --spin 0.5 | --author me | --compass north | --bypass 4
 --keypoints 17 | --monkey see | --keyword-file words.txt | --pattern *.pt | --patience 5 | --patch-size 16 | --path data/train

@@ -1,4 +1,4 @@
-"""What is never written: values of arguments and variables with names of secrets, and texts that look like keys.
+"""What must not be written: values of arguments and variables with names of secrets, and texts that look like keys.
 
 Some names are only a secret's (``--db-password``, ``HF_TOKEN``). ``key``, ``token`` and ``auth`` also name other things
 (``--sort-key loss``, ``--mask-token x``): beside these, the value must look like a key. Without such a name, a value is a secret
@@ -59,8 +59,12 @@ _BEARER = re.compile(r"\b(Bearer|Basic|Token)(\s+)([\w.~+/-]{8,}=*)")
 """Of a header; the last two also begin sentences."""
 _QUERY = re.compile(r"""([?&])([\w.-]+)(=)([^&\s"'#]+)""")
 _PAIR = re.compile(
-    r"""()([A-Za-z][\w.-]*)(["']?\s*(?:=>|=|:(?!//))\s*["']?)(?!\w+://)([^\s"'=,;&}\])][^\s"',;&}\])]*)"""
+    r"""()([A-Za-z][\w.-]*)(["']?\s*(?:=>|=|:(?!//))\s*)(?!["']?\w+://)("[^"]+"|'[^']+'|[^\s"'=,;&}\])][^\s"',;&}\])]*)"""
 )
+_OPTION = re.compile(r"([-+~]*)([A-Za-z][\w.-]*)=(.+)", re.DOTALL)
+"""A word with a name and its whole value."""
+_REFERENCE = re.compile(r"<\S*>|\[[A-Z]+\]|\$[A-Z_][A-Z0-9_]*|\$\{\w+\}?")
+"""A placeholder, a token of a vocabulary, or the name of a variable."""
 _FILE = re.compile(r"(?:[\w.~-]*/)*[\w.-]+\.(?:json|pem|key|crt|txt|ya?ml|toml|ini|cfg|env|conf|pub)")
 _NO_VALUE = ("", "true", "false", "none", "null", "yes", "no")
 _PLACEHOLDER = re.compile(r"<[A-Z0-9_-]+>")
@@ -70,7 +74,7 @@ _SHORTEST = 8
 
 def hidden(words: Sequence[str]) -> tuple[str, ...]:
     """Return the words of a command, with placeholders for the secrets among them."""
-    shown = [hidden_text(word, is_word=True) for word in words]
+    shown = [_hidden_word(word) for word in words]
     for place, (word, following) in enumerate(pairwise(words), 1):
         name = word.lstrip("-")
         if name != word and "=" not in word and not following.startswith("-") and is_secret(name, following):
@@ -89,8 +93,10 @@ def hidden_text(text: str, *, values: Iterable[str] = (), is_word: bool = False)
 
     def named(found: re.Match[str]) -> str:
         before, name, between, value = found.groups()
-        told = is_word or before or between[-1] in "\"'"
-        return f"{before}{name}{between}{_placeholder(name)}" if told and is_secret(name, value) else found[0]
+        quote = value[0] if value[0] in "\"'" else ""
+        if not (is_word or before or quote) or not is_secret(name, value.strip(quote) if quote else value):
+            return found[0]
+        return f"{before}{name}{between}{quote}{_placeholder(name)}{quote}"
 
     if "=" in text or ":" in text:
         text = _USER.sub("<SECRET>@", _PASSWORD.sub(r"\1:<PASSWORD>@", text))
@@ -103,6 +109,13 @@ def hidden_text(text: str, *, values: Iterable[str] = (), is_word: bool = False)
     return text
 
 
+def _hidden_word(word: str) -> str:
+    option = _OPTION.fullmatch(word)
+    if option is not None and is_secret(option[2], option[3]):
+        return f"{option[1]}{option[2]}={_placeholder(option[2])}"
+    return hidden_text(word, is_word=True)
+
+
 def _header(found: re.Match[str]) -> str:
     kind, space, value = found.groups()
     return f"{kind}{space}<SECRET>" if kind == "Bearer" or looks_random(value) else found[0]
@@ -113,7 +126,7 @@ def is_secret(name: str, value: str) -> bool:
     name = _SECOND_WORD.sub("_", name)
     if (
         value.lower() in _NO_VALUE
-        or value[0] in "<$["
+        or _REFERENCE.fullmatch(value)
         or (value.isdecimal() and len(value) < 4)
         or _FILE.fullmatch(value)
     ):
@@ -127,7 +140,7 @@ def is_secret(name: str, value: str) -> bool:
 
 def is_secret_variable(name: str, value: str) -> bool:
     """Return whether an environment variable must not be written."""
-    return name not in _FOLDERS and (is_secret(name, value) or hidden_text(value, is_word=True) != value)
+    return name not in _FOLDERS and (is_secret(name, value) or _hidden_word(value) != value)
 
 
 def looks_random(value: str) -> bool:
@@ -145,11 +158,14 @@ def is_unmistakable(value: str) -> bool:
 
 
 def secrets_among(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the secrets of a command's words and of an environment, by the place where each is found."""
+    """Return the secrets of a command's words and of an environment, and words that contain one, by the place where each is found."""
     found = {f"${name}": value for name, value in environment.items() if is_secret_variable(name, value)}
     for place, (word, shown) in enumerate(zip(words, hidden(words), strict=True)):
+        if word == shown:
+            continue
+        found[f"word {place}"] = word  # a short secret is known only by the word around it
         pattern = "(.+)".join(map(re.escape, _PLACEHOLDER.split(shown)))
-        values = re.fullmatch(pattern, word, re.DOTALL) if word != shown else None
+        values = re.fullmatch(pattern, word, re.DOTALL)
         for number, value in enumerate(values.groups() if values else ()):
             found[f"word {place} part {number}"] = value
     return found

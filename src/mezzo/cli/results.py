@@ -78,23 +78,21 @@ def finish(
         after_script: whether the script has printed to standard output.
         verbose: whether to print the tables behind the answer too.
     """
-    from mezzo.records.files import without_secrets
-
-    record = without_secrets(record)
-    write(record, folder, typed=typed)
+    record = write(record, folder, typed=typed)
     with closed_output_ignored():
         files = f"record and report: {folder / 'record.json'}, {folder / 'report.html'}"
         show(record, as_json=as_json, files=files, after_script=after_script, verbose=verbose)
     track(record, folder / "record.json", folder / "report.html", log_to)
 
 
-def write(record: AnyRecord, folder: Path, *, typed: str = "") -> None:
-    """Write ``record.json`` and ``report.html``; ``typed`` is the script of the command."""
+def write(record: AnyRecord, folder: Path, *, typed: str = "") -> AnyRecord:
+    """Write ``record.json`` and ``report.html``, and return the record as written; ``typed`` is the script of the command."""
     from mezzo.records import write_record
     from mezzo.report.html import write_html
 
-    write_record(record, folder / "record.json")
+    record = write_record(record, folder / "record.json")
     write_html(record, folder / "report.html", typed=typed)
+    return record
 
 
 def track(record: AnyRecord, path: Path, page: Path, log_to: Sequence[str] | None) -> None:

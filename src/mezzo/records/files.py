@@ -50,9 +50,11 @@ _TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 """A text in JSON."""
 
 
-def write_record(record: AnyRecord, path: Path) -> None:
-    """Write ``record`` to ``path`` whole or not at all, without the secrets of this command line and environment."""
-    write_whole(without_secrets(record).model_dump_json(indent=1), path)
+def write_record(record: R, path: Path) -> R:
+    """Write ``record`` to ``path`` whole or not at all, and return what was written: ``without_secrets``."""
+    shown = without_secrets(record)
+    write_whole(shown.model_dump_json(indent=1), path)
+    return shown
 
 
 def without_secrets(record: R) -> R:

@@ -70,7 +70,7 @@ class Check:
     """Executes the runs."""
     say: Callable[[str], None]
     """Prints which stage begins, and why."""
-    keep: Callable[[AnyRecord, Path], None] = lambda record, folder: write_record(record, folder / "record.json")
+    keep: Callable[[AnyRecord, Path], object] = lambda record, folder: write_record(record, folder / "record.json")
     """Writes a record into a folder."""
     stages: list[CheckStage] = field(default_factory=list)
     first_steps: int | None = None
