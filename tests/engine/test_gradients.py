@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mezzo.engine.gradients import drop_gradients, multiply
+from mezzo.engine.gradients import any_not_finite, drop_gradients, finite_each, multiply
 
 KINDS = [[torch.float32], [torch.float16], [torch.float64], [torch.float32, torch.float16], []]
 
@@ -23,6 +23,20 @@ def test_a_product_is_one_rounding_of_the_product(kinds: list[torch.dtype], fact
     expected = [(tensor.double() * one.double()).to(tensor.dtype) for tensor in tensors]
     multiply(tensors, one)
     torch.testing.assert_close(tensors, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_each_gradient_is_checked_by_itself() -> None:
+    inf, nan, beyond_squares = float("inf"), float("nan"), torch.full((3,), 3e38)
+    gradients = [
+        torch.tensor([1.0, inf]),
+        torch.empty(0),
+        beyond_squares,
+        torch.tensor([nan]).half(),
+        torch.empty(0, 4),
+    ]
+    assert finite_each(gradients).tolist() == [False, True, True, False, True]
+    assert any_not_finite(gradients).item() == 1
+    assert any_not_finite([torch.empty(0), beyond_squares]).item() == 0
 
 
 class Told(torch.optim.SGD):

@@ -124,8 +124,14 @@ def not_finite(norm: Tensor) -> Tensor:
 
 def any_not_finite(gradients: list[Tensor]) -> Tensor:
     """Return 1 if an element of a gradient is not finite, else 0, in FP32 and without waiting for the device."""
-    largest = torch._foreach_norm(gradients, ord=math.inf)  # of magnitudes: no square that leaves FP32's range
-    return (~torch.stack([n.to(largest[0].device) for n in largest]).isfinite()).any().float()
+    return (~finite_each(gradients)).any().float()
+
+
+def finite_each(gradients: Sequence[Tensor]) -> Tensor:
+    """Return for each gradient whether all its elements are finite, as booleans on the first one's device, without waiting for it."""
+    # Magnitudes, since squares leave FP32's range; torch has no largest one of no elements.
+    largest = torch._foreach_norm([g if g.numel() else g.new_zeros(1) for g in gradients], ord=math.inf)
+    return torch.stack([n.to(largest[0].device) for n in largest]).isfinite()
 
 
 def all_finite(gradients: Iterable[Tensor]) -> bool:

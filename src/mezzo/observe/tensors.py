@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+import cmath
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from mezzo.devices import has_fp64
 from mezzo.engine.processes.shards import local
@@ -40,9 +39,9 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float(torch.linalg.vector_norm(a.double() - b.double()))
 
 
-def floats(values: Any) -> list[Tensor]:
-    """Return the non-empty floating-point tensors in ``values``."""
-    return [t for t in tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point() and readable(t)]
+def has_floats(tensor: Tensor) -> bool:
+    """Return whether a tensor has floating-point values."""
+    return tensor.is_floating_point() and readable(tensor)
 
 
 def readable(tensor: Tensor) -> bool:
@@ -58,8 +57,10 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def is_finite(tensor: Tensor) -> bool:
     """Return whether every number is finite; waits for the device."""
-    # 0 times infinity is NaN. On a CPU torch's isfinite takes ten times as long.
-    return not bool((_dense(tensor).detach() * 0).sum())
+    # A sum is finite only if all numbers are: one kernel, and it writes nothing. If it is not, its own range may have been too
+    # narrow. 0 times infinity is NaN. On a CPU torch's isfinite takes ten times as long.
+    dense = _dense(tensor).detach()
+    return cmath.isfinite(dense.sum().item()) or not bool((dense * 0).sum())
 
 
 def has_nan(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,8 +32,6 @@ from mezzo.observe.nonfinite.evidence import (
     Harmless,
     Located,
     LostValues,
-    NonFiniteResult,
-    Source,
     write_evidence,
 )
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule, where_it_began
@@ -181,8 +180,7 @@ class NonFinite(Observer):
     def backward_ended(self) -> None:
         """Compare the current gradients with their true values."""
         if self._tracer is not None and self._observing is not None:
-            self._tracer.compare_gradients()
-            self._tracer.in_update = True
+            self._tracer.backward_ended()
         super().backward_ended()
 
     def scaler_met(self, scaler: Any) -> None:
@@ -373,11 +371,11 @@ def _inspected_step(tracer: InfinityTracer, marked: int) -> InspectedStep:
             source.scale, source.static_scale = static or 1.0, True
     sources = [s for s in tracer.sources if s.index < marked]
     results = [result for result in tracer.nonfinite_results if result.index < marked]
-    of_loss: list[Source] = []
-    for result in results:
-        later = next((r for r in results if r.index > result.index and not (r.backward or r.in_update)), None)
-        if not (result.backward or result.in_update) and (later is None or _backward_between(tracer, result, later)):
-            of_loss += result.sources
+    forward = [result for result in results if not (result.backward or result.in_update)]
+    of_backward = (RawOperation._make(raw).node is not None for raw in tracer.trace.operations)
+    pass_at = list(accumulate(of_backward, initial=0))  # operations with one number have no backward pass between them
+    last = {pass_at[result.index]: result.index for result in forward}
+    of_loss = [s for result in forward if last[pass_at[result.index]] == result.index for s in result.sources]
     backward = [s for result in results if result.backward for s in result.sources]
     in_update = [s for result in results if result.in_update for s in result.sources]
     lost = dict.fromkeys(s for result in results for s in result.sources if s.kind == "made")
@@ -402,8 +400,3 @@ def _inspected_step(tracer: InfinityTracer, marked: int) -> InspectedStep:
         gradient_errors=errors,
         harmless=harmless,
     )
-
-
-def _backward_between(tracer: InfinityTracer, first: NonFiniteResult, last: NonFiniteResult) -> bool:
-    between = map(RawOperation._make, tracer.trace.operations[first.index : last.index])
-    return any(operation.node is not None for operation in between)

@@ -19,9 +19,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +53,8 @@ from mezzo.observe.nonfinite.shadows import (
 from mezzo.observe.source_lines import caller, script_line
 from mezzo.observe.tensors import (
     by_design,
-    floats,
     format_name,
+    has_floats,
     has_nan,
     is_finite,
     largest,
@@ -66,6 +65,8 @@ from mezzo.observe.tensors import (
     storage_size,
 )
 from mezzo.observe.tracer import Flags
+
+T = TypeVar("T")
 
 _INFINITE = (float("inf"), float("-inf"))
 _MATERIAL = 2.0**-10
@@ -111,6 +112,9 @@ class InfinityTracer(PlacingTracer):
         """Operations that could not be inspected, and why."""
         self.in_update = False
         """Whether a backward pass has ended and no module was called since: clipping and unscaling run then."""
+        self._storages_of_weights: frozenset[int] = frozenset()
+        self._storages_of_gradients: frozenset[int] = frozenset()
+        """Found once a step and once an update: a model may have thousands, and each may be asked about."""
         self.narrow = False
         """Whether an operation read or returned 16-bit values."""
         self.raised: Source | None = None
@@ -158,7 +162,7 @@ class InfinityTracer(PlacingTracer):
         self.sources = [s for s in self.sources if s.index >= 0]
         self.nonfinite_results = [r for r in self.nonfinite_results if r.index >= 0]
         self.gradient_errors, self.update_sources, self._wrong_losses = [], [], []
-        self._undone = {}
+        self._undone, self._storages_of_weights = {}, frozenset()
 
     def static_scale(self) -> float | None:
         """Return the number by which the script itself scales its loss, and divides its gradients; None if there is none."""
@@ -175,8 +179,19 @@ class InfinityTracer(PlacingTracer):
             self._factors.update(dict.fromkeys(x for x in numbers if _LEAST_SCALE <= x < math.inf))
 
     def _is_gradient(self, operand: Any) -> bool:
-        gradients = {storage_of(p.grad) for p in self._weights() if p.grad is not None}
-        return any(storage_of(t) in gradients for t in tree_leaves(operand) if isinstance(t, Tensor))
+        if not self._storages_of_gradients:
+            self._storages_of_gradients = frozenset(storage_of(p.grad) for p in self._weights() if p.grad is not None)
+        return any(storage_of(t) in self._storages_of_gradients for t in tree_leaves(operand) if isinstance(t, Tensor))
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        if not self._storages_of_weights:
+            self._storages_of_weights = frozenset(map(storage_of, self._weights()))
+        return storage_of(tensor) in self._storages_of_weights
+
+    def backward_ended(self) -> None:
+        """Compare the current gradients with their true values; what follows belongs to the update."""
+        self.compare_gradients()
+        self.in_update, self._storages_of_gradients = True, frozenset()
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Record that a module is called."""
@@ -244,11 +259,11 @@ class InfinityTracer(PlacingTracer):
             return func(*args, **kwargs)
         self._running = func, args
         index = len(self.trace.operations)
+        if self._stepping and not self.multiplies(func):  # thousands, none of them inspected
+            return func(*args, **kwargs)
         if self._stepping or self.is_silent(func):
             return super().__torch_dispatch__(func, types, args, kwargs)
-        operation: recomputing.Recomputable | None = None
-        with self._guarded():
-            operation = self._prepared(func, args, kwargs)
+        operation = self._attempt(lambda: self._prepared(func, args, kwargs))
         try:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         except (RuntimeError, TypeError, NotImplementedError) as error:
@@ -258,27 +273,34 @@ class InfinityTracer(PlacingTracer):
         if not self.in_backward():
             self._note_numbers(func, args, result)
         if operation is not None:
-            with self._guarded(), torch.autocast(self._device_type, enabled=False):
-                self._inspect(index, operation, result)
+            self._attempt(lambda: self._inspect(index, operation, result))
         return result
 
-    @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _attempt(self, inspection: Callable[[], T]) -> T | None:
         """Let the script continue if its tensors cannot be inspected; the record says so."""
-        with torch._C.DisableTorchFunction():
-            try:
-                yield
-            except Exception as error:
-                op = public_name(self._running[0].overloadpacket.__name__)
-                self.problems.setdefault(op, f"{type(error).__name__}: {error}".splitlines()[0])
+        # Not torch.autocast, which costs as much as an operation, nor torch's public functions, which Mezzo replaces for a script.
+        device_type = self._device_type
+        autocast = torch._C.is_autocast_enabled(device_type)
+        if autocast:
+            torch._C.set_autocast_enabled(device_type, False)
+        try:
+            with torch._C.DisableTorchFunction():
+                return inspection()
+        except Exception as error:
+            op = public_name(self._running[0].overloadpacket.__name__)
+            self.problems.setdefault(op, f"{type(error).__name__}: {error}".splitlines()[0])
+            return None
+        finally:
+            if autocast:
+                torch._C.set_autocast_enabled(device_type, True)
 
     # --- values ------------------------------------------------------------------------------------------------------------------
 
     def _prepared(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> recomputing.Recomputable:
         """Return an operation that is about to run, with its operands."""
-        kept = recomputing.arguments_before(func, args, kwargs) if func._schema.is_mutable else (list(args), kwargs)
+        kept = recomputing.arguments_before(func, args, kwargs) if recomputing.writes(func) else (list(args), kwargs)
         pairs = recomputing.operands(func, kept, (args, kwargs))
-        read = [pair for pair in pairs if floats(pair[0])]
+        read = [pair for pair in pairs if has_floats(pair[0])]
         truths = {}
         for end, shadows in self._shadows.items():
             known = [(before, shadows.read(passed)) for before, passed in pairs if readable(passed)] if shadows else []
@@ -296,7 +318,7 @@ class InfinityTracer(PlacingTracer):
         if operation.func.namespace in recomputing.COLLECTIVES:
             recomputing.wait_for_exchange(operation.func, result)
         outputs = operation.outputs(result)
-        results = floats(outputs)
+        results = [t for t in outputs if has_floats(t)]
         self._note_parts(operation, results)
         bad_results = [t for t in results if not is_finite(t)]
         if operation.func.namespace in recomputing.COLLECTIVES:
@@ -307,10 +329,13 @@ class InfinityTracer(PlacingTracer):
             for tensor in results:
                 self._forget_truth(tensor)
         # Without bad results only operands that are known to be bad say something: these may have been swallowed.
-        suspects = [pair for pair in operation.read if bad_results or self._taint.get(pair[1]) is not None]
+        suspects = operation.read if bad_results else self._known_bad(operation.read)
         bad_operands = [pair for pair in suspects if not is_finite(pair[0])]
         made = bool(bad_results) and not bad_operands
         local = self._computed_locally(operation, results, result, made=made)
+        if not (bad_results or bad_operands or operation.truths) and local is None:  # nearly every operation
+            self._forget_taint(results)
+            return
         true = {end: operation.computed(result, known) for end, (known, _) in operation.truths.items()}
         new: dict[RangeEnd, tuple[Source, ...]] = {}
         beyond: list[Tensor] | None = None
@@ -323,16 +348,23 @@ class InfinityTracer(PlacingTracer):
             new[RangeEnd.ABOVE] = sources if not bad_operands else ()
             self._record_nonfinite(index, sources, bad_results)
         read_sources = [source for _, passed in bad_operands for source in self._taint.get(passed) or ()]
-        for tensor in results:
-            finite = not any(tensor is result for result in bad_results)
-            if finite and tensor.numel() * tensor.element_size() == storage_size(tensor):
-                self._taint.pop(tensor)
+        bad = {id(t) for t in bad_results}
+        self._forget_taint(t for t in results if id(t) not in bad)
         new[RangeEnd.BELOW] = self._vanished(index, operation, outputs, local)
         for end in RangeEnd:
             found = beyond if end is RangeEnd.ABOVE and beyond is not None else local
             self._keep_true(end, operation, outputs, found, true, new.get(end, ()))
         if bad_operands and not bad_results and results:
             self._swallowed(read_sources, results)
+
+    def _known_bad(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        return [pair for pair in pairs if self._taint.get(pair[1]) is not None] if len(self._taint) else []
+
+    def _forget_taint(self, finite: Iterable[Tensor]) -> None:
+        """Forget what is known of storages that finite results fill."""
+        for tensor in finite if len(self._taint) else ():
+            if tensor.numel() * tensor.element_size() == storage_size(tensor):
+                self._taint.pop(tensor)
 
     def _note_parts(self, operation: recomputing.Recomputable, results: list[Tensor]) -> None:
         """Keep the results of an emulated operation's parts, such as a product in FP32 before it is rounded."""
@@ -354,13 +386,14 @@ class InfinityTracer(PlacingTracer):
         self, operation: recomputing.Recomputable, results: list[Tensor], result: Any, *, made: bool
     ) -> list[Tensor] | None:
         """Return an operation's FP32 results from its operands if it may have lost values; else None."""
-        narrow = any(t.element_size() < 4 for t in (*results, *(read for read, _ in operation.read)))
+        sizes = [t.element_size() for t in results] + [read.element_size() for read, _ in operation.read]
+        narrow = min(sizes, default=4) < 4
         self.narrow = self.narrow or narrow
         if not operation.read or not narrow:
             return None
         if not made and (operation.draws or operation.keeps_magnitude()):
             return None
-        if made or any(RangeEnd.BELOW.loses(t.dtype) and bool((t == 0).any()) for t in results):
+        if made or any(RangeEnd.BELOW.loses(t.dtype) and int(t.count_nonzero()) < t.numel() for t in results):
             return operation.computed(result)
         return None
 
@@ -382,7 +415,7 @@ class InfinityTracer(PlacingTracer):
         """Return a source for each result that lost a material share of its norm, or a tiny number of the script's."""
         found: list[Source] = []
         for tensor, true in zip(outputs, local or (), strict=bool(local)):
-            if not floats(tensor) or not RangeEnd.BELOW.loses(tensor.dtype):
+            if not has_floats(tensor) or not RangeEnd.BELOW.loses(tensor.dtype):
                 continue
             lost = RangeEnd.BELOW.lost(tensor, true)
             if not bool(lost.any()):
@@ -496,8 +529,7 @@ class InfinityTracer(PlacingTracer):
         if unknown:
             constant = all(by_design(read) for read, _ in unknown) and not self.in_backward()
             entered = self._source(index, "constant" if constant else "entered", tensors, None, result)
-            weights = {storage_of(p) for p in self._weights()}
-            entered.parameter = any(storage_of(passed) in weights for _, passed in unknown)
+            entered.parameter = any(self._is_weight(passed) for _, passed in unknown)
             found[entered] = None
             for _, passed in unknown:
                 self._taint.put(passed, (entered,))

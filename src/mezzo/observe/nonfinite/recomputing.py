@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from mezzo.engine.casts.autocast_kernels import flat_tensors
 from mezzo.formats import FP16, FP32, FP64
 from mezzo.observe.nonfinite.evidence import Source
 from mezzo.observe.nonfinite.shadows import RangeEnd
-from mezzo.observe.tensors import floats, is_finite, largest
+from mezzo.observe.tensors import has_floats, is_finite, largest
 
 Change = Callable[[Tensor], Tensor]
 
@@ -27,6 +27,8 @@ _KEEP_MAGNITUDE = frozenset(
     | {"max_pool2d_with_indices", "sign", "embedding", "zeros_like", "new_zeros", "zero_", "fill_", "full_like"}
 )
 """Operations that return no value smaller than those that they read, except zeros that FP32 has as well."""
+_WRITES: dict[int, bool] = {}
+"""By the identity of an operation, which lives as long as the process."""
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 """Namespaces of operations between processes, which are never recomputed."""
 
@@ -41,8 +43,16 @@ def wait_for_exchange(func: Any, result: Any) -> None:
         if wait is not None:
             wait()
     elif func.overloadpacket.__name__ != "wait_tensor":
-        for tensor in tree_leaves(result):
+        for tensor in flat_tensors((result,)):
             torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def writes(func: Any) -> bool:
+    """Return whether an operation writes into an argument."""
+    known = _WRITES.get(id(func))  # torch builds the answer anew each time, and hashing an operation is a Python call
+    if known is None:
+        known = _WRITES[id(func)] = bool(func._schema.is_mutable)
+    return known
 
 
 def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -51,24 +61,33 @@ def written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tens
     for place, spec in enumerate(func._schema.arguments):
         if spec.alias_info is not None and spec.alias_info.is_write:
             found.append(args[place] if place < len(args) else kwargs.get(spec.name))
-    return [t for t in tree_leaves(found) if isinstance(t, Tensor)]
+    return flat_tensors(found)
 
 
 def outputs(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Tensor]:
     """Return the results of an operation: the tensors that it wrote into, then those that it returned."""
-    changed = written(func, args, kwargs) if func._schema.is_mutable else []
+    if not writes(func):
+        return flat_tensors((result,))
+    changed = written(func, args, kwargs)
     known = {id(t) for t in changed}
-    return [*changed, *(t for t in tree_leaves(result) if isinstance(t, Tensor) and id(t) not in known)]
+    return [*changed, *(t for t in flat_tensors((result,)) if id(t) not in known)]
 
 
 def arguments_before(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments before the operation runs, with copies of the tensors that it changes."""
     changed = {id(t) for t in written(func, args, kwargs)}
 
-    def kept(tensor: Tensor) -> Tensor:
-        return tensor.clone() if id(tensor) in changed else tensor
+    def kept(value: Any) -> Any:
+        return value.clone() if id(value) in changed else value
 
-    return tree_map_only(Tensor, kept, list(args)), tree_map_only(Tensor, kept, kwargs)
+    return _mapped(list(args), kept), {name: _mapped(value, kept) for name, value in kwargs.items()}
+
+
+def _mapped(values: Any, change: Callable[[Any], Any]) -> Any:
+    """Return ``values`` with everything in their lists and tuples changed: the dispatcher passes no other containers."""
+    if isinstance(values, (list, tuple)):
+        return type(values)([_mapped(value, change) for value in values])
+    return change(values)
 
 
 def operands(
@@ -77,8 +96,8 @@ def operands(
     """Return the tensors that the operation reads, each as it was before and as passed, without those that it only overwrites."""
     overwrites = func.overloadpacket.__name__ in _ONLY_OVERWRITE or "out" in func._overloadname
     skipped = {id(t) for t in written(func, *passed)} if overwrites else set()
-    pairs = zip(tree_leaves(kept), tree_leaves(passed), strict=True)
-    return [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor) and id(b) not in skipped]
+    pairs = zip(*(flat_tensors((*args, *kwargs.values())) for args, kwargs in (kept, passed)), strict=True)
+    return [(a, b) for a, b in pairs if id(b) not in skipped]
 
 
 def recomputed(
@@ -93,20 +112,21 @@ def recomputed(
         change: returns a tensor's true values, with 16-bit values in FP32; tensors that the operation writes into are copied.
         least: the format that narrower ones named among the arguments become.
     """
-    changed = {id(t) for t in written(func, args, kwargs)} if func._schema.is_mutable else set()
+    changed = {id(t) for t in written(func, args, kwargs)} if writes(func) else set()
     copies = func.namespace != "aten" or any(part in func.overloadpacket.__name__ for part in _UNDECLARED)
 
     def widened(tensor: Tensor) -> Tensor:
         wide = change(tensor)
         return wide.clone() if (copies or id(tensor) in changed) and wide is tensor else wide
 
-    def in_wide_formats(arguments: Any) -> Any:
-        wide = tree_map_only(Tensor, widened, arguments)
-        return tree_map_only(
-            torch.dtype, lambda d: least if d.is_floating_point and d.itemsize < least.itemsize else d, wide
-        )
+    def in_wide_formats(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return widened(value)
+        narrow = isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize < least.itemsize
+        return least if narrow else value
 
-    wide_args, wide_kwargs = in_wide_formats(list(args)), in_wide_formats(kwargs)
+    wide_args = _mapped(list(args), in_wide_formats)
+    wide_kwargs = {name: _mapped(value, in_wide_formats) for name, value in kwargs.items()}
     try:
         result = func(*wide_args, **wide_kwargs)
     except (RuntimeError, NotImplementedError, TypeError):  # its kernels take only 16-bit operands
@@ -186,5 +206,5 @@ def largest_of(values: list[Tensor] | None, outputs: list[Tensor]) -> float | No
     """Return the largest magnitude in ``values`` of the floating-point ``outputs``; None if any is not finite or unknown."""
     if values is None:
         return None
-    of_floats = [value for value, output in zip(values, outputs, strict=True) if floats(output)]
+    of_floats = [value for value, output in zip(values, outputs, strict=True) if has_floats(output)]
     return max(map(largest, of_floats), default=0.0) if all(map(is_finite, of_floats)) else None

@@ -20,7 +20,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from mezzo.engine.gradients import all_finite, not_finite, total_norm, trained_leaves
+from mezzo.engine.gradients import all_finite, finite_each, not_finite, total_norm, trained_leaves
 from mezzo.observe.observer import Update
 
 if TYPE_CHECKING:
@@ -73,9 +73,11 @@ class LeftOutUpdates:
             self._sample = ref(plain), plain.grad.data_ptr(), plain.grad._version
         if not reached or (self._proven and not self.drops):
             return
-        if not bool(not_finite(total_norm([_gradient(leaf) for leaf in reached]))):
+        gradients = [_gradient(leaf) for leaf in reached]
+        if not bool(not_finite(total_norm(gradients))):
             return
-        overflowed = [leaf for leaf in reached if not all_finite([_gradient(leaf)])] or reached
+        finite = finite_each(gradients).tolist()
+        overflowed = [leaf for leaf, is_finite in zip(reached, finite, strict=True) if not is_finite] or reached
         self._overflowed.setdefault(self._place, {}).update({id(leaf): ref(leaf) for leaf in overflowed})
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
