@@ -138,6 +138,7 @@ def cuda_autocast(low: torch.dtype) -> Region:
 
     @contextmanager
     def region() -> Iterator[None]:
+        before = torch.get_autocast_dtype("cuda")
         torch.set_autocast_enabled("cuda", True)
         torch.set_autocast_dtype("cuda", low)
         torch.autocast_increment_nesting()
@@ -145,6 +146,7 @@ def cuda_autocast(low: torch.dtype) -> Region:
             yield
         finally:
             torch.set_autocast_enabled("cuda", False)
+            torch.set_autocast_dtype("cuda", before)
             if torch.autocast_decrement_nesting() == 0:
                 torch.clear_autocast_cache()
 
