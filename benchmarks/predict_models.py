@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.errors import UsageError
-from mezzo.measure.predict.libraries import import_library
+from mezzo.measure.predict.named import import_library
 from mezzo.measure.predict.tape import CostedOperation, MemoryBlock, TrainingTape
 from mezzo.measure.predict.training import record_training
 from mezzo.policy import Policy

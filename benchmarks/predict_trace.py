@@ -16,8 +16,7 @@ import time
 import torch
 
 from benchmarks.harness import report
-from mezzo.measure.predict.libraries import import_library
-from mezzo.measure.predict.named import named_model, tape_of
+from mezzo.measure.predict.named import import_library, named_model, tape_of
 
 MODELS = {"timm:resnet50": 256, "transformers:bert-base-uncased": 32}
 POLICY = "fp16"

@@ -27,8 +27,7 @@ from csv_rows import Cells
 from measure_zoo import CASES, Case
 from mezzo.errors import UsageError
 from mezzo.gpus import Gpu, find_gpu
-from mezzo.measure.predict.libraries import import_library
-from mezzo.measure.predict.named import named_model, tape_of
+from mezzo.measure.predict.named import import_library, named_model, tape_of
 from mezzo.measure.predict.plan import Tapes, predict, recorded_as
 from mezzo.records import Prediction
 

@@ -14,7 +14,7 @@ from benchmarks.verdicts.rates import Rate
 from mezzo.measure.compare.margins import Margin
 from mezzo.measure.compare.quantities import Quantity
 from mezzo.measure.compare.scales import Absolute
-from mezzo.measure.compare.seeds import DECIDED_SHARE, seeds_needed
+from mezzo.measure.compare.verdicts import DECIDED_SHARE, seeds_needed
 
 DIFFERENCES = (0.0, 0.3, 0.5, 1.5, 2.0)
 DEVIATIONS = (0.5, 1.0, 2.0, 4.0)

@@ -13,10 +13,10 @@ import pytest
 from typer.main import get_command
 
 from mezzo import cli
-from mezzo.cli.help.guide import GROUPS, MOST_SHOWN, PAGES, QUESTIONS
 from mezzo.cli.help.metavars import EXAMPLES
 from mezzo.cli.help.renamed import COMMANDS as OTHER_COMMANDS
 from mezzo.cli.help.renamed import OTHER_NAMES, RENAMED
+from mezzo.cli.help.shown import GROUPS, MOST_SHOWN, PAGES, QUESTIONS
 from mezzo.cli.options import values
 from mezzo.cli.parser import app
 from mezzo.cli.words import WORDS

@@ -13,7 +13,7 @@ from paddle_runs import paddle
 from mezzo.errors import PolicyError
 from mezzo.frameworks import paddle_ops
 from mezzo.frameworks.paddle import explain, from_paddle, to_paddle
-from mezzo.launch.paddle.scaling import HostScale
+from mezzo.launch.paddle.state import HostScale
 from mezzo.policy import PRESETS, Policy
 
 WHITE = ["addmm", "baddbmm", "bmm", "conv2d_transpose", "conv3d", "conv3d_transpose", "depthwise_conv2d"]

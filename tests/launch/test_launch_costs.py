@@ -23,8 +23,7 @@ import mezzo
 from mezzo.engine.session import Session
 from mezzo.launch.frameworks import training_in
 from mezzo.launch.torch import switched
-from mezzo.measure.numbers import NumberBuffer
-from mezzo.measure.steps import StepRecorder
+from mezzo.measure.steps import NumberBuffer, StepRecorder
 from mezzo.observe.settings import AnySettings, AuditSettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.policy import PRESETS, Policy
 from paths import ROOT, TESTS

@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from mezzo.measure.numbers import CHUNK
-from mezzo.measure.steps import StepRecorder, _combined_norm
+from mezzo.measure.steps import CHUNK, StepRecorder, _combined_norm
 
 
 @pytest.mark.parametrize(("norms", "expected"), [([3.0, 4.0], 5.0), ([2.0], 2.0), ([0.0], 0.0)])

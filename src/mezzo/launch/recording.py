@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from mezzo.errors import MezzoError, NoKernelError
-from mezzo.launch.children_failed import sentence_of
 from mezzo.launch.frameworks import Training
 from mezzo.launch.process.script_signals import EndedBySignal
 from mezzo.launch.request import Request, policy_text
-from mezzo.launch.tracebacks import print_error
 from mezzo.measure.advice import advice_for
 from mezzo.records import AnyRecord, RankRun, Reason, RunRecord
 
@@ -127,3 +128,86 @@ def _sentence(error: BaseException | None) -> str | None:
     ):  # stands for an error of torch's, and is told from others by its type as these are
         return f"{type(error).__name__}: {error.message}"
     return error.message if isinstance(error, MezzoError) else sentence_of(error)
+
+
+# --- Errors by which torch reports that a process started by the script has failed: which process, and why, in one sentence -----
+
+# ``torch.multiprocessing.spawn`` raises with the process's whole traceback as its message, ``torchrun`` with a table of all
+# processes. Imports no torch.
+
+_ERROR_FILE = "error.json"
+"""The name of the file in which a process reports to torchrun why it failed."""
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+def sentence_of(error: BaseException) -> str:
+    """Return the type and message of an error; if it reports a failed process, that process and its reason."""
+    kind = type(error)
+    if kind.__module__.startswith("torch."):
+        if kind.__name__ == "ChildFailedError":
+            return _first_failure(error)
+        if kind.__name__ == "ProcessRaisedException":
+            return f"process {getattr(error, 'error_index', '?')}: {raised(str(error))}"
+        if kind.__name__ == "ProcessExitedException":
+            return str(error)
+    return f"{kind.__name__}: {error}".rstrip(": ")
+
+
+def _first_failure(error: Any) -> str:
+    """Return the first failure that torchrun reports, or how that process ended if it gave no reason."""
+    rank, failure = error.get_first_failure()
+    message = failure.message
+    if isinstance(message, dict):  # written by torch's @record
+        return f"rank {rank}: {message.get('message', '')}".rstrip(": ")
+    if Path(failure.error_file).name == _ERROR_FILE:
+        return f"rank {rank}: {message}"
+    how = f"signal {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    return f"rank {rank}: it ended with {how}; see the output above; `torchrun ... -m mezzo` would record the reason"
+
+
+def raised(text: str) -> str:
+    """Return the type and message of the exception that the last traceback in ``text`` ends with."""
+    lines = text.rpartition(_TRACEBACK)[2].strip("\n").splitlines()
+    start = 0
+    for place, line in enumerate(lines):
+        if not line.startswith("  File "):
+            continue
+        after = place + 1
+        while after < len(lines) and lines[after].startswith("    "):
+            after += 1
+        start = after
+    return "\n".join(lines[start:]).strip() or text.strip()
+
+
+# --- Print an error of the user's script as Python would have: without the launcher's frames ------------------------------------
+
+_OURS = str(Path(__file__).resolve().parent.parent) + os.sep
+_RUNPY = ("<frozen runpy>", "runpy.py")
+
+
+def print_error(error: BaseException) -> None:
+    """Print ``error`` with ``sys.excepthook``, which the script may have replaced."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        current = waiting.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            current.__traceback__ = without_ours(current.__traceback__)
+            waiting += [current.__cause__, current.__context__]
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    """Return ``traceback`` without the frames of this package and of the code that started the script."""
+    entries: list[TracebackType] = []
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        starts_script = not entries and file.endswith(_RUNPY)
+        if not starts_script and not file.startswith(_OURS):
+            entries.append(traceback)
+        traceback = traceback.tb_next
+    rest: TracebackType | None = None
+    for entry in reversed(entries):
+        rest = TracebackType(rest, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return rest

@@ -23,7 +23,7 @@ from mezzo.records import (
     Row,
     RunRecord,
 )
-from mezzo.records.run import WIDE
+from mezzo.records.run import WIDE, leaves_range, refuses_format
 from mezzo.report import after_prediction
 from mezzo.report import formatting as fmt
 from mezzo.report.commands import (
@@ -36,7 +36,6 @@ from mezzo.report.commands import (
     with_fp32,
     with_scale,
 )
-from mezzo.report.format_faults import explained
 from mezzo.report.sheets.compare import best_of
 
 MOST = 3
@@ -432,3 +431,19 @@ _BY_KIND: dict[str, Callable[[Any], Iterable[NextStep]]] = {
     "doctor": _after_doctor,
     "predict": _after_predict,
 }
+
+
+# --- Failures of a run that the format of its policy explains, and the command that finds the cause -----------------------------
+
+
+def explained(errors: Iterable[str], policy: str) -> tuple[str, str] | None:
+    """Return the reason for a command and its name, given the ``errors`` of runs under ``policy``; None if the format is not the cause."""
+    errors = tuple(errors)
+    if any(map(refuses_format, errors)):
+        return (
+            f"an operation does not accept the format of {policy}; find the modules that must stay in FP32",
+            "fallback",
+        )
+    if any(map(leaves_range, errors)):
+        return f"a number in the script is beyond the range of {policy}; find its line", "diagnose"
+    return None

@@ -35,7 +35,7 @@ def _nothing(sheet: Any, console: Console) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """How records of one kind are shown. The page's template is named after the kind; its charts are in ``mezzo.report.figures``."""
+    """How records of one kind are shown. The page's template is named after the kind; its charts are in ``mezzo.report.html``."""
 
     sheet: Callable[[Any], Sheet]
     """Turns a record into the texts that all views show."""

@@ -15,7 +15,7 @@ from torch import nn
 import mezzo
 from fake_cuda import Linear, Operations, fake_gpus, step
 from mezzo.engine.checks import PrecisionWarning
-from mezzo.engine.guardrails.arrivals import Arrivals, Row
+from mezzo.engine.guardrails.session_guard import Arrivals, Row
 from mezzo.engine.loop_checks import NoWatch
 from mezzo.errors import GuardError
 

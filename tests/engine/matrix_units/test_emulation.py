@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from helpers_engine import casting, randn, same_bits, saved_bytes, tensors, ulps
-from mezzo.engine.matrix_units.fp8_emulated import float8_linear, quantise
+from mezzo.engine.matrix_units.emulation import float8_linear, quantise
 from mezzo.formats import E4M3, E5M2, Format
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -32,7 +32,7 @@ from helpers_engine import Batch, batches, casting, gradients, parameters, randn
 from mezzo import Choice, PrecisionWarning, Session, UnsupportedFormatError
 from mezzo.devices import Device
 from mezzo.engine.matrix_units import fp8_torchao as fp8layers
-from mezzo.engine.matrix_units.fp8_emulated import LINEAR, float8_linear, quantise
+from mezzo.engine.matrix_units.emulation import LINEAR, float8_linear, quantise
 from mezzo.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, Format
 from mezzo.launch.torch.state import Run
 from mezzo.measure.flops import FlopCounter

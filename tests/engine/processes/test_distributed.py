@@ -30,7 +30,7 @@ from helpers_engine import mlp
 from mezzo import Session
 from mezzo.engine.processes.replicas import BUCKET_BYTES, buckets
 from mezzo.engine.processes.shards import is_shared, local, parts, shared_as
-from mezzo.engine.scale_floor import FloorWatch
+from mezzo.engine.progress import FloorWatch
 from mezzo.engine.scaling import DynamicScale
 from mezzo.engine.window import Window
 

@@ -21,8 +21,7 @@ from mezzo.launch.process.script_signals import EndedBySignal
 from mezzo.launch.request import Request
 from mezzo.launch.runner import shared_imports
 from mezzo.launch.several.resume_check import ResumeCheck, checkpoints_of, stop_of
-from mezzo.launch.torch.tracing.traced import StateTrace
-from mezzo.launch.torch.tracing.written import FilesWritten
+from mezzo.launch.torch.tracing.traced import FilesWritten, StateTrace
 from mezzo.measure.resumption.judgement import Judgement
 from mezzo.measure.resumption.trace import Point, RunTrace, Written
 from mezzo.policy import Policy

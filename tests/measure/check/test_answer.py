@@ -11,7 +11,7 @@ import pytest
 from helpers_compare import falling, judge, run
 from mezzo.gpus import GPUS
 from mezzo.measure.check.answer import MOST_SEEDS, Case, Repair, answered, skipped_share
-from mezzo.measure.check.gains import predicted_gain
+from mezzo.measure.check.worth import predicted_gain
 from mezzo.records import CompareRecord, DiagnoseRecord, Effective, FileRead, Memory, RealGpus, Reason, RunRecord
 
 ENDS = (1.0, 1.1, 0.9)

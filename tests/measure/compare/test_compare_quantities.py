@@ -16,7 +16,7 @@ from mezzo.measure.compare.kinds import MetricGrid, grid_of, scale_of_metric
 from mezzo.measure.compare.margins import Margin, spread_errors, spread_of
 from mezzo.measure.compare.quantities import Quantity, unaveraged
 from mezzo.measure.compare.scales import Absolute, Proportion, Ratio, Scale
-from mezzo.measure.compare.seeds import MAX_SEEDS, seeds_needed
+from mezzo.measure.compare.verdicts import MAX_SEEDS, seeds_needed
 from mezzo.records import Metric
 
 many = settings(max_examples=60, deadline=None)

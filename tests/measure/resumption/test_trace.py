@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mezzo.measure.resumption.start import start_of
+from mezzo.measure.resumption.judgement import start_of
 from mezzo.measure.resumption.trace import Moment, OptimizerState, Point, RunTrace, Written, line_of, read_trace
 
 FIRST = Point(

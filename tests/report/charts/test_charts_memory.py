@@ -11,7 +11,7 @@ from mezzo.report.charts.memory import memory_bars
 from mezzo.report.charts.table import numbers_of
 from mezzo.report.charts.times import StepTimes, time_boxes
 from mezzo.report.colours import policy_style, policy_styles
-from mezzo.report.figures import compare_charts
+from mezzo.report.html import compare_charts
 from mezzo.report.sheets import shared
 
 GIB = 1024**3

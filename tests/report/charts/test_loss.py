@@ -12,7 +12,7 @@ from mezzo.report.charts.data import Chart, Nothing
 from mezzo.report.charts.loss import difference_charts, loss_charts
 from mezzo.report.charts.svg import svg
 from mezzo.report.colours import policy_styles
-from mezzo.report.figures import compare_charts, compare_styles
+from mezzo.report.html import compare_charts, compare_styles
 
 NAN, INF = math.nan, math.inf
 

@@ -33,8 +33,7 @@ from mezzo.records import (
 from mezzo.report import formatting, text
 from mezzo.report.charts.data import Chart
 from mezzo.report.colours import Style, policy_style
-from mezzo.report.figures import compare_charts
-from mezzo.report.html import render_html
+from mezzo.report.html import compare_charts, render_html
 from mezzo.report.sheets import compare, doctor, shared
 from mezzo.report.sheets.run import run_sheet
 from mezzo.report.views import VIEWS

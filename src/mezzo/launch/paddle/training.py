@@ -5,28 +5,29 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
 
 import paddle
+import paddle.distributed as dist
 
+from mezzo.errors import ScriptError
 from mezzo.frameworks.paddle import explain_run
 from mezzo.launch.paddle.counted_step import CountedStep
 from mezzo.launch.paddle.forward import ForwardRegions
 from mezzo.launch.paddle.gradients.backward import BackwardPasses
-from mezzo.launch.paddle.observers import observer_for
 from mezzo.launch.paddle.observing import StepObserver, refuse_static_graphs
 from mezzo.launch.paddle.operations import Operations
 from mezzo.launch.paddle.own_amp import replace_amp
-from mezzo.launch.paddle.seeds import shift_seeds
-from mezzo.launch.paddle.splitting import refuse_split_models
 from mezzo.launch.paddle.state import PaddleRun, this_device
 from mezzo.launch.paddle.updates import Updates
 from mezzo.launch.patches import Patches
+from mezzo.launch.seeds import Shift, shift_python
 from mezzo.launch.support.without_pytorch import WithoutPyTorch
 from mezzo.measure.environment import environment_without_torch, nvidia_driver
 from mezzo.measure.live import Report
-from mezzo.observe.settings import AnySettings
+from mezzo.observe.settings import AnySettings, DiagnoseSettings, FallbackSettings, RangesSettings
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy
 from mezzo.records import Effective, Environment, Memory, Reason, Steps
@@ -161,3 +162,83 @@ def _set_tf32(patches: Patches, *, on: bool) -> None:
             switch = getattr(core, f"set_{library}_switch")
             patches.on_undo(functools.partial(switch, getattr(core, f"get_{library}_switch")()))
             switch(on)
+
+
+# --- Choose the observer of a Paddle run by the kind of its settings ------------------------------------------------------------
+
+
+def observer_for(settings: AnySettings, run: PaddleRun) -> StepObserver:
+    """Return the observer for ``settings``; only its module is imported."""
+    if isinstance(settings, DiagnoseSettings):
+        from mezzo.launch.paddle.nonfinite.observer import NonFinite
+
+        return NonFinite(settings, run)
+    if isinstance(settings, RangesSettings):
+        from mezzo.launch.paddle.ranges.observer import Ranges
+
+        return Ranges(settings, run)
+    if isinstance(settings, FallbackSettings):
+        from mezzo.launch.paddle.fallback.observer import Fallback
+
+        return Fallback(settings, run)
+    from mezzo.launch.paddle.audit.observer import Audit
+
+    return Audit(settings, run)
+
+
+# --- Shift every seed that a Paddle script sets, for ``paddle.seed``, Python and NumPy; the counterpart for torch is ``launch.seeds`` ---
+
+
+def shift_seeds(seed: int, patches: Patches) -> None:
+    """Seed the global generators with ``seed``, and add it to every seed set from now until ``patches`` are undone."""
+    shift_python(seed, patches)
+    paddle.seed(seed)
+    shift = Shift(seed)
+    for owner in (paddle, paddle.framework, paddle.framework.random):
+        patches.around(owner, "seed", shift.call)
+
+
+# --- Refuse models that Paddle splits over processes where each would decide by its own part whether to skip an update ----------
+
+# With ``paddle.DataParallel`` an overflow in one process reaches the gradients of all. A process of a split model sees only the
+# gradients of its part, so another could make the update that it skips.
+
+_SPLITS = (
+    (dist, ("shard_tensor", "shard_layer", "shard_optimizer", "parallelize")),
+    (dist.sharding, ("group_sharded_parallel",)),
+    (dist.fleet, ("distributed_model", "distributed_optimizer")),
+)
+"""Paddle's functions that split models or optimizers; those of fleet do so if its strategy has degrees above 1."""
+
+
+def refuse_split_models(patches: Patches) -> None:
+    """Refuse calls that split a model until ``patches`` are undone; only for policies with a loss scale."""
+    for module, names in _SPLITS:
+        for name in names:
+            patches.around(module, name, _fleet(name) if module is dist.fleet else _refusal(name))
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> NoReturn:
+        raise ScriptError(
+            f"paddle.distributed's {name} splits the model under a policy with a loss scale; allowed: paddle.DataParallel",
+            hint="use a policy without a loss scale, such as bf16, or leave the script to its own scaler with --policy as-is",
+        )
+
+    return refuse
+
+
+def _fleet(name: str) -> Callable[..., Any]:
+    refuse = _refusal(f"fleet.{name}")
+
+    def check(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        groups = dist.fleet.get_hybrid_communicate_group()
+        sizes = () if groups is None else (
+            groups.get_model_parallel_world_size(),
+            groups.get_pipe_parallel_world_size(),
+            groups.get_sharding_parallel_world_size(),
+            groups.get_sep_parallel_world_size(),
+        )  # fmt: skip
+        return refuse(original) if any(size > 1 for size in sizes) else original(*args, **kwargs)
+
+    return check

@@ -8,9 +8,17 @@ from dataclasses import dataclass, field
 
 from mezzo.formats import FP64
 from mezzo.gpus import Gpu
-from mezzo.measure.check.gains import bounded_gain, measured_gain, predicted_gain
 from mezzo.measure.check.preference import EligiblePolicy, preferred, simplest_first
-from mezzo.measure.check.worth import FASTER, Worth, missing_text, saved_memory, worth_of
+from mezzo.measure.check.worth import (
+    FASTER,
+    Worth,
+    bounded_gain,
+    measured_gain,
+    missing_text,
+    predicted_gain,
+    saved_memory,
+    worth_of,
+)
 from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.pairing import grouped
 from mezzo.measure.compare.words import listed

@@ -23,9 +23,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from mezzo.errors import PolicyError, ScriptError, SessionError
-from mezzo.observe.fallback.allowed import LOST_IN_ROUNDING, Allowed, stand_out
+from mezzo.observe.fallback.allowed import LOST_IN_ROUNDING, Allowed, in_fp32, needed, stand_out
 from mezzo.observe.fallback.evidence import LocalError, LossyProduct, Measured, StepErrors, fitting_scale
-from mezzo.observe.fallback.operations import in_fp32, needed
 from mezzo.observe.fallback.search import Names, search
 from mezzo.observe.fallback.trials import Measure, expected, guesses_for, name_of
 from mezzo.observe.limits import ROUNDOFFS

@@ -29,10 +29,9 @@ from mezzo.observe.lint.gradients import BackwardPass, Gradients, GradientState
 from mezzo.observe.lint.losses import UNKNOWN, has_fp16_gradients, loss_of
 from mezzo.observe.lint.misuse_log import MisuseLog
 from mezzo.observe.lint.operations import Operations
-from mezzo.observe.lint.optimizer_state import OptimizerStates
+from mezzo.observe.lint.optimizers import LearningRates, OptimizerStates
 from mezzo.observe.lint.own_code import OwnCode
 from mezzo.observe.lint.scalers import Scalers
-from mezzo.observe.lint.schedules import LearningRates
 from mezzo.observe.lint.weights import Averages, Statistics, check_average
 from mezzo.observe.observer import ObservedRun
 from mezzo.observe.source_lines import own_line, own_place, running_line

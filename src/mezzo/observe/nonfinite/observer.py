@@ -9,10 +9,12 @@ Which steps are faulty, and where each fault began, is decided without torch (``
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,9 +38,9 @@ from mezzo.observe.nonfinite.evidence import (
 )
 from mezzo.observe.nonfinite.faults import ClosedStep, Faults, InspectedStep, SkipRule, where_it_began
 from mezzo.observe.nonfinite.propagation import InfinityTracer
-from mezzo.observe.nonfinite.raised import RaisedAt, raised_at
 from mezzo.observe.observer import ObservedRun, Observer, Update
 from mezzo.observe.settings import DiagnoseSettings
+from mezzo.observe.source_lines import is_of_mezzo, own_line
 from mezzo.observe.stopping import StopScript
 from mezzo.observe.trace import RawOperation, count_formats
 from mezzo.records import RunRecord
@@ -400,3 +402,44 @@ def _inspected_step(tracer: InfinityTracer, marked: int) -> InspectedStep:
         gradient_errors=errors,
         harmless=harmless,
     )
+
+
+# --- Where an error that ended a script was raised, by its traceback: also where no operation runs, as in torch's checks of arguments ---
+
+_CALLS = ("_wrapped_call_impl", "_call_impl", "forward", "__call__", "inner")
+"""Functions of torch through which a module is called."""
+_BACKWARD = "_engine_run_backward"
+
+
+class RaisedAt(NamedTuple):
+    """The place at which an error was raised."""
+
+    op: str
+    """The function of torch that the script, or its module, called; the script's own function without one."""
+    module: nn.Module | None
+    """The innermost module that was running."""
+    line: str
+    backward: bool
+
+
+def raised_at(error: BaseException) -> RaisedAt | None:
+    """Return where an error was raised; None if that was in no file of the script."""
+    rows = [(frame, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    owned = [own_line(frame)[0].rpartition(":")[0] == frame.f_code.co_filename for frame, _ in rows]
+    if not any(owned):
+        return None
+    last = len(owned) - 1 - owned[::-1].index(True)
+    frame, number = rows[last]
+    below = [inner.f_code for inner, _ in rows[last + 1 :] if not is_of_mezzo(inner.f_code.co_filename)]
+    called = [code.co_name for code in below if code.co_name not in _CALLS]
+    return RaisedAt(
+        op=called[0] if called else frame.f_code.co_name,
+        module=next((module for one, _ in reversed(rows) if (module := _module_of(one)) is not None), None),
+        line=f"{frame.f_code.co_filename}:{number}",
+        backward=_BACKWARD in called,
+    )
+
+
+def _module_of(frame: FrameType) -> nn.Module | None:
+    value = frame.f_locals.get("self")
+    return value if isinstance(value, nn.Module) else None

@@ -11,8 +11,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from mezzo.measure.predict.script.copies import copies_without_numbers
 from mezzo.measure.predict.script.process import record_script
+from mezzo.measure.predict.script.recorder import copies_without_numbers
 from mezzo.measure.predict.script.tapes import ScriptTape, TapeRequest
 
 HEAD = """

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mezzo.measure.predict.script.process import record_script
-from mezzo.measure.predict.script.sizes import largest_sizes
+from mezzo.measure.predict.script.recorder import largest_sizes
 from mezzo.measure.predict.script.tapes import TapeRequest
 
 SCRIPT = """

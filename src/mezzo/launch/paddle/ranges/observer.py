@@ -14,23 +14,25 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import numpy.typing as npt
 import paddle
 
-from mezzo.formats import BF16, FP16
+from mezzo.engine.kernels.exponent_bins import BINS, CELLS, CUTS, FIRST_EXPONENT, ROWS
+from mezzo.formats import BF16, FP16, FP32
+from mezzo.frameworks import paddle_ops
 from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.layer_names import bare_name
 from mezzo.launch.paddle.nonfinite.replay import KEPT, rounded_within
 from mezzo.launch.paddle.observing import StepObserver
-from mezzo.launch.paddle.ranges.listed_formats import ListedFormats
-from mezzo.launch.paddle.ranges.value_counts import Tally, counted
 from mezzo.launch.paddle.state import PaddleRun, dense, parameters_of
 from mezzo.launch.paddle.surveys import array_of
-from mezzo.launch.paddle.tape import Tape, tensors
+from mezzo.launch.paddle.tape import Listener, Tape, TapedOperation, tensors
 from mezzo.launch.patches import Patches
 from mezzo.observe.module_names import free_title
 from mezzo.observe.ranges.casts import Counts
 from mezzo.observe.ranges.table import ObservedValues, ranges_record
 from mezzo.observe.settings import RangesSettings
+from mezzo.policy import Policy
 from mezzo.records import RangeKind, RangesRecord, RunRecord
 
 Key: TypeAlias = tuple[RangeKind, str]
@@ -197,3 +199,99 @@ class Ranges(StepObserver):
             models=[label for label, has_layers in self._labels.items() if has_layers],
         )
         return ranges_record(run, values, policy=self._policy)
+
+
+# --- Which values of an FP32 step of a Paddle script would have 16 bits under a policy's op lists -------------------------------
+
+# The result of an operation in the lower-precision list has 16 bits, that of one in the FP32 list has 32, and that of any other has the
+# widest format of its operands; code outside layers is FP32. A weight's gradient has 16 bits if an operation in the lower list reads the
+# weight. The result of batch normalisation has the format of its first operand, whatever the format of its weights.
+
+_FOLLOW_FIRST = ("batch_norm", "instance_norm", "prelu")
+"""Operations whose result has the format of their first operand."""
+
+
+class ListedFormats(Listener):
+    """The formats that a step's tensors would have; nothing is rounded, and the script runs in FP32."""
+
+    def __init__(self, policy: Policy, run: PaddleRun) -> None:
+        self._run = run
+        self._lowers = policy.lowers
+        self._precisions = paddle_ops.precisions(paddle_ops.for_scripts(policy))
+        self._wide: dict[int, tuple[Any, bool]] = {}
+        """Whether a tensor is FP32, by its id; the tensors are kept alive."""
+        self._lowered: dict[int, Any] = {}
+        """Weights that an operation in the lower list reads."""
+
+    def forget(self) -> None:
+        """Drop the tensors of a step that is over."""
+        self._wide.clear()
+
+    def is_wide(self, tensor: Any) -> bool:
+        """Return whether ``tensor`` stays in FP32 under the policy; a tensor that no operation returned does."""
+        return self._wide.get(id(tensor), (tensor, True))[1] and self._lowers
+
+    def gradient_is_wide(self, parameter: Any) -> bool:
+        """Return whether a parameter's gradient is FP32, because no operation in the lower list reads the parameter."""
+        return id(parameter) not in self._lowered and self._lowers
+
+    def finished(self, operation: TapedOperation) -> None:
+        """Record the format that an operation's results would have."""
+        wide = self._is_wide(operation)
+        for result in operation.results:
+            self._wide[id(result)] = result, wide
+        if not wide and self._precisions.get(operation.name) == "lower":
+            self._lowered.update({id(t): t for t in operation.operands})
+
+    def _is_wide(self, operation: TapedOperation) -> bool:
+        precision = self._precisions.get(operation.name, "follow")
+        if not self._run.local.depth or precision == "fp32":
+            return True
+        if precision == "lower":
+            return False
+        read = [t for t in operation.operands if t.is_floating_point()]
+        decisive = read[:1] if operation.name in _FOLLOW_FIRST else read
+        return not decisive or any(self._wide.get(id(t), (t, True))[1] for t in decisive)
+
+
+# --- Count the values of Paddle tensors by exponent with NumPy, in tables laid out as in ``mezzo.engine.kernels.exponent_bins`` ---
+
+Table: TypeAlias = npt.NDArray[np.int64]
+
+
+def counted(values: npt.NDArray[Any]) -> Table:
+    """Return the counts of ``values`` by exponent and cell; FP64 is rounded to FP32 first."""
+    with np.errstate(over="ignore", under="ignore"):
+        magnitudes = np.abs(values.astype(np.float32).ravel())
+    finite = magnitudes[np.isfinite(magnitudes) & (magnitudes > 0)]
+    fractions, exponents = np.frexp(finite.astype(np.float64))
+    mantissas = ((2.0 * fractions - 1.0) * 2**FP32.mantissa_bits).astype(np.int64)
+    rows = exponents.astype(np.int64) - FIRST_EXPONENT  # row 0 is for zeros, and frexp's exponent is one too large
+    bins = rows * CELLS + np.searchsorted(np.array(CUTS), mantissas, side="right")
+    table = np.bincount(bins, minlength=BINS).astype(np.int64)
+    table[0] += int((magnitudes == 0).sum())
+    table[(ROWS - 1) * CELLS] += int(np.isinf(magnitudes).sum())
+    table[(ROWS - 1) * CELLS + 1] += int(np.isnan(magnitudes).sum())
+    return table
+
+
+class Tally:
+    """Tables by name; those of the open step are separate until ``keep``."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, Table] = {}
+        self._open: dict[Any, Table] = {}
+
+    def add(self, key: Any, table: Table) -> None:
+        """Add counts of the open step under ``key``."""
+        self._open[key] = self._open.get(key, 0) + table
+
+    def keep(self) -> None:
+        """Keep the counts of the open step."""
+        for key, table in self._open.items():
+            self.kept[key] = self.kept.get(key, 0) + table
+        self._open = {}
+
+    def forget(self) -> None:
+        """Discard the counts of the open step."""
+        self._open = {}

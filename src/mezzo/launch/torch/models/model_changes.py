@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mezzo.engine.casts.casting import Casting
+from mezzo.engine.casts.conversion import OwnForward
+from mezzo.errors import ScriptError
 from mezzo.launch.request_parts import ModelChanges
-from mezzo.launch.torch.models.checkpointed import CheckpointedModels
 from mezzo.launch.torch.state import Run
-from mezzo.records import CHANNELS_LAST, COMPILED, Reason
+from mezzo.measure.checkpointing.plan import CheckpointPlan, plan_for
+from mezzo.measure.checkpointing.trace import trace, unwrapped
+from mezzo.measure.checkpointing.wanted import bytes_text
+from mezzo.records import CHANNELS_LAST, CHECKPOINTED, COMPILED, NOT_APPLIED, Reason
 
 _IMAGE_DIMENSIONS = 4
 """Number of dimensions of a batch of images, and of a convolution's weight."""
@@ -104,3 +112,124 @@ def _channels_last(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim() == _IMAGE_DIMENSIONS:
         return value.contiguous(memory_format=torch.channels_last)
     return value
+
+
+# --- Checkpoint a script's models from outside: each by a plan of its own, computed and applied at its first call in training ---
+
+_IN_SCRIPT = "call mezzo.checkpoint(model, sample, ...) in the script, where the model is created"
+_SHARDED = ("FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+
+
+class CheckpointedModels:
+    """The models of a run that are checkpointed, and how."""
+
+    def __init__(self, wanted: str) -> None:
+        """Start without models; ``wanted`` is a plan's name, or a budget for each model."""
+        self._wanted = wanted
+        self._known: WeakSet[nn.Module] = WeakSet()
+        self._done: list[Reason] = []
+
+    def called(self, model: nn.Module, args: Any, kwargs: Any, casting: Casting | None) -> None:
+        """Checkpoint ``model`` if this is its first call in training, with these arguments as the sample.
+
+        For that, the forward pass runs once more without saving anything, under ``casting`` like the call itself.
+
+        Raises:
+            ScriptError: the model cannot be checkpointed from outside.
+            UsageError: no plan fits the budget.
+            SessionError: the model checkpoints itself, or runs a backward pass in its forward pass.
+        """
+        if model in self._known or not (model.training and torch.is_grad_enabled()):
+            return
+        if torch._C._current_autograd_node() is not None:  # called inside a backward pass
+            return
+        self._known.add(model)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+        name = type(unwrapped(model)).__name__
+        if why := next(_refusals(model), "") or _single_use(args, kwargs):
+            raise ScriptError(
+                f"--checkpoint {self._wanted} cannot be applied to {name}: {why}",
+                hint=f"leave --checkpoint out, or {_IN_SCRIPT}",
+            )
+        self._checkpoint(unwrapped(model), name, lambda module: module(*args, **kwargs), casting)
+
+    def compiled_called(self, modules: list[nn.Module]) -> None:
+        """Refuse a compiled function that calls models: its calls cannot be seen from outside."""
+        trained = [type(m).__name__ for m in modules if any(p.requires_grad for p in m.parameters())]
+        if trained and not all(module in self._known for module in modules):
+            raise ScriptError(
+                f"--checkpoint {self._wanted} cannot be applied to {trained[0]}: a function that the script compiles calls it",
+                hint="call mezzo.checkpoint(model, sample, ...) in the script, before torch.compile",
+            )
+
+    def explanation(self) -> list[Reason]:
+        """Return what was checkpointed, with what is kept and what is recomputed."""
+        why = "no model with weights to train was called in training mode"
+        return self._done or [Reason(what=CHECKPOINTED, value=NOT_APPLIED, reason=why)]
+
+    def _checkpoint(
+        self, model: nn.Module, name: str, call: Callable[[nn.Module], Any], casting: Casting | None
+    ) -> None:
+        def run(module: nn.Module) -> Any:
+            with nullcontext() if casting is None else casting.region():
+                return call(module)
+
+        traced = trace(model, run)
+        torch.clear_autocast_cache()  # weights that were cast while autograd saved nothing
+        plan = plan_for(traced, self._wanted)
+        refused = next((f"{module or 'the model'}: {why}" for module, why in plan.refused.items()), "")
+        if not plan.regions and refused:
+            raise ScriptError(
+                f"--checkpoint {self._wanted} cannot be applied to {name}: no module can be checkpointed ({refused})",
+                hint="leave --checkpoint out, or change what the reason says",
+            )
+        plan.apply(model)
+        self._done.append(Reason(what=CHECKPOINTED, value=plan.name, reason=f"{name}: {_words(plan)}"))
+
+
+def _words(plan: CheckpointPlan) -> str:
+    if not plan.regions:
+        return f"keeps all of {bytes_text(plan.plain_bytes)}: nothing has to be computed again"
+    share = plan.recomputed_flops / plan.forward_flops if plan.forward_flops else 0.0
+    modules = [name or "the model" for name in plan.regions]
+    listed = ", ".join(modules[:3]) + (f" and {len(modules) - 3} more" if len(modules) > 3 else "")
+    return (
+        f"{len(modules)} module{'s' * (len(modules) > 1)} ({listed}) run again in the backward pass; {bytes_text(plan.kept_bytes)} of "
+        f"{bytes_text(plan.plain_bytes)} are kept, at most {bytes_text(plan.peak_bytes)} at once; {share:.0%} of the forward pass's "
+        "FLOPs are computed again"
+    )
+
+
+def _single_use(args: Any, kwargs: Any) -> str:
+    """Return which argument is an iterator, which the pass for the plan would exhaust; empty if none is."""
+    iterator = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Iterator)), None)
+    return "" if iterator is None else f"it is called with a {type(iterator).__name__}, which can be read only once"
+
+
+def _refusals(model: nn.Module) -> Iterator[str]:
+    """Yield why ``model`` cannot be checkpointed from outside."""
+    for name, module in model.named_modules():
+        where = f"its part {name}" if name else "it"
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None:
+            yield f"the script compiles {where}"
+        if isinstance(module, torch.jit.ScriptModule):
+            yield f"{where} is TorchScript"
+        if sharded := kinds & set(_SHARDED):
+            yield f"{where} is sharded ({', '.join(sorted(sharded))})"
+        if library := _wrapped_by(module):
+            yield f"{library} wraps the forward of {where}"
+    if any(map(is_lazy, model.parameters())):
+        yield "its parameters get their shapes in its first call"
+
+
+def _wrapped_by(module: nn.Module) -> str:
+    """Return the library that replaced the forward of ``module``; empty for its class's forward, or one that Mezzo wraps."""
+    forward: Any = vars(module).get("forward")
+    while isinstance(forward, partial) and forward.func.__module__.startswith("mezzo."):
+        forward = forward.args[0]
+    if forward is None or isinstance(forward, OwnForward):
+        return ""
+    function = getattr(forward, "func", forward)
+    return str(getattr(function, "__module__", None) or type(function).__module__).partition(".")[0]

@@ -10,24 +10,27 @@ import functools
 import os
 import random
 import signal
+import sys
 import threading
+import traceback
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from mezzo.launch.import_hooks import after_import
 from mezzo.launch.patches import Patches
 from mezzo.launch.request_parts import TraceRequest
 from mezzo.launch.torch.state import Run
 from mezzo.launch.torch.tracing import digests
-from mezzo.launch.torch.tracing.frames import frames_of_script
-from mezzo.launch.torch.tracing.samples import DrawnSamples
-from mezzo.launch.torch.tracing.variables import ScriptState, is_below, script_folder
-from mezzo.launch.torch.tracing.written import FilesWritten
+from mezzo.launch.torch.tracing.digests import text_digest
+from mezzo.launch.torch.tracing.variables import ScriptState, is_below, is_own_file, script_folder
 from mezzo.measure.resumption.trace import Point, Written, line_of
 
 
@@ -186,3 +189,141 @@ def _register(
 ) -> None:
     known[created] = None
     original(created, *args, **kwargs)
+
+
+# --- The frames of a running script ---------------------------------------------------------------------------------------------
+
+
+def frames_of_script() -> tuple[list[Any], str]:
+    """Return the script's frames from the outermost to the loop, and the library whose code runs the loop; empty without one."""
+    folder = script_folder()
+    frames, libraries = [], []
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        name = str(frame.f_globals.get("__name__", ""))
+        if name == "runpy":
+            break
+        if is_own_file(frame.f_code.co_filename, folder):
+            frames.append(frame)
+        elif name.split(".")[0] not in ("mezzo", "torch", "tqdm", "rich", "contextlib", "functools"):
+            libraries.append(name)
+    return frames[::-1], libraries[0] if libraries else ""
+
+
+# --- Follow which samples a DataLoader drew for the batch that it delivered last, by their indices in the data set --------------
+
+
+class DrawnSamples:
+    """The samples of the last batch."""
+
+    def __init__(self) -> None:
+        self._drawn: WeakKeyDictionary[Any, deque[str]] = WeakKeyDictionary()
+        """Digests of drawn indices whose batches are not delivered yet: workers draw ahead."""
+        self._delivered: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._last = ("", 0)
+
+    def install(self, patches: Patches) -> None:
+        """Follow all loaders until ``patches`` are undone."""
+        patches.around(_BaseDataLoaderIter, "_next_index", self._draw)
+        patches.around(_BaseDataLoaderIter, "__next__", self._deliver)
+
+    def take(self) -> tuple[str, int]:
+        """Return the batch delivered since the last call: its digest, and its number in its pass; empty and 0 without one."""
+        last, self._last = self._last, ("", 0)
+        return last
+
+    def _draw(self, original: Callable[..., Any], iterator: Any) -> Any:
+        indices = original(iterator)
+        known = isinstance(indices, int) or (isinstance(indices, list) and None not in indices)
+        self._drawn.setdefault(iterator, deque()).append(text_digest(indices) if known else "")
+        return indices
+
+    def _deliver(self, original: Callable[..., Any], iterator: Any) -> Any:
+        batch = original(iterator)
+        drawn = self._drawn.get(iterator)
+        self._delivered[iterator] = number = self._delivered.get(iterator, 0) + 1
+        self._last = drawn.popleft() if drawn else "", number
+        return batch
+
+
+# --- Follow which files a script writes, and when: an audit hook sees writes from Python, patches see those of torch and safetensors ---
+
+# The latter two write in native code.
+
+_MAX_FILES = 1000
+_IGNORED = ("/dev/", "/proc/", "/sys/")
+
+
+class Listener(Protocol):
+    """A function that is called with each file that the script writes."""
+
+    def __call__(self, path: str, *, is_checkpoint: bool) -> None:
+        """Record the file."""
+
+
+class FilesWritten:
+    """The files that a run writes."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener, self._num, self._calling = listener, 0, False
+
+    def install(self, patches: Patches) -> None:
+        """Report writes until ``patches`` are undone."""
+        global _active, _hooked
+        if not _hooked:
+            sys.addaudithook(_audit)
+            _hooked = True
+        _active = self
+        patches.on_undo(_forget)
+        patches.around(torch, "save", self._save)
+        patches.around(torch.jit, "save", self._save)
+        after_import("safetensors.torch", functools.partial(self._wrap_safetensors, patches), patches)
+
+    def _wrap_safetensors(self, patches: Patches) -> None:
+        for name in ("save_file", "save_model"):
+            patches.around(sys.modules["safetensors.torch"], name, self._save)
+
+    def _save(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        file = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+        is_path = isinstance(file, (str, bytes, os.PathLike))  # a Path, too, has a name: its last part
+        self._report(file if is_path else getattr(file, "name", None), is_checkpoint=True)
+        return result
+
+    def on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Report the file that an audit event writes, if it writes one."""
+        if self._calling:
+            return
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR):
+                self._report(path, is_checkpoint=False)
+        elif event == "os.rename":
+            self._report(arguments[1], is_checkpoint=False)
+
+    def _report(self, file: Any, *, is_checkpoint: bool) -> None:
+        if self._num >= _MAX_FILES or not isinstance(file, (str, bytes, os.PathLike)):
+            return
+        path = os.path.abspath(os.fsdecode(file))
+        if path.startswith(_IGNORED) or "__pycache__" in path:
+            return
+        self._num += 1
+        self._calling = True
+        try:
+            self._listener(path, is_checkpoint=is_checkpoint)
+        finally:
+            self._calling = False
+
+
+_active: FilesWritten | None = None
+_hooked = False
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    """Pass events on while a run is traced; an audit hook cannot be removed."""
+    if _active is not None:
+        _active.on_event(event, arguments)
+
+
+def _forget() -> None:
+    global _active
+    _active = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import weakref
@@ -14,25 +15,24 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.distributions import Distribution
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from mezzo.engine.casts.conversion import cast_model
 from mezzo.engine.optimizers.master_weights import MasterWeights
+from mezzo.measure.cuda_answers import first, nothing
 from mezzo.measure.predict.cuda_operators import cuda_operators
 from mezzo.measure.predict.recorder import Recorder, storage_key
 from mezzo.measure.predict.script.amp import own_amp_left_out
-from mezzo.measure.predict.script.batches import ScriptBatches, first_size
-from mezzo.measure.predict.script.copies import copies_without_numbers
+from mezzo.measure.predict.script.batches import ScriptBatches, first_size, saved_in_memory
 from mezzo.measure.predict.script.data import CountedFakeMode, before_first_module
 from mezzo.measure.predict.script.devices import gpu_on_cpu
-from mezzo.measure.predict.script.eager import compilation_left_out
+from mezzo.measure.predict.script.gpu import called_by_script
 from mezzo.measure.predict.script.packed import longest_sequences
 from mezzo.measure.predict.script.processes import first_process_alone
-from mezzo.measure.predict.script.saves import saved_in_memory
-from mezzo.measure.predict.script.sizes import largest_sizes
 from mezzo.measure.predict.script.tapes import TapeRequest
 from mezzo.measure.predict.stand_ins import reading_frame, stand_ins
 from mezzo.measure.predict.tape import Kind, TrainingTape
@@ -369,3 +369,126 @@ def _converted(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool 
                 if tensor is not None:
                     tensors[name] = of(tensor)
     return module
+
+
+# --- Deep copies of tensors without numbers, such as a moving average of a model's weights makes --------------------------------
+
+# ``Tensor.__deepcopy__`` looks up where the numbers are and copies that memory. A fake tensor has none there: torch fails for some, and
+# writes to memory that is not its own for others.
+
+
+@contextmanager
+def copies_without_numbers() -> Iterator[None]:
+    """Let ``copy.deepcopy`` copy the shape of such tensors for the block."""
+    original = Tensor.__deepcopy__
+
+    def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        if not isinstance(tensor, FakeTensor) or not tensor.is_leaf:
+            return original(tensor, memo)
+        if id(tensor) not in memo:
+            copy: Tensor = tensor.detach().clone()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            needed = tensor.requires_grad
+            memo[id(tensor)] = nn.Parameter(copy, needed) if is_parameter else copy.requires_grad_(needed)
+        return memo[id(tensor)]
+
+    with patch.object(Tensor, "__deepcopy__", deepcopy):
+        yield
+
+
+# --- Skip a script's own compilation while it is traced, because compiled steps are not predicted -------------------------------
+
+
+@contextmanager
+def compilation_left_out(on_skip: Callable[[str], None]) -> Iterator[None]:
+    """Let the block compile and script nothing; ``on_skip`` gets the name of each function that was to do so."""
+
+    def noted(name: str, answer: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def left_out(*args: Any, **kwargs: Any) -> Any:
+            if not called_by_script():  # torch scripts functions of its own when it is imported
+                return original(*args, **kwargs)
+            on_skip(name)
+            return answer(*args, **kwargs)
+
+        return left_out
+
+    with ExitStack() as stack:
+        for home, name, called, answer in (
+            (torch, "compile", "torch.compile", _compiled),
+            (nn.Module, "compile", "Module.compile", nothing),
+            (torch.jit, "script", "torch.jit.script", first),
+            (torch.jit, "trace", "torch.jit.trace", first),
+        ):
+            stack.enter_context(patch.object(home, name, noted(called, answer, getattr(home, name))))
+        yield
+
+
+def _compiled(model: Any = None, **settings: Any) -> Any:
+    return (lambda function: function) if model is None else model
+
+
+# --- Give results whose size depends on numbers their largest size, while a script is traced without numbers --------------------
+
+# A condition is assumed to select all rows, and values are assumed to be all different. So memory is an upper bound and throughput
+# a lower bound; the record says so, and names the lines. Counts of whole numbers have their ``minlength``.
+
+aten: Any = torch.ops.aten
+
+
+@contextmanager
+def largest_sizes(on_use: Callable[[], None]) -> Iterator[None]:
+    """Let such operations return results of the largest size for the block; ``on_use`` is called for each."""
+
+    def noted(sized: Callable[..., Any]) -> Callable[..., Any]:
+        def implementation(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+            on_use()
+            with mode:
+                return sized(*args, **kwargs)
+
+        return implementation
+
+    known: dict[Any, Callable[..., Any]] = {
+        aten.nonzero.default: _nonzero,
+        aten.masked_select.default: _masked_select,
+        aten._unique2.default: _unique,
+        aten.unique_consecutive.default: _unique_consecutive,
+        aten.bincount.default: _bincount,
+    }
+    with patch.dict(fake_impls.op_implementations_dict, {op: noted(sized) for op, sized in known.items()}):
+        yield
+
+
+def _nonzero(condition: Tensor) -> Tensor:
+    return condition.new_empty((condition.numel(), condition.dim()), dtype=torch.int64)
+
+
+def _masked_select(values: Tensor, mask: Tensor) -> Tensor:
+    return values.new_empty(torch.broadcast_shapes(values.shape, mask.shape).numel())
+
+
+def _unique(
+    values: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _all_different(values, return_inverse=return_inverse, return_counts=return_counts)
+
+
+def _unique_consecutive(
+    values: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    if dim is None:
+        return _all_different(values, return_inverse=return_inverse, return_counts=return_counts)
+    numbers = values.new_empty(values.shape[dim], dtype=torch.int64)
+    return torch.empty_like(values), numbers, torch.empty_like(numbers)
+
+
+def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    if minlength == 0:
+        raise DynamicOutputShapeException(aten.bincount.default)
+    return (values if weights is None else weights).new_empty(minlength)
+
+
+def _all_different(values: Tensor, *, return_inverse: bool, return_counts: bool) -> tuple[Tensor, Tensor, Tensor]:
+    inverse = values.new_empty(values.shape if return_inverse else 0, dtype=torch.int64)
+    counts = values.new_empty(values.numel() if return_counts else 0, dtype=torch.int64)
+    return values.new_empty(values.numel()), inverse, counts

@@ -15,7 +15,7 @@ import mezzo
 from mezzo.launch.torch import switched
 from mezzo.measure.environment import environment
 from mezzo.observe.fallback.evidence import LossyProduct, read_measured
-from mezzo.observe.fallback.lossy import lost
+from mezzo.observe.fallback.observer import lost
 from mezzo.observe.settings import FallbackSettings
 from mezzo.observe.stopping import StopScript
 from mezzo.policy import Policy

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from mezzo.launch.children_failed import sentence_of
+from mezzo.launch.recording import sentence_of
 
 SIMPLE = """
 

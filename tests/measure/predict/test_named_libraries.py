@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from mezzo.errors import UsageError
-from mezzo.measure.predict.libraries import import_library, quiet
-from mezzo.measure.predict.named import named_model
+from mezzo.measure.predict.named import import_library, named_model, quiet
 
 
 def test_a_library_that_is_not_installed_is_named() -> None:

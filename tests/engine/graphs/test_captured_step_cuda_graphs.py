@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.engine.graphs import captured_step, cuda_graphs
+from mezzo.engine.graphs import captured_step
 from mezzo.errors import SessionError
 from tape import TapeGraphs, refuse_in_a_capture
 
@@ -96,7 +96,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def test_rehearsals_and_captures_of_a_session_share_one_stream_on_its_own_device(cuda: Cuda) -> None:
-    made = [cuda_graphs.CudaGraphs(torch.device("cuda", number)) for number in (0, 1)]
+    made = [captured_step.CudaGraphs(torch.device("cuda", number)) for number in (0, 1)]
     on: list[Stream] = []
     for one in made:
         with one.rehearsal():
@@ -116,7 +116,7 @@ def test_rehearsals_and_captures_of_a_session_share_one_stream_on_its_own_device
 
 @pytest.mark.parametrize("error", [RuntimeError("the .item() in the loss"), KeyError("inputs"), KeyboardInterrupt()])
 def test_a_capture_that_fails_raises_its_cause_and_restores_the_stream(cuda: Cuda, error: BaseException) -> None:
-    one = cuda_graphs.CudaGraphs(torch.device("cuda", 0))
+    one = captured_step.CudaGraphs(torch.device("cuda", 0))
     cuda.fails = True
 
     def run() -> None:
@@ -133,12 +133,12 @@ def test_a_capture_that_fails_raises_its_cause_and_restores_the_stream(cuda: Cud
 def test_a_capture_that_only_ends_badly_raises_that(cuda: Cuda) -> None:
     cuda.fails = True
     with pytest.raises(RuntimeError, match=ENDED_BADLY):
-        cuda_graphs.CudaGraphs(torch.device("cuda", 0)).capture(lambda: None)
+        captured_step.CudaGraphs(torch.device("cuda", 0)).capture(lambda: None)
     assert cuda.current is cuda.outside
 
 
 def test_a_rehearsal_that_fails_is_waited_for_and_puts_the_generator_back(cuda: Cuda) -> None:
-    one = cuda_graphs.CudaGraphs(torch.device("cuda", 0))
+    one = captured_step.CudaGraphs(torch.device("cuda", 0))
     cuda.saved = ""
     with pytest.raises(ValueError, match="wrong"), one.rehearsal():
         raise ValueError("wrong")
@@ -150,7 +150,7 @@ def test_nodes_of_an_earlier_step_go_to_the_capture_s_stream_where_torch_can(cud
     if not hasattr(torch.autograd.graph, "set_override_stale_capture_stream"):
         pytest.skip("torch 2.13")
     seen = []
-    cuda_graphs.CudaGraphs(torch.device("cuda", 0)).capture(
+    captured_step.CudaGraphs(torch.device("cuda", 0)).capture(
         lambda: seen.append(torch._C._override_stale_capture_stream())
     )
     assert seen == [True]
@@ -172,7 +172,7 @@ HINTS = [
 
 @pytest.mark.parametrize(("message", "hint"), HINTS)
 def test_what_to_do_about_a_capture_that_failed(message: str, hint: str) -> None:
-    error = cuda_graphs.refusal(RuntimeError(message))
+    error = captured_step.refusal(RuntimeError(message))
     assert isinstance(error, SessionError)
     assert hint in error.hint
     assert error.hint.endswith("start a new process for it, since a failed capture leaves memory reserved")

@@ -104,7 +104,7 @@ def test_a_refusal_has_the_words_of_cuda_and_says_what_to_keep_in_fp32(name: str
     assert caught.value.message == words
     line = call.__code__.co_firstlineno
     assert caught.value.hint == (
-        f"CUDA has no kernel for this in {low}: keep the operation at test_kernel_gaps.py:{line} in FP32: "
+        f"CUDA has no kernel for this in {low}: keep the operation at test_casting_kernel_gaps.py:{line} in FP32: "
         "call it on .float() operands inside torch.autocast(x.device.type, enabled=False)"
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mezzo.launch.torch.gradients.loss_names import loss_name
+from mezzo.launch.torch.gradients.backward import loss_name
 
 NAMES = [
     ("loss_d.backward()", False, "loss_d"),

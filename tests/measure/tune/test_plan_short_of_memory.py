@@ -10,7 +10,7 @@ import pytest
 import record_builders as build
 from mezzo.measure.checkpointing.wanted import bytes_text
 from mezzo.measure.environment import host_bytes
-from mezzo.measure.tune.short_of_memory import short_of_memory
+from mezzo.measure.tune.plan import short_of_memory
 from mezzo.records import Effective, Memory, OutOfMemory, RunRecord, Steps
 
 ON_CPU = OutOfMemory(step=1, message="", asked_bytes=640_000_000_000)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mezzo
-from mezzo.launch.tracebacks import print_error
+from mezzo.launch.recording import print_error
 
 MEZZO = Path(mezzo.__file__).parent
 PLACES = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.measure.check.gains import measured_gain
+from mezzo.measure.check.worth import measured_gain
 from mezzo.records import Gain, Row
 
 
