@@ -17,14 +17,14 @@ from mezzo.records import (
     DiagnoseRecord,
     DoctorRecord,
     FallbackRecord,
+    Prediction,
     PredictRecord,
     RangesRecord,
     ResumeCheckRecord,
     Row,
     RunRecord,
 )
-from mezzo.records.run import WIDE, leaves_range, refuses_format
-from mezzo.report import after_prediction
+from mezzo.records.run import BATCH, WIDE, leaves_range, refuses_format
 from mezzo.report import formatting as fmt
 from mezzo.report.commands import (
     TypedScript,
@@ -412,7 +412,7 @@ def _after_doctor(record: DoctorRecord) -> Iterator[NextStep]:
 
 
 def _after_predict(record: PredictRecord) -> Iterator[NextStep]:
-    for why, command in after_prediction.steps(record):
+    for why, command in steps(record):
         yield NextStep(why=fmt.clean(why), command=command)
 
 
@@ -447,3 +447,56 @@ def explained(errors: Iterable[str], policy: str) -> tuple[str, str] | None:
     if any(map(leaves_range, errors)):
         return f"a number in the script is beyond the range of {policy}; find its line", "diagnose"
     return None
+
+
+# --- What to type after a prediction: a check of the script for the fastest GPU, and checkpointing where memory is tight --------
+
+_RUNS = ("fp32", "tf32", "fp16", "bf16", "fp16-master", "bf16-master", "fp16-pure", "bf16-pure", "fp8")
+"""Policies of a prediction that ``mezzo run`` accepts under the same name."""
+_SPARE = 0.13
+"""Share of a GPU's memory to leave free for errors of the prediction."""
+_MIN_GIB = 0.1
+_MUCH = 0.5
+"""Above this share of a GPU's memory, checkpointing is worth a slower step."""
+
+
+def steps(record: PredictRecord) -> Iterator[tuple[str, str]]:
+    """Yield reasons and commands to type after a prediction for a script; nothing for a model by name."""
+    script = TypedScript.typed(record.command, record.model)
+    if script is None:  # a model by name
+        return
+    arguments = tuple(word.replace(BATCH, str(record.batch)) for word in script.arguments)
+    script = replace(script, arguments=arguments, variables=record.environment.variables)
+    best = record.best
+    if best is not None:
+        why = f"see which policy trains like fp32, answered for {best.gpu}"
+        yield why, script.under("check", gpu=best.gpu, **_policies(script))
+    tight = [
+        prediction
+        for prediction in record.predictions
+        if prediction.possible and not prediction.fits and prediction.gpu != "cpu"
+    ]
+    budgets = [(prediction, kept) for prediction in tight if (kept := _left_for_activations(prediction)) is not None]
+    if budgets:
+        prediction, kept = max(budgets, key=lambda pair: pair[0].throughput)
+        why = f"it does not fit on {prediction.gpu} in {prediction.policy}; keep less for the backward pass"
+        yield why, script.under("run", policy=prediction.policy, checkpoint=kept)
+    elif best is not None and best.policy in _RUNS and best.device_bytes > _MUCH * (best.gpu_bytes or 0):
+        why = "see what checkpointing costs and saves on this machine, with the same batch"
+        yield why, script.under("compare", policies=best.policy, checkpoint="full")
+
+
+def _policies(script: TypedScript) -> dict[str, str]:
+    """Return the policies as typed, if they include one that a check can compare with FP32."""
+    typed = script.options.get("--policies", ("",))[-1]
+    return {"policies": typed} if {name.strip() for name in typed.split(",")} - {"", "fp32"} else {}
+
+
+def _left_for_activations(prediction: Prediction) -> str | None:
+    """Return how much may be kept for the backward pass if all else is as predicted; None if no memory is left for that."""
+    kept = prediction.memory_bytes.get("activations", 0)
+    if prediction.gpu_bytes is None or not kept or prediction.policy not in _RUNS:
+        return None
+    left = prediction.gpu_bytes * (1 - _SPARE) - (prediction.device_bytes - kept)
+    gib = left / 2**30
+    return None if gib < _MIN_GIB else f"{gib:.2g}GiB" if gib < 10 else f"{int(gib)}GiB"
