@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+from mezzo.measure.compare.margins import Margin
 
 from benchmarks.verdicts.rates import SEEDS, Array, Rate, drawn, worst
-from mezzo.measure.compare.margins import Margin
 from mezzo.measure.compare.quantities import Flags, PairStatistics, Quantity
 from mezzo.measure.compare.scales import Absolute
 

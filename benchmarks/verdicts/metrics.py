@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from mezzo.measure.compare.margins import Margin, spread_of
 
 from benchmarks.verdicts.rates import SEEDS, Array, Rate, worst
 from mezzo.measure.compare.kinds import MetricGrid
-from mezzo.measure.compare.margins import Margin, spread_of
 from mezzo.measure.compare.quantities import Quantity
 from mezzo.measure.compare.scales import Proportion
 

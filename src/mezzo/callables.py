@@ -21,8 +21,7 @@ from mezzo.errors import MezzoError, NonFiniteLossError, ScaleFloorError, Script
 from mezzo.launch.recording import hint_of
 from mezzo.launch.request import policy_text
 from mezzo.launch.torch import training
-from mezzo.launch.torch.premade import amp_off, find_premade
-from mezzo.launch.torch.restoring import state_restored
+from mezzo.launch.torch.restoring import amp_off, find_premade, state_restored
 from mezzo.launch.torch.torch_training import TorchTraining
 from mezzo.measure.environment import environment
 from mezzo.measure.flops import OperandFormats

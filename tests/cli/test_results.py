@@ -21,7 +21,7 @@ from mezzo.cli.options.folders import new_folder
 from mezzo.cli.script import Script
 from mezzo.cli.words import WORDS
 from mezzo.launch.request import Request, policy_text
-from mezzo.measure.variables import variables_that_matter
+from mezzo.measure.environment import variables_that_matter
 from mezzo.policy import Policy
 from mezzo.records import AuditRecord, DiagnoseRecord, Environment, RangesRecord, RunRecord, read_record, write_record
 from mezzo.report.sheets.shared import command_text

@@ -30,7 +30,7 @@ from mezzo import (
     SessionError,
 )
 from mezzo.engine.matrix_units.fp32_products import fp32_products_as_they_were
-from mezzo.engine.session_state import open_window
+from mezzo.engine.state import open_window
 from mezzo.policy import PRESETS
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

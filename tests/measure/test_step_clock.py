@@ -10,7 +10,7 @@ import torch
 
 from mezzo.launch.torch.counting.counted_step import CountedStep
 from mezzo.launch.torch.state import Run
-from mezzo.measure.cuda_peaks import CudaPeaks, Peaks
+from mezzo.measure.memory import CudaPeaks, Peaks
 from mezzo.measure.step_clock import StepClock
 from mezzo.measure.steps import StepRecorder
 

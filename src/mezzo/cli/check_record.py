@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mezzo.cli.budget import Budget
-from mezzo.cli.durations import clock
+from mezzo.cli.budget import Budget, clock
 from mezzo.cli.machines import Machine, how_placed
 from mezzo.cli.predictions.real_gpus import predicted_for
 from mezzo.cli.script import Script

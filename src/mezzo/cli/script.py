@@ -71,7 +71,7 @@ class Script:
     @property
     def retyped(self) -> Typed:
         """The command as typed, from which other commands on the same script are written."""
-        from mezzo.measure.variables import variables_that_matter
+        from mezzo.measure.environment import variables_that_matter
         from mezzo.report.commands import TypedScript as Typed
 
         script = Typed.typed(self.command, self.target)
@@ -118,9 +118,8 @@ class Script:
     def identity(self, **more: str) -> dict[str, str]:
         """Return what must not change for an interrupted command to continue; ``more`` are options of the command."""
         from mezzo.launch.frameworks import own_sources
-        from mezzo.measure.environment import package_version
+        from mezzo.measure.environment import package_version, variables_that_compute
         from mezzo.measure.standard_input import digest_of_input
-        from mezzo.measure.variables import variables_that_compute
 
         text, sources = hashlib.sha256(), list(own_sources(self.target, kind=self.kind))
         for source in sources:

@@ -56,9 +56,9 @@ from mezzo.engine.processes.distributed import processes_for
 from mezzo.engine.progress import Progress
 from mezzo.engine.scaling import scale_for
 from mezzo.engine.schedules import Schedules
-from mezzo.engine.session_state import SessionState, open_window
 from mezzo.engine.snapshots.position import Position
 from mezzo.engine.snapshots.resumable import Resumable, Snapshots
+from mezzo.engine.state import SessionState, open_window
 from mezzo.engine.window import Reduction, ScaleFlags, Window
 from mezzo.explain import Choices
 from mezzo.policy import Policy

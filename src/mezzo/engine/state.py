@@ -6,16 +6,23 @@ prefix of a wrapper. Each process saves its own part of sharded tensors.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from mezzo.engine import checks
 from mezzo.engine.processes.replicas import bare
+from mezzo.engine.progress import Progress
+from mezzo.engine.snapshots.position import Position
+from mezzo.engine.window import Window
 from mezzo.errors import SessionError
 
 if TYPE_CHECKING:
+    from mezzo.engine.loop_checks import NoWatch, Ownership
+    from mezzo.engine.schedules import Schedules
     from mezzo.engine.session import Session
+    from mezzo.engine.snapshots.resumable import Snapshots
 
 
 def state_of(session: Session, *, window_calls: int) -> dict[str, Any]:
@@ -78,3 +85,37 @@ def _refuse_open_window(call: str, window_calls: int) -> None:
             f"{call} after {window_calls} backward passes of an open window",
             hint="call update() first: gradients of an open window are not saved",
         )
+
+
+# --- What a session changes from update to update, besides its models, optimizers, schedulers and scales ------------------------
+
+# One value: snapshots, captured graphs, guards and micro-batches read it and write it, and nothing else of a session that is private.
+
+
+@dataclass(slots=True)
+class SessionState:
+    """The state of one session."""
+
+    window: Window
+    """The open window: its backward passes and their weights."""
+    progress: Progress
+    """Updates, skipped ones, the last norm."""
+    schedules: Schedules
+    """Which scheduler steps are still to be made."""
+    position: Position
+    """The passes over the data."""
+    snapshots: Snapshots
+    """The folder that it saves to, and the save in progress."""
+    watch: NoWatch
+    """The checks of the first windows; later ``NoWatch``."""
+    ownership: Ownership
+    """Whether the models' weights are still those that the session was built with."""
+
+
+def open_window(session: Session) -> None:
+    """Begin a window, without gradients."""
+    session.state.window.open(session.accumulate, len(session.scales))
+    if (
+        session.accumulate > 1 or not session.state.progress.windows
+    ):  # else every backward pass exchanges, as the last one did
+        session.processes.expect(0)

@@ -19,6 +19,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -158,3 +159,50 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of the tensors in an optimizer's state."""
     leaves = [leaf for state in optimizer.state.values() for leaf in tree_leaves(state)]
     return total_bytes(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+# --- Peaks of the CUDA allocator over all devices that the process uses, without the inspected step -----------------------------
+
+# Where compiled code runs eagerly in the inspected step, that step takes more memory than the others. So the counters are reset when it
+# ends; the peaks up to then count only if no further step follows.
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The peaks of each device in bytes, by device number; empty where CUDA is not in use."""
+
+    allocated: tuple[int, ...] = ()
+    reserved: tuple[int, ...] = ()
+
+
+class CudaPeaks:
+    """The allocator's peaks over a run."""
+
+    def __init__(self) -> None:
+        self._until_reset: Peaks | None = None
+        self._num_steps = 0
+
+    def reset(self, num_steps: int) -> None:
+        """Reset the counters after ``num_steps`` steps."""
+        peaks = _read()
+        if peaks.allocated:
+            self._until_reset, self._num_steps = peaks, num_steps
+            for device in range(len(peaks.allocated)):
+                torch.cuda.reset_peak_memory_stats(device)
+
+    def read(self, num_steps: int) -> Peaks:
+        """Return the peaks of a run that made ``num_steps`` steps."""
+        if self._until_reset is not None and num_steps <= self._num_steps + 1:
+            return self._until_reset
+        return _read()
+
+
+def _read() -> Peaks:
+    # Only if the process already uses CUDA: the query would initialise it.
+    if not torch.cuda.is_initialized():
+        return Peaks()
+    devices = range(torch.cuda.device_count())
+    return Peaks(
+        allocated=tuple(torch.cuda.max_memory_allocated(device) for device in devices),
+        reserved=tuple(torch.cuda.max_memory_reserved(device) for device in devices),
+    )

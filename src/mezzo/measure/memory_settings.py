@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mezzo.measure.checkpointing.wanted import bytes_text
+from mezzo.measure.checkpointing.plan import bytes_text
 from mezzo.records import Reason
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"

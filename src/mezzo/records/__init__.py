@@ -82,7 +82,6 @@ from mezzo.records.ranges import RangesRecord as RangesRecord
 from mezzo.records.ranges import ScaleWindow as ScaleWindow
 from mezzo.records.ranges import TensorRange as TensorRange
 from mezzo.records.ranges import UpdateLoss as UpdateLoss
-from mezzo.records.ranks import RankRun as RankRun
 from mezzo.records.resume_check import MissingState as MissingState
 from mezzo.records.resume_check import ResumeCheckRecord as ResumeCheckRecord
 from mezzo.records.resume_check import ResumeVerdict as ResumeVerdict
@@ -101,6 +100,7 @@ from mezzo.records.run import Loss as Loss
 from mezzo.records.run import Memory as Memory
 from mezzo.records.run import Metric as Metric
 from mezzo.records.run import Placement as Placement
+from mezzo.records.run import RankRun as RankRun
 from mezzo.records.run import RunRecord as RunRecord
 from mezzo.records.run import SnapshotProof as SnapshotProof
 from mezzo.records.run import SnapshotsTaken as SnapshotsTaken

@@ -10,7 +10,6 @@ from typing import Literal
 from mezzo.records.bottleneck import Bottleneck
 from mezzo.records.findings import Finding
 from mezzo.records.guardrails import Guardrails, OutOfMemory
-from mezzo.records.ranks import RankRun
 from mezzo.records.values import Environment, NamedByPolicy, Reason, Value, WholeRecord
 
 AS_IS = "as-is"
@@ -385,3 +384,33 @@ def refuses_format(error: str) -> bool:
 def leaves_range(error: str) -> bool:
     """Return whether a number in the script, such as a mask's -1e9, is beyond the range of the format it was converted to."""
     return _BEYOND.search(error) is not None
+
+
+# --- The processes of a run, and what each of them measured ---------------------------------------------------------------------
+
+
+class RankRun(Value):
+    """One process of a run in several."""
+
+    rank: int
+    host: str = ""
+    device: str = ""
+    """The GPU's name, or torch's device type."""
+    num_steps: int = 0
+    skipped_steps: list[int] = []
+    """Numbers of the steps whose updates were skipped, from 1."""
+    final_loss: float | None = None
+    """The loss of the last step in this process, on its own part of the data."""
+    final_scale: float | None = None
+    step_ms: float | None = None
+    """Median wall time of a step after the first; None if there was none."""
+    cpu_ms: float | None = None
+    """Median CPU time of a step after the first."""
+    total_bytes: int | None = None
+    """Bytes of a step: parameters, gradients, optimizer state and activations of this process."""
+    cuda_allocated_bytes: int | None = None
+    weights: str = ""
+    """A digest of the weights at the end, without sharded ones; empty if they were gone by then."""
+    duration_s: float = 0.0
+    exit_code: int = 0
+    error: str | None = None

@@ -14,16 +14,16 @@ from markupsafe import Markup, escape
 from mezzo.records import AnyRecord, AuditRecord, CompareRecord, DiagnoseRecord, RunRecord
 from mezzo.records.files import write_whole
 from mezzo.report import formatting as fmt
-from mezzo.report.charts import loss, memory, modules, predicted, ranges, steps, times
+from mezzo.report.charts import loss, memory, modules, predicted, ranges, steps
 from mezzo.report.charts.data import Chart, Drawn
+from mezzo.report.charts.steps import StepTimes
 from mezzo.report.charts.svg import hover_data, svg
 from mezzo.report.charts.table import numbers_of
-from mezzo.report.charts.times import StepTimes
 from mezzo.report.colours import Style, css_colours, styles_of
 from mezzo.report.index.sheet import IndexSheet
 from mezzo.report.next_steps import NextStep, next_steps
 from mezzo.report.sheets.answers import Headline
-from mezzo.report.sheets.real_gpus import real_gpus_sheet
+from mezzo.report.sheets.predict import real_gpus_sheet
 from mezzo.report.sheets.together import together_sheet
 from mezzo.report.source import SourceLines, module_places, source_of
 from mezzo.report.views import VIEWS, command_name
@@ -153,7 +153,7 @@ def compare_charts(record: CompareRecord) -> list[Drawn]:
         *loss.difference_charts(record, styles=styles),
         steps.scale_chart(record.runs, styles=styles),
         memory.memory_bars({row.policy_shown: row.memory for row in record.rows}, styles=styles),
-        times.time_boxes(timed),
+        steps.time_boxes(timed),
     ]
 
 

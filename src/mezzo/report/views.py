@@ -20,7 +20,6 @@ from mezzo.report.sheets import (
     fallback,
     predict,
     ranges,
-    real_gpus,
     resume_check,
     run,
     tune,
@@ -54,7 +53,7 @@ VIEWS: dict[str, View] = {
     "compare": View(
         sheet=compare.compare_sheet,
         body=bodies.print_compare,
-        details=real_gpus.compare_details,
+        details=predict.compare_details,
         answer=answers.compare_answer,
     ),
     "check": View(sheet=check.check_sheet, body=check.print_check, answer=check.check_answer, framed=False),

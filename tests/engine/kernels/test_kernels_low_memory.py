@@ -21,9 +21,9 @@ import mezzo
 from mezzo.engine.kernels import cpu, fused, moments, reference
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.choice import choose
+from mezzo.engine.kernels.layout import split
 from mezzo.engine.kernels.moments import as_fp32, stored_as, zero_moment
 from mezzo.engine.kernels.noise import mix, round_to_bf16, streams
-from mezzo.engine.kernels.split import split
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 EVERY_NOISE = torch.arange(65536)

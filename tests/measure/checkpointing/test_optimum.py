@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from mezzo.engine.checkpointing import Keeps
 from mezzo.measure.checkpointing import optimum
-from mezzo.measure.checkpointing.costs import costs_of
 from mezzo.measure.checkpointing.optimum import (
     FLOPS_PER_BYTE,
     Paths,
     best_plan,
     candidates_of,
+    costs_of,
     forward_cost,
     least_peak,
 )

@@ -16,7 +16,7 @@ import mezzo
 from forked_processes import in_forks
 from mezzo.engine import checkpointing
 from mezzo.errors import UsageError
-from mezzo.measure.checkpointing.costs import Costs
+from mezzo.measure.checkpointing.optimum import Costs
 from mezzo.measure.checkpointing.plan import CheckpointPlan, bytes_of_text, bytes_text
 
 WIDTH = 16

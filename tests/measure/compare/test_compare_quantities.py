@@ -13,8 +13,7 @@ from scipy import stats
 
 from helpers_compare import judge, row_of, run, series, with_metric
 from mezzo.measure.compare.kinds import MetricGrid, grid_of, scale_of_metric
-from mezzo.measure.compare.margins import Margin, spread_errors, spread_of
-from mezzo.measure.compare.quantities import Quantity, unaveraged
+from mezzo.measure.compare.quantities import Margin, Quantity, spread_errors, spread_of, unaveraged
 from mezzo.measure.compare.scales import Absolute, Proportion, Ratio, Scale
 from mezzo.measure.compare.verdicts import MAX_SEEDS, seeds_needed
 from mezzo.records import Metric

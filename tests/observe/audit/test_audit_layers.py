@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from mezzo.observe.audit.causes import FIXES, compute_dtype, why_wide_in_layer
 from mezzo.observe.audit.findings import RULES
-from mezzo.observe.audit.layers import FIXES, compute_dtype, why_wide_in_layer
 
 
 class Layer(nn.Module):

@@ -8,8 +8,8 @@ import record_builders as build
 from mezzo.records import Memory, Steps
 from mezzo.report.charts.data import Bars, Boxes, Nothing
 from mezzo.report.charts.memory import memory_bars
+from mezzo.report.charts.steps import StepTimes, time_boxes
 from mezzo.report.charts.table import numbers_of
-from mezzo.report.charts.times import StepTimes, time_boxes
 from mezzo.report.colours import policy_style, policy_styles
 from mezzo.report.html import compare_charts
 from mezzo.report.sheets import shared

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli.budget import Budget
+from mezzo.cli.budget import Budget, seconds_of
 from mezzo.cli.check_record import CheckOptions, check_record, formats_of, time_for_runs_s
-from mezzo.cli.durations import seconds_of
 from mezzo.cli.machines import Machine, machine_of, name_of
 from mezzo.cli.options import shared as options
 from mezzo.cli.options import values

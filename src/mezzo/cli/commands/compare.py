@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from mezzo.cli import results
+from mezzo.cli.budget import seconds_of
 from mezzo.cli.compare_runs import begin_or_continue, left_to_run, run_all
-from mezzo.cli.durations import seconds_of
 from mezzo.cli.options import completion, values
 from mezzo.cli.options import shared as options
 from mezzo.cli.options.clusters import Jobs, On, engine_of

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mezzo.cli.durations import seconds_of
+from mezzo.cli.budget import seconds_of
 from mezzo.cli.options import values
 from mezzo.cli.progress import shown
 from mezzo.cli.results import note

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mezzo.cli.durations import seconds_of
+from mezzo.cli.budget import seconds_of
 from mezzo.cli.words import RESUME, replacing
 from mezzo.errors import UsageError
 from mezzo.secrets import hidden

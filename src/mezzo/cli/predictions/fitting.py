@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mezzo.cli import results
-from mezzo.cli.predictions.tracing import tracing
+from mezzo.cli.predictions.traced import tracing
 from mezzo.errors import MezzoError
 from mezzo.launch.process.command_signals import stoppable
 

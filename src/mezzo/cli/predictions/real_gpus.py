@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mezzo.cli import results
 from mezzo.cli.options.values import NONE, names_in
-from mezzo.cli.predictions.tracing import tracing
+from mezzo.cli.predictions.traced import tracing
 from mezzo.cli.script import Script
 from mezzo.launch.process.command_signals import Stopped, stoppable
 

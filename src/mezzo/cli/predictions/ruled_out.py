@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mezzo.cli.budget import Budget
 from mezzo.cli.options.values import NONE
-from mezzo.cli.predictions.tracing import tracing
+from mezzo.cli.predictions.traced import tracing
 from mezzo.cli.script import Script
 from mezzo.launch.process.command_signals import stoppable
 

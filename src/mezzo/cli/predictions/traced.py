@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -14,7 +16,6 @@ import typer
 
 from mezzo.cli import results
 from mezzo.cli.options import values
-from mezzo.cli.predictions.tracing import tracing
 from mezzo.cli.script import check_supported, keep_input_for
 from mezzo.cli.words import typed, value_after
 from mezzo.errors import MezzoError, ScriptError, UsageError, nearest
@@ -215,3 +216,16 @@ def of_script(target: str, arguments: list[str], policies: list[str], batch: int
     if all(failures):
         raise ScriptError(f"{target} {failures[0]}", hint=hint_under(policies[0]))
     return Traced(name=target, size="the script's own inputs", **vars(script_tapes))
+
+
+# --- The process that traces a script for a command -----------------------------------------------------------------------------
+
+
+def tracing(target: str, *, as_module: bool) -> AbstractContextManager[None]:
+    """Let all traces of a script inside share their imports, which begin now."""
+    from mezzo.launch.process.shared_libraries import shared_libraries
+    from mezzo.measure.predict.script.tape_server import shared_imports
+
+    folder = os.getcwd() if as_module else str(Path(target).resolve().parent)
+    libraries = shared_libraries(target, kind="module" if as_module else "script")
+    return shared_imports(libraries, folder=folder)

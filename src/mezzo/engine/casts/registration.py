@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from mezzo.engine.casts import compiling
 
@@ -111,3 +112,13 @@ def _kernel(
         return op.redispatch(keyset & below, *args, **kwargs)
 
     return call
+
+
+# --- Tensors inside the transforms of ``torch.func`` ----------------------------------------------------------------------------
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor that owns the memory: each transform, such as ``grad`` or ``vmap``, wraps it once."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor

@@ -11,12 +11,21 @@ return, or each one if no policy is safer, makes the change once more. The data 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from mezzo.devices import this_device
 from mezzo.engine.scaling import DynamicScale
+from mezzo.engine.snapshots.choosing import contents_at
+from mezzo.engine.snapshots.folder import SavedSnapshot, saved_in
+from mezzo.errors import MezzoError, SnapshotError
+from mezzo.policy import Policy
 from mezzo.records import AlarmKind, Reason, Rewind
 
 POLICY, UNCHANGED = "policy", "unchanged"
@@ -109,3 +118,100 @@ def _slower(
     return Reason(
         what="learning rate", value=f"x {factor:g}, now {shown}", reason=f"{kind}: smaller steps from the same weights"
     )
+
+
+# --- fallback policies -----------------------------------------------------------------------------------------------------------
+
+# The policy to continue under if a smaller learning rate or another loss scale did not help: the next safer one, for the whole model.
+#
+#     FP16 whose gradients left its range    BF16, which has FP32's range, unless the device would have to emulate it; then FP32
+#     any other alarm, and BF16              FP32
+#
+# The guard does not know which modules left the format: once one gradient overflows, so do all before it. ``mezzo fallback`` finds them.
+
+OF_RANGE: tuple[AlarmKind, ...] = ("skip storm", "scale at its floor", "gradients zero", "loss not finite")
+"""Alarms that gradients or activations beyond the range of FP16 cause."""
+_WITH_MORE_RANGE = {"fp16": "bf16", "fp16-master": "bf16-master"}
+_KEPT = ("arithmetic", "op_lists", "lower", "fp32", "widest", "fp32_modules")
+_KEPT_IN_FP32 = ("reduce", "gather", "world", "reduce_order")
+
+
+def safer_policy(policy: Policy, kind: AlarmKind, device_type: str) -> tuple[Policy, str] | str:
+    """Return the policy to continue under after an alarm, and the reason; or why there is none.
+
+    Args:
+        policy: the policy of the run so far.
+        kind: the alarm.
+        device_type: the device type that the run trains on.
+    """
+    if not policy.lowers:
+        return f"{policy!s} lowers nothing, so there is no safer policy"
+    if policy.compute == "fp8":
+        return "layers were replaced by FP8 ones when the run began, and stay in FP8"
+    if policy.casting == "model" and not policy.master_weights:
+        return f"under {policy.name} the weights themselves are in 16 bits, and remain so"
+    if policy.reduce == "fp16":
+        return "gradients are summed over processes in FP16 (reduce=fp16), which needs the loss scale"
+    if policy.gather not in ("auto", "fp32"):
+        return f"weights are gathered over processes in {policy.gather.upper()} (gather={policy.gather}), which a run cannot change"
+    wider = _wider(policy, device_type) if kind in OF_RANGE else None
+    if wider is not None:
+        return wider, f"{kind}: values left the range of FP16; BF16 has the range of FP32"
+    why = f"{kind}: with {policy.compute.upper()} ruled out, the same alarm again has another cause"
+    return Policy.parse("fp32").replace(**{name: getattr(policy, name) for name in _KEPT_IN_FP32}), why
+
+
+def _wider(policy: Policy, device_type: str) -> Policy | None:
+    name = _WITH_MORE_RANGE.get(policy.name) if policy.compute == "fp16" else None
+    if name is None:
+        return None
+    fields = {name: getattr(policy, name) for name in (*_KEPT, *_KEPT_IN_FP32)}
+    device = this_device(device_type)
+    try:
+        wider = Policy.parse(name).replace(**fields)
+        arithmetic = wider.arithmetic_on(device)[0]
+        slower = arithmetic == "emulated" and policy.arithmetic_on(device)[0] == "native"
+    except MezzoError:  # the device has no BF16, or a field belongs to FP16
+        return None
+    return None if slower else wider
+
+
+# --- Find the newest snapshot from before a training run went wrong: saved before the evidence began, and with finite weights ---
+
+
+def newest_good(
+    folder: Path,
+    *,
+    before: int,
+    weights: Callable[[Any], Any],
+    read: Callable[[SavedSnapshot], Any] = lambda saved: contents_at(saved.path),
+) -> tuple[SavedSnapshot, Any] | None:
+    """Return the newest snapshot of fewer than ``before`` updates with finite weights, and its contents; None if there is none.
+
+    Snapshots saved after it are deleted: they belong to the faulty part of the run, and would be loaded as the newest.
+
+    Args:
+        folder: the folder of the snapshots.
+        before: the first update of the evidence, counting skipped ones.
+        weights: returns the part of a snapshot's contents that must be finite.
+        read: returns the contents, or raises ``SnapshotError``.
+    """
+    after: list[SavedSnapshot] = []
+    for saved in saved_in(folder):
+        if saved.updates < before and not saved.calls:
+            try:
+                contents = read(saved)
+            except SnapshotError:
+                continue
+            if _finite(weights(contents)):
+                for later in after:
+                    later.path.unlink(missing_ok=True)
+                return saved, contents
+        after.append(saved)
+    return None
+
+
+def _finite(tree: Any) -> bool:
+    tensors = [tensor for tensor in tree_leaves(tree) if isinstance(tensor, Tensor) and tensor.is_floating_point()]
+    # Healthy models have masks of -infinity: only NaN and +infinity are signs of a fault.
+    return not any(bool((tensor.isnan() | (tensor == math.inf)).any()) for tensor in tensors)

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mezzo.engine.checks import PrecisionWarning
 from mezzo.engine.guardrails.alarms import Alarms, UpdateNumbers
-from mezzo.engine.guardrails.good_snapshots import newest_good
-from mezzo.engine.guardrails.remedies import POLICY, UNCHANGED, apply_remedy
+from mezzo.engine.guardrails.remedies import POLICY, UNCHANGED, apply_remedy, newest_good
 from mezzo.engine.processes.agreement import Agreement
 from mezzo.engine.snapshots.contents import set_contents
 from mezzo.engine.snapshots.folder import SavedSnapshot

@@ -17,9 +17,8 @@ from mezzo.engine.descriptions import one_pass_text
 from mezzo.engine.gradients import by_device
 from mezzo.engine.kernels.batch import AdamWSettings, Batch, SGDSettings
 from mezzo.engine.kernels.choice import choose
-from mezzo.engine.kernels.layout import gradient_as, laid_out_as, refuse_gaps
+from mezzo.engine.kernels.layout import gradient_as, join, laid_out_as, refuse_gaps, split
 from mezzo.engine.kernels.moments import KINDS, SIGNED, as_fp32, stored_as, zero_moment
-from mezzo.engine.kernels.split import join, split
 from mezzo.engine.optimizers.step_hooks import hooks_deferred
 from mezzo.engine.processes.shards import local, shared_as
 from mezzo.errors import SessionError

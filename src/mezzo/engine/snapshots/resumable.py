@@ -29,7 +29,7 @@ from mezzo.errors import SnapshotError
 
 if TYPE_CHECKING:
     from mezzo.engine.session import Session
-    from mezzo.engine.session_state import SessionState
+    from mezzo.engine.state import SessionState
 
 
 class Loaded(NamedTuple):

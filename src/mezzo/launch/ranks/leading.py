@@ -28,8 +28,7 @@ from mezzo.launch.ranks.positions import take_position
 from mezzo.launch.ranks.requests import counts_path, for_rank, record_path
 from mezzo.launch.ranks.torchrun_error import REASON
 from mezzo.launch.request import Request
-from mezzo.observe.ranges.counts_file import read_values, values_of_all
-from mezzo.observe.ranges.table import ObservedValues, ranges_record
+from mezzo.observe.ranges.table import ObservedValues, ranges_record, read_values, values_of_all
 from mezzo.policy import Policy
 from mezzo.records import AnyRecord, RangesRecord, read_record, write_record
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from mezzo.measure.check.answer import WENT_WRONG, Repair, skipped_share
-from mezzo.measure.check.preference import simplest_first
+from mezzo.measure.check.worth import simplest_first
 from mezzo.measure.compare import compare
 from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.pairing import grouped

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from mezzo.engine.guardrails.fallback_policies import safer_policy
-from mezzo.engine.guardrails.remedies import POLICY, UNCHANGED
+from mezzo.engine.guardrails.remedies import POLICY, UNCHANGED, safer_policy
 from mezzo.engine.scaling import scale_for
 from mezzo.launch.torch.applied_policy import for_scripts
-from mezzo.launch.torch.premade import find_premade
+from mezzo.launch.torch.restoring import find_premade
 from mezzo.launch.torch.state import Run
 from mezzo.policy import Policy
 from mezzo.records import AlarmKind, Reason

@@ -25,7 +25,7 @@ from mezzo.launch.torch.applied_policy import for_scripts
 from mezzo.launch.torch.counting.script_graphs import ScriptGraphs
 from mezzo.launch.torch.cuda_stand_in import CudaStandIn
 from mezzo.launch.torch.gradients.update_losses import UpdateLosses
-from mezzo.launch.torch.premade import PremadeOptimizers
+from mezzo.launch.torch.restoring import PremadeOptimizers
 from mezzo.launch.torch.steady_state import EVERY_NORM, Steady
 from mezzo.launch.torch.thread_state import Root, ThreadState
 from mezzo.launch.torch.updates.by_hand import UpdatesByHand

@@ -13,7 +13,7 @@ from mezzo.launch.request_parts import GuardRequest, ModelChanges, ScriptFile, S
 from mezzo.launch.step_limit import StepLimit
 from mezzo.launch.torch.counting.counted_step import CountedStep
 from mezzo.launch.torch.counting.weights_digest import WeightsDigest
-from mezzo.launch.torch.models.joining import refuse_join
+from mezzo.launch.torch.models.communication import refuse_join
 from mezzo.launch.torch.models.model_changes import ChangedModels
 from mezzo.launch.torch.script_amp.own_amp import note_autocast_without_device
 from mezzo.launch.torch.state import Run

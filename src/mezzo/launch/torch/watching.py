@@ -17,11 +17,10 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.counting.counted_step import CountedStep
 from mezzo.launch.torch.state import Run
 from mezzo.measure.environment import usable_cores
-from mezzo.measure.watch.host import HostSamples
+from mezzo.measure.watch.host import HostSamples, Waits
 from mezzo.measure.watch.nvml import GpuCounters, open_counters
 from mezzo.measure.watch.rates import DeviceRates, cpu_rates
 from mezzo.measure.watch.verdict import Loader, RunMeasurements, bottleneck
-from mezzo.measure.watch.waits import Waits
 from mezzo.records import Bottleneck, Effective, Reason, Steps
 
 POWER = "GPU power, W"

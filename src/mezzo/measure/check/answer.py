@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 
 from mezzo.formats import FP64
 from mezzo.gpus import Gpu
-from mezzo.measure.check.preference import EligiblePolicy, preferred, simplest_first
 from mezzo.measure.check.worth import (
     FASTER,
+    EligiblePolicy,
     Worth,
     bounded_gain,
     measured_gain,
     missing_text,
     predicted_gain,
+    preferred,
     saved_memory,
+    simplest_first,
     worth_of,
 )
 from mezzo.measure.compare.baseline import Baseline

@@ -27,9 +27,8 @@ from typing import Any
 from mezzo.errors import MezzoError, PolicyError, nearest
 from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.costs import cost_notes, memory_ratio, time_facts, why_not_timed
-from mezzo.measure.compare.pairing import Group, grouped
+from mezzo.measure.compare.pairing import LOSS, Group, grouped, mean
 from mezzo.measure.compare.quantities import Quantity
-from mezzo.measure.compare.series import LOSS, mean
 from mezzo.measure.compare.verdicts import Judged, judge
 from mezzo.records import CompareRecord, Row, RunRecord
 

@@ -28,7 +28,7 @@ from typing import Literal
 import numpy as np
 from scipy import special
 
-from mezzo.measure.compare.series import final, mean, num_in_tenth
+from mezzo.measure.compare.pairing import final, mean, num_in_tenth
 from mezzo.measure.compare.words import short
 
 _RISE, _GIVEN_BACK, _LEARNED = 0.1, 0.5, 0.2

@@ -27,10 +27,8 @@ from scipy import special
 
 from mezzo.measure.compare.baseline import Baseline
 from mezzo.measure.compare.gathering import loss_quantity
-from mezzo.measure.compare.margins import spread_errors
-from mezzo.measure.compare.pairing import Group, Key, Pair
-from mezzo.measure.compare.quantities import PairStatistics, Quantity
-from mezzo.measure.compare.series import last_metric, losses_of, title_of
+from mezzo.measure.compare.pairing import Group, Key, Pair, last_metric, losses_of, title_of
+from mezzo.measure.compare.quantities import PairStatistics, Quantity, spread_errors
 from mezzo.measure.compare.skips import skip_note
 from mezzo.measure.compare.trends import Fault
 from mezzo.measure.compare.words import listed, percent, sentence, short

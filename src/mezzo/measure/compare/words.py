@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mezzo.measure.compare.pairing import title_of
 from mezzo.measure.compare.quantities import BEYOND_ERROR, INSIDE_ERROR, Quantity
 from mezzo.measure.compare.scales import Proportion, Ratio
-from mezzo.measure.compare.series import title_of
 
 
 def short(value: float) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mezzo.engine.casts.transforms import unwrapped
+from mezzo.engine.casts.registration import unwrapped
 from mezzo.formats import format_of
 from mezzo.measure.predict.memory.cudnn_workspaces import copied_bytes, trial_bytes
 from mezzo.measure.predict.operations import operations_of

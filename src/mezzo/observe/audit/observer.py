@@ -10,8 +10,8 @@ from mezzo.devices import this_device
 from mezzo.measure.effective import Counted
 from mezzo.measure.flops import OperandFormats
 from mezzo.observe.audit import kernels, merged, totals
+from mezzo.observe.audit.causes import FIXES
 from mezzo.observe.audit.findings import AuditedSteps, findings
-from mezzo.observe.audit.layers import FIXES
 from mezzo.observe.audit.operations import TracedOperation, interpret, weights_of
 from mezzo.observe.module_names import Names
 from mezzo.observe.observer import ObservedRun, Observer

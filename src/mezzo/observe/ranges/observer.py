@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.engine.casts.transforms import unwrapped
+from mezzo.engine.casts.registration import unwrapped
 from mezzo.engine.gradients import trained_by
 from mezzo.engine.kernels import exponents
 from mezzo.engine.processes.shards import local
@@ -35,9 +35,8 @@ from mezzo.formats import BF16, FP16
 from mezzo.observe.module_names import free_title
 from mezzo.observe.observer import ObservedRun, Observer
 from mezzo.observe.ranges.casts import Counts
-from mezzo.observe.ranges.counts_file import write_values
 from mezzo.observe.ranges.listed_formats import JudgedFormats, ListedFormats
-from mezzo.observe.ranges.table import ObservedValues, ranges_record
+from mezzo.observe.ranges.table import ObservedValues, ranges_record, write_values
 from mezzo.observe.settings import RangesSettings
 from mezzo.records import RangeKind, RangesRecord, RunRecord
 

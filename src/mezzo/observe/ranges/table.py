@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
+from mezzo.engine.kernels.exponent_bins import BINS
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 from mezzo.observe.ranges.casts import LITTLE, SCALES, Counts, suggested
 from mezzo.policy import Policy
@@ -22,6 +26,7 @@ from mezzo.records import (
     TensorRange,
     UpdateLoss,
 )
+from mezzo.records.files import write_whole
 
 CAST_TO = (FP16, BF16, E4M3, E5M2)
 KINDS: tuple[RangeKind, ...] = ("activations", "activation gradients", "weight gradients", "weights", "updates")
@@ -236,3 +241,58 @@ def _initial_scale(record: RangesRecord, policy: Policy, target: Format) -> Iter
             f"the window begins at 2^{window.lowest}; pass {policy.name}:init_scale={2.0 ** (window.suggested or 0):g}"
         )
         yield Reason(what="policy's loss scale", value=f"{scale:g} is too small", reason=why)
+
+
+# --- Counted values in a file, so that the counts of all processes of a run can be added up. Imports no torch -------------------
+
+
+def write_values(values: ObservedValues, path: Path) -> None:
+    """Write counted values: of each table, the non-zero entries."""
+    contents = {
+        "counts": [
+            [kind, name, {place: n for place, n in enumerate(counts.table) if n}]
+            for (kind, name), counts in values.counts.items()
+        ],
+        "lowered": sorted(values.lowered),
+        "swallowed": dict(values.swallowed),
+        "steps": values.steps,
+        "forced_eager": values.forced_eager,
+        "updates_seen": values.updates_seen,
+        "models": values.models,
+    }
+    write_whole(json.dumps(contents), path)
+
+
+def read_values(path: Path) -> ObservedValues | None:
+    """Return the values that ``write_values`` wrote; None if there is no file."""
+    try:
+        contents: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    counts: dict[tuple[RangeKind, str], Counts] = {}
+    for kind, name, entries in contents.pop("counts"):
+        table = [0] * BINS
+        for place, n in entries.items():
+            table[int(place)] = n
+        counts[kind, name] = Counts(table)
+    lowered = {(kind, name) for kind, name in contents.pop("lowered")}
+    return ObservedValues(counts=counts, lowered=lowered, **contents)
+
+
+def values_of_all(by_rank: Sequence[ObservedValues]) -> ObservedValues:
+    """Return the values of several processes added up, with the names and steps of the first process."""
+    first = by_rank[0]
+    keys = dict.fromkeys(key for values in by_rank for key in values.counts)
+    names = dict.fromkeys(name for values in by_rank for name in values.swallowed)
+    return ObservedValues(
+        counts={key: Counts.merged(v.counts[key] for v in by_rank if key in v.counts) for key in keys},
+        lowered={key for values in by_rank for key in values.lowered},
+        swallowed={
+            name: [sum(n) for n in zip(*(v.swallowed[name] for v in by_rank if name in v.swallowed), strict=True)]
+            for name in names
+        },
+        steps=first.steps,
+        forced_eager=any(values.forced_eager for values in by_rank),
+        updates_seen=any(values.updates_seen for values in by_rank),
+        models=first.models,
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from mezzo.patching.editing import Editor
 from mezzo.patching.places import indentation
 from mezzo.patching.reading import ScriptFacts
+from mezzo.patching.text import Editor
 
 KEY = "scaler"
 

@@ -8,12 +8,11 @@ from abc import ABC, abstractmethod
 
 from mezzo.patching.job import PatchJob
 from mezzo.patching.outcome import unclear
-from mezzo.patching.places import Home, common_home, indentation
+from mezzo.patching.places import Home, ScriptUpdates, common_home, indentation
 from mezzo.patching.reading import Backward
 from mezzo.patching.styles import checkpoints
 from mezzo.patching.text import last_line
 from mezzo.patching.tree import calls_in
-from mezzo.patching.updates import ScriptUpdates
 
 
 def refuse_in_any_library(job: PatchJob) -> None:

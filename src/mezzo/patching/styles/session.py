@@ -6,7 +6,7 @@ import ast
 
 from mezzo.patching.job import PatchJob
 from mezzo.patching.outcome import unclear
-from mezzo.patching.places import Home, common_home, last_home
+from mezzo.patching.places import Home, ScriptUpdates, common_home, last_home
 from mezzo.patching.reading import Backward, StepCall
 from mezzo.patching.regions import Regions
 from mezzo.patching.styles import checkpoints
@@ -14,7 +14,6 @@ from mezzo.patching.styles.torch_amp import refuse_what_scaling_breaks
 from mezzo.patching.styles.validation import autocast_validation
 from mezzo.patching.text import last_line
 from mezzo.patching.tree import calls_in
-from mezzo.patching.updates import ScriptUpdates
 
 
 def patch_loop(job: PatchJob) -> None:

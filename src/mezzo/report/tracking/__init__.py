@@ -16,7 +16,7 @@ from mezzo.report.tracking import mlflow, tensorboard, wandb
 from mezzo.report.tracking.live import LiveRun as LiveRun
 from mezzo.report.tracking.live import Writer as Writer
 from mezzo.report.tracking.log_entry import LogEntry, log_entry
-from mezzo.report.tracking.tracked_record import TrackedRecord as TrackedRecord
+from mezzo.report.tracking.log_entry import TrackedRecord as TrackedRecord
 
 _FIRST = "tensorboard"
 

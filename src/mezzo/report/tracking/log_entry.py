@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
 from rich.console import Console
@@ -285,3 +286,26 @@ def _text(record: AnyRecord) -> str:
     printed = io.StringIO()
     render(record, Console(file=printed, width=_TEXT_WIDTH, highlight=False))
     return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
+
+
+# --- The files of a record that is logged, and the name that a tracker shows for it ---------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackedRecord:
+    """A record on disk and its page."""
+
+    record: Path
+    page: Path
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the record."""
+        return self.record.parent
+
+    @property
+    def name(self) -> str:
+        """The name of the record's folder, which is unique to a command; a rank's folder is prefixed with rank 0's."""
+        folder = self.folder.resolve()
+        name = f"{folder.parent.name}-{folder.name}" if re.fullmatch(r"rank\d+", folder.name) else folder.name
+        return name if self.record.name == "record.json" else f"{name}-{self.record.stem}"

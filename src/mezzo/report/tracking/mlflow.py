@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 from mezzo.errors import UsageError
 from mezzo.report.tracking.live import SUFFIX, LiveRun
-from mezzo.report.tracking.log_entry import LogEntry
-from mezzo.report.tracking.tracked_record import TrackedRecord
+from mezzo.report.tracking.log_entry import LogEntry, TrackedRecord
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

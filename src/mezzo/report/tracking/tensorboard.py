@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 from mezzo.records import Histogram
 from mezzo.report.tracking.live import SUFFIX, LiveRun
-from mezzo.report.tracking.log_entry import Cell, LogEntry
-from mezzo.report.tracking.tracked_record import TrackedRecord
+from mezzo.report.tracking.log_entry import Cell, LogEntry, TrackedRecord
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter

@@ -8,8 +8,7 @@ from typing import Any
 
 from mezzo.errors import UsageError
 from mezzo.report.tracking.live import SUFFIX, LiveRun
-from mezzo.report.tracking.log_entry import LogEntry
-from mezzo.report.tracking.tracked_record import TrackedRecord
+from mezzo.report.tracking.log_entry import LogEntry, TrackedRecord
 
 PACKAGE = INSTALL = "wandb"
 _NO_SERVER = ("offline", "dryrun", "disabled")

@@ -12,15 +12,14 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import paddle
 
 from mezzo.formats import FORMATS, FP32, FP64
 from mezzo.frameworks import paddle_ops
-from mezzo.launch.paddle.audit.audited import Audited, of_gradient, wide_products
 from mezzo.launch.paddle.gradients.script_hooks import observe_gradient
 from mezzo.launch.paddle.layer_names import LayerNames
 from mezzo.launch.paddle.nonfinite.lost_values import public_name
@@ -31,11 +30,11 @@ from mezzo.launch.paddle.surveys import format_name
 from mezzo.launch.paddle.tape import Tape, TapedOperation
 from mezzo.launch.patches import Patches
 from mezzo.observe.audit import merged
-from mezzo.observe.audit.merged import ProductShape
+from mezzo.observe.audit.merged import AuditRow, ProductShape, grouped, largest
 from mezzo.observe.limits import IMAGE_CHANNELS, MOST_LISTED, TENSOR_CORE_MULTIPLE, WIDE
 from mezzo.observe.settings import AuditSettings
 from mezzo.policy import PRESETS
-from mezzo.records import AuditRecord, CastTotal, Cause, Effective, Finding, Phase, Reason, RunRecord
+from mezzo.records import AuditRecord, CastTotal, Cause, Effective, Finding, Phase, Reason, RunRecord, WideProduct
 
 
 class Audit(StepObserver):
@@ -416,3 +415,51 @@ def _convolution(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 _CHANNELS_LAST = ("NHWC", "NDHWC")
 """Names of the layouts whose channels come last."""
+
+
+# --- An audited operation of a Paddle step, and the products that ran in FP32 ---------------------------------------------------
+
+# The format of an operation is the one in which it computes: where the policy rounds operands and results on a CPU, the values are kept in
+# FP32 tensors, but formats, casts and bytes are those of the policy.
+
+OF_GRADIENT = "_grad"
+"""Suffix of a product that computes a gradient."""
+
+
+@dataclass(kw_only=True)
+class Audited(AuditRow):
+    """One operation, or the part of its backward pass that computes one gradient."""
+
+    line: str = ""
+    shape: ProductShape | None = None
+    cause: tuple[Cause, str] | None = None
+    """Why a product ran in FP32 or wider."""
+    sensitive: bool = False
+    """Whether it ran in 16 bits although the portable lists keep it in FP32."""
+
+
+def wide_products(rows: Iterable[Audited]) -> list[WideProduct]:
+    """Return the products that ran in FP32 or wider, by cause, the largest first; forward and backward together."""
+    groups = grouped(rows, lambda r: (r.op.removesuffix(OF_GRADIENT), r.module, r.format, r.cause, r.line))
+    products = [
+        WideProduct(
+            op=first.op,
+            module=first.module,
+            format=first.format,
+            cause=first.cause[0],
+            reason=first.cause[1],
+            flops=sum(row.flops for row in group),
+            line=first.line,
+        )
+        for group in groups
+        if (first := group[0]).cause is not None
+    ]
+    return largest(products, lambda product: product.flops)
+
+
+def of_gradient(row: Audited, *, weight: bool) -> Audited:
+    """Return the part of a product's backward pass that computes the gradient of a weight, or of another operand."""
+    shape = row.shape
+    if shape is not None:
+        shape = replace(shape, m=shape.k, k=shape.m) if weight else replace(shape, n=shape.k, k=shape.n)
+    return replace(row, phase="wgrad" if weight else "dgrad", shape=shape, op=f"{row.op}{OF_GRADIENT}")

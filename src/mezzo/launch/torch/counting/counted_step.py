@@ -25,9 +25,9 @@ from mezzo.launch.patches import Patches
 from mezzo.launch.torch.counting.inductor_graphs import COUNTED_BACKENDS, INDUCTOR, InductorGraphs
 from mezzo.launch.torch.state import Run
 from mezzo.measure import memory
-from mezzo.measure.cuda_peaks import CudaPeaks
 from mezzo.measure.effective import Counted, effective
 from mezzo.measure.flops import FlopCounter
+from mezzo.measure.memory import CudaPeaks
 from mezzo.measure.watch.operations import OperationTimes
 from mezzo.measure.watch.verdict import OperationWork
 from mezzo.records import Effective, Memory

@@ -30,7 +30,7 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.utils.hooks import unserializable_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.engine.casts.transforms import unwrapped
+from mezzo.engine.casts.registration import unwrapped
 from mezzo.engine.direct_pass import DirectPasses
 from mezzo.engine.gradients import all_finite, trained_leaves
 from mezzo.engine.matrix_units.emulation_nodes import stands_for

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.engine.guardrails.good_snapshots import newest_good
-from mezzo.engine.guardrails.remedies import apply_remedy
+from mezzo.engine.guardrails.remedies import apply_remedy, newest_good
 from mezzo.engine.processes.agreement import Agreement
 from mezzo.launch.torch.policy_change import fall_back
 from mezzo.launch.torch.snapshots.trained_objects import kind_of, set_state

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mezzo.engine.casts.transforms import unwrapped
+from mezzo.engine.casts.registration import unwrapped
 
 
 class ScriptBatches:

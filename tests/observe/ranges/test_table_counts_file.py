@@ -10,8 +10,7 @@ import numpy as np
 
 from mezzo.engine.kernels.exponent_bins import BINS
 from mezzo.observe.ranges.casts import Counts
-from mezzo.observe.ranges.counts_file import read_values, values_of_all, write_values
-from mezzo.observe.ranges.table import ObservedValues
+from mezzo.observe.ranges.table import ObservedValues, read_values, values_of_all, write_values
 from mezzo.records import RangeKind
 
 WEIGHTS: RangeKind = "weights"

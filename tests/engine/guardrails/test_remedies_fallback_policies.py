@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mezzo.devices import Device
-from mezzo.engine.guardrails import fallback_policies
-from mezzo.engine.guardrails.fallback_policies import safer_policy
+from mezzo.engine.guardrails import remedies
+from mezzo.engine.guardrails.remedies import safer_policy
 from mezzo.policy import Policy
 from mezzo.records import AlarmKind
 
@@ -62,7 +62,7 @@ DEVICES = [
 def test_bf16_only_where_it_is_not_slower_than_fp16(
     device: Device, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fallback_policies, "this_device", lambda kind: device)
+    monkeypatch.setattr(remedies, "this_device", lambda kind: device)
     found = safer_policy(Policy.parse("fp16"), "skip storm", device.kind)
     assert not isinstance(found, str)
     assert str(found[0]) == expected

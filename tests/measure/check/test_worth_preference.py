@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mezzo.measure.check.preference import EligiblePolicy, preferred, simplest_first
+from mezzo.measure.check.worth import EligiblePolicy, preferred, simplest_first
 from mezzo.records import Gain
 
 
