@@ -86,12 +86,13 @@ def _swallowed(located: Located) -> str:
     return f"{' and '.join(names)} {turn} the infinity into finite but wrong numbers. {_off(located.gradients)}"
 
 
-def notes(evidence: Evidence) -> list[Reason]:
+def notes(evidence: Evidence, *, framework: str) -> list[Reason]:
     """Return notes on how a run was inspected, and on a fault that began in another process."""
     reasons = [Reason(what="not inspected", value=f"{op}()", reason=why) for op, why in evidence.problems.items()]
     if evidence.forced_eager:
         why = "operations inside compiled kernels cannot be distinguished; compiled code may round differently"
-        reasons.append(Reason(what="torch.compile", value="inspected steps ran eagerly", reason=why))
+        compiler = "tf.function" if " on tensorflow " in framework else "torch.compile"
+        reasons.append(Reason(what=compiler, value="inspected steps ran eagerly", reason=why))
     if evidence.found_by_rank is not None:
         why = "this process received it with the gradients of all processes"
         reasons.append(Reason(what="found by", value=f"the process of rank {evidence.found_by_rank}", reason=why))
