@@ -22,6 +22,7 @@ from typing import Any
 import keras
 import numpy as np
 import numpy.typing as npt
+import optree
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop, context, execute, record
@@ -32,9 +33,10 @@ from mezzo.launch.patches import Patches
 from mezzo.observe.nonfinite.evidence import Kind, Source, merge_sources
 from mezzo.records import Operand
 
-_FOREIGN = tuple(f"{Path(str(module.__file__)).parent}/" for module in (tf, keras)) + (f"{Path(__file__).parents[3]}/",)
+_FOREIGN = tuple(f"{Path(str(module.__file__)).parent}/" for module in (tf, keras, optree, np)) + (f"{Path(__file__).parents[3]}/",)
 _HALF = (tf.float16, tf.bfloat16)
 _READS_WEIGHT = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+_READS_BATCH = ("IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue", "MultiDeviceIteratorGetNextFromShard")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _PUBLIC_NAMES = {
     "real_div": "divide",
@@ -145,8 +147,10 @@ class EagerValues:
         if _is_write(kind) and inputs and inputs[0].dtype == tf.resource:
             self._write(kind, inputs)
             return
-        if kind in _READS_WEIGHT or (outputs and not any(_is_read(t) for t in inputs) and _has_handle(inputs)):
-            self._read(kind, place, inputs[0], outputs)
+        if kind in _READS_WEIGHT:
+            self._read(place, inputs[0], outputs)
+            return
+        if kind in _READS_BATCH:  # the first operation that reads the batch is where its values enter
             return
         known = merge_sources(s for t in inputs for s in self._causes_of(t, place))
         for result in outputs:
@@ -173,8 +177,8 @@ class EagerValues:
             for source in known:
                 source.swallowed[place.op] = None
             return
-        begins = bool(np.isnan(values).any()) and not any(_has_nan(t) for t in inputs)
-        if known and not begins:
+        passed_on = [s for s in known if s.kind != "constant" and s.backward == self._backward]
+        if passed_on or (known and not (np.isnan(values).any() and not any(map(_has_nan, inputs)))):
             self._causes[result._id] = known
             return
         reads = [t for t in inputs if _is_read(t)]
@@ -200,8 +204,8 @@ class EagerValues:
         before = () if kind == "AssignVariableOp" else self._written.get(inputs[0]._id, ())
         self._written[inputs[0]._id] = merge_sources((*before, *known))
 
-    def _read(self, kind: str, place: OperationInLayer, handle: Any, outputs: Sequence[Any]) -> None:
-        """Record the values that an operation reads from a variable, or from a pipeline of batches."""
+    def _read(self, place: OperationInLayer, handle: Any, outputs: Sequence[Any]) -> None:
+        """Record the values that an operation reads from a variable."""
         for result in outputs:
             self._known.add(result._id)
             if not result.dtype.is_floating or np.isfinite(_array(result)).all():
@@ -209,8 +213,12 @@ class EagerValues:
             causes = self._written.get(handle._id, ())
             if not causes:
                 fmt = FORMAT_NAMES.get(result.dtype.name, "")
-                causes = (self._add(place, "entered", None, [result], fmt, parameter=kind in _READS_WEIGHT),)
+                causes = (self._add(place, "entered", None, [result], fmt, parameter=True),)
             self._causes[result._id] = causes
+
+    @property
+    def _backward(self) -> bool:
+        return self.in_backward or self._creator is not None
 
     # --- places ------------------------------------------------------------------------------------------------------------------
 
@@ -250,7 +258,7 @@ class EagerValues:
             op=place.op,
             module=place.layer,
             line=place.line,
-            backward=self.in_backward or self._creator is not None,
+            backward=self._backward,
             format=fmt or FP32.name,
             operands=[_operand(t) for t in read],
             wide=wide,
@@ -320,10 +328,6 @@ def _is_write(kind: str) -> bool:
 
 def _is_read(tensor: Any) -> bool:
     return bool(tensor.dtype.is_floating or tensor.dtype == tf.variant)
-
-
-def _has_handle(inputs: Sequence[Any]) -> bool:
-    return bool(inputs) and inputs[0].dtype == tf.resource
 
 
 def _has_nan(tensor: Any) -> bool:
